@@ -374,6 +374,8 @@ def joined_graphs(world, model_gives_rows):
     (batch,) = run.batches(loader)
     run.backward(batch, mean, forward=forward)
     run.evaluate(loader, {"mean": mean, "pair": pair}, forward=forward)
+    with pytest.raises(ConfigError, match="'count' is a sum over the samples"):
+        run.evaluate(loader, {"count": lambda output, data: (output > 0).sum()}, forward=forward)
     run.close()
     return [each.partition(" is of data")[0] for each in records if "is not known" in each]
 

@@ -360,8 +360,9 @@ def deviation_with_model(
         output, target = forward(own_rows(data, slice(None)), 0)
         is_cut = all(has_rows(each, samples) for each in tree_leaves(output) if isinstance(each, Tensor))
         value = None if is_cut else function(output, target)
-        is_mean = samples > 1 and isinstance(value, Tensor) and value.dim() == 0
-        return Deviation.UNTESTED if is_mean else Deviation.NONE
+        if samples < 2 or not isinstance(value, Tensor) or value.dim():
+            return Deviation.NONE
+        return Deviation.SUM if value.dtype in _WHOLE_NUMBERS else Deviation.UNTESTED
     calls, model_fails = itertools.count(), False
 
     def sums(rows: slice) -> Sums:
