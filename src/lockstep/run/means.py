@@ -170,7 +170,9 @@ class RowSample:
 
     def take(self, place: int, pair: Any, samples: int) -> None:
         """Copies rows of (output, target) of this process's micro-batch number ``place``, if it is one of those."""
-        if place % self._apart == 0 and self._left > 0 and has_rows(pair, samples):
+        if not has_rows(pair, samples):  # a count is known to be no mean nevertheless
+            self._parts += [] if self._parts else [(*copies_of(pair), samples)]
+        elif place % self._apart == 0 and self._left > 0:
             output, target = rows_of(pair, slice(self._rows))
             self._parts.append((output, target, min(samples, self._rows)))
             self._left -= sum(leaf.numel() for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
