@@ -213,6 +213,11 @@ def mean_of_its_own(world, folder, micro_batches):
             model(rows).logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten()
         )
     entry = trainer.state.log_history[0]
+    padded = [
+        {**row, "labels": torch.where(torch.arange(len(row["labels"])) < 2 + i, row["labels"], -100)}
+        for i, row in enumerate(data)
+    ]
+    trainer.evaluate(padded)  # no mean over samples, which a compute_loss has no way to say
     return entry["loss"], float(expected), entry["grad_norm"]
 
 
