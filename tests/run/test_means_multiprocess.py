@@ -386,3 +386,27 @@ def test_what_cannot_be_tested_is_said_where_the_output_has_no_row_for_each_samp
         [],
     ]
     assert run_ranks(joined_graphs, 1, True) == [[]]
+
+
+def watched(world):
+    """A model and a function of the user's that keep something in every call, also in evaluation mode."""
+    torch.manual_seed(0)
+    run = Run(RunOptions.of(global_batch=8, micro_batches=2, running_buffers=("calls",)), world)
+    model = nn.Linear(3, 2)
+    model.register_buffer("calls", torch.zeros(1))
+    model.register_forward_hook(lambda module, given, output: module.calls.add_(1.0) and None)
+    model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    shapes = []
+
+    def forward(data):
+        shapes.append(len(data[0]))
+        return model(data[0]).sum()
+
+    data = TensorDataset(torch.randn(12, 3), torch.arange(12) % 2)
+    run.evaluate(data, {"one": lambda output, target: (output * 0, len(target[0]))}, forward=forward)
+    run.close()
+    return shapes, float(model.calls)
+
+
+def test_an_evaluation_calls_the_model_once_for_each_micro_batch_as_far_as_that_shows():
+    assert run_ranks(watched, 1) == [([4, 4, 4], 3.0)]

@@ -34,7 +34,7 @@ from lockstep.numerics.compilation import fix_graphs
 from lockstep.run.agreement import require_equal_models
 from lockstep.run.means import UNTOLD, Changes, RowSample, held_by, judge_metrics, reasons_with_model
 from lockstep.run.save import save_and_stop
-from lockstep.run.short_step import with_own_data
+from lockstep.run.short_step import unchanged, with_own_data
 from lockstep.run.step import evaluating, exact, sum_and_weight
 from lockstep.runtime.control import StopReason
 from lockstep.runtime.heartbeat import Heartbeat
@@ -111,6 +111,8 @@ class OpenEvaluation:
 
     loader: EvaluationLoader
     """This process's micro-batches of the set."""
+    unchanged: Callable[[], AbstractContextManager[None]]
+    """Gives a context that puts back what calls of the model, and of the user's own function, change in them."""
     forward: Forward
     stop: EvaluationStop | None
     """How the ranks agree to stop early; None: they stay to the end."""
@@ -192,6 +194,7 @@ def evaluation(
         with evaluating(evaluated):
             yield OpenEvaluation(
                 loader=loader,
+                unchanged=partial(unchanged, evaluated, forward),
                 forward=output_and_target,
                 stop=stop,
                 autocast=compute.autocast,
@@ -281,7 +284,8 @@ def evaluate(
         if place == 0 and unchecked and strategy.replicated and micro_batch.k < loader.count:
             part = lambda data, k: opened.forward(replace(micro_batch, k=k, data=data))  # noqa: E731 - short
             named = {name: metrics[name] for name in sorted(unchecked)}
-            deviations.update(reasons_with_model(named, part, (micro_batch,), strategy.device))
+            with opened.unchanged():
+                deviations.update(reasons_with_model(named, part, (micro_batch,), strategy.device))
         output, target = opened.forward(micro_batch)
         if micro_batch.k >= loader.count:
             return  # padding, run because the forward pass is collective
