@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +19,7 @@ from lockstep.run import Run, RunOptions
 from lockstep.strategies.fsdp.gathering import Gathering
 
 _STEPS, _FIRST = 8, 3
-"""Steps of a training, and those before waits count: in the first, channels open and steps are rehearsed."""
+"""Steps of a training, and those before waits count: there channels open, and steps are rehearsed."""
 
 
 @dataclass
@@ -178,6 +179,7 @@ def train(
             for batch in run.batches(data):
                 if len(losses) == _FIRST:
                     held = torch.cuda.memory_allocated()
+                    run.rehearsals.due = dict.fromkeys(run.rehearsals.due, (math.inf, 0))  # not at new epochs
                     later = context.__enter__()
                 losses.append(run.backward(batch, loss_fn).detach().clone())
                 norms.append(run.clip_gradients(0.5))
