@@ -448,8 +448,10 @@ def test_a_rehearsal_is_no_waiting_for_data(tmp_path):
     for rehearsal in lanes["rehearsal"].boxes:
         assert rehearsal.ended - rehearsal.began > 100
         assert all(wait.ended <= rehearsal.began or rehearsal.ended <= wait.began for wait in waits)
-    for phases, wait in zip(observer.clock.steps, waits, strict=True):
-        assert phases["data"] < (wait.ended - wait.began) / 1000 + 0.1
+    assert len(observer.clock.steps) == len(waits) == 4
+    for phases, wait, rehearsal in zip(observer.clock.steps, waits, lanes["rehearsal"].boxes):
+        apart = wait.ended - wait.began + (rehearsal.ended - rehearsal.began) / 2  # half of it would be too much
+        assert phases["data"] < apart / 1000
 
 
 def slow(output, target):

@@ -86,11 +86,13 @@ class Run:
         self._loop, self._loaders = EpochLoop(self._events), LoaderCache(options, self.strategy)
         self._prepared: PreparedRun | None = None
         look_every = 1 if self.device.type == "cpu" else _LOOK_EVERY
-        self._initial_values, self._writer = InitialValues(options.seed), Writer(options, world)
+        self._initial_values = InitialValues(options.seed)
+        self._writer = Writer(options, world)
         self._results = DeferredResults(look_every, overflow_expected=self._precision.scaler is not None)
         self._agreed_data = AgreedData(group, self.device, self.position, options, warns=self.is_main)
         self._skipped = SkippedSamples(group, self.device, options.seed, self.is_main)
-        self._session.before_close, self._unseeded = self._release, seed_generators(options.seed)
+        self._session.before_close = self._release
+        self._unseeded = seed_generators(options.seed)
         self._session.heartbeat.will_poll()
 
     @property
