@@ -450,7 +450,9 @@ def test_a_rehearsal_is_no_waiting_for_data(tmp_path):
         assert all(wait.ended <= rehearsal.began or rehearsal.ended <= wait.began for wait in waits)
     assert len(observer.clock.steps) == len(waits) == 4
     for phases, wait, rehearsal in zip(observer.clock.steps, waits, lanes["rehearsal"].boxes):
-        apart = wait.ended - wait.began + (rehearsal.ended - rehearsal.began) / 2  # half of it would be too much
+        apart = (
+            wait.ended - wait.began + (rehearsal.ended - rehearsal.began) / 2
+        )  # half of it would be too much
         assert phases["data"] < apart / 1000
 
 

@@ -304,8 +304,9 @@ def evaluate(
             if micro_batch is not None:
                 compute(place, micro_batch)
     if checks:
+        everyone = gather_records(strategy, sample.some(), group)
         with strategy.joined_calls(), opened.autocast():
-            found = sample.reasons({name: metrics[name] for name in sorted(checked)})
+            found = sample.reasons({name: metrics[name] for name in sorted(checked)}, everyone)
         untold = {each.reason for each in UNTOLD}  # said once
         deviations |= {name: why for name, why in found.items() if name in unchecked or why not in untold}
         judge_metrics(gather_records(strategy, [deviations, kept], group), warns=is_main)

@@ -39,6 +39,8 @@ Sums = tuple[float, float]
 
 
 _MOST_JOINED = 8
+_MOST_SENT, _MOST_NUMBERS = 16, 4_096
+"""Rows of an evaluation that each process gives to the others, and numbers in them."""
 """Micro-batches of one row that are put together."""
 
 
@@ -177,13 +179,45 @@ class RowSample:
             self._parts.append((output, target, min(samples, self._rows)))
             self._left -= sum(leaf.numel() for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
 
-    def reasons(self, functions: Mapping[str, Callable[[Any, Any], Any]]) -> dict[str, str]:
-        """See ``reasons``."""
-        parts = self._parts
+    def some(self) -> list[Any]:
+        """The leaves of some of the rows as lists, for the other processes; none where they are large."""
+        with suppress(Exception):
+            pair, samples = self._whole()
+            step = max(1, samples // _MOST_SENT)
+            leaves = tree_leaves(rows_of(pair, slice(0, step * _MOST_SENT, step)))
+            tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+            if has_rows(pair, samples) and sum(leaf.numel() for leaf in tensors) <= _MOST_NUMBERS:
+                return [leaf.tolist() if isinstance(leaf, Tensor) else None for leaf in leaves]
+        return []
+
+    def reasons(
+        self, functions: Mapping[str, Callable[[Any, Any], Any]], everyone: Sequence[list[Any]] = ()
+    ) -> dict[str, str]:
+        """See ``reasons``. ``everyone``: what ``some`` gave on each process.
+
+        A process may have a single row, or those of one class.
+        """
+        parts = list(self._parts)
         with suppress(Exception):  # they may have several lengths
-            whole = joined([part[:2] for part in parts])
-            parts = [parts[0], (*whole, sum(part[2] for part in parts))]
+            (output, target), samples = self._whole()
+            parts = [parts[0], (output, target, samples)]
+            leaves, others = tree_leaves((output, target)), [given for given in everyone if given]
+            if len(others) > 1:
+                rows = [_rows_like(leaf, column) for leaf, column in zip(leaves, zip(*others), strict=True)]
+                both = tree_unflatten(rows, tree_structure((output, target)))
+                parts.append((*both, next(len(each) for each in rows if isinstance(each, Tensor))))
         return {name: why for part in parts for name, why in reasons(functions, [part]).items() if why}
+
+    def _whole(self) -> tuple[Any, int]:
+        """Output and target of all rows, and how many there are; an error where they are not alike."""
+        return joined([part[:2] for part in self._parts]), sum(part[2] for part in self._parts)
+
+
+def _rows_like(leaf: Any, parts: Sequence[Any]) -> Any:
+    """A tensor of the rows of all parts, of the type and on the device of ``leaf``; else ``leaf``."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return torch.tensor([row for part in parts for row in part], dtype=leaf.dtype, device=leaf.device)
 
 
 Changes = dict[str, tuple[str, str]]
