@@ -57,6 +57,10 @@ def test_parameters_that_began_differently_come_first():
     other.start["b"] = "other"
     found = diagnose(trace(), other)
     assert (found.cause, found.step, found.tensor) == (Cause.START, -1, "'b'")
+    resumed = other.since(1)
+    resumed.start["b"] = "other"
+    found = diagnose(trace().since(1), resumed)
+    assert (found.cause, found.step, found.tensor) == (Cause.RESUMED, 1, "'b'")
 
 
 def other_loss(step):

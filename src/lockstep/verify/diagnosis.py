@@ -20,6 +20,7 @@ class Cause(Enum):
     """The causes of a difference, with their description."""
 
     START = "the parameters began differently: they were not made alike, or not broadcast"
+    RESUMED = "it is not what the run without a stop had there: rounded before the stop, or not kept by the checkpoint"
     STALE = "values changed between two steps: something was restored, loaded or set outside of the update"
     THREADS = "another number of threads, which decides how a CPU adds"
     SOFTWARE = "other software or another device"
@@ -122,7 +123,8 @@ def diagnose(reference: Trace, other: Trace, *, repeats: bool | None = None) -> 
     found = _context(reference, other)
     name = _first_difference(reference.start, other.start)
     if found is None and name:
-        return Diagnosis(Cause.START, -1, repr(name))
+        cause, step = (Cause.RESUMED, other.first) if other.first else (Cause.START, -1)
+        return Diagnosis(cause, step, repr(name))
     for mine, theirs in zip(reference.steps, other.steps):
         step = _step(mine, theirs, reference, other, repeats)
         if step is not None:

@@ -50,6 +50,7 @@ _PARTED = 0.1
 """Sensitivity from which the parameters of two runs have so little in common that their distance says nothing more."""
 _MAY_BE_ROUNDING = (
     Cause.ROUNDING,
+    Cause.RESUMED,
     Cause.REDUCTION_ORDER,
     Cause.GRADIENTS,
     Cause.LEFT_OUT,  # a gradient that is rounding alone looks so, as of a bias before a BatchNorm
