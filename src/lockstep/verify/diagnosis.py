@@ -123,8 +123,9 @@ def diagnose(reference: Trace, other: Trace, *, repeats: bool | None = None) -> 
     found = _context(reference, other)
     name = _first_difference(reference.start, other.start)
     if found is None and name:
-        cause, step = (Cause.RESUMED, other.first) if other.first else (Cause.START, -1)
-        return Diagnosis(cause, step, repr(name))
+        if other.first:
+            return Diagnosis(Cause.RESUMED, other.first, repr(name))
+        return Diagnosis(Cause.START, -1, repr(name))
     for mine, theirs in zip(reference.steps, other.steps):
         step = _step(mine, theirs, reference, other, repeats)
         if step is not None:
