@@ -132,6 +132,9 @@ def test_an_own_loop_goes_on_in_every_layout_with_equal_bits(verified):
     result, _ = verified(PLAIN, more=("--stop-after", "3"))
     assert result.returncode == 2
     assert "--stop-after is for loops on lockstep.init" in result.stderr
+    short = LOSING.replace("WEIGHT", "1.0").replace("epochs(3)", "epochs(1)")
+    result, _ = verified(short, devices="1", more=("--stop-after", "4"))
+    assert "--stop-after is 4, and the run has 4 steps. Give a smaller number." in result.stderr
 
 
 @pytest.mark.slow

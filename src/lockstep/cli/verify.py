@@ -234,6 +234,12 @@ def _compare_all(
         return [Comparison(reference.trace, "")]
     if reference.trace.refused:
         raise ConfigError(reference.trace.refused)
+    if stop_after and reference.records is not None:
+        raise ConfigError("--stop-after is for loops on lockstep.init, whose runs can be resumed.")
+    if stop_after and stop_after >= (made := len(reference.trace.steps)):
+        raise ConfigError(
+            f"--stop-after is {stop_after}, and the run has {plural(made, 'step')}. Give a smaller number."
+        )
 
     @cache
     def again() -> Ran:
@@ -266,8 +272,6 @@ def _compare_all(
         ran = start(layout, folder / str(number), How())
         comparisons.append(_judge(reference, ran, again, sensitivity))
     if stop_after:
-        if reference.records is not None:
-            raise ConfigError("--stop-after is for loops on lockstep.init, whose runs can be resumed.")
         proven = [each.trace for each in comparisons if not (each.trace.refused or each.trace.independent)]
         every = {first.label: one, **others}
         for ran in _resumed(start, {each.label: every[each.label] for each in proven}, folder, stop_after):
