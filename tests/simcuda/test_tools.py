@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.simcuda import cuda, nccl
 from tests.simcuda.layouts import functions_of
-from tests.simcuda.trainings import job_of, open_run, saving, train, trained_for
+from tests.simcuda.trainings import job_of, open_run, rehearse_no_more, saving, train, trained_for
 
 from lockstep.data import ImageArrays, Normalize
 
@@ -246,7 +246,9 @@ def loop(world, strategy, what):
 
     run = open_run(world, strategy)
     model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    for _ in run.epochs(2):
+    for epoch in run.epochs(2):
+        if epoch == 1:
+            rehearse_no_more(run)
         with cuda.observed() as seen:
             for batch in run.batches(data):
                 run.backward(batch, loss, **named)

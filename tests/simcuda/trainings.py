@@ -108,6 +108,11 @@ def open_run(world: World, strategy: str, **options: Any) -> Run:
     return Run(RunOptions.of(**{**settings, "strategy": strategy, **options}), world)
 
 
+def rehearse_no_more(run: Run) -> None:
+    """Ends the rehearsals at new epochs, in which the host waits, so that ordinary steps are observed."""
+    run.rehearsals.due = dict.fromkeys(run.rehearsals.due, (math.inf, 0))
+
+
 def _without_wait() -> None:
     """The sums over the ranks are computed before what they need has arrived."""
     OrderedBucket._wait = lambda bucket: None  # type: ignore[method-assign]  # the mistake
@@ -179,7 +184,7 @@ def train(
             for batch in run.batches(data):
                 if len(losses) == _FIRST:
                     held = torch.cuda.memory_allocated()
-                    run.rehearsals.due = dict.fromkeys(run.rehearsals.due, (math.inf, 0))  # not at new epochs
+                    rehearse_no_more(run)
                     later = context.__enter__()
                 losses.append(run.backward(batch, loss_fn).detach().clone())
                 norms.append(run.clip_gradients(0.5))
