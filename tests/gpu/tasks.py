@@ -433,7 +433,7 @@ def _write_photos(folder: Path, photos: int, copies: int) -> int:
 
 
 def gradients_together(world: Any) -> tuple[bool, bool]:
-    """Whether dividing many tensors at once has the bits of a CPU, and whether what is not finite in one is seen."""
+    """Tells whether many tensors divided at once have the bits of a CPU, and whether a NaN in one of them is seen."""
     generator = torch.Generator().manual_seed(1)
     host = [torch.randn(1 + 37 * n, generator=generator) for n in range(200)]
     cuda, same, seen = torch.device("cuda", 0), True, True

@@ -77,7 +77,7 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.micro_batches:
         return _verify_micro_batches(arguments)
     if arguments.script is not None:
-        return _verify_script(arguments)
+        return _verify_script(arguments, stop_after)
     config = job_on_one_device(arguments.job or "digits", arguments)
     names = strategy_names(arguments.strategies)
     counts = device_counts(arguments.devices) or list(DEVICES)
@@ -97,14 +97,14 @@ def main(arguments: argparse.Namespace) -> int:
     return EXIT_DIFFERENT if failed or (names and unproven) else EXIT_DONE
 
 
-def _verify_script(arguments: argparse.Namespace) -> int:
+def _verify_script(arguments: argparse.Namespace, stop_after: int) -> int:
     """The same for a script: returns 1 where a run differs from one process by more than rounding."""
     target, threads = _script(arguments)
     counts = [count for count in device_counts(arguments.devices) or DEVICES if count > 1]
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
         start = partial(_run_script, target, arguments.steps, threads)
         others = {_label(count): count for count in counts}
-        comparisons = _compare_all(start, 1, others, Path(folder), _stop_after(arguments))
+        comparisons = _compare_all(start, 1, others, Path(folder), stop_after)
     _show(comparisons, arguments)
     return EXIT_DIFFERENT if any(each.is_broken for each in comparisons) else EXIT_DONE
 
@@ -196,7 +196,7 @@ def _show(comparisons: Sequence[Comparison], arguments: argparse.Namespace) -> N
 
 @dataclass(frozen=True)
 class How:
-    """What is different in a run."""
+    """Options of a run beside its layout."""
 
     nudge: int = 0
     """The number of a change in last places, or 0."""
@@ -227,7 +227,7 @@ def _compare_all(
 ) -> list[Comparison]:
     """Compares runs, by their labels, with that of one device. Raises ``ConfigError`` where one device fails.
 
-    ``start`` is given the layout, a folder, and what is different. ``stop_after``: see ``How``.
+    ``start`` is given the layout, a folder, and further options. ``stop_after``: see ``How``.
     """
     reference = start(one, folder / "reference", How())
     if reference.trace.in_training:

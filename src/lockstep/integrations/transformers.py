@@ -353,7 +353,8 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
         metrics: dict[str, Any] = {}
         if has_labels or (not self.label_names and self.can_return_loss):
             self._try_items(loader)
-            run.rehearsals.note_checked([_as_it_is], evaluated=True)  # it is not: a compute_loss gives no pair
+            # It is not to be: a compute_loss has no way to give a pair.
+            run.rehearsals.note_checked([_as_it_is], evaluated=True)
             metrics["loss"] = run.evaluate(loader, _as_it_is, forward=self._loss_of)
         outputs, labels = None, None
         if needs_outputs:

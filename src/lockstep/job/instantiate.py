@@ -66,7 +66,12 @@ def instantiate(component: Component, *positional: Any, name: str = "", **values
 
 
 def instantiate_function(component: Component, path: KeyPath) -> Any:
-    """What is called later, such as a loss: the function that is named, with its arguments, or what a call makes."""
+    """Returns what is called later, such as a loss: the named function with its arguments, or what a call makes.
+
+    Args:
+        component: import path and arguments.
+        path: the component's place in the job file.
+    """
     where, given = spell(path), given_to_functions(path)
     function = find_object(component.target, where)
     if not inspect.isroutine(function):

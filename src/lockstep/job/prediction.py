@@ -133,10 +133,17 @@ def class_names(folder: Path, data_set: Any) -> tuple[str, ...]:
 
 
 def table(outputs: Tensor, data_set: Any, loss: Any, classes: Sequence[str] = ()) -> dict[str, Any]:
-    """The columns of a table of predictions, by name; ``ConfigError`` if outputs are no rows, or classes not as many.
+    """The columns of a table of predictions, by name.
 
-    ``outputs`` are of shape (samples, numbers) or (samples,). The loss says whether they are scores of classes,
-    numbered where their names are not given.
+    Args:
+        outputs: of shape (samples, numbers) or (samples,), on the CPU.
+        data_set: names the samples.
+        loss: that the model was trained with; it says whether outputs are scores of classes.
+        classes: their names, or nothing: they are then numbered.
+
+    Raises:
+        ConfigError: the outputs of a sample are no row of numbers, the classes are not as many, or a sampler chooses
+            the samples.
     """
     if isinstance(data_set, DataLoader) and adopt(data_set).dataset is not data_set.dataset:
         raise ConfigError(

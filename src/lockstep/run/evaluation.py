@@ -280,12 +280,17 @@ def evaluate(
     kept: Changes = {}
     sample = RowSample(len(loader), loader.micro_batch_size)
 
+    def judge(micro_batch: MicroBatch) -> None:
+        def forward(data: Any, k: int) -> tuple[Any, Any]:
+            return opened.forward(replace(micro_batch, k=k, data=data))
+
+        named = {name: metrics[name] for name in sorted(unchecked)}
+        with opened.unchanged():
+            deviations.update(reasons_with_model(named, forward, (micro_batch,), strategy.device))
+
     def compute(place: int, micro_batch: MicroBatch) -> None:
         if place == 0 and unchecked and strategy.replicated and micro_batch.k < loader.count:
-            part = lambda data, k: opened.forward(replace(micro_batch, k=k, data=data))  # noqa: E731 - short
-            named = {name: metrics[name] for name in sorted(unchecked)}
-            with opened.unchanged():
-                deviations.update(reasons_with_model(named, part, (micro_batch,), strategy.device))
+            judge(micro_batch)
         output, target = opened.forward(micro_batch)
         if micro_batch.k >= loader.count:
             return  # padding, run because the forward pass is collective
@@ -294,7 +299,8 @@ def evaluate(
         before = held_by(metrics, unchecked if place == 0 else ())
         for column, (name, metric) in enumerate(functions.items()):
             value = metric(output, target)
-            checked.update([name] if isinstance(value, Tensor) and value.dim() == 0 else [])
+            if isinstance(value, Tensor) and value.dim() == 0:
+                checked.add(name)
             total, weight = sum_and_weight(value, len(micro_batch))
             rows[place, column, 0], rows[place, column, 1] = total, weight
         kept.update(before.changed(held_by(metrics, unchecked if place == 0 else ())))

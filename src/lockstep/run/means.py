@@ -34,14 +34,12 @@ _LARGEST_DIFFERENCE = {torch.float16: 0.03, torch.bfloat16: 0.1}
 
 
 _WHOLE_NUMBERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-Sums = tuple[float, float]
-"""Sum and weight over some rows."""
-
-
 _MOST_JOINED = 8
+"""Micro-batches of one row that are put together."""
 _MOST_SENT, _MOST_NUMBERS = 16, 4_096
 """Rows of an evaluation that each process gives to the others, and numbers in them."""
-"""Micro-batches of one row that are put together."""
+Sums = tuple[float, float]
+"""Sum and weight over some rows."""
 
 
 class Deviation(Enum):
@@ -200,7 +198,7 @@ class RowSample:
         parts = list(self._parts)
         with suppress(Exception):  # they may have several lengths
             (output, target), samples = self._whole()
-            parts = [parts[0], (output, target, samples)]
+            parts = [parts[0], *([(output, target, samples)] if len(parts) > 1 else [])]
             leaves, others = tree_leaves((output, target)), [given for given in everyone if given]
             if len(others) > 1:
                 rows = [_rows_like(leaf, column) for leaf, column in zip(leaves, zip(*others), strict=True)]
@@ -415,7 +413,7 @@ def deviation_with_model(
 
 
 def judge_with_model(compute: StepCompute, micro_batches: Sequence[MicroBatch]) -> Deviation:
-    """What the loss of a step is, see ``deviation_with_model``; its metrics note what they are."""
+    """Judges the loss of a step as ``deviation_with_model`` does; its metrics note what they are."""
 
     def forward(part: Any, number: int) -> tuple[Any, Any]:
         compute.randomness.begin_micro_batch(compute.plan.step, number)

@@ -250,10 +250,11 @@ class Rehearsals:
         code = code_of(loss)
         epoch, step = batch.plan.epoch, batch.plan.step
         self.done[code] = done = self.done.get(code, 0) + 1
-        self.due[code] = (epoch if self.is_on else math.inf, 0 if done < _EARLY else step + _APART)
         if done < self.times:
             self.due[code] = epoch - 1, 0
-        if self.done[code] == 1 and draws_globally(loss, compute.forward):
+        else:
+            self.due[code] = epoch if self.is_on else math.inf, 0 if done < _EARLY else step + _APART
+        if done == 1 and draws_globally(loss, compute.forward):
             compute.randomness.key_global_generators()
         if isinstance(self._strategy, IndependentStrategy) or self._strategy.level is Level.STATISTICAL:
             return

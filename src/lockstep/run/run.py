@@ -434,7 +434,8 @@ class Run:
             wait: come back only when the checkpoint is on the disk; always so with ``save_in_background=False``.
             directory: another folder than the run's.
 
-        Returns the folder that the checkpoint has, or will have, on the main process; None on the others.
+        Returns:
+            The folder that the checkpoint has, or will have, on the main process; None on the others.
         """
         if given:
             raise ConfigError(f"run.save({given[0]!r}): give a folder, directory=, or save run.state_dict().")

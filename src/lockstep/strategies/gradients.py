@@ -482,7 +482,7 @@ def variables_of(loss: Tensor) -> Iterator[Tensor]:
 
 
 def all_finite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Whether no entry of any tensor is NaN or infinite, 0-dim bool on ``device``; does not wait for it.
+    """Tells whether every entry of all tensors is finite, as a 0-dim bool on ``device``; does not wait for it.
 
     From the extremes, which are NaN where an entry is. A sum may overflow though every entry is finite, and does so or
     not by how the entries are spread over processes.

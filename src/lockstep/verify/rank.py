@@ -398,11 +398,8 @@ class _Watch(Callback):
         """The options of a run that writes into the folder of verify, and resumes only what verify has stopped."""
         is_first = self._observer is None
         has_folder = options.directory is not None or (is_first and (self._stop_after or self._resume))
-        directory, resume = (
-            self._folder / RUN_FOLDER if has_folder else None,
-            self._resume if is_first else "",
-        )
-        return dataclasses.replace(options, directory=directory, resume=resume)
+        directory = self._folder / RUN_FOLDER if has_folder else None
+        return dataclasses.replace(options, directory=directory, resume=self._resume if is_first else "")
 
     def finish(self) -> Trace | None:
         """The trace, if a run was observed. Collective."""
