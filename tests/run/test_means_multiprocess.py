@@ -392,6 +392,47 @@ def test_what_cannot_be_tested_is_said_where_the_output_has_no_row_for_each_samp
     assert run_ranks(joined_graphs, 1, True) == [[]]
 
 
+def unknown_means(world, strategy, returns_pair):
+    """What is said of a mean over unmasked tokens as a loss and as metrics, and the value or the refusal."""
+    torch.manual_seed(0)
+    run = Run(RunOptions.of(global_batch=8, micro_batches=4, threads=1, strategy=strategy), world)
+    model = WithItsLoss()
+    model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    labels = torch.where(torch.arange(3) < torch.arange(8)[:, None] % 3, -100, 1)
+    data = DataLoader(TensorDataset(torch.randn(8, 4), labels), batch_size=8, collate_fn=collated)
+    said, handler = [], logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("lockstep").addHandler(handler)
+
+    def loss(output, target):
+        count = (target["labels"] != -100).sum()
+        return (output["loss"] * count, count) if returns_pair else output["loss"]
+
+    metrics = [lambda output, target: loss(output, target), lambda output, target: loss(output, target)]
+    try:
+        for batch in run.batches(data):
+            run.backward(batch, loss, also={"also": metrics[0]})
+        return said, str(run.evaluate(data, {"evaluated": metrics[1]})["evaluated"])
+    except ConfigError as error:
+        return said, str(error)
+    finally:
+        run.close()
+
+
+def test_what_only_a_strategy_that_holds_the_whole_model_can_tell_is_said_to_be_unknown():
+    """Nothing was said: the mean over micro-batches of masked means stood in the log."""
+    (_, refused), _ = run_ranks(unknown_means, 2, "ddp", False)
+    assert "'also' is no mean over samples" in refused
+    (said, value), _ = run_ranks(unknown_means, 2, "fsdp", False)
+    assert [each.partition(" was given outputs")[0] for each in said] == [
+        "The loss unknown_means.<locals>.loss",
+        "The metric 'also'",
+        "The metric 'evaluated'",
+    ]
+    with_all, in_parts = (run_ranks(unknown_means, 2, strategy, True)[0] for strategy in ("ddp", "fsdp"))
+    assert with_all == in_parts and with_all[0] == [] and with_all[1] != value
+
+
 def watched(world):
     """A model and a function of the user's that keep something in every call, also in evaluation mode."""
     torch.manual_seed(0)

@@ -120,6 +120,26 @@ def test_the_gradient_is_that_of_one_undivided_batch():
     assert separate == pytest.approx(losses, rel=1e-5)
 
 
+def test_a_model_of_double_precision_has_its_gradient_too():
+    """The loss of the whole batch, and its gradient by the outputs, were rounded to float32."""
+
+    def gradient(whole_batch):
+        torch.manual_seed(0)
+        run = Run(RunOptions.of(global_batch=8, micro_batches=4 if whole_batch else 1), World())
+        model = nn.Linear(3, 2).double()
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        numbers = torch.arange(8 * 4, dtype=torch.float64).sin().view(8, 4)
+        (batch,) = run.batches(TensorDataset(numbers[:, :3], numbers[:, 3:]))
+        square = lambda output, target: (output.exp() - target).square().mean()  # noqa: E731
+        loss = run.backward(batch, square, whole_batch=whole_batch)
+        run.close()
+        return float(loss), model.weight.grad
+
+    (loss, weight), (expected, undivided) = gradient(True), gradient(False)
+    assert loss == pytest.approx(expected, rel=1e-14)
+    torch.testing.assert_close(weight, undivided, rtol=1e-13, atol=1e-13)
+
+
 def test_a_model_that_writes_into_its_input_has_the_gradient_of_one_call():
     def gradient(scaled, inputs):
         torch.manual_seed(0)

@@ -32,7 +32,16 @@ from lockstep.data.loader import EvaluationLoader
 from lockstep.errors import ConfigError, RankError
 from lockstep.numerics.compilation import fix_graphs
 from lockstep.run.agreement import require_equal_models
-from lockstep.run.means import UNTOLD, Changes, RowSample, held_by, judge_metrics, reasons_with_model
+from lockstep.run.means import (
+    UNTOLD,
+    Changes,
+    Deviation,
+    RowSample,
+    has_rows,
+    held_by,
+    judge_metrics,
+    reasons_with_model,
+)
 from lockstep.run.save import save_and_stop
 from lockstep.run.short_step import unchanged, with_own_data
 from lockstep.run.step import evaluating, exact, sum_and_weight
@@ -301,6 +310,10 @@ def evaluate(
             value = metric(output, target)
             if isinstance(value, Tensor) and value.dim() == 0:
                 checked.add(name)
+                if name in unchecked and not (
+                    strategy.replicated or has_rows((output, target), len(micro_batch))
+                ):
+                    deviations[name] = Deviation.WITHOUT_ROWS.reason
             total, weight = sum_and_weight(value, len(micro_batch))
             rows[place, column, 0], rows[place, column, 1] = total, weight
         kept.update(before.changed(held_by(metrics, unchecked if place == 0 else ())))

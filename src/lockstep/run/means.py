@@ -55,6 +55,7 @@ class Deviation(Enum):
     UNCLEAR = 7
     PAIR = 8
     UNTESTED = 9
+    WITHOUT_ROWS = 10
 
     @property
     def reason(self) -> str:
@@ -62,7 +63,7 @@ class Deviation(Enum):
         return _REASONS.get(self, "")
 
 
-UNTOLD = (Deviation.UNKNOWN, Deviation.UNTESTED)
+UNTOLD = (Deviation.UNKNOWN, Deviation.UNTESTED, Deviation.WITHOUT_ROWS)
 """Those of which a warning tells: they may be means or not."""
 
 _REASONS = {
@@ -100,6 +101,11 @@ _REASONS = {
     Deviation.UNTESTED: (
         "is of data without an entry for each sample, such as graphs joined to one, so whether it is a mean over "
         "samples is not known. Return a mean over nodes, boxes or tokens as the pair (sum, how many were counted)."
+    ),
+    Deviation.WITHOUT_ROWS: (
+        "was given outputs without several rows, one for each sample, so whether it is a mean over samples is not "
+        "known. Only strategies that hold the whole model, without sync_batch_norm, run it on parts of a micro-batch "
+        "in the first step to find out. Return a mean over unmasked tokens as the pair (sum, how many were counted)."
     ),
 }
 

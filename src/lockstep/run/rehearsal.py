@@ -351,9 +351,10 @@ class Rehearsals:
                     findings.by_rank = self._pass_of_all(short, rehearsal, scale)
                     self._places = before.texts
                 is_called_alone = strategy.replicated and not self._are_concurrent
-                is_called_alone &= not deviations and self.done[code_of(loss)] == 1
-                if is_called_alone and batch.micro_batches:
-                    deviations.append(judge_with_model(compute, batch.micro_batches))
+                is_judged = any(each is not Deviation.WITHOUT_ROWS for each in deviations)
+                if is_called_alone and not is_judged:
+                    is_new = self.done[code_of(loss)] == 1 and bool(batch.micro_batches)
+                    deviations = [judge_with_model(compute, batch.micro_batches)] if is_new else []
         finally:
             before.restore()
             buffers.restore()

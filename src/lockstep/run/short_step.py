@@ -34,6 +34,8 @@ class RehearsalCompute(StepCompute):
     """The number of each micro-batch in that step."""
     deviations: list[Deviation] | None = None
     """Gets what kind of mean the loss of each micro-batch is, where its rows tell that; None: nobody asks."""
+    is_number: list[bool] = field(default_factory=list)
+    """Gets for each call of the loss whether its value is one number."""
 
     def begin(self, micro_batch: MicroBatch) -> None:
         """See ``StepCompute.begin``."""
@@ -47,11 +49,22 @@ class RehearsalCompute(StepCompute):
         """See ``StepCompute.pause``."""
         return super().pause(self._numbered(micro_batch))
 
+    def value(self, output: Any, target: Any) -> Any:
+        """See ``StepCompute.value``."""
+        value = super().value(output, target)
+        self.is_number.append(isinstance(value, Tensor) and value.dim() == 0)
+        return value
+
     def loss(self, output: Any, target: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """See ``StepCompute.loss``; notes what kind of mean it is."""
         rows = len(micro_batch) if micro_batch.k < self.plan.leaves else 0
-        if self.deviations is None or rows < 2 or not has_rows((output, target), rows):
+        if self.deviations is None or rows == 0:
             return super().loss(output, target, micro_batch)
+        if rows == 1 or not has_rows((output, target), rows):
+            result = super().loss(output, target, micro_batch)
+            if self.is_number[-1] and rows == max(map(len, self.plan.indices)):  # else a larger one tells
+                self.deviations.append(Deviation.WITHOUT_ROWS)
+            return result
         seen, wanted = copies_of((output, target))  # the loss may write into what it is given
         result = super().loss(output, target, micro_batch)
         with generators_kept(), self.autocast():

@@ -173,24 +173,24 @@ def sum_and_weight(value: Any, samples: int) -> tuple[Tensor, Tensor]:
         samples: rows of the micro-batch.
     """
     if isinstance(value, tuple) and len(value) == 2:
-        total = value[0] if isinstance(value[0], Tensor) else torch.tensor(float(value[0]))
+        total = value[0] if isinstance(value[0], Tensor) else torch.tensor(float(value[0]), dtype=torch.float64)
         weight = value[1]
         if not isinstance(weight, Tensor):  # torch.tensor would copy to the device, which waits for it
             weight = torch.full((), float(weight), device=total.device)
         if weight.requires_grad:
             raise trained_weight()
-        return _wide(total).sum(), weight.sum()
+        return wide(total).sum(), weight.sum()
     if not isinstance(value, Tensor):
         raise no_value(value)
-    value = _wide(value)
+    value = wide(value)
     if value.dim() == 0:
         return value * samples, torch.full((), float(samples), device=value.device)
     numbers = value if value.is_floating_point() else value.to(torch.float64)
     return numbers.sum(), torch.full((), float(value.numel()), device=value.device)
 
 
-def _wide(value: Tensor) -> Tensor:
-    """Numbers of 16 bits as float32: a sum of them has hardly more than two digits."""
+def wide(value: Tensor) -> Tensor:
+    """The same numbers, those of 16 bits as float32: a sum of them has hardly more than two digits."""
     return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
 
 

@@ -17,7 +17,17 @@ from lockstep.core.summation_tree import fold_rows
 from lockstep.data.batch import MicroBatch
 from lockstep.errors import ConfigError
 from lockstep.run.evaluation import gathered_in_order
-from lockstep.run.means import Changes, Part, copies_of, held_by, judge_metrics, reasons, reasons_with_model
+from lockstep.run.means import (
+    Changes,
+    Deviation,
+    Part,
+    copies_of,
+    has_rows,
+    held_by,
+    judge_metrics,
+    reasons,
+    reasons_with_model,
+)
 from lockstep.run.step import exact, sum_and_weight
 from lockstep.runtime.torch_internals import OVERWRITTEN
 from lockstep.strategies import IndependentStrategy, Strategy, gather_records
@@ -87,6 +97,9 @@ class StepMetrics:
         self._given, self._unchecked = dict(functions), unchecked
         self._functions = {name: exact(function) for name, function in functions.items()}
         self._reasons: dict[str, str] = {}
+        self._untold: set[str] = set()
+        """Those that are one number, of outputs without several rows."""
+        self._has_asked_model = False
         self.checked: list[Any] = []
         """Functions that need not be checked again."""
         self._seen: list[Part] = []
@@ -130,6 +143,7 @@ class StepMetrics:
         """Notes which are no means where outputs have no row for each sample; see ``deviation_with_model``."""
         waiting = sorted(name for name in self._unchecked if not self._reasons.get(name))
         self._reasons |= reasons_with_model({name: self._given[name] for name in waiting}, *how)
+        self._has_asked_model = True
 
     @torch.no_grad()
     def note(self, output: Any, target: Any, micro_batch: MicroBatch) -> None:
@@ -145,6 +159,10 @@ class StepMetrics:
             self._kept |= before.changed(held_by(self._given, looked_at))
         else:
             found = self._entries.values()
+        if waiting:
+            rows_tell = has_rows((output, target), samples) and (samples > 1 or len(self._seen) > 1)
+            values = () if rows_tell else zip(self._given, found, strict=True)
+            self._untold = {name for name, each in values if isinstance(each, Tensor) and each.dim() == 0}
         self._sums[micro_batch.k] = [sum_and_weight(each, samples) for each in found]
 
     def _called(self, output: Any, target: Any) -> list[Any]:
@@ -193,6 +211,9 @@ class StepMetrics:
             )
         share = strategy.share
         if self._unchecked:
+            if plan.leaves > 1 and not self._has_asked_model:
+                for name in self._untold:
+                    self._reasons[name] = self._reasons.get(name) or Deviation.WITHOUT_ROWS.reason
             clear = judge_metrics(gather_records(strategy, [self._reasons, self._kept], group), warns=is_main)
             self.checked = [self._given[name] for name in clear]
             if self._entries is not None:

@@ -25,7 +25,7 @@ from lockstep.data.batch import Batch, MicroBatch
 from lockstep.errors import ConfigError
 from lockstep.run.evaluation import gathered_in_order, require_exact
 from lockstep.run.short_step import with_own_data
-from lockstep.run.step import StepCompute
+from lockstep.run.step import StepCompute, wide
 from lockstep.run.step_errors import no_gradient, no_value
 from lockstep.strategies import IndependentStrategy, Strategy, gather_records
 from lockstep.strategies.gradients import variables_of
@@ -75,7 +75,7 @@ class SurrogateCompute(StepCompute):
                 self.metrics.note(output, target, micro_batch)
         tensors = [each for each in tree_flatten(output)[0] if isinstance(each, Tensor)]
         products = [  # a gradient is on another device where one process has several replicas
-            (each.float() * gradient.to(each.device)).sum()
+            (wide(each) * gradient.to(each.device)).sum()
             for each, gradient in zip(tensors, self.gradients[k], strict=True)
             if gradient is not None and each.requires_grad
         ]
@@ -221,7 +221,7 @@ def _surrogate(
             value = value[0].sum() / value[1]
         if not isinstance(value, Tensor):
             raise no_value(value, whole_batch=True)
-        total = value.float().mean()
+        total = wide(value).mean()
     compute.randomness.leave()
     if not total.requires_grad:
         raise no_gradient(output)
@@ -234,9 +234,10 @@ def _surrogate(
         if gradient is None:
             columns.append([None] * len(sizes))
         elif form[number][1]:
-            columns.append(list(torch.split(gradient.float(), list(sizes))))
+            columns.append(list(torch.split(wide(gradient), list(sizes))))
         else:  # of what is the same for all, as if micro-batch 0 alone had it
-            columns.append([gradient.float(), *[torch.zeros_like(gradient).float()] * (len(sizes) - 1)])
+            gradient = wide(gradient)
+            columns.append([gradient, *[torch.zeros_like(gradient)] * (len(sizes) - 1)])
     return _of(compute, total.detach(), [list(column) for column in zip(*columns)])
 
 
