@@ -320,7 +320,8 @@ def require_equal_replicas(
     raise ReplicaError(
         f"After step {step} the ranks hold different bits in {len(names)} of {len(digests)} tensors "
         f"({shorten(names, _MOST_NAMES)}). {names[0]!r} is {by_rank(values)}. Something changed it on some ranks "
-        "only: code under a rank condition, an update outside of optimizer.step(), or faulty memory."
+        "only: code under a rank condition, an update outside of optimizer.step(), a forward pass that changes a "
+        "buffer (name it in running_buffers), or faulty memory."
     )
 
 
