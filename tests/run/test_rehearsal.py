@@ -189,6 +189,68 @@ def test_a_loss_that_becomes_another_kind_of_mean_is_told(caplog):
     assert "The loss" in caplog.text and "is no mean over samples" in caplog.text
 
 
+class FromSomeCallOn(nn.Module):
+    """Rounds its output once it has been called a number of times; how many is kept in one of several ways."""
+
+    def __init__(self, kept, limit):
+        super().__init__()
+        torch.manual_seed(1)
+        self.inner, self.limit = nn.Linear(8, 4), limit
+        self.kept = {"number": 0, "list": [], "set": set(), "tensor": torch.zeros(1), "entry": {"calls": 0}}[
+            kept
+        ]
+
+    def forward(self, x):
+        if isinstance(self.kept, set):
+            self.kept.add(float(x.sum()))
+        elif isinstance(self.kept, list):
+            self.kept.append(x.detach().mean())
+        elif isinstance(self.kept, dict):
+            self.kept["calls"] += 1
+        else:
+            self.kept += 1
+        calls = self.kept["calls"] if isinstance(self.kept, dict) else self.kept
+        output = self.inner(x)
+        is_on = (len(calls) if isinstance(calls, set | list) else calls) > self.limit
+        return output + (output.round() - output).detach() if is_on else output
+
+
+@pytest.mark.parametrize("kept", ["number", "list", "set", "tensor", "entry"])
+def test_a_count_that_passes_a_threshold_between_rehearsals_is_found(kept):
+    """Both computations of a later rehearsal are on one side of it."""
+    with pytest.raises(ConfigError, match=r"has other bits the second time.*'kept'.* \(from .*0.* to "):
+        train(FromSomeCallOn(kept, 30), epochs=6)
+
+
+def test_a_count_that_passes_a_threshold_just_before_the_end_is_found():
+    trained = FromSomeCallOn("number", 73)
+    with pytest.raises(
+        ConfigError, match=r"has other bits the second time.*'kept' of the model \(from 0 to 76\)"
+    ):
+        train(trained, epochs=5)
+
+
+@pytest.mark.parametrize("kept", ["number", "list", "set", "tensor", "entry"])
+def test_what_is_kept_for_a_log_trains_on(kept, caplog):
+    with caplog.at_level(logging.WARNING):
+        found = train(FromSomeCallOn(kept, 1e9), epochs=6)
+    assert len([each for each in caplog.records if "'kept'" in each.getMessage()]) == (kept != "set")
+    assert train(FromSomeCallOn(kept, 1e9), epochs=6, checks="off") == found
+
+
+def test_a_cache_by_length_is_no_state(caplog):
+    """The check of means calls the loss with fewer rows; what it kept then was named."""
+    masks = {}
+
+    def loss(output, target):
+        mask = masks.setdefault(len(output), torch.ones(len(output)))
+        return (F.cross_entropy(output, target, reduction="none") * mask).mean()
+
+    with caplog.at_level(logging.WARNING):
+        train(model(), loss)
+    assert "masks" not in caplog.text and list(masks) == [2]
+
+
 class Notes(Callback):
     def __init__(self):
         self.events = []

@@ -110,7 +110,7 @@ def open_run(world: World, strategy: str, **options: Any) -> Run:
 
 def rehearse_no_more(run: Run) -> None:
     """Ends the rehearsals at new epochs, in which the host waits, so that ordinary steps are observed."""
-    run.rehearsals.due = dict.fromkeys(run.rehearsals.due, (math.inf, 0))
+    run.rehearsals.due = dict.fromkeys(run.rehearsals.due, (math.inf, 0, None))
 
 
 def _without_wait() -> None:

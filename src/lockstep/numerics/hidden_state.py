@@ -109,6 +109,8 @@ class Snapshot:
         self.kinds: dict[str, Kind] = {}
         self.places: dict[Place, tuple[str, Any]] = {}
         """The name and the value of each attribute, entry and variable that was found."""
+        self._setters: dict[str, tuple[Any, Callable[[Any], object]]] = {}
+        """The values of numbers and tensors and the entries of containers, by name, and what sets them."""
         self.draws_globally = False
         """True if code was found that names NumPy's or Python's global generator."""
         self._known = {id(tensor) for tensor in known}
@@ -139,6 +141,18 @@ class Snapshot:
             for undo in reversed(self._undo):
                 undo()
 
+    def values_of(self, names: Iterable[str]) -> dict[str, Any]:
+        """The values that stand at those of the places where ``put`` can set them."""
+        return {name: self._setters[name][0] for name in names if name in self._setters}
+
+    def put(self, values: Mapping[str, Any]) -> None:
+        """Sets places to values that an earlier snapshot has found there, if they still hold something of the kind."""
+        with torch.no_grad():
+            for name in values.keys() & self._setters.keys():
+                (now, put), value = self._setters[name], values[name]
+                if type(now) is type(value) or (isinstance(now, _NUMBERS) and isinstance(value, _NUMBERS)):
+                    put(value)
+
     def changed(self, later: Snapshot) -> dict[str, tuple[str, str]]:
         """Texts before and after of the places that differ in a later snapshot of the same objects."""
         names = [*self.texts, *(name for name in later.texts if name not in self.texts)]
@@ -152,6 +166,12 @@ class Snapshot:
     def _remember(self, undo: Callable[[], None]) -> None:
         if self._restorable:
             self._undo.append(undo)
+
+    def _held(self, value: Any, name: str, put: Callable[[Any], object]) -> None:
+        """Looks at what a variable, an attribute or an entry holds; ``put`` gives it another value."""
+        if self._restorable and isinstance(value, _NUMBERS):
+            self._setters[name] = value, put
+        self._value(value, name)
 
     def _value(self, value: Any, name: str) -> None:
         if value is None or isinstance(value, _PLAIN):
@@ -199,7 +219,9 @@ class Snapshot:
             text = f"tensor({tensor.item()!r})"
         self._note(name, text, Kind.TENSOR)
         if self._restorable:
-            self._remember(functools.partial(_put_back, tensor, tensor.detach().clone()))
+            copied = tensor.detach().clone()
+            self._remember(functools.partial(_put_back, tensor, copied))
+            self._setters[name] = copied, functools.partial(_put_back, tensor)
 
     def _array(self, array: Any, name: str) -> None:
         if array.dtype.hasobject or self._bytes + array.nbytes > _MOST_BYTES:
@@ -222,6 +244,7 @@ class Snapshot:
                 else list(value)
             )
             self._remember(functools.partial(_refill, value, entries))
+            self._setters[name] = entries, functools.partial(_refill, value)
         if isinstance(value, dict):
             self._entries(_entries_of(value), name, value)
         elif isinstance(value, set):
@@ -237,7 +260,10 @@ class Snapshot:
                 entry = f"{name}[{key!r}]" if isinstance(key, _PLAIN) else f"{name}[...]"
                 if isinstance(key, _PLAIN):
                     self.places[id(container), key] = entry, value
-                self._value(value, entry)
+                if isinstance(container, dict | list):
+                    self._held(value, entry, functools.partial(container.__setitem__, key))
+                else:
+                    self._value(value, entry)
 
     def _callable_or_object(self, value: Any, name: str) -> None:
         if isinstance(value, functools.partial):
@@ -284,8 +310,9 @@ class Snapshot:
             for key in (slots,) if isinstance(slots, str) else tuple(slots):
                 if key not in ("__dict__", "__weakref__") and hasattr(value, key):
                     held = getattr(value, key)
-                    self._remember(functools.partial(_set, value, key, held))
-                    self._value(held, f"the attribute {key!r} of {name}")
+                    put = functools.partial(_set, value, key)
+                    self._remember(functools.partial(put, held))
+                    self._held(held, f"the attribute {key!r} of {name}", put)
         self._value(type(value), name)
 
     def _slots(self, held: dict[str, Any], owner: str, leave_out: Iterable[str] = ()) -> None:
@@ -297,7 +324,7 @@ class Snapshot:
             if key not in leave_out:
                 words = f"the attribute {key!r} of {owner}"
                 self.places[id(held), key] = words, value
-                self._value(value, words)
+                self._held(value, words, functools.partial(held.__setitem__, key))
 
     def _class(self, cls: type) -> None:
         for each in cls.__mro__:
@@ -317,8 +344,9 @@ class Snapshot:
                 if isinstance(value, FunctionType):
                     self._value(value, f"{each.__name__}.{key}")
                 elif isinstance(value, _PLAIN):
-                    self._remember(functools.partial(_set, each, key, value))
-                    self._value(value, words)
+                    put = functools.partial(_set, each, key)
+                    self._remember(functools.partial(put, value))
+                    self._held(value, words, put)
                 elif not callable(value):
                     self._value(value, words)
 
@@ -343,8 +371,9 @@ class Snapshot:
         except ValueError:  # it has no value yet
             return
         self.places |= dict.fromkeys(places, (name, held))
-        self._remember(functools.partial(_set, cell, "cell_contents", held))
-        self._value(held, name)
+        put = functools.partial(_set, cell, "cell_contents")
+        self._remember(functools.partial(put, held))
+        self._held(held, name, put)
 
     def _global(self, space: dict[str, Any], key: str, names: frozenset[str]) -> None:
         """One global that code names; ``names`` are all that it names, attributes of modules among them."""
@@ -362,7 +391,7 @@ class Snapshot:
         self.places[id(space), key] = words, value
         if not isinstance(value, type | FunctionType):
             self._remember(functools.partial(_bind, space, key, value))
-        self._value(value, words)
+        self._held(value, words, functools.partial(space.__setitem__, key))
 
 
 def draws_globally(*roots: Any) -> bool:
@@ -451,7 +480,7 @@ def _short(text: str) -> str:
 
 def _put_back(tensor: Tensor, values: Tensor) -> None:
     if tensor.shape != values.shape:
-        tensor.data = values
+        tensor.data = values.clone()
     elif digest_tensor(tensor) != digest_tensor(values):
         tensor.detach().copy_(values)
 

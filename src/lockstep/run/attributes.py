@@ -238,3 +238,19 @@ def unsaved_tensors(optimizer: Optimizer) -> dict[str, str]:
                 found[name] = repr(value)
             look(value, name)
     return found
+
+
+def is_stored(name: str, model: nn.Module) -> bool:
+    """True for a place, as a snapshot calls it, that a checkpoint holds: plain attributes, extra states."""
+    for path, module in model.named_modules():
+        owner = f" of {path or 'the model'}"
+        has_extra_state = type(module).get_extra_state is not nn.Module.get_extra_state
+        if has_extra_state and owner in name:
+            return True
+        places = [
+            f"the attribute {key!r}{owner}"
+            for key in (*numbers_of(module), *values_of(module), *generators_of(module))
+        ]
+        if any(name == place or name.startswith(f"{place}[") for place in places):
+            return True
+    return False

@@ -101,7 +101,7 @@ class EpochLoop:
         self.in_epochs = False
         """True within a loop over epochs."""
         self._left_early = False
-        self._last_epoch = self._finished_epoch = -1
+        self._last_epoch = self._finished_epoch = self._last_place = -1
         self._back: Position | None = None
 
     def keep(self, variables: LoopState, key_random_numbers: Callable[[str, int], None]) -> None:
@@ -136,6 +136,7 @@ class EpochLoop:
     def steps_left(self, steps_per_epoch: int) -> int:
         """How many steps of the epoch a loop that begins now will walk."""
         current, done = self._current, self.position.done
+        self._last_place = steps_per_epoch - 1
         return steps_per_epoch - (current.plan.position + 1 if current and self.backward_passes else done)
 
     def steps(self, read: Read, after: Callable[[], None]) -> Generator[Batch]:
@@ -214,6 +215,12 @@ class EpochLoop:
         """The epoch after this one, where it is known that it will come."""
         following = self.position.epoch + 1
         return following if self.in_epochs and following <= self._last_epoch else None
+
+    @property
+    def is_at_last_step(self) -> bool:
+        """True within the last step of a loop over ``epochs``."""
+        is_last = self.in_epochs and self.position.epoch == self._last_epoch
+        return is_last and self._current is not None and self._current.plan.position == self._last_place
 
     def count_step(self, *, even_if_unused: bool = False) -> None:
         """Counts the current step as done, once; before its backward pass it is still to be done."""

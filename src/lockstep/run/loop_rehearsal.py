@@ -29,10 +29,10 @@ from lockstep.errors import ConfigError
 from lockstep.numerics.hidden_state import Kind, Snapshot
 from lockstep.run.agreement import common_data
 from lockstep.run.means import deviation_of_parts, has_rows, joined, rows_of
-from lockstep.run.rehearsal import Findings
 from lockstep.run.short_step import (
     Buffers,
     CalledModules,
+    Findings,
     RehearsalCompute,
     parameter_values,
     shortened,

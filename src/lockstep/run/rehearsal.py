@@ -15,8 +15,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
@@ -33,12 +33,14 @@ from lockstep.errors import ConfigError
 from lockstep.numerics.compilation import fix_graphs
 from lockstep.numerics.hidden_state import Kind, Snapshot, draws_globally, told
 from lockstep.run.agreement import common_data, compared_replicas
-from lockstep.run.attributes import generators_of, numbers_of, values_of
+from lockstep.run.attributes import is_stored
 from lockstep.run.loop_code import names_reached
 from lockstep.run.means import Deviation, judge_with_model
 from lockstep.run.short_step import (
+    OFF,
     Buffers,
     CalledModules,
+    Findings,
     RehearsalCompute,
     parameter_values,
     shortened,
@@ -58,48 +60,12 @@ _MOST = 3
 _FURTHER = 4
 """Computations after the second, where a call changes what the one before has left."""
 _EARLY, _APART = 6, 100
-"""So many rehearsals are made as soon as an epoch begins, and later ones so many steps apart."""
+"""In so many epochs rehearsals are made as soon as they begin, and in later ones so many steps apart."""
+_LATER = 8
+"""The first step in which what calls change is looked at again, then a quarter later each time, and in the last one."""
 _VALUES = (Kind.NUMBER, Kind.TENSOR)
 _GENERATORS = ("torch", "NumPy", "random")
 _TIMES = {"first": 2, "always": math.inf, "off": 1}
-_OFF = "checks='off' lets it run, with results that depend on the layout."
-
-
-@dataclass
-class Findings:
-    """What a rehearsal has found on one rank; texts for messages."""
-
-    foreign: dict[str, str] = field(default_factory=dict)
-    """Modules that were called and do not belong to the prepared model, with what is wrong with them."""
-    written: list[str] = field(default_factory=list)
-    """Parameters that the forward or backward pass wrote to."""
-    deviation: str = ""
-    """Why the loss is no mean over samples."""
-    losses_differ: bool = False
-    by_rank: list[int] = field(default_factory=list)
-    """The bits of the losses of one micro-batch that several processes have computed, if they differ."""
-    gradients: list[str] = field(default_factory=list)
-    """Parameters whose gradients differ."""
-    changed: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """Places that changed from the one to the other, before and after; generators and numbers come first."""
-    drew: list[str] = field(default_factory=list)
-    """Generators of random numbers that advanced."""
-    lost: list[str] = field(default_factory=list)
-    """Variables of the loop that the loss or the model reads, and that are not what they were before a stop."""
-
-    @classmethod
-    def of_all(cls, everyone: Sequence[Mapping[str, Any]]) -> Findings:
-        """What any rank has found."""
-        whole = cls()
-        for each in everyone:
-            whole.losses_differ |= each["losses_differ"]
-            whole.deviation = whole.deviation or each["deviation"]
-            whole.by_rank = whole.by_rank or each["by_rank"]
-            for name in ("foreign", "changed"):
-                vars(whole)[name] |= each[name]
-            for name in ("written", "gradients", "drew", "lost"):
-                vars(whole)[name] = list(dict.fromkeys([*vars(whole)[name], *each[name]]))
-        return whole
 
 
 class Rehearsals:
@@ -127,8 +93,11 @@ class Rehearsals:
         """How often each loss function is rehearsed, or at least looked at."""
         self.done: dict[Any, int] = {}
         """How often each was, by its code."""
-        self.due: dict[Any, tuple[float, int]] = {}
-        """The epoch after which, and the step from which on, the next one of each is due: loops change at epochs."""
+        self.due: dict[Any, tuple[float, int, int | None]] = {}
+        """When the next one of each is due: after this epoch, from this step on, as loops change at epochs; at the
+        latest in this step and in the last of all, or None."""
+        self._starts: dict[Any, dict[str, tuple[str, Any]]] = {}
+        """What calls of each loss have changed, also in the model: the text and the value before the first of them."""
         self.deviations: dict[str, str] = {}
         """Why losses are no means over samples, by their names."""
         self._places: dict[str, str] = {}
@@ -209,7 +178,7 @@ class Rehearsals:
         everyone = gather_records(self._strategy, found, self._group)
         changed = next((each for differs, each in everyone if differs), None)
         if changed is not None and self._is_for_resume:
-            if changed and all(_is_stored(name, model) for name in changed):
+            if changed and all(is_stored(name, model) for name in changed):
                 return
             what = told(changed, _MOST) if changed else "something that was not found, such as an iterator"
             raise ConfigError(
@@ -224,7 +193,7 @@ class Rehearsals:
                 + (f". It changed {told(changed, _MOST)}" if changed else ", such as a buffer or an iterator")
                 + ". Micro-batches are evaluated by different processes, so each number of them would give another "
                 "result. Begin with a fresh state in every call, with samples that hold whole sequences; or call the "
-                f"model in a loop of your own over all the data, on every rank. {_OFF}"
+                f"model in a loop of your own over all the data, on every rank. {OFF}"
             )
 
     def begin(
@@ -251,9 +220,10 @@ class Rehearsals:
         epoch, step = batch.plan.epoch, batch.plan.step
         self.done[code] = done = self.done.get(code, 0) + 1
         if done < self.times:
-            self.due[code] = epoch - 1, 0
+            self.due[code] = epoch - 1, 0, None
         else:
-            self.due[code] = epoch if self.is_on else math.inf, 0 if done < _EARLY else step + _APART
+            least = 0 if epoch < _EARLY else step + _APART
+            self.due[code] = epoch if self.is_on else math.inf, least, None
         if done == 1 and draws_globally(loss, compute.forward):
             compute.randomness.key_global_generators()
         if isinstance(self._strategy, IndependentStrategy) or self._strategy.level is Level.STATISTICAL:
@@ -268,11 +238,13 @@ class Rehearsals:
         everyone = gather_records(self._strategy, vars(findings), self._group)
         found = Findings.of_all(everyone)
         self.judge(found, _words(loss))
+        if found.keeps:
+            self.due[code] = *self.due[code][:2], max(_LATER, step + step // 4)
         if found.by_rank:
             state, device = prepared.state, self._strategy.device
             compared_replicas(state, lambda each: checksums(each, device), device, of_all_modules=False)
             everyone = gather_records(self._strategy, self._places, self._group)
-            raise other_on_ranks(everyone, _OFF)
+            raise other_on_ranks(everyone, OFF)
         self._require_equal_variables(done)
 
     def _note_variables(self, found: Snapshot, changed: Iterable[str]) -> None:
@@ -292,7 +264,7 @@ class Rehearsals:
             raise ConfigError(
                 f"The loss or the model reads {shorten(unequal, _MOST)}, which was the same on all ranks before and is "
                 "not any more. What a step leaves on its rank is of that rank's samples only: take such numbers from "
-                f"what run.backward returns with also=, or from run.evaluate or run.predict. {_OFF}"
+                f"what run.backward returns with also=, or from run.evaluate or run.predict. {OFF}"
             )
 
     def require_equal_draws(self) -> None:
@@ -305,7 +277,7 @@ class Rehearsals:
             raise ConfigError(
                 f"The loop drew random numbers from {' and '.join(names)} on some ranks only before run.backward, so "
                 "the next ones that it draws would differ between the ranks. Draw on every rank, or, where only one "
-                f"rank needs them, from a generator of its own, as np.random.default_rng() is. {_OFF}"
+                f"rank needs them, from a generator of its own, as np.random.default_rng() is. {OFF}"
             )
 
     def _rehearse(
@@ -327,6 +299,7 @@ class Rehearsals:
         before = Snapshot(roots, buffers.tensors)
         called, findings = CalledModules(prepared, before, roots), Findings()
         begins = self.done[code_of(loss)] <= max(2, self.times)
+        starts = self._starts.setdefault(code_of(loss), {})
         short, rehearsal = shortened(batch, compute, strategy.share, 2 if self._are_concurrent else 1)
         deviations: list[Deviation] = []
         for parameter in prior:
@@ -346,6 +319,9 @@ class Rehearsals:
                 is_counting = begins and bool(after.changed(later))
                 others = [second, *self._further_passes(short, rehearsal, scale, buffers, is_counting)]
                 buffers.restore()
+                differs = any(each.differs(first) for each in others)
+                from_start = self._pass_from_start(short, rehearsal, scale, before, buffers, starts, differs)
+                others += from_start
                 # Each time: a loop may give back what a step has left on its rank.
                 if strategy.share.holders > 1:
                     findings.by_rank = self._pass_of_all(short, rehearsal, scale)
@@ -369,22 +345,17 @@ class Rehearsals:
         ]
         noted, counting = before.changed(after), after.changed(later)  # a cache is noted; a counter goes on
         self._note_variables(before, {**noted, **counting})
+        for name, value in before.values_of({**noted, **counting}).items():
+            starts.setdefault(name, (before.texts[name], value))
         lost = prepared.state.loop.lost
         if lost and begins and any(len(each) for each in short.micro_batches):  # otherwise nothing was called
             codes = [code for each in (loss, compute.forward) if isinstance(code := code_of(each), CodeType)]
             names = names_reached(codes, before.functions)
             findings.lost = [name for name, each in lost.items() if each.is_read_by(before, noted, names)]
-        kinds = {**after.kinds, **later.kinds}
-        findings.drew = [name for name in {**noted, **counting} if kinds.get(name) is Kind.GENERATOR]
-        differs = findings.losses_differ or findings.gradients
-        named = {**counting, **noted} if differs else counting
-        findings.changed = {
-            name: (before.texts.get(name, "nothing"), later.texts.get(name, "nothing"))
-            for name in sorted(
-                named, key=lambda name: (name not in counting, kinds.get(name) is not Kind.NUMBER)
-            )
-            if name not in findings.drew
-        }
+        findings.note_changes(before, after, later)
+        if any(each.differs(first) for each in from_start):
+            now = {name: (text, before.texts.get(name, "nothing")) for name, (text, _) in starts.items()}
+            findings.changed = {name: pair for name, pair in now.items() if pair[0] != pair[1]}
         return findings
 
     def _first_pass(self, batch: Batch, compute: StepCompute, scale: float) -> _Result:
@@ -410,6 +381,30 @@ class Rehearsals:
             buffers.restore()
             found.append(self._pass(batch, compute, scale))
         return found
+
+    def _pass_from_start(
+        self,
+        batch: Batch,
+        compute: StepCompute,
+        scale: float,
+        before: Snapshot,
+        buffers: Buffers,
+        starts: Mapping[str, tuple[str, Any]],
+        differs: bool,
+    ) -> list[_Result]:
+        """One more with what calls have changed as it was before the first one: a count may have reached a threshold.
+
+        None where other bits were found already, or nothing was changed.
+        """
+        everyone = gather_records(self._strategy, [differs, bool(starts)], self._group)
+        if any(found for found, _ in everyone) or not any(changed for _, changed in everyone):
+            return []
+        before.restore()
+        before.put({name: value for name, (_, value) in starts.items()})
+        found = self._pass(batch, compute, scale)
+        before.restore()
+        buffers.restore()
+        return [found]
 
     def _pass_of_all(self, batch: Batch, compute: RehearsalCompute, scale: float) -> list[int]:
         """The losses of the first micro-batch, computed by every process under the same keys; none if they are equal.
@@ -443,28 +438,7 @@ class Rehearsals:
 
     def judge(self, found: Findings, words: str) -> None:
         """Raises or warns; what was found is that of all ranks."""
-        _require_nothing_lost(found)
-        for name, why in found.foreign.items():
-            raise ConfigError(
-                f"{name} is called in the forward pass or the loss, is not part of the model that run.prepare was "
-                f"given, and {why}. Put it into the model, or into the nn.ModuleDict that run.prepare is given; what "
-                f"is not trained needs module.requires_grad_(False).eval(). {_OFF}"
-            )
-        if found.written:
-            raise ConfigError(
-                f"The forward pass writes into the parameter {shorten(map(repr, found.written), _MOST)}, as clamp_, "
-                "Embedding(max_norm=...) and an initialisation from the first batch do, so each micro-batch starts "
-                "from other values than on another number of processes. Do it in the loop after optimizer.step(), "
-                f"under torch.no_grad(); initialise before run.prepare. {_OFF}"
-            )
-        if found.drew:
-            raise ConfigError(
-                f"Random numbers were drawn from {shorten(found.drew, _MOST)}, which goes on from one forward pass to "
-                "the next, so each number of processes draws others. Draw without generator=, from torch, NumPy or "
-                f"random: these are seeded for each micro-batch. {_OFF}"
-            )
-        if found.losses_differ or found.gradients:
-            self._refuse_other_bits(found)
+        found.refuse()
         if found.deviation and words not in self.deviations:
             self.deviations[words] = found.deviation
             if self._is_main:
@@ -473,20 +447,20 @@ class Rehearsals:
                     words,
                     found.deviation,
                 )
-        new = {name: pair for name, pair in found.changed.items() if name not in self._warned}
-        self._warned |= new.keys()
+        new = {n: pair for n, pair in found.changed.items() if n.partition("[")[0] not in self._warned}
+        self._warned |= {name.partition("[")[0] for name in new}
         if new and self._is_main:
             logger.warning(
-                "The forward pass or the loss changes %s. So far the loss does not depend on it. Once it does, each "
-                "number of processes gives another result, since each process sees its own micro-batches only.",
+                "The forward pass or the loss changes %s. So far the loss does not depend on it. That is looked at "
+                "again, and the run refused once it does: each process sees its own micro-batches only.",
                 told(new, _MOST),
             )
 
     def _judge_resumption(self, found: Findings, state: RunState) -> None:
         """Warns of what no checkpoint holds and the loss depends on; refuses it in a run that was resumed."""
-        _require_nothing_lost(found)
+        found.require_nothing_lost()
         kept = [*found.foreign, *found.drew, *found.changed]
-        missed = [name for name in kept if not _is_stored(name, state.parts.model)]
+        missed = [name for name in kept if not is_stored(name, state.parts.model)]
         depends = found.losses_differ or found.gradients or found.foreign or found.drew
         if not depends or (kept and not missed):
             return
@@ -514,22 +488,6 @@ class Rehearsals:
                 remedy,
             )
 
-    def _refuse_other_bits(self, found: Findings) -> None:
-        what = "loss" if found.losses_differ else f"gradient of {found.gradients[0]!r}"
-        begin = f"The {what} of one micro-batch, computed twice under the same keys, has other bits the second time"
-        if found.changed:
-            raise ConfigError(
-                f"{begin}, since the forward pass or the loss keeps something from one call to the next. It changed "
-                f"{told(found.changed, _MOST)}. Each number of processes would give another result. Set it in the loop "
-                "before run.backward, from the number of the step; or make it a buffer that running_buffers names, "
-                f"which is averaged. {_OFF}"
-            )
-        raise ConfigError(
-            f"{begin}, and nothing was found that changed in between: the model or the loss depends on something that "
-            "Lockstep cannot see, such as a file, the clock, an iterator, memory that was not initialised, or a kernel "
-            f"without a fixed order. {_OFF}"
-        )
-
 
 @dataclass(frozen=True)
 class _Result:
@@ -538,36 +496,13 @@ class _Result:
     losses: list[int]
     gradients: dict[str, int | None]
 
-
-def _require_nothing_lost(found: Findings) -> None:
-    if found.lost:
-        raise ConfigError(
-            f"The loss or the model reads {shorten(found.lost, _MOST)}, which the loop changes or computes and no "
-            "checkpoint holds: it is not what it was before the stop, so the bits would not continue. Give it back "
-            "from run.extra before run.batches; or make it a part of the model, such as a buffer or a frozen module, "
-            f"and begin anew without resume. {_OFF}"
-        )
+    def differs(self, other: _Result) -> bool:
+        return self.losses != other.losses or self.gradients != other.gradients
 
 
 def _turned(batch: Batch) -> Batch:
     """The same, its micro-batches in the other order: those that run side by side find what others keep."""
     return replace(batch, micro_batches=batch.micro_batches[::-1])
-
-
-def _is_stored(name: str, model: nn.Module) -> bool:
-    """True for a place, as a snapshot calls it, that a checkpoint holds: plain attributes, extra states."""
-    for path, module in model.named_modules():
-        owner = f" of {path or 'the model'}"
-        has_extra_state = type(module).get_extra_state is not nn.Module.get_extra_state
-        if has_extra_state and owner in name:
-            return True
-        places = [
-            f"the attribute {key!r}{owner}"
-            for key in (*numbers_of(module), *values_of(module), *generators_of(module))
-        ]
-        if any(name == place or name.startswith(f"{place}[") for place in places):
-            return True
-    return False
 
 
 def _words(function: Any) -> str:

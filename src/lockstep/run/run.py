@@ -317,9 +317,11 @@ class Run:
             prepared.compute, randomness, heartbeat, events, plan, function, forward, key, metrics
         )
         opened = BackwardPass(compute, gradients.scale, int(heartbeat.stop_reason))
-        after, least = self.rehearsals.due.get(code_of(loss), (-1, 0))
+        after, least, latest = self.rehearsals.due.get(code_of(loss), (-1, 0, None))
+        is_due = plan.epoch > after and plan.step >= least
+        is_due |= latest is not None and (plan.step >= latest or self._loop.is_at_last_step)
         try:
-            if rehearse and plan.epoch > after and plan.step >= least:
+            if rehearse and is_due:
                 rehearsed = replace(compute, function=stand_in) if whole_batch else compute
                 with events.span("rehearsal"):
                     self.rehearsals.begin(prepared, rehearsed, batch, loss, opened.scale)

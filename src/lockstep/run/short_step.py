@@ -1,4 +1,4 @@
-"""A step of one micro-batch for each holder, which is thrown away; what it calls, and the buffers before it."""
+"""A step of one micro-batch for each holder, which is thrown away: what it calls, what it tells, what is put back."""
 
 from __future__ import annotations
 
@@ -15,15 +15,19 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from lockstep.core.plan import Share
 from lockstep.data.batch import Batch, MicroBatch, map_leaves
-from lockstep.data.keyed import generators_kept
-from lockstep.numerics.hidden_state import Snapshot
-from lockstep.run.means import Deviation, copies_of, deviation, has_rows
+from lockstep.errors import ConfigError
+from lockstep.numerics.hidden_state import Kind, Snapshot, told
+from lockstep.run.means import Deviation, checked, copies_of, has_rows
 from lockstep.run.step import StepCompute
 from lockstep.strategies.absent import AbsentParameter, AbsentTensor
 from lockstep.strategies.sharding import value_of
+from lockstep.text import shorten
 
 if TYPE_CHECKING:
     from lockstep.run.state import PreparedRun
+
+_MOST = 3
+OFF = "checks='off' lets it run, with results that depend on the layout."
 
 
 @dataclass(frozen=True)
@@ -67,12 +71,118 @@ class RehearsalCompute(StepCompute):
             return result
         seen, wanted = copies_of((output, target))  # the loss may write into what it is given
         result = super().loss(output, target, micro_batch)
-        with generators_kept(), self.autocast():
-            self.deviations.append(deviation(self.function, seen, wanted, rows))
+        with self.autocast():
+            self.deviations.append(checked(self.function, seen, wanted, rows))
         return result
 
     def _numbered(self, micro_batch: MicroBatch) -> MicroBatch:
         return replace(micro_batch, k=self.numbers.get(micro_batch.k, micro_batch.k))
+
+
+@dataclass
+class Findings:
+    """What a rehearsal has found on one rank; texts for messages."""
+
+    foreign: dict[str, str] = field(default_factory=dict)
+    """Modules that were called and do not belong to the prepared model, with what is wrong with them."""
+    written: list[str] = field(default_factory=list)
+    """Parameters that the forward or backward pass wrote to."""
+    deviation: str = ""
+    """Why the loss is no mean over samples."""
+    losses_differ: bool = False
+    keeps: bool = False
+    """True if calls changed anything."""
+    by_rank: list[int] = field(default_factory=list)
+    """The bits of the losses of one micro-batch that several processes have computed, if they differ."""
+    gradients: list[str] = field(default_factory=list)
+    """Parameters whose gradients differ."""
+    changed: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """Places that changed from the one to the other, before and after; generators and numbers come first."""
+    drew: list[str] = field(default_factory=list)
+    """Generators of random numbers that advanced."""
+    lost: list[str] = field(default_factory=list)
+    """Variables of the loop that the loss or the model reads, and that are not what they were before a stop."""
+
+    @classmethod
+    def of_all(cls, everyone: Sequence[Mapping[str, Any]]) -> Findings:
+        """What any rank has found."""
+        whole = cls()
+        for each in everyone:
+            whole.losses_differ |= each["losses_differ"]
+            whole.keeps |= each["keeps"]
+            whole.deviation = whole.deviation or each["deviation"]
+            whole.by_rank = whole.by_rank or each["by_rank"]
+            for name in ("foreign", "changed"):
+                vars(whole)[name] |= each[name]
+            for name in ("written", "gradients", "drew", "lost"):
+                vars(whole)[name] = list(dict.fromkeys([*vars(whole)[name], *each[name]]))
+        return whole
+
+    def note_changes(self, before: Snapshot, after: Snapshot, later: Snapshot) -> None:
+        """Notes what a first and a second computation have changed: a cache is noted, and a counter goes on."""
+        noted, counting = before.changed(after), after.changed(later)
+        kinds = {**after.kinds, **later.kinds}
+        self.keeps = bool(noted or counting)
+        self.drew = [name for name in {**noted, **counting} if kinds.get(name) is Kind.GENERATOR]
+        named = {**counting, **noted} if self.losses_differ or self.gradients else counting
+        self.changed = {
+            name: (before.texts.get(name, "nothing"), later.texts.get(name, "nothing"))
+            for name in sorted(
+                named, key=lambda name: (name not in counting, kinds.get(name) is not Kind.NUMBER)
+            )
+            if name not in self.drew
+        }
+
+    def refuse(self) -> None:
+        """Raises ``ConfigError`` for what makes the result depend on the number of processes."""
+        self.require_nothing_lost()
+        for name, why in self.foreign.items():
+            raise ConfigError(
+                f"{name} is called in the forward pass or the loss, is not part of the model that run.prepare was "
+                f"given, and {why}. Put it into the model, or into the nn.ModuleDict that run.prepare is given; what "
+                f"is not trained needs module.requires_grad_(False).eval(). {OFF}"
+            )
+        if self.written:
+            raise ConfigError(
+                f"The forward pass writes into the parameter {shorten(map(repr, self.written), _MOST)}, as clamp_, "
+                "Embedding(max_norm=...) and an initialisation from the first batch do, so each micro-batch starts "
+                "from other values than on another number of processes. Do it in the loop after optimizer.step(), "
+                f"under torch.no_grad(); initialise before run.prepare. {OFF}"
+            )
+        if self.drew:
+            raise ConfigError(
+                f"Random numbers were drawn from {shorten(self.drew, _MOST)}, which goes on from one forward pass to "
+                "the next, so each number of processes draws others. Draw without generator=, from torch, NumPy or "
+                f"random: these are seeded for each micro-batch. {OFF}"
+            )
+        if self.losses_differ or self.gradients:
+            self._refuse_other_bits()
+
+    def require_nothing_lost(self) -> None:
+        """Raises ``ConfigError`` where the loss or the model reads what a stop has lost."""
+        if self.lost:
+            raise ConfigError(
+                f"The loss or the model reads {shorten(self.lost, _MOST)}, which the loop changes or computes and no "
+                "checkpoint holds: it is not what it was before the stop, so the bits would not continue. Give it back "
+                "from run.extra before run.batches; or make it a part of the model, such as a buffer or a frozen "
+                f"module, and begin anew without resume. {OFF}"
+            )
+
+    def _refuse_other_bits(self) -> None:
+        what = "loss" if self.losses_differ else f"gradient of {self.gradients[0]!r}"
+        begin = f"The {what} of one micro-batch, computed twice under the same keys, has other bits the second time"
+        if self.changed:
+            raise ConfigError(
+                f"{begin}, since the forward pass or the loss keeps something from one call to the next. It changed "
+                f"{told(self.changed, _MOST)}. Each number of processes would give another result. Set it in the loop "
+                "before run.backward, from the number of the step; or make it a buffer that running_buffers names, "
+                f"which is averaged. {OFF}"
+            )
+        raise ConfigError(
+            f"{begin}, and nothing was found that changed in between: the model or the loss depends on something that "
+            "Lockstep cannot see, such as a file, the clock, an iterator, memory that was not initialised, or a kernel "
+            f"without a fixed order. {OFF}"
+        )
 
 
 class Buffers:

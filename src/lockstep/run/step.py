@@ -173,7 +173,9 @@ def sum_and_weight(value: Any, samples: int) -> tuple[Tensor, Tensor]:
         samples: rows of the micro-batch.
     """
     if isinstance(value, tuple) and len(value) == 2:
-        total = value[0] if isinstance(value[0], Tensor) else torch.tensor(float(value[0]), dtype=torch.float64)
+        total = (
+            value[0] if isinstance(value[0], Tensor) else torch.tensor(float(value[0]), dtype=torch.float64)
+        )
         weight = value[1]
         if not isinstance(weight, Tensor):  # torch.tensor would copy to the device, which waits for it
             weight = torch.full((), float(weight), device=total.device)
