@@ -68,7 +68,10 @@ def test_the_part_of_the_path_that_failed_is_named_with_its_nearest_name(target,
             part("textwrap:TextWrapper", tabsize=4, expand_tabs="off"),
             "expand_tabs is the text 'off', which Python",
         ),
-        (part("fractions:Fraction", numerator="x"), "Fraction(numerator='x') failed: Invalid literal"),
+        (
+            part("fractions:Fraction", numerator="x"),
+            "Fraction(numerator='x') failed with ValueError: Invalid literal",
+        ),
     ],
 )
 @pytest.mark.fault("M11")
@@ -88,6 +91,34 @@ def test_a_module_that_fails_while_it_is_imported_is_told_apart(tmp_path):
     importable_from([str(tmp_path)])
     assert "importing own_broken failed with RuntimeError: on purpose" in refusal(part("own_broken:x"))
     assert "needs the module 'surely_not_installed'" in refusal(part("own_needs:x"))
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("raise RuntimeError('on purpose')", "failed with RuntimeError: on purpose"),
+        ("{}['x']", "failed with KeyError: 'x'"),
+        ("assert n == 4", "failed with AssertionError"),
+        ("raise StopIteration", "failed with StopIteration"),
+        ("import sys; sys.exit(0)", "ended the program with sys.exit(0). It must return."),
+    ],
+)
+def test_what_a_constructor_raises_is_a_sentence_and_the_users_lines(line, expected, tmp_path):
+    """A constructor that called sys.exit(0) ended the job with exit status 0, untrained."""
+    name = f"own_failing_{abs(hash(line))}"
+    (tmp_path / f"{name}.py").write_text(f"def net(n):\n    {line}\n")
+    importable_from([str(tmp_path)])
+    told = refusal(part(f"{name}:net", n=3), name="model").splitlines()
+    assert told[0] == f"model: {name}:net(n=3) {expected}"
+    assert told[1:3] == [f'  File "{tmp_path}/{name}.py", line 2, in net', f"    {line}"]
+
+
+def test_what_a_disk_or_network_raises_stays_itself_so_that_the_run_is_restarted(tmp_path):
+    (tmp_path / "own_reset.py").write_text("def data():\n    raise ConnectionResetError('gone')\n")
+    importable_from([str(tmp_path)])
+    with pytest.raises(ConnectionResetError) as caught:
+        instantiate(part("own_reset:data"), name="data.train")
+    assert caught.value.__notes__ == ["data.train: own_reset:data() raised this."]
 
 
 def test_folders_of_a_job_are_searched_in_their_order():

@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, RankError
 from lockstep.launch.rank_process import run_target
 from lockstep.launch.targets import EntryTarget, FunctionTarget, ScriptTarget
 
@@ -22,6 +22,11 @@ def interpreter(monkeypatch):
 def test_an_entry_point_is_called_with_its_payload():
     assert run_target(EntryTarget(entry="json:dumps", payload=[1, None])) == "[1, null]"
     assert sys.argv == ["json:dumps"]
+
+
+def test_sys_exit_in_the_code_of_a_job_is_no_end_of_it():
+    with pytest.raises(RankError, match=r"called sys.exit\(0\) before all was done. It must return."):
+        run_target(EntryTarget(entry="sys:exit", payload=0))
 
 
 def test_a_function_is_called_with_its_arguments():

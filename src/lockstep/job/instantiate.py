@@ -13,13 +13,15 @@ import importlib.util
 import inspect
 import pkgutil
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from lockstep.config.checks import KeyPath, absent_module, nearest_name, refuse, spell
 from lockstep.config.components import Component, argument_problems, given_to_functions, is_called_later
 from lockstep.errors import ConfigError, LockstepError
+from lockstep.runtime.error_record import is_transient, users_lines
 
 _TRANSFORM_ARGUMENTS = ("transform", "target_transform")
 
@@ -57,12 +59,8 @@ def instantiate(component: Component, *positional: Any, name: str = "", **values
         **{key: build(value, f"{where}.{key}", key) for key, value in component.args.items()},
     }
     _check_arguments(function, component.target, len(positional), arguments, where)
-    try:
+    with _explained(f"{where}: {_call(component.target, arguments)}"):
         return function(*positional, **arguments)
-    except LockstepError:
-        raise
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{where}: {_call(component.target, arguments)} failed: {error}") from error
 
 
 def instantiate_function(component: Component, path: KeyPath) -> Any:
@@ -147,28 +145,49 @@ def importable_from(folders: Iterable[str]) -> None:
 
 
 def _import_module(module_name: str, path: str, where: str) -> Any:
+    with _explained(f"{where}: '{path}': importing {module_name}"):
+        try:
+            return importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            absent = error.name or module_name
+            if module_name != absent and not module_name.startswith(absent + "."):
+                raise ConfigError(
+                    f"{where}: '{path}' needs the module {absent!r}, which is not installed."
+                ) from error
+            parent, _, last = absent.rpartition(".")
+            known = _modules_in(parent)
+            reason = (
+                f"{parent} has no module {last!r}.{nearest_name(last, known)}"
+                if parent
+                else absent_module(last, known)
+            )
+            raise ConfigError(f"{where}: '{path}': {reason}") from error
+
+
+@contextmanager
+def _explained(attempt: str) -> Iterator[None]:
+    """A context in which an exception of the user's code becomes a sentence and the lines that it came through.
+
+    One of a disk, a network or a device stays itself, so that the run may be restarted, and is told the attempt.
+
+    Args:
+        attempt: what was done, for whom, as the beginning of the sentence.
+    """
     try:
-        return importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        absent = error.name or module_name
-        if module_name != absent and not module_name.startswith(absent + "."):
-            raise ConfigError(
-                f"{where}: '{path}' needs the module {absent!r}, which is not installed."
-            ) from error
-        parent, _, last = absent.rpartition(".")
-        known = _modules_in(parent)
-        reason = (
-            f"{parent} has no module {last!r}.{nearest_name(last, known)}"
-            if parent
-            else absent_module(last, known)
-        )
-        raise ConfigError(f"{where}: '{path}': {reason}") from error
+        yield
     except LockstepError:
         raise
-    except Exception as error:
-        raise ConfigError(
-            f"{where}: '{path}': importing {module_name} failed with {type(error).__name__}: {error}"
-        ) from error
+    except (Exception, SystemExit) as error:
+        kind, message = type(error).__name__, str(error)
+        if isinstance(error, SystemExit) and type(error) is not SystemExit:  # the run was asked to stop
+            raise
+        if is_transient(kind, message):
+            error.add_note(f"{attempt} raised this.")
+            raise
+        ending = f"failed with {kind}{message and f': {message}'}"
+        if isinstance(error, SystemExit):
+            ending = f"ended the program with sys.exit({message}). It must return."
+        raise ConfigError(f"{attempt} {ending}{users_lines(error)}") from error
 
 
 def _modules_in(package: str) -> list[str]:

@@ -35,11 +35,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lockstep.core.world import World
-from lockstep.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_RANK, ConfigError
+from lockstep.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_RANK, ConfigError, RankError
 from lockstep.launch.debugger import lift_default_limit, serve_debug_requests, wait_for_debugger
 from lockstep.launch.targets import FunctionTarget, ScriptTarget, Target, resolve_name
 from lockstep.runtime import stop_signals
-from lockstep.runtime.error_record import ErrorPage, record_of, result_file, write_record
+from lockstep.runtime.error_record import ErrorPage, record_of, result_file, users_lines, write_record
 from lockstep.runtime.heartbeat import Heartbeat, Membership
 from lockstep.runtime.output import PrintableFormatter, lasting
 from lockstep.runtime.parent_death import arm, arm_future_children
@@ -58,7 +58,14 @@ def run_target(target: Target) -> Any:
     sys.argv = [target.entry]
     module, _, name = target.entry.partition(":")
     sys.path.insert(0, str(Path.cwd()))
-    return getattr(importlib.import_module(module), name)(target.payload)
+    try:
+        return getattr(importlib.import_module(module), name)(target.payload)
+    except SystemExit as ending:
+        if type(ending) is not SystemExit:  # it was asked to stop
+            raise
+        raise RankError(
+            f"The program called sys.exit({ending}) before all was done. It must return.{users_lines(ending)}"
+        ) from ending
 
 
 @stack_marker(Mark.RUNS_TARGET)

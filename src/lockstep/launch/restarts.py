@@ -19,16 +19,6 @@ from lockstep.launch.outcome import LostRanks, RankEnd, Verdict, WorldOutcome
 from lockstep.runtime.stop_signals import REASONS, SignalInbox
 from lockstep.text import plural, printable
 
-_TRANSIENT = frozenset(
-    {
-        *("AcceleratorError", "DistBackendError", "DistNetworkError"),
-        *("OSError", "TimeoutError"),
-        *("ConnectionError", "ConnectionResetError", "ConnectionAbortedError", "ConnectionRefusedError"),
-    }
-)
-"""Exceptions of a device, a network or a disk, unless the message says that the program caused it:"""
-_CAUSED_BY_PROGRAM = ("device-side assert", "out of memory")
-
 
 def with_restarts(attempt: Callable[[LaunchOptions], WorldOutcome], options: LaunchOptions) -> WorldOutcome:
     """Runs attempts until one ends without lost ranks, or another would not help; returns the outcome of the last.
@@ -82,7 +72,7 @@ def _is_transient(end: RankEnd) -> bool:
         return True
     if record.on_purpose:
         return record.kind == "RankError" and "was killed by SIG" in record.message
-    return record.kind in _TRANSIENT and not any(sign in record.message for sign in _CAUSED_BY_PROGRAM)
+    return record.is_transient
 
 
 def _objection(lost: LostRanks, furthest: int, options: LaunchOptions) -> str:

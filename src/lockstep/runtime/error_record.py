@@ -28,6 +28,7 @@ from lockstep.runtime.torch_internals import LOST_PEER, NO_SCALE, FrameKind, kin
 
 _RUNPY = "<frozen runpy>"
 _INSTALLED = sysconfig.get_path("purelib") + os.sep
+_STANDARD = sysconfig.get_path("stdlib") + os.sep
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 
@@ -55,12 +56,46 @@ class ErrorRecord:
     exit_code: int
 
     @property
+    def is_transient(self) -> bool:
+        """True if the exception has a cause outside of the program, so that it may not come again."""
+        return not self.on_purpose and is_transient(self.kind, self.message)
+
+    @property
     def is_consequence(self) -> bool:
         """True if the exception only says that another rank is gone.
 
         Torch and Lockstep raise other types for that; a ``BrokenPipeError`` comes from what the program itself writes.
         """
         return not self.on_purpose and self.kind != "BrokenPipeError" and LOST_PEER.is_in(self.message)
+
+
+_TRANSIENT = frozenset(
+    {
+        *("AcceleratorError", "DistBackendError", "DistNetworkError"),
+        *("OSError", "TimeoutError"),
+        *("ConnectionError", "ConnectionResetError", "ConnectionAbortedError", "ConnectionRefusedError"),
+    }
+)
+"""Exceptions of a device, a network or a disk, unless the message says that the program caused it:"""
+_CAUSED_BY_PROGRAM = ("device-side assert", "out of memory")
+
+
+def is_transient(kind: str, message: str) -> bool:
+    """True for an exception of a device, a network or a disk, after which another attempt may succeed."""
+    return kind in _TRANSIENT and not any(sign in message for sign in _CAUSED_BY_PROGRAM)
+
+
+def users_lines(error: BaseException) -> str:
+    """The lines of the user's own files that an exception came through, as in a traceback; each begins a new line.
+
+    Empty where there are none: the frames of Lockstep, Python and installed packages are left out.
+    """
+    frames = [each for each in traceback.extract_tb(error.__traceback__) if _is_users(each.filename)]
+    return "".join(f"\n{text.rstrip()}" for text in traceback.format_list(frames))
+
+
+def _is_users(file: str) -> bool:
+    return not file.startswith(("<", _PACKAGE, _INSTALLED, _STANDARD))
 
 
 def about_own_backward(error: BaseException, beat: Beat | None) -> str:
