@@ -8,12 +8,17 @@ from lockstep.config.checks import (
     Problem,
     at_least,
     device_request,
+    devices,
+    file_path,
     import_path,
     more_than,
     one_of,
     plain_name,
     refuse,
+    seconds,
     seed,
+    unless_empty,
+    workers,
 )
 from lockstep.errors import ConfigError
 
@@ -48,8 +53,29 @@ def test_names_and_import_paths():
     assert one_of("ddp", "dp")("ddp") is None and "'ddp'" in one_of("ddp", "dp")("ddq")
     assert import_path("torch.optim:SGD") is None
     assert "Did you mean 'torch.optim:SGD'?" in import_path("torch.optim.SGD")
-    assert plain_name("digits-001") is None and plain_name("") is None
-    assert plain_name("-x") and plain_name("a/b")
+    name = plain_name(10)
+    assert name("digits-001") is None and unless_empty(name)("") is None
+    assert name("") and name("-x") and name("a/b") and unless_empty(name)("a/b")
+    assert name("数数数") is None and "at most 10 bytes and has 12" in name("数数数数")
+
+
+def test_paths_are_such_as_a_file_can_have(tmp_path):
+    assert all(
+        file_path(value) is None for value in ("", "runs/a b", "~/runs", tmp_path, "\udcff", True, False)
+    )
+    assert "a character that no path has" in file_path("a\0b") and file_path("\ud800")
+    assert "longer than one can be" in file_path("x" * 256) and file_path("x/" * 2048)
+    assert "no such home folder" in file_path("~nobody-of-that-name/runs")
+
+
+def test_times_are_such_as_torch_can_wait():
+    assert seconds()(1e9) is None and seconds(or_none=True)(0) is None
+    assert seconds()(0) and seconds()(1e10) and seconds(or_none=True)(-1) and seconds()(float("nan"))
+
+
+def test_devices_and_workers_are_so_many_as_a_host_can_have():
+    assert workers(4096) is None and workers(4097) and devices("cpu:4096") is None
+    assert "at most 4096 processes" in devices("cpu:5000") and devices("9" * 5000)
 
 
 def test_all_fields_are_checked_and_every_problem_is_said_at_once():

@@ -1,9 +1,11 @@
 """Every impossible combination, by the name of its rule."""
 
 import importlib.util
+from pathlib import Path
 
 import pytest
 
+from lockstep.config.job_file import load_job, parse_set
 from lockstep.config.options import RunOptions
 from lockstep.config.rules import JOB_RULES, RULES, AvailableDevices, machine_problems, require_rules
 from lockstep.errors import ConfigError
@@ -315,3 +317,15 @@ def test_options_of_init_are_held_against_the_world(options, machine, expected):
     with pytest.raises(ConfigError) as caught:
         require_rules(given, machine)
     assert str(caught.value).startswith(expected)
+
+
+def test_a_file_that_may_not_be_looked_at_is_named(monkeypatch, tmp_path):
+    """A data folder in the home of another user ended in a traceback of PermissionError."""
+
+    def refuses(self, **_):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    job = load_job("digits", [parse_set(f"checkpoint.resume={tmp_path}")])
+    monkeypatch.setattr(Path, "stat", refuses)
+    found = [problem.text for problem in machine_problems(job, 2, "cpu")]
+    assert f"checkpoint.resume leads to '{tmp_path}', which cannot be read: Permission denied." in found

@@ -99,6 +99,10 @@ def halved(samples, factor):
     return torch.stack(list(map(torch.as_tensor, pictures))) * factor, torch.as_tensor(labels)
 
 
+def none(split):
+    return []
+
+
 def top(output, target, k):
     return (output.topk(k, 1).indices == target[:, None]).any(1)
 
@@ -219,5 +223,31 @@ def test_every_strategy_has_the_bits_of_one_device(strategy, job):
     ],
 )
 def test_settings_without_effect_are_refused(sets, said, job):
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        run_ranks(trained, 1, job(*sets))
+
+
+STEPS = (
+    "schedule.kind=none",
+    "schedule.target=torch.optim.lr_scheduler:StepLR",
+    "parameters.layer_decay=none",
+)
+
+
+@pytest.mark.parametrize(
+    ("sets", "said"),
+    [
+        ((*STEPS, "schedule.step_size=0"), "StepLR has no learning rate for step 2: ZeroDivisionError"),
+        ((*STEPS, "schedule.step_size=1", "schedule.gamma=-1"), "The learning rate of step 2 is -0.0"),
+        (
+            ("optimizer.lr=inf", "parameters.layer_decay=none"),
+            "The learning rate of step 1 is inf, and should",
+        ),
+        (("data.validation.target=own_settings:none",), "data.validation has no samples."),
+    ],
+)
+def test_a_schedule_or_a_data_set_that_means_nothing_is_refused_before_it_is_used(sets, said, job):
+    """Arguments of a scheduler ended in a traceback of torch's, a negative rate trained away from the data, and an
+    empty validation set was refused after the first epoch."""
     with pytest.raises(ConfigError, match=re.escape(said)):
         run_ranks(trained, 1, job(*sets))

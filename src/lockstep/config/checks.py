@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import math
 import numbers
+import os
 import re
 import typing
 from collections.abc import Callable, Hashable, Iterable
@@ -21,8 +22,14 @@ KeyPath = tuple[str | int, ...]
 
 _IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 _DOTTED_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
-_PLAIN_NAME = re.compile(r"[\w-][\w.-]{0,99}")
-_DEVICES = re.compile(r"auto|(?P<cpu>cpu)(:(?P<processes>\d+))?|(?P<count>\d+)|(?P<indices>\d+(,\d+)*,?)")
+_PLAIN_NAME = re.compile(r"[\w-][\w.-]*")
+_DEVICES = re.compile(
+    r"auto|(?P<cpu>cpu)(:(?P<processes>\d{1,9}))?|(?P<count>\d{1,9})|(?P<indices>\d{1,9}(,\d{1,9})*,?)"
+)
+_MOST_PROCESSES = 4096
+"""Of a host, as devices or as loader workers."""
+LONGEST = 1e9
+"""Seconds that torch can wait, whose clock has 63 bits for nanoseconds."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +71,13 @@ def between(low: float, high: float) -> Check:
     return _finite(lambda value: low < value < high, f"above {low} and below {high}")
 
 
+def seconds(*, or_none: bool = False) -> Check:
+    """A time that a process can wait; 0 too where that stands for none."""
+    if or_none:
+        return _finite(lambda value: 0 <= value <= LONGEST, f"at least 0 and at most {LONGEST:,.0f}")
+    return _finite(lambda value: 0 < value <= LONGEST, f"more than 0 and at most {LONGEST:,.0f}")
+
+
 def _finite(fits: Callable[[float], bool], words: str) -> Check:
     def check(value: float) -> str | None:
         return None if math.isfinite(value) and fits(value) else f"should be {words} and is {value}."
@@ -97,11 +111,40 @@ def import_path(value: str) -> str | None:
     return f"should be an import path like 'package.module:name' and is {value!r}.{hint}"
 
 
-def plain_name(value: str) -> str | None:
-    """A name that is a single part of a path and no option: letters, digits, ``-``, ``_`` and ``.``."""
-    if not value or (_PLAIN_NAME.fullmatch(value) and not value.startswith("-")):
+def plain_name(most: int) -> Check:
+    """A name that is a single part of a path and no option: letters, digits, ``-``, ``_`` and ``.``; ``most`` bytes."""
+
+    def check(value: str) -> str | None:
+        if not _PLAIN_NAME.fullmatch(value) or value.startswith("-"):
+            return f"should be a plain name of letters, digits, '-', '_' and '.' and is {value!r:.200}."
+        size = len(value.encode())
+        return None if size <= most else f"should have at most {most} bytes and has {size}: {value!r:.60}..."
+
+    return check
+
+
+def file_path(value: str | Path | bool) -> str | None:
+    """A path that a file can have. A boolean, which stands for a place that Lockstep chooses, is one, too."""
+    if isinstance(value, bool):
         return None
-    return f"should be a plain name of letters, digits, '-', '_' and '.' and is {value!r}."
+    try:
+        name = os.fsencode(value)
+    except UnicodeEncodeError:
+        name = b"\0"
+    if b"\0" in name:
+        return f"should be a path and is {str(value)!r:.200}, with a character that no path has."
+    if len(name) >= 4096 or max(map(len, name.split(b"/"))) > 255:
+        return f"should be a path and is longer than one can be: {str(value)!r:.60}..."
+    try:
+        Path(value).expanduser()
+    except RuntimeError:
+        return f"is {str(value)!r}, and there is no such home folder. Write the whole path."
+    return None
+
+
+def unless_empty(check: Check) -> Check:
+    """The same check, of a text that may be empty too."""
+    return lambda value: None if value == "" else check(value)
 
 
 def devices(value: int | str) -> str | None:
@@ -112,9 +155,9 @@ def devices(value: int | str) -> str | None:
 
 def workers(value: int | str) -> str | None:
     """A number of processes, which may be 0, or ``auto``."""
-    if value == "auto" or (isinstance(value, int) and value >= 0):
+    if value == "auto" or (isinstance(value, int) and 0 <= value <= _MOST_PROCESSES):
         return None
-    return f"should be a number of processes from 0 on, or 'auto', and is {value!r}."
+    return f"should be a number of processes from 0 to {_MOST_PROCESSES}, or 'auto', and is {value!r:.60}."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,11 +176,13 @@ def device_request(value: int | str) -> DeviceRequest | str:
     """Parses a setting of devices; returns the problem, as the end of a sentence, if it has one."""
     found = _DEVICES.fullmatch(str(value).strip())
     if not found:
-        return f"should be a number, 'auto', 'cpu', 'cpu:N' or a list like '0,5' and is {value!r}."
+        return f"should be a number, 'auto', 'cpu', 'cpu:N' or a list like '0,5' and is {value!r:.60}."
     indices = tuple(int(index) for index in (found["indices"] or "").split(",") if index)
     count = found["count"] or found["processes"]
     if count and int(count) < 1:
         return f"should ask for at least 1 process and is {value!r}."
+    if count and int(count) > _MOST_PROCESSES:
+        return f"should ask for at most {_MOST_PROCESSES} processes of a host and is {value!r}."
     return DeviceRequest(int(count) if count else None, found["cpu"] is not None, indices)
 
 

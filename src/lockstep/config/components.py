@@ -11,11 +11,12 @@ from __future__ import annotations
 import ast
 import importlib.util
 import pkgutil
+import re
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec, PathFinder
-from inspect import Parameter, Signature
+from inspect import Parameter, Signature, formatannotation
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +178,9 @@ def _bases(names: StaticNames, found: Definition) -> list[Definition]:
 
 def _read(arguments: ast.arguments, skip: int) -> Signature:
     def parameter(argument: ast.arg, kind: Any, default: ast.expr | None) -> Parameter:
-        return Parameter(argument.arg, kind, default=Parameter.empty if default is None else default)
+        annotation = Parameter.empty if argument.annotation is None else ast.unparse(argument.annotation)
+        value = Parameter.empty if default is None else default
+        return Parameter(argument.arg, kind, default=value, annotation=annotation)
 
     first = [*arguments.posonlyargs, *arguments.args]
     defaults = [*[None] * (len(first) - len(arguments.defaults)), *arguments.defaults]
@@ -209,16 +212,37 @@ def argument_problems(
         elif key not in names and not takes_any:
             yield Problem((*path, key), f"is not an argument of {target}.{nearest_name(key, names)}")
         else:
-            default = next((p.default for p in by_name if p.name == key), None)
+            parameter = next((p for p in by_name if p.name == key), Parameter(key, Parameter.KEYWORD_ONLY))
+            default = parameter.default
             default = default.value if isinstance(default, ast.Constant) else default
             problem = _boolean_as_text(args[key], default)
-            if path == ("optimizer",) and isinstance(args[key], str) and type(default) in (int, float):
-                problem = f"is the text {args[key]!r}, and {target} takes a number, such as 0.1."
+            is_number = _is_number(parameter) or (path == ("optimizer",) and type(default) in (int, float))
+            if is_number and not problem and _is_plain_text(args[key]) and not isinstance(default, str):
+                example = "1" if "int" in str(parameter.annotation) else "0.1"
+                problem = f"is the text {args[key]!r}, and {target} takes a number, such as {example}."
             if problem:
                 yield Problem((*path, key), problem)
     for each in by_name:
         if each.default is each.empty and each.name in names and each.name not in args:
             yield Problem((*path, each.name), f"is missing: {target} needs it.")
+
+
+def _is_number(parameter: Parameter) -> bool:
+    """True where the annotation of a parameter names numbers, booleans and None only, as ``int | None`` does."""
+    if parameter.annotation is parameter.empty:
+        return False
+    found = set(re.findall(r"\w+", formatannotation(parameter.annotation))) - {
+        "typing",
+        "Optional",
+        "Union",
+        "None",
+    }
+    return bool(found) and found <= {"int", "float", "bool"}
+
+
+def _is_plain_text(value: Any) -> bool:
+    """True for a text that stands for nothing else, as ``{steps}`` does."""
+    return isinstance(value, str) and not (value.startswith("{") and value.endswith("}"))
 
 
 def _boolean_as_text(value: Any, default: Any) -> str | None:

@@ -18,9 +18,12 @@ from lockstep.config.checks import (
     at_least,
     between,
     devices,
+    file_path,
     more_than,
     one_of,
     plain_name,
+    seconds,
+    unless_empty,
     workers,
 )
 from lockstep.config.components import Component
@@ -43,7 +46,7 @@ def _run_option(name: str, **default: Any) -> Any:
 class WeightsConfig(CheckedOptions):
     """Table ``[weights]``: what the model starts from, and which part of it is trained."""
 
-    path: str = ""
+    path: str = field(default="", metadata={"check": file_path})
     """File of weights (.safetensors, or a .pth of tensors only) that the model starts from; empty: the seed's.
     A head of another size is left out, and that is said."""
     freeze: tuple[str, ...] = ()
@@ -81,7 +84,7 @@ class ParametersConfig(CheckedOptions):
 class DataConfig(CheckedOptions):
     """Table ``[data]``: the data sets and how they are read."""
 
-    root: str = ""
+    root: str = field(default="", metadata={"check": file_path})
     """Folder (or archive) of the data, usually given by ``--data``; arguments refer to it as ``{data}``."""
     train: Component
     """The data set that is trained on."""
@@ -98,7 +101,7 @@ class DataConfig(CheckedOptions):
     """Seconds after which a loader that gives nothing is an error."""
     on_bad_sample: str = field(default="error", metadata={"check": one_of("error", "skip")})
     """A training sample that cannot be read: error ends the run; skip lists it and trains on another, up to 1 %."""
-    cache: bool | str = False
+    cache: bool | str = field(default=False, metadata={"check": file_path})
     """Decodes photos once, into a folder: true for the user's cache folder, or a path. No bit changes."""
 
     def loader_processes(self, threads: int, ranks: int) -> int:
@@ -197,17 +200,17 @@ class RunConfig(CheckedOptions):
     """CPU threads that each rank computes with. Part of the recipe: sums on a CPU depend on it."""
     timeout: float = _run_option("timeout")
     """Seconds that a rank waits for another before it gives up."""
-    grace: float = field(default=25.0, metadata={"check": at_least(0)})
+    grace: float = field(default=25.0, metadata={"check": seconds(or_none=True)})
     """Seconds that ranks have to save and stop after SIGTERM or SIGUSR1, before they are ended."""
-    stall_limit: float = field(default=60.0, metadata={"check": at_least(0)})
+    stall_limit: float = field(default=60.0, metadata={"check": seconds(or_none=True)})
     """Seconds without progress after which a run in which ranks wait for one is explained and ended; 0: never."""
     restarts: int = field(default=3, metadata={"check": at_least(0)})
     """Restarts from the last checkpoint after a lost process, at most; an error of the job itself restarts nothing."""
     restart_world: str = field(default="same", metadata={"check": one_of("same", "remaining", "left")})
     """The devices of a restart: the ``same``, or the ``remaining`` ones, whose ranks were not lost."""
-    directory: str = "runs"
+    directory: str = field(default="runs", metadata={"check": file_path})
     """Folder that holds the folders of all runs; a relative one is looked up where the command is given."""
-    name: str = field(default="", metadata={"check": plain_name})
+    name: str = field(default="", metadata={"check": unless_empty(plain_name(120))})
     """Name of this run's folder; empty: the job's name and the next free number."""
 
 
@@ -253,7 +256,7 @@ class LogConfig(CheckedOptions):
 class JobConfig(StrategyOptions):
     """A whole job, checked: nothing in it is left to be looked up or guessed."""
 
-    job: str = field(default="job", metadata={"check": plain_name})
+    job: str = field(default="job", metadata={"check": plain_name(100)})
     """Name of the job; that of its file, if the file does not say."""
     code: tuple[str, ...] = ()
     """Folders of the user's own modules, searched first: the job file's, then the current one."""

@@ -16,10 +16,12 @@ from lockstep.config.checks import (
     between,
     check_fields,
     field_types,
+    file_path,
     more_than,
     one_of,
     python_type_problem,
     refuse,
+    seconds,
     seed,
 )
 from lockstep.config.rules import require_rules
@@ -94,9 +96,9 @@ class RunOptions(RunSettings):
 
     threads: int | None = field(default=None, metadata={"check": at_least(1)})
     """CPU threads of each rank; by default what the launcher set, or 1. Part of the recipe on a CPU."""
-    directory: Path | str | None = None
+    directory: Path | str | None = field(default=None, metadata={"check": file_path})
     """The run folder, for checkpoints and logs; nothing is written without one."""
-    resume: str = ""
+    resume: str = field(default="", metadata={"check": file_path})
     """Empty: start anew. "auto": go on from the newest sound checkpoint of ``directory``, if any. Else: the path of
     one checkpoint, or of a run folder, whose newest one counts."""
     force_context: bool = False
@@ -109,9 +111,9 @@ class RunOptions(RunSettings):
     """Let CPU ranks of one host exchange gradients through shared memory."""
     prefetch: int = field(default=2, metadata={"check": at_least(1)})
     """Steps that loader workers read ahead; without workers nothing is."""
-    loader_timeout: float = field(default=120.0, metadata={"check": more_than(0)})
+    loader_timeout: float = field(default=120.0, metadata={"check": seconds()})
     """Seconds after which a loader worker that gives nothing is an error."""
-    timeout: float = field(default=600.0, metadata={"check": more_than(0)})
+    timeout: float = field(default=600.0, metadata={"check": seconds()})
     """Seconds a rank waits for another before it gives up."""
     profile: str = ""
     """FIRST:COUNT, as in "10:5": writes down what each rank did when in COUNT steps after the first FIRST, as

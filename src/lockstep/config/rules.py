@@ -116,7 +116,15 @@ def job_problems(job: JobConfig, machine: AvailableDevices | None = None) -> lis
     """Every rule that a job breaks, on the devices that it asks for or on those given."""
     options, machine = job.settings, machine or AvailableDevices.asked_for(job.run.devices)
     found = [Problem(rule.path, message) for rule in RULES for message in rule.problems(options, machine)]
-    return found + [Problem(rule.path, each) for rule in JOB_RULES for each in rule.problems(job, machine)]
+    return found + [Problem(rule.path, each) for rule in JOB_RULES for each in _of_job(rule, job, machine)]
+
+
+def _of_job(rule: SettingsRule[JobConfig], job: JobConfig, machine: AvailableDevices) -> Iterator[str]:
+    """What a rule yields; of a file or folder that it may not look at, that."""
+    try:
+        yield from rule.problems(job, machine)
+    except OSError as error:
+        yield f"leads to {error.filename!r}, which cannot be read: {error.strerror}."
 
 
 def machine_problems(

@@ -231,6 +231,8 @@ def _data_sets(config: JobConfig, run: Run) -> tuple[Any, Any]:
     if data.validation is None:
         return collated(training_set, data), None
     validation_set = instantiate(data.validation, name="data.validation")
+    if len(adopt(validation_set).dataset) == 0:
+        raise ConfigError("data.validation has no samples. Look at how it was split, or leave it out.")
     use_image_cache(validation_set, "data.validation", data, run)
     return collated(training_set, data), collated(validation_set, data)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,10 +17,11 @@ from lockstep.config.job import CheckpointConfig, TrainingConfig
 from lockstep.data.adopt import adopt
 from lockstep.data.batch import Batch
 from lockstep.data.naming import known_classes
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, LockstepError
 from lockstep.loggers import Logger
 from lockstep.run import Run
 from lockstep.runtime.devices import is_gpu
+from lockstep.runtime.error_record import users_lines
 from lockstep.runtime.events import Callback
 from lockstep.runtime.process_handle import peak_memory
 from lockstep.strategies import IndependentStrategy
@@ -147,14 +149,31 @@ class Trainer(Callback):
         loss: Tensor = self.run.backward(batch, self.loss)
         if self._settings.clip_norm is not None:
             self.run.clip_gradients(self._settings.clip_norm)
+        rates = [group["lr"] for group in parts.optimizer.param_groups]
+        if wrong := [rate for rate in rates if isinstance(rate, float | int) and not 0 <= rate < math.inf]:
+            raise ConfigError(
+                f"The learning rate of step {batch.plan.step + 1} is {wrong[0]}, and should be 0 or more and finite. "
+                "Correct optimizer.lr, or the table [schedule]."
+            )
+        self._learning_rates = [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
         parts.optimizer.step()
         parts.optimizer.zero_grad()
         if parts.average is not None:
             parts.average.update_parameters(parts.model)
-        rates = [group["lr"] for group in parts.optimizer.param_groups]
-        self._learning_rates = [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
-        parts.scheduler.step()
+        self._step_scheduler(batch.plan.step + 1)
         return loss
+
+    def _step_scheduler(self, step: int) -> None:
+        scheduler = self._parts.scheduler
+        try:
+            scheduler.step()
+        except LockstepError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"schedule: {type(scheduler).__name__} has no learning rate for step {step + 1}: "
+                f"{type(error).__name__}: {error}. Correct its arguments.{users_lines(error)}"
+            ) from error
 
     def _read(self) -> dict[str, float]:
         """The means since the last reading, with the learning rate and the loss scale of the last step. Collective."""
