@@ -8,9 +8,18 @@ import torch
 from tests.ranks import run_ranks
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Subset,
+    WeightedRandomSampler,
+    default_collate,
+)
 
 from lockstep.core.world import World
+from lockstep.data import Bucketed, SkipBroken, Weighted
 from lockstep.errors import DataError
 from lockstep.run import Run, RunOptions
 
@@ -59,6 +68,35 @@ class Keyed(Rows):
         self.reads += 1
         self.rows[index] = self.rows[index].clamp(max=8)
         return self.rows[index] + torch.rand(4) + np.random.rand() + random.random(), index % 2
+
+
+class KeepsNoise(Rows):
+    """Makes noise for a sample when it is first read, and keeps it."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.draw, self.noise = draw, {}
+
+    def __getitem__(self, index):
+        if index not in self.noise:
+            self.noise[index] = self.draw()
+        return self.rows[index] + self.noise[index], index % 2
+
+
+class KeepsNoiseOfItsNumber(KeepsNoise):
+    """Seeds what it keeps by the number of the sample, and begins by drawing what it does not use."""
+
+    begun = False
+
+    def __getitem__(self, index):
+        if not self.begun:
+            self.begun = bool(np.random.rand(3).all())
+        if index not in self.noise:
+            np.random.seed(index)
+            random.seed(index)
+            torch.manual_seed(index)
+            self.noise[index] = torch.rand(4) + np.random.rand() + random.random()
+        return self.rows[index] + self.noise[index], index % 2
 
 
 class Grows(IterableDataset):
@@ -124,6 +162,70 @@ def test_a_collate_function_is_given_the_samples_of_such_a_set_too():
     )
     with pytest.raises(DataError, match=r"InPlace\[\d+\] gave other values"):
         train(data)
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda data: DataLoader(data, batch_size=2, sampler=WeightedRandomSampler([1.0] * 16, 16)),
+        lambda data: DataLoader(data, batch_size=2, sampler=RandomSampler(data, replacement=True)),
+        lambda data: Bucketed(Subset(data, range(8)), [1] * 8, 2),
+        lambda data: SkipBroken(Weighted(data, [1.0] * 16)),
+        lambda data: (data, Rows()),
+    ],
+)
+def test_a_set_that_changes_is_refused_in_others_too(around):
+    with pytest.raises(DataError, match=r"OwnGenerator\[\d+\] gave other values when it was read again"):
+        train(around(OwnGenerator()))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_collate_function_that_draws_from_a_generator_of_its_own_is_refused(workers):
+    own = np.random.default_rng(0)
+
+    def mix(samples):
+        x, y = default_collate(samples)
+        return x + x[torch.from_numpy(own.permutation(len(x)))], y
+
+    with pytest.raises(DataError, match=r"Rows\[\d+, \d+\] gave other values .* or its collate function"):
+        train(DataLoader(Rows(), batch_size=2, shuffle=True, collate_fn=mix), workers=workers)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_collate_function_that_fills_one_buffer_again_and_again_is_refused(workers):
+    buffer, labels = torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64)
+
+    def fill(samples):
+        for row, (x, y) in enumerate(samples):
+            buffer[row], labels[row] = x, y
+        return buffer[: len(samples)], labels[: len(samples)]
+
+    with pytest.raises(DataError, match=r"Rows\[\d+\] changed when other samples were read"):
+        train(DataLoader(Rows(), batch_size=2, collate_fn=fill), workers=workers)
+    x, y = torch.rand(16, 4), torch.arange(16) % 2  # views of what stays as it is are fine
+    train(DataLoader(list(zip(x, y)), batch_size=2, collate_fn=lambda s: (x[: len(s)], y[: len(s)])))
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda: torch.rand(()),
+        lambda: float(np.random.normal(size=2_000).sum()),
+        lambda: random.choice((-1, 1)),
+    ],
+)
+def test_a_set_that_keeps_what_it_drew_is_refused(draw):
+    """It gives the same values again; which ones depends on the epoch in which a process reads the sample first."""
+    with pytest.raises(
+        DataError, match=r"KeepsNoise\[\d+\] drew other random numbers when it was read again"
+    ):
+        train(KeepsNoise(draw))
+    with pytest.raises(DataError, match="drew other random numbers"):
+        train(KeepsNoise(draw), workers=1)
+
+
+def test_what_is_kept_may_have_been_drawn_by_the_number_of_the_sample():
+    assert train(KeepsNoiseOfItsNumber(None)) == train(KeepsNoiseOfItsNumber(None), workers=1)
 
 
 def test_keyed_draws_and_prepared_samples_are_fine():

@@ -143,27 +143,95 @@ def _like_own(own: Any, state: Any) -> Any:
     return np.array(state, dtype=own.dtype) if isinstance(own, np.ndarray) else state
 
 
-def require_repeatable(name: str, read: Callable[[], Any]) -> None:
-    """Reads samples twice; what cannot be read is left to the read that follows.
+class Rereading:
+    """Reads samples twice under the same keys, to see that nothing is kept from one read to the next.
 
-    Args:
-        name: of the samples, for the message.
-        read: reads them, under the same keys each time.
-
-    Raises:
-        DataError: they differ.
+    What cannot be read is left to the read that follows.
     """
-    try:
-        first, second = content_of(read()), content_of(read())
-    except DataError:
-        return
-    if first != second:
-        raise DataError(
-            f"{name} gave other values when it was read again with the same random seed: the data set keeps something "
-            "from one read to the next, such as a generator of its own, a counter, or samples that are changed in "
-            "place. What a step trains on would depend on which process read it before. Draw from torch, NumPy or "
-            "random, which are seeded for each sample, and change copies."
-        )
+
+    def __init__(self) -> None:
+        self._held: list[tuple[str, Any, list[str]]] = []
+        self._drew_once: list[str] = []
+
+    def require_equal(
+        self, name: str, read: Callable[[], Any], seed: int | None = None, times: int = 2
+    ) -> None:
+        """Reads samples, and again.
+
+        Args:
+            name: of the samples, for the message.
+            read: reads them, under the same keys each time.
+            seed: that the generators get at the beginning of each read, where their draws are compared, too.
+            times: how often; an order of few rows, drawn by a generator of one's own, may come twice by chance.
+
+        Raises:
+            DataError: values or draws differ. Of the draws two samples have to say so: the first may begin something.
+        """
+        try:
+            data = read()
+            first, drawn = content_of(data), _draws(seed)
+            again = [content_of(read()) for _ in range(times - 1)]
+            redrawn = _draws(seed)
+        except DataError:
+            return
+        if any(other != first for other in again):
+            raise DataError(
+                f"{name} gave other values when it was read again with the same random seed: the data set, or its "
+                "collate function, keeps something from one read to the next, such as a generator of its own, a "
+                "counter, or samples that are changed in place. What a step trains on would depend on which process "
+                "read it before. Draw from torch, NumPy or random, which are seeded for each sample, and change copies."
+            )
+        self._held.append((name, data, first))
+        if any(once not in (None, then) for once, then in zip(drawn, redrawn)):
+            self._drew_once.append(name)
+        if len(self._drew_once) > 1:
+            raise DataError(
+                f"{name} drew other random numbers when it was read again with the same random seed, and gave the same "
+                "values: the data set keeps what it has made of random numbers, as in a cache. In later epochs the "
+                "values would depend on which process read it before. Keep what comes before the random part, or seed "
+                "the part by the number of the sample."
+            )
+
+    def require_kept(self) -> None:
+        """Raises ``DataError`` where samples that were read are no longer what they were."""
+        for name, data, content in self._held:
+            if content_of(data) != content:
+                raise DataError(
+                    f"{name} changed when other samples were read: the data set or its collate function gives the same "
+                    "memory again and again. The micro-batches of a step are held together. Return copies, for example "
+                    "tensor.clone()."
+                )
+
+
+_MOST_TURNS = 2_000
+_WORDS = 624
+"""Of the state of a Mersenne Twister; each turn makes them anew."""
+
+
+def _draws(seed: int | None) -> tuple[Any, ...]:
+    """How far torch, NumPy and ``random`` have drawn since ``seed_generators(seed)``; None for one seeded anew."""
+    if seed is None:
+        return ()
+    of_torch, (_, of_numpy, at, *_), (_, (*of_random, place), _) = global_states()
+    return (
+        of_torch.numpy().tobytes() if torch.default_generator.initial_seed() == seed else None,
+        _turns(np.random.RandomState(seed >> 31), of_numpy, at),
+        _turns(_as_numpys(random.Random(seed).getstate()[1]), np.array(of_random, dtype=np.uint32), place),
+    )
+
+
+def _as_numpys(state: Sequence[int]) -> np.random.RandomState:
+    found = np.random.RandomState(0)
+    found.set_state(("MT19937", np.array(state[:-1], dtype=np.uint32), state[-1], 0, 0.0))
+    return found
+
+
+def _turns(begun: np.random.RandomState, words: npt.NDArray[np.uint32], place: int) -> tuple[int, int] | None:
+    for turn in range(_MOST_TURNS):
+        if np.array_equal(begun.get_state(legacy=False)["state"]["key"], words):
+            return turn, place
+        begun.bytes(4 * (_WORDS if turn else 1))
+    return None
 
 
 def content_of(data: Any) -> list[str]:

@@ -39,7 +39,7 @@ from lockstep.core.plan import Indices
 from lockstep.data.batch import map_leaves, pinned
 from lockstep.data.images.image_arrays import ImageArrays
 from lockstep.data.images.transforms import warn_renamed
-from lockstep.data.keyed import SampleKeys, generators_kept, require_repeatable, seed_generators
+from lockstep.data.keyed import Rereading, SampleKeys, generators_kept, seed_generators
 from lockstep.data.naming import sample_error, sample_name, uncollatable, unwrap_subset
 from lockstep.errors import DataError
 from lockstep.runtime.stack_dump import Mark, stack_marker
@@ -114,6 +114,22 @@ def split_rows(data: Any, sizes: tuple[int, ...]) -> Sequence[Any]:
     return [make(part) for part in zip(*values, strict=True)]
 
 
+def _is_ours(dataset: Any) -> bool:
+    """True of a data set of this library that nothing of the user's transforms."""
+    parts = [dataset, getattr(dataset, "transform", None)]
+    return all(part is None or type(part).__module__.startswith("lockstep.") for part in parts)
+
+
+def _inner_sets(dataset: Any) -> list[tuple[Any, Collate | None]]:
+    """The data sets that one of this library reads, each with its collate function."""
+    if not type(dataset).__module__.startswith("lockstep.") or hasattr(dataset, "is_compared"):
+        return []
+    if hasattr(dataset, "sources"):
+        return [(each.dataset, each.collate) for each in dataset.sources]
+    inner = getattr(dataset, "dataset", None)
+    return [] if inner is None else [(inner, getattr(dataset, "collate", None))]
+
+
 _READING = ("get_batch", "__getitem__")
 
 
@@ -130,8 +146,8 @@ def plain_tensors(dataset: Any) -> tuple[Tensor, ...] | None:
     return None
 
 
-_MOST_COMPARED = 16
-"""Samples of the first micro-batch that are read again."""
+_MOST_COMPARED, _FEW = 16, 4
+"""Samples of the first micro-batch that are read again, and how many are so few that they are read more often."""
 _KEPT = 1024
 _FIELDS = 5
 
@@ -308,21 +324,35 @@ class SampleReader:
             return self._read(SampleKeys(self._seed, epoch, indices))
 
     def _require_repeatable(self, keys: SampleKeys) -> None:
-        """Reads samples twice under the same keys; see ``require_repeatable``."""
+        """Reads samples twice under the same keys, also of the sets in this one; see ``Rereading``."""
+        for dataset, collate in _inner_sets(self._dataset):
+            reader = SampleReader(dataset, seed=keys.seed, collate=collate)
+            reader._require_repeatable(replace(keys, indices=keys.indices % len(dataset)))
         is_stream = getattr(self._dataset, "is_compared", True) is False
         if self._read == self._read_tensors or (
-            type(self._dataset).__module__.startswith("lockstep.") and not is_stream
+            self._collate is None and _is_ours(self._dataset) and not is_stream
         ):
             return
-        parts = [keys]
+        compared = Rereading()
         if is_stream:  # its first sample, read again, begins it anew
             self._dataset.is_compared = True
-            parts = [replace(keys, indices=np.array([0]))]
-        if self._read == self._read_each:
-            parts = [replace(keys, indices=keys.indices[n : n + 1]) for n in range(len(keys.indices))]
+            name = f"{type(self._dataset).__name__}[0]"
+            compared.require_equal(name, partial(self._read, replace(keys, indices=np.array([0]))))
+            return
+        singles = keys.indices
+        if len(singles) == 1:  # another one says whether it changes the first
+            singles = np.array([*singles, (singles[0] + 1) % len(self._given)])
+        parts = [replace(keys, indices=singles[n : n + 1]) for n in range(len(singles))]
         for part in parts:
-            name = f"{type(self._dataset).__name__}[{shorten(self._rows(part).tolist(), 4)}]"
-            require_repeatable(name, partial(self._read, part))
+            seed = part.seeds()[0] if self._seeds else None
+            compared.require_equal(self._named_rows(part), partial(self._read, part), seed)
+        if self._collate or self._read != self._read_each:
+            times = 2 if len(keys.indices) > _FEW else 8
+            compared.require_equal(self._named_rows(keys), partial(self._read, keys), times=times)
+        compared.require_kept()
+
+    def _named_rows(self, keys: SampleKeys) -> str:
+        return f"{type(self._dataset).__name__}[{shorten(self._rows(keys).tolist(), 4)}]"
 
     def _choose(self) -> Callable[[SampleKeys], Any]:
         self._seeds = False
