@@ -1,5 +1,8 @@
 """A data set that the loop changes between epochs is read as it is now, by any number of workers."""
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
 from tests.run.jobs import begin, correct, dataset, train_step
@@ -22,6 +25,75 @@ class Curriculum(Dataset):
 
     def __getitem__(self, index):
         return self.transform(X[index] * self.scale), Y[index]
+
+
+class Kept(Dataset):
+    """Keeps its labels where no note is taken of every one."""
+
+    def __init__(self, labels):
+        self.labels = labels
+
+    def __len__(self):
+        return 48
+
+    def __getitem__(self, index):
+        label = self.labels[str(index) if isinstance(self.labels, dict) else index]
+        return X[index], int(label[0] if isinstance(label, list | np.ndarray) else label) % 2
+
+
+class Table:
+    """Answers like an extension type, whose contents are unknown."""
+
+    __slots__ = ("rows",)
+
+    def __init__(self):
+        self.rows = [0] * 48
+
+    def __getitem__(self, index):
+        return self.rows[index]
+
+    def __setitem__(self, index, value):
+        self.rows[index] = value
+
+
+LEVEL, SETTINGS = 0, SimpleNamespace(level=0)
+
+
+def leveled(x):
+    return x * (1 + LEVEL) + SETTINGS.level
+
+
+def raised(data, epoch):
+    global LEVEL
+    LEVEL = SETTINGS.level = epoch
+
+
+def closed_over():
+    level = [0]
+    data = Curriculum(transform=lambda x: x + level[0])
+    data.set_level = lambda epoch: level.__setitem__(0, epoch)
+    return data
+
+
+def flipped(data, epoch):
+    for index, each in enumerate(data.labels):
+        data.labels[each if isinstance(each, str) else index] = (index + epoch) % 2
+
+
+def flipped_within(data, epoch):
+    for index, each in enumerate(data.labels):
+        each[0] = (index + epoch) % 2
+
+
+UNSEEN = {
+    "a large array": (lambda: Kept(np.zeros((48, 1 << 18), np.uint8)), flipped_within),
+    "a dict": (lambda: Kept({str(index): 0 for index in range(100)}), flipped),
+    "lists": (lambda: Kept([[0] for _ in range(100)]), flipped_within),
+    "arrays": (lambda: Kept([np.zeros(1) for _ in range(100)]), flipped_within),
+    "another type": (lambda: Kept(Table()), lambda data, epoch: data.labels.__setitem__(3, epoch)),
+    "a variable of the module": (lambda: Curriculum(transform=leveled), raised),
+    "a variable around": (closed_over, lambda data, epoch: data.set_level(epoch)),
+}
 
 
 def longer(data, epoch):
@@ -96,6 +168,25 @@ def test_workers_read_what_the_loop_has_changed(name):
     assert trained(make, change, anew=False, workers=1) == trained(make, change, anew=True)
 
 
+@pytest.mark.parametrize("name", UNSEEN)
+def test_workers_read_what_the_loop_has_changed_where_it_is_hard_to_see(name):
+    make, change = UNSEEN[name]
+    found = trained(make, change, anew=False, workers=2)
+    assert found == trained(make, change, anew=False) != trained(make, lambda *_: None, anew=False)
+
+
+def test_a_set_that_is_changed_and_evaluated_within_an_epoch_is_trained_to_the_end_of_it():
+    """The workers of the epoch were closed, and the next step raised torch's "This iteration has ended"."""
+    run, _, optimizer = begin()
+    data, steps = Curriculum(), 0
+    for batch in run.batches(data, workers=1):
+        train_step(run, batch, optimizer)
+        data.scale, steps = data.scale + 1, steps + 1
+        run.evaluate(data, correct, workers=1)
+    run.close()
+    assert steps == 2
+
+
 class Recorded(Curriculum):
     """Changes whenever it is read."""
 
@@ -128,6 +219,10 @@ def test_workers_stay_where_nothing_has_changed():
         seen.add(loader._reading._loader._iterator._workers[0].pid)
     run.close()
     assert len(seen) == 1
+    loader = DataLoader(Subset(data, range(20)), 4, shuffle=True, generator=torch.Generator())
+    assert Notes(loader).are_whole and Notes([data, {"a": (1, "b")}]).are_whole
+    for unknown in (object(), np.zeros(1 << 21, np.uint8), [object()] * 65, {1, 2}):
+        assert not Notes([data, unknown]).are_whole
 
 
 def test_notes_are_equal_until_something_changes():

@@ -6,9 +6,27 @@ are made anew where the notes of a set are no longer those with which they were 
 
 from __future__ import annotations
 
+import argparse
 import hashlib
+import io
+import logging
+import os
+import re
+import sysconfig
 from collections.abc import Iterator, Mapping
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from contextlib import suppress
+from enum import Enum
+from functools import partial
+from pathlib import Path, PurePath
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FunctionType,
+    MethodDescriptorType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
 from typing import Any
 
 import numpy as np
@@ -21,22 +39,41 @@ from lockstep.data.wrappers.wrapping import Wrapping
 
 CHOICE = "choice of samples"
 """Begins the words for what wrappers choose."""
-_MOST_NOTES, _MOST_ENTRIES, _DEPTH = 2_000, 64, 6
-_MOST_BYTES = 1 << 20
+_MOST_NOTES, _MOST_ENTRIES, _DEPTH = 2_000, 64, 8
+_MOST_BYTES, _MOST_HASHED = 1 << 20, 100_000
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_LEAVES = (type, FunctionType, MethodType, BuiltinFunctionType, ModuleType)
+_LEAVES = (
+    type,
+    BuiltinFunctionType,
+    MethodDescriptorType,
+    np.ufunc,
+    ModuleType,
+    logging.Logger,
+    io.IOBase,
+    Enum,
+)
+_FIXED = (PurePath, range, re.Pattern, np.generic, np.dtype, torch.dtype, torch.device, torch.Generator)
+"""Types whose values stay what they are; a generator is drawn from, and what it draws is looked for elsewhere."""
+_CONTAINERS = (list, tuple, Mapping, MethodType)
+_LIBRARIES = (
+    *(path + os.sep for path in sysconfig.get_paths().values()),
+    str(Path(__file__).parents[1]) + os.sep,
+)
 _Note = tuple[Any, ...]
 
 
 class Notes:
     """What a data set, or a loader of one, consists of now: plain values, and which objects hold them.
 
-    Large arrays that are changed in place are not seen, and neither is what functions and generators hold.
+    So it is noted of what its functions read beside their arguments: variables of their module, and of functions
+    around them.
     """
 
     def __init__(self, data: Any) -> None:
         self._notes: list[tuple[Any, _Note]] = []
         self._known: set[int] = set()
+        self.are_whole = True
+        """False where something can change unseen: large arrays in place, long lists of objects, tables of pandas."""
         self._add(data, _DEPTH)
 
     def __eq__(self, other: object) -> bool:
@@ -50,10 +87,14 @@ class Notes:
     __hash__ = None  # type: ignore[assignment]  # what it notes may change
 
     def _add(self, value: Any, depth: int) -> None:
-        if len(self._notes) >= _MOST_NOTES or id(value) in self._known:
+        if id(value) in self._known:
             return
-        self._notes.append((value, _noted(value)))  # the value is kept, so that its identity stays its own
-        if isinstance(value, (*_PLAIN, *_LEAVES)) or depth == 0:
+        note, is_all = _noted(value)
+        self._notes.append((value, note))  # the value is kept, so that its identity stays its own
+        if isinstance(value, (*_PLAIN, *_LEAVES, *_FIXED)):
+            return
+        self.are_whole = self.are_whole and is_all and depth > 0 and len(self._notes) < _MOST_NOTES
+        if depth == 0 or len(self._notes) >= _MOST_NOTES:
             return
         self._known.add(id(value))
         for each in _parts(value):
@@ -76,25 +117,41 @@ def choices(dataset: Any) -> dict[str, str]:
     return found
 
 
-def _noted(value: Any) -> _Note:
-    """What is noted of a value beside its identity; of a plain one, itself."""
+def _noted(value: Any) -> tuple[_Note, bool]:
+    """What is noted of a value beside its identity, of a plain one itself; False where more of it can change.
+
+    Its parts are noted on their own.
+    """
     if isinstance(value, _PLAIN):
-        return (value,)
+        return (value,), True
     if isinstance(value, torch.Tensor):
-        return () if value.is_inference() else (value._version,)
+        return ((), False) if value.is_inference() else ((value._version,), True)
     if isinstance(value, np.ndarray):
         is_small = value.nbytes <= _MOST_BYTES and not value.dtype.hasobject
-        return (value.shape, hash(value.tobytes()) if is_small else 0)
+        note = (value.shape, hash(value.tobytes()) if is_small else 0)
+        return note, is_small or not value.flags.writeable
     try:
         count = len(value)
     except Exception:  # a data set may have none
-        return ()
-    if isinstance(value, list | tuple) and count > _MOST_ENTRIES and isinstance(value[0], _PLAIN):
+        count = -1
+    if isinstance(value, list | tuple | Mapping) and count > _MOST_ENTRIES:
         try:
-            return (count, hash(tuple(value)))
+            return (count, hash(_frozen(value)) if count <= _MOST_HASHED else 0), count <= _MOST_HASHED
         except TypeError:
-            return (count,)
-    return (count,)
+            return (count,), False
+    is_fixed = type(value).__module__.startswith("pyarrow.")  # its tables cannot be written to
+    return (count,), is_fixed or isinstance(value, _CONTAINERS) or hasattr(value, "__dict__")
+
+
+def _frozen(value: Any) -> Any:
+    """Plain values in containers, as what can be hashed; ``TypeError`` for anything else."""
+    if isinstance(value, Mapping):
+        return tuple([(name, _frozen(each)) for name, each in value.items()])
+    if isinstance(value, list | tuple):
+        return tuple(value) if set(map(type, value)) <= set(_PLAIN) else tuple(map(_frozen, value))
+    if type(value) in _PLAIN:
+        return value
+    raise TypeError(type(value))
 
 
 def _parts(value: Any) -> Iterator[Any]:
@@ -105,9 +162,43 @@ def _parts(value: Any) -> Iterator[Any]:
         yield from value.values() if len(value) <= _MOST_ENTRIES else ()
     elif isinstance(value, list | tuple):
         yield from value if len(value) <= _MOST_ENTRIES else ()
-    elif not isinstance(value, Stream | IterableDataset | torch.Tensor):  # those are read here, as they are
+    elif isinstance(value, MethodType):
+        yield from (value.__self__, value.__func__)
+    elif isinstance(value, FunctionType):
+        yield from _read_by(value)
+    elif isinstance(value, partial):
+        yield from (value.func, value.args, value.keywords)
+    elif not isinstance(
+        value, Stream | IterableDataset | torch.Tensor | np.ndarray
+    ):  # those are read here, as they are
         own = type(value).__module__.startswith("lockstep.")
         for name, each in getattr(value, "__dict__", {}).items():
             is_place = isinstance(value, Sampler) and name == "epoch"  # the run has its own
             if not is_place and not (own and name.startswith("_")):
                 yield each
+        methods = [
+            getattr(each, "__func__", each) for kind in type(value).__mro__ for each in vars(kind).values()
+        ]
+        yield from filter(_is_users, methods)
+
+
+_READABLE = (*_PLAIN, list, tuple, dict, torch.Tensor, np.ndarray, SimpleNamespace, argparse.Namespace)
+
+
+def _is_users(function: Any) -> bool:
+    return isinstance(function, FunctionType) and not function.__code__.co_filename.startswith(_LIBRARIES)
+
+
+def _read_by(function: FunctionType) -> Iterator[Any]:
+    """What a function of the user's reads beside its arguments: values, containers and further functions."""
+    if not _is_users(function):
+        return
+    codes, found = [function.__code__], []
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # not set yet
+            found.append(cell.cell_contents)
+    while codes:
+        code = codes.pop()
+        codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+        found += [function.__globals__.get(name) for name in code.co_names]
+    yield from (each for each in found if isinstance(each, _READABLE) or _is_users(each))

@@ -158,7 +158,7 @@ def evaluation(
     compute, randomness = prepared.compute, prepared.state.model.randomness
     evaluated = compute.model if model is None else model
     epoch, step = run.position.epoch, run.position.step
-    has_changed = run._loaders.refresh(data)
+    has_changed = run._loaders.refresh(data, "evaluation")
     transform = run._loaders.source(data).device_transform
 
     def output_and_target(micro_batch: MicroBatch) -> tuple[Any, Any]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ from lockstep.text import shorten
 
 logger = logging.getLogger(__name__)
 _MOST_SOURCES = 8
+_Kind = Literal["training", "evaluation"]
 _Key = tuple[Hashable, ...]
 """The id of the data, and how and by whom it is to be read."""
 
@@ -51,24 +52,53 @@ class LoaderCache:
         self._training: dict[_Key, StepLoader] = {}
         self._evaluation: dict[_Key, EvaluationLoader] = {}
         self._lately: set[_Key] = set()
+        self._changed: set[tuple[int, _Kind]] = set()
+        """Loaders that were made before their data were changed."""
+        self._partly_noted: set[int] = set()
+        """Ids of data that can be changed unseen, so that no worker may read them ahead of the loop."""
         self.clocks: list[ReadTrace] | None = None
         """Gets the notes of every loader that is made from now on about when it reads; None: nothing is noted."""
 
-    def refresh(self, data: Any) -> bool:
+    def refresh(self, data: Any, loaders: _Kind) -> bool:
         """Forgets what was made of a data set where the program has changed it since; loaders are made anew.
+
+        Args:
+            data: that is going to be read.
+            loaders: that will read it. Their workers are started anew where a change of the set may not be seen.
 
         Returns:
             Whether it has.
         """
         notes = Notes(data)
-        if changed := id(data) in self._sources and self._notes.get(id(data), notes) != notes:
-            number = self._numbers[id(data)]
-            self._forget(id(data))
+        if id(data) in self._sources and self._notes.get(id(data), notes) != notes:
+            self._checked.discard(id(self._sources[id(data)][0]))
             source = adopt(data)
-            self._sources[id(data)], self._numbers[id(data)] = (source, data), number
+            self._sources[id(data)] = source, data
             self._checked.add(id(source))
+            self._changed |= {(id(data), "training"), (id(data), "evaluation")}
         self._notes[id(data)] = notes
+        self._partly_noted.discard(id(data))
+        if not notes.are_whole:
+            self._partly_noted.add(id(data))
+            for loader in self._made(loaders, id(data)).values():
+                loader.close()
+        if changed := (id(data), loaders) in self._changed:  # the others may be in use
+            self._changed.remove((id(data), loaders))
+            self._drop(loaders, id(data))
         return changed
+
+    def _made(self, loaders: _Kind, data: int) -> dict[_Key, StepLoader | EvaluationLoader]:
+        made: Mapping[_Key, StepLoader | EvaluationLoader] = self._training
+        if loaders == "evaluation":
+            made = self._evaluation
+        return {key: loader for key, loader in made.items() if key[0] == data}
+
+    def _drop(self, loaders: _Kind, data: int) -> None:
+        for key, loader in self._made(loaders, data).items():
+            loader.close()
+            (self._training if loaders == "training" else self._evaluation).pop(key)
+        if loaders == "training":
+            self._plans = {key: plan for key, plan in self._plans.items() if key[0] != data}
 
     def source(self, data: Any) -> Source:
         """The source of ``data``: its data set and how to read it; warns once of what is handled differently."""
@@ -182,10 +212,11 @@ class LoaderCache:
         counts by epoch, so of such a set none is read before its epoch has come.
         """
         for key in self._lately:
-            if key in self._evaluation:
+            if key in self._evaluation and key[0] not in self._partly_noted:
                 self._evaluation[key].begin()
         self._lately.clear()
-        if next_epoch is not None and not loader.counts_skipped:
+        data = next((key[0] for key, each in self._training.items() if each is loader), None)
+        if next_epoch is not None and not loader.counts_skipped and data not in self._partly_noted:
             loader.begin(next_epoch)
 
     def _warn(self, *notes: str | None) -> None:
@@ -202,10 +233,10 @@ class LoaderCache:
         self._checked.discard(id(self._sources[data][0]))
         del self._sources[data], self._numbers[data]
         self._notes.pop(data, None)
-        for loaders in (self._training, self._evaluation):
-            for key in [key for key in loaders if key[0] == data]:
-                loaders.pop(key).close()
-        self._plans = {key: plan for key, plan in self._plans.items() if key[0] != data}
+        self._partly_noted.discard(data)
+        self._changed -= {(data, "training"), (data, "evaluation")}
+        self._drop("training", data)
+        self._drop("evaluation", data)
 
     def _reading(self, source: Source, workers: int | None, name: str = "") -> ReadingOptions:
         """How a loader reads, and the notes of it where they are asked for and it has a name."""

@@ -212,7 +212,7 @@ class Run:
         Returns:
             An iterator. Its ``len()`` is the number of steps, without those that a resumed run has done.
         """
-        prepared, has_changed = self.require_prepared(), self._loaders.refresh(data)
+        prepared, has_changed = self.require_prepared(), self._loaders.refresh(data, "training")
         self._writer.resumption.begin_steps()
         source = self._loaders.source(data)
         fix_graphs()
