@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, get_worker_info
 
 from lockstep.core.plan import BatchShape, SamplePlan, Share
 from lockstep.data import EvaluationLoader, StepLoader
@@ -181,6 +181,47 @@ def test_a_rank_without_samples_to_evaluate_starts_no_process():
         Numbers(size=5), micro_batch_size=4, share=Share(holder=2, holders=3), workers=2
     )
     assert list(loader) == [] and children() <= before
+
+
+class OfOneFile(Numbers):
+    """Keeps a file open, and looks for a sample in it before it reads."""
+
+    def __init__(self, path):
+        super().__init__()
+        path.write_bytes(bytes(range(64)))
+        self.file = path.open("rb", buffering=0)
+
+    def __getitem__(self, index):
+        self.file.seek(index)
+        time.sleep(0.003)
+        return torch.tensor(self.file.read(1)[0])
+
+
+def test_workers_have_places_of_their_own_in_a_file_that_is_open_when_they_are_started(tmp_path):
+    """One worker's seek moved where the other read, so samples had values of others."""
+    data = OfOneFile(tmp_path / "samples")
+    loader = loader_of(data)
+    found = torch.cat([part.data for part in loader]).tolist()
+    loader.close()
+    data.file.close()
+    assert found == list(range(64))
+
+
+class DrawsByTheSeedOfItsWorker(Numbers):
+    def __getitem__(self, index):
+        return np.random.default_rng(get_worker_info().seed).random()
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_what_is_drawn_by_the_seed_of_a_worker_is_the_same_for_any_number_of_them(workers):
+    def drawn(workers):
+        loader = loader_of(DrawsByTheSeedOfItsWorker(), workers=workers)
+        found = torch.cat([part.data for part in loader]).tolist()
+        loader.close()
+        return found
+
+    found = drawn(workers)
+    assert found == drawn(2) and len(set(found)) == 64
 
 
 def test_starting_workers_leaves_the_random_numbers_of_the_process_alone():

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.utils.data import get_worker_info
 
 from lockstep.core.fingerprint import digest_tensor
 from lockstep.core.plan import Indices, mix
@@ -59,8 +60,11 @@ def seed_generators(seed: int) -> None:
     """Seeds torch's CPU generator, NumPy's global one and ``random`` with a 63-bit seed.
 
     torch and NumPy run the same Mersenne Twister from 32 bits, so they get different bits of the seed: with
-    the same ones their streams would be copies of each other.
+    the same ones their streams would be copies of each other. In a loader worker, ``get_worker_info().seed`` is the
+    seed, too: torch's own tells workers apart, so it would depend on which of them reads a sample.
     """
+    if (worker := get_worker_info()) is not None:
+        object.__setattr__(worker, "seed", seed)  # it is frozen
     torch.default_generator.manual_seed(seed)
     np.random.seed(seed >> 31)
     random.seed(seed)

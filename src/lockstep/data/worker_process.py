@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import faulthandler
+import fcntl
 import os
 import shutil
 import signal
+import stat
 import threading
 import time
 import traceback
@@ -47,6 +49,7 @@ class WorkerStacks:
     def prepare_worker(self, worker: int) -> None:
         """Prepares a worker: it ends with the rank, and leaves signals to the rank."""
         die_with_parent()
+        _open_files_anew()
         for number in _IGNORED:
             signal.signal(number, signal.SIG_IGN)
         _obey_only_the_parent(signal.SIGTERM)
@@ -133,6 +136,24 @@ def _obey_only_the_parent(number: signal.Signals) -> None:
 
     threading.Thread(target=wait, name="lockstep-sigterm", daemon=True).start()
     signal.pthread_sigmask(signal.SIG_SETMASK, {number})
+
+
+def _open_files_anew() -> None:
+    """Gives this process places of its own in the files that it has inherited open for reading.
+
+    A data set may keep one open. Workers that share its place would move it while another reads.
+    """
+    folder = Path("/proc/self/fd")
+    for link in list(folder.iterdir()) if folder.is_dir() else ():
+        with suppress(OSError):
+            number = int(link.name)
+            flags = fcntl.fcntl(number, fcntl.F_GETFL)
+            if not stat.S_ISREG(os.fstat(number).st_mode) or flags & os.O_ACCMODE != os.O_RDONLY:
+                continue
+            opened = os.open(link, flags)
+            os.lseek(opened, os.lseek(number, 0, os.SEEK_CUR), os.SEEK_SET)
+            os.dup2(opened, number, inheritable=os.get_inheritable(number))
+            os.close(opened)
 
 
 def _wait_for_text(file: int, start: int, deadline: float) -> str:
