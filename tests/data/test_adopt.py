@@ -1,5 +1,6 @@
 import dataclasses
 import random
+import re
 import time
 
 import numpy as np
@@ -90,6 +91,7 @@ def test_a_distributed_sampler_is_replaced_and_its_seed_said():
     assert source.shuffle is True and source.drop_last is True and source.dataset is DATA
     (note,) = source.notes
     assert "seed=11" in note and "set_epoch is not needed" in note
+    assert "The last batch of an epoch is left out where it is not full" in note
     still = DistributedSampler(DATA, num_replicas=2, rank=0, shuffle=False)
     assert adopt(DataLoader(DATA, sampler=still)).shuffle is False
 
@@ -175,7 +177,7 @@ class Changing(IterableDataset):
         self.count, self.generator, self.pipeline = 0, torch.Generator(), [Drawing([])]
         self.numpy, self.plain, self.index = np.random.default_rng(0), random.Random(0), None
         self.zero_dim, self.one_row, self.missing = torch.zeros(()), np.zeros(1), float("nan")
-        self.memory = np.zeros(4)
+        self.memory, self.files, self.counts = np.zeros(4), ["a", "b", "c"], [0, 0]
         self._change, self._at_end = change, at_end
 
     def __len__(self):
@@ -201,6 +203,7 @@ class Changing(IterableDataset):
         (lambda stream: setattr(stream.pipeline[0], "epoch", 1), "pipeline.0.epoch"),
         (lambda stream: stream.zero_dim.add_(1), "zero_dim"),
         (lambda stream: stream.one_row.__iadd__(1), "one_row"),
+        (lambda stream: stream.files.append(stream.files.pop(0)), "files of 3"),
     ],
 )
 def test_a_stream_that_counts_how_often_it_was_read_is_refused(change, name, at_end):
@@ -223,6 +226,8 @@ def test_a_stream_may_keep_what_it_has_read_and_count_where_set_epoch_is_told():
         lambda stream: setattr(stream, "index", 5),
         lambda stream: setattr(stream, "more", 5),
         lambda stream: setattr(stream, "pipeline", []),
+        lambda stream: stream.files.append("d"),
+        lambda stream: stream.counts.__setitem__(0, stream.counts[0] + 1),
         lambda stream: stream.memory.__iadd__(1),
     ):
         stream = Stream(Changing(change))
@@ -250,6 +255,34 @@ def test_a_stream_is_begun_twice_to_be_compared_and_once_to_be_read():
 
     with pytest.raises(DataError, match="gave other values when it was read again"):
         SampleReader(Stream(Clock(), 1), seed=0, checks=True).read(0, np.arange(1))
+
+
+def test_a_stream_whose_order_is_another_one_after_its_first_sample_is_refused():
+    class Shuffled(Numbers):
+        def __iter__(self):
+            rest = np.random.default_rng().permutation(19).tolist()
+            return iter(torch.tensor([0, *(1 + number for number in rest)]))
+
+    with pytest.raises(DataError, match=r"Stream\[0, 1, 2, 3 and 12 more\] gave other values"):
+        SampleReader(Stream(Shuffled(), 20), seed=0, checks=True).read(0, np.arange(1))
+
+
+def test_a_stream_that_is_longer_than_it_says_is_warned_of_once(caplog):
+    class Longer(Numbers):
+        def __len__(self):
+            return 3
+
+        def __iter__(self):
+            return iter(torch.arange(5))
+
+    for stream in (Stream(Longer()), Stream(Longer(), samples=3)):
+        reader = SampleReader(stream, seed=0)
+        for epoch in range(2):
+            assert [reader.read(epoch, np.array([index])).tolist() for index in range(3)] == [[0], [1], [2]]
+    assert [record.getMessage() for record in caplog.records] == [
+        "Longer has the length 3 and gave more samples: an epoch ends there, and the others are not read. Correct "
+        "__len__, or write Stream(dataset, samples=N)."
+    ]
 
 
 def test_a_loader_of_a_stream_is_adopted_with_its_collate_function():
@@ -330,6 +363,7 @@ def test_two_sets_are_read_together_and_the_smaller_one_begins_again():
             lambda: DistributedSampler(DATA, 2, 0),
             r"needs a data set and got a DistributedSampler.*Write run\.batches\(dataset\)",
         ),
+        (lambda: DataLoader(Numbers(), batch_size=None), r"batch_size=None.*Give single samples"),
         (lambda: iter([1]), r"no __len__ or no __getitem__"),
     ],
 )
@@ -358,6 +392,34 @@ def test_a_plain_batch_sampler_is_taken_over():
 def test_a_worker_init_function_is_said_to_be_left_out():
     (note,) = adopt(DataLoader(DATA, num_workers=1, worker_init_fn=lambda worker: None)).notes
     assert "worker_init_fn is not called" in note
+
+
+class Scaled(DataLoader):
+    def __iter__(self):
+        return (2 * batch for batch in super().__iter__())
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Scaled(DATA), r"Scaled\.__iter__ is not called: the run reads the data set itself"),
+        (lambda: DataLoader(DATA, shuffle=True, generator=torch.Generator()), "generator is not used"),
+        (lambda: DataLoader(DATA, sampler=RandomSampler(DATA, generator=torch.Generator())), "not used"),
+        (lambda: DataLoader(Numbers(), worker_init_fn=print), "worker_init_fn is not called"),
+        (lambda: (DATA, DataLoader(DATA, generator=torch.Generator())), "generator is not used"),
+    ],
+)
+def test_what_a_loader_does_and_the_run_does_not_is_said(make, said):
+    (note,) = adopt(make()).notes
+    assert re.search(said, note)
+
+
+def test_a_loader_that_was_given_a_state_is_refused():
+    """As torchdata's StatefulDataLoader may be, which notes it in this attribute."""
+    loader = DataLoader(DATA)
+    loader.next_iter_state = {"_num_yielded": 3}
+    with pytest.raises(ConfigError, match=r"load_state_dict, and would begin within an epoch.*resume='auto'"):
+        adopt(loader)
 
 
 def test_what_is_left_to_the_device_is_found_below_subsets():

@@ -6,6 +6,7 @@ else is refused, with the line to write instead. ``Stream`` numbers what can onl
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 from collections.abc import Iterable, Iterator, Sequence
@@ -38,6 +39,8 @@ from lockstep.data.naming import require_map_style, sample_error, unwrap_subset
 from lockstep.data.reader import Collate, collate_samples
 from lockstep.data.wrappers.weighted import Weighted
 from lockstep.errors import ConfigError, DataError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,8 +113,9 @@ class Stream(Dataset[Any]):
         self._iterator: Iterator[Any] | None = None
         self._begun, self._next = (0, 0), 0
         self._as_given = plain_state(dataset)
+        self._has_length = samples is None
         self.is_compared = False
-        """Whether its first sample was read twice and compared, or is not to be."""
+        """Whether its first samples were read twice and compared, or is not to be."""
 
     def __len__(self) -> int:
         return self.samples
@@ -147,6 +151,15 @@ class Stream(Dataset[Any]):
             self._next += 1
             if self._next == 1:
                 self._require_unchanged()
+        if self._has_length and self._next == self.samples:
+            self._has_length = False
+            if next(self._iterator, self) is not self:
+                logger.warning(
+                    "%s has the length %d and gave more samples: an epoch ends there, and the others are not read. "
+                    "Correct __len__, or write Stream(dataset, samples=N).",
+                    *(type(self.dataset).__name__, self.samples),
+                )
+            self._iterator = None
         return sample
 
     def _require_unchanged(self) -> None:
@@ -167,14 +180,25 @@ class Stream(Dataset[Any]):
             )
 
 
+_MOST_IN_ORDER = 100_000
+
+
+def _is_order(value: Any) -> bool:
+    """True of a list that a stream may shuffle again and again: different numbers or names."""
+    is_list = isinstance(value, list) and 1 < len(value) <= _MOST_IN_ORDER
+    return is_list and set(map(type, value)) <= {int, str, bytes} and len(set(value)) == len(value)
+
+
 def plain_state(part: Any, depth: int = 3) -> dict[str, Any]:
-    """Numbers, texts and states of random generators in the attributes of an object, and of the objects in them.
+    """Numbers, texts, orders of these and states of random generators in the attributes of an object, and in theirs.
 
     A tensor or array of one number is a number: a count, more often than memory that is filled anew.
     """
     found: dict[str, Any] = {}
     for name, value in _attributes(part):
-        if isinstance(value, bool | int | float | str):
+        if _is_order(value):
+            found[f"{name} of {len(value)}"] = hash(tuple(value))
+        elif isinstance(value, bool | int | float | str):
             found[name] = repr(value) if isinstance(value, float) else value  # NaN is not equal to itself
         elif isinstance(value, torch.Tensor | np.ndarray) and math.prod(value.shape) == 1:
             found[name] = str(value.tolist())
@@ -283,7 +307,8 @@ def adopt(source: Any) -> Source:
     if isinstance(source, tuple | list) and source and all(isinstance(each, _SETS) for each in source):
         together = SideBySide(source)
         workers = [each.workers or 0 for each in together.sources]
-        return Source(dataset=together, workers=max(workers) or None)
+        notes = tuple(dict.fromkeys(note for each in together.sources for note in each.notes))
+        return Source(dataset=together, workers=max(workers) or None, notes=notes)
     if isinstance(source, DataLoader):
         return _adopt_loader(source)
     if isinstance(source, IterableDataset):
@@ -304,16 +329,23 @@ def adopt(source: Any) -> Source:
 
 def _adopt_loader(loader: DataLoader[Any]) -> Source:
     collate = None if loader.collate_fn is default_collate else loader.collate_fn
-    if isinstance(loader.dataset, IterableDataset) and Indexed.is_possible(loader.dataset):
-        size, drop_last, indexed = loader.batch_size, loader.drop_last, Indexed(loader.dataset)
-        return Source(
-            dataset=indexed, collate=collate, batch_size=size, evaluation_batch=size, drop_last=drop_last
+    if getattr(loader, "next_iter_state", None) is not None:
+        raise ConfigError(
+            f"The {type(loader).__name__} was given a state by load_state_dict, and would begin within an epoch. The "
+            "run keeps its own place: take load_state_dict out, and write lockstep.init(..., resume='auto')."
         )
     if isinstance(loader.dataset, IterableDataset):
-        stream = Stream(loader.dataset, collate=collate)
-        size, drop_last = loader.batch_size, loader.drop_last
+        if loader.batch_size is None:
+            raise _makes_batches()
+        is_indexed, size = Indexed.is_possible(loader.dataset), loader.batch_size
         return Source(
-            dataset=stream, shuffle=False, batch_size=size, evaluation_batch=size, drop_last=drop_last
+            dataset=Indexed(loader.dataset) if is_indexed else Stream(loader.dataset, collate=collate),
+            collate=collate if is_indexed else None,
+            shuffle=None if is_indexed else False,
+            batch_size=size,
+            evaluation_batch=size,
+            drop_last=loader.drop_last,
+            notes=_left_out(loader, loader.generator),
         )
     require_map_style(loader.dataset, "run.batches")
     batches = _batches(loader)
@@ -331,8 +363,31 @@ def _adopt_loader(loader: DataLoader[Any]) -> Source:
         batch_size=batches.batch_size,
         evaluation_batch=None if isinstance(batches.sampler, DistributedSampler) else batches.batch_size,
         device_transform=device_transform_of(inner),
-        notes=notes if loader.worker_init_fn is None else (*notes, _WORKER_INIT),
+        notes=(*notes, *_left_out(loader, loader.generator or getattr(batches.sampler, "generator", None))),
     )
+
+
+def _left_out(loader: DataLoader[Any], generator: torch.Generator | None) -> tuple[str, ...]:
+    """What a DataLoader has or does and a run does not use, in sentences."""
+    found = []
+    for name in ("__iter__", "_get_iterator"):
+        owner = next(kind for kind in type(loader).__mro__ if name in vars(kind))
+        if owner.__module__.partition(".")[0] not in ("torch", "torchdata"):
+            found.append(
+                f"{owner.__name__}.{name} is not called: the run reads the data set itself. Move what it does with a "
+                "batch into the data set, the collate function, or run.backward(..., forward=...)."
+            )
+    if generator is not None:
+        found.append(
+            "The DataLoader's generator is not used: the run's seed decides the order of the samples and what they "
+            "draw. For another order give lockstep.init another seed."
+        )
+    if loader.worker_init_fn is not None:
+        found.append(
+            "The DataLoader's worker_init_fn is not called: random numbers are keyed by sample. "
+            "Move any other setup into the data set."
+        )
+    return tuple(found)
 
 
 def _adopt_sampler(sampler: Any, dataset: Any, collate: Collate | None) -> tuple[Any, bool, tuple[str, ...]]:
@@ -354,26 +409,25 @@ def _adopt_sampler(sampler: Any, dataset: Any, collate: Collate | None) -> tuple
             f"The DistributedSampler (shuffle={sampler.shuffle}, drop_last={sampler.drop_last}, "
             f"seed={sampler.seed}) is replaced by the run's sample plan: the run's seed decides the order, "
             "no sample is read twice to fill up a rank, and set_epoch is not needed."
+            + " The last batch of an epoch is left out where it is not full."
+            * sampler.drop_last
         )
         return dataset, bool(sampler.shuffle), (said,)
     if type(sampler) is WeightedRandomSampler:
         if not sampler.replacement:
             raise _refused(sampler, "draws each sample once, the heavier ones earlier", _WEIGHTS)
         return Weighted(dataset, sampler.weights, sampler.num_samples, collate=collate), True, ()
-    raise _refused(sampler, "has its own order, which depends on what was read before", _ONCE)
+    raise _refused(sampler, "has its own order", _ONCE)
 
 
 _SETS = (Dataset, DataLoader)
-_ONCE = "Write run.batches(dataset): every sample once per epoch, in an order keyed by the run's seed."
+_ONCE = (
+    "Write run.batches(dataset): every sample once per epoch, in an order keyed by the run's seed. For an order of "
+    "your own write run.batches(torch.utils.data.Subset(dataset, order), shuffle=False)."
+)
 _WEIGHTS = (
     "Write run.batches(lockstep.data.Weighted(dataset, weights)), or give class weights to the loss, for example "
     "CrossEntropyLoss(weight=...)."
-)
-
-
-_WORKER_INIT = (
-    "The DataLoader's worker_init_fn is not called: random numbers are keyed by sample. "
-    "Move any other setup into the data set."
 )
 
 
@@ -382,17 +436,22 @@ def _refused(sampler: Any, why: str, instead: str) -> ConfigError:
     return ConfigError(f"The DataLoader's {name} {why}, which a sample plan cannot follow. {instead}")
 
 
+def _makes_batches() -> ConfigError:
+    return ConfigError(
+        "The DataLoader has batch_size=None, so its data set makes its own batches. Give single samples: "
+        "run.batches(dataset), or a data set with get_batch(indices, keys)."
+    )
+
+
 def _batches(loader: DataLoader[Any]) -> BatchSampler:
     """The loader's ``BatchSampler``; ``ConfigError`` if it makes batches in another way."""
     if loader.batch_size is None and loader.batch_sampler is None:
-        raise ConfigError(
-            "The DataLoader has batch_size=None, so its data set makes its own batches. Give single samples: "
-            "run.batches(dataset), or a data set with get_batch(indices, keys)."
-        )
+        raise _makes_batches()
     if type(loader.batch_sampler) is not BatchSampler:
         raise ConfigError(
             f"The DataLoader's batch_sampler {type(loader.batch_sampler).__name__} decides the batches, "
-            "and so does the run's global_batch. Write run.batches(dataset)."
+            "and so does the run's global_batch. Write run.batches(dataset), or, to put samples of similar length "
+            "together, run.batches(lockstep.data.Bucketed(dataset, lengths, group))."
         )
     return loader.batch_sampler
 

@@ -334,10 +334,10 @@ class SampleReader:
         ):
             return
         compared = Rereading()
-        if is_stream:  # its first sample, read again, begins it anew
+        if is_stream:  # its first samples, read again, begin it anew
             self._dataset.is_compared = True
-            name = f"{type(self._dataset).__name__}[0]"
-            compared.require_equal(name, partial(self._read, replace(keys, indices=np.array([0]))))
+            first = replace(keys, indices=np.arange(min(_MOST_COMPARED, len(self._dataset))))
+            compared.require_equal(self._named_rows(first), partial(self._read, first))
             return
         singles = keys.indices
         if len(singles) == 1:  # another one says whether it changes the first
