@@ -180,6 +180,14 @@ def test_global_batch_is_asked_for():
         lockstep.init()
 
 
+def test_a_schedule_that_is_made_before_prepare_is_told_to_give_the_model():
+    """It was told to call run.prepare first, which takes the schedule."""
+    run = lockstep.init(global_batch=24)
+    with pytest.raises(ConfigError, match=r"run.steps_per_epoch\(loader, model=model\)"):
+        run.steps_per_epoch(dataset())
+    run.close()
+
+
 def test_the_steps_of_an_epoch_are_counted_without_those_that_a_resumed_run_has_done(tmp_path):
     run, _, optimizer = begin(directory=tmp_path)
     steps = run.batches(dataset())

@@ -80,6 +80,7 @@ def test_a_loss_without_a_gradient_tells_whose_fault_it_is():
         (None, "line with return"),
         ({"total": 1}, "run.backward(batch, lambda output, target: f(output, target)['total']), where"),
         ({"accuracy": 1, "loss": 1}, "loss, numbers = run.backward(batch, f, also=['accuracy']), where"),
+        ({"accuracy": 1, "loss": 1}, "For run.evaluate give a function for each: {'loss': lambda"),
         ([1], "not list"),
     ],
 )

@@ -255,3 +255,22 @@ def test_a_loss_may_write_into_the_outputs_of_the_whole_batch():
     found = run.backward(batch, centred, whole_batch=True)
     run.close()
     assert float(found) > 0
+
+
+def test_a_loss_that_is_given_none_and_targets_of_several_lengths_are_told_the_remedy():
+    """The one ended in "cannot unpack non-iterable NoneType", the other was said of outputs, which had one shape."""
+    run, model, _ = begin(nn.Linear(6, 3), global_batch=8, micro_batches=4)
+    (batch,) = run.batches([(torch.ones(6), torch.ones(2 + i // 4)) for i in range(8)], shuffle=False)
+    with pytest.raises(TypeError) as given:
+        run.backward(
+            batch,
+            lambda output, data: (output * len(data[1])).mean(),
+            forward=lambda data: model(data[0]),
+            whole_batch=True,
+        )
+    with pytest.raises(
+        ConfigError, match=r"micro-batch 2 has float32 \[2, 3\], .* float32 \[2, 2\].*: pad lists"
+    ):
+        run.backward(batch, lambda output, target: output.mean(), whole_batch=True)
+    run.close()
+    assert "Let forward= return what the loss needs" in "".join(given.value.__notes__)

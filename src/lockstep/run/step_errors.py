@@ -159,7 +159,8 @@ def no_value(value: Any, *, whole_batch: bool = False) -> ConfigError:
         others = [key for key in list(value)[: _MOST_VALUES + 1] if key != "loss"]
         remedy = (
             "It returned a dict. For its 'loss' and the means of its other entries: "
-            f"loss, numbers = run.backward(batch, f, also={others!r}), where it is called f."
+            f"loss, numbers = run.backward(batch, f, also={others!r}), where it is called f. For run.evaluate give a "
+            f"function for each: {{'loss': lambda output, target: f(output, target)['loss'], ...}}."
         )
     elif isinstance(value, Mapping):
         first = repr(next(iter(value), "loss"))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -116,10 +117,12 @@ def surrogate(
     for k, found in sorted(shapes.items()):
         expected = [[dtype, [sizes[k]] * rows + shape] for dtype, rows, shape in form]
         if found != expected:
+            other = next(pair for pair in zip_longest(found, expected) if pair[0] != pair[1])
+            here, first = ("no tensor" if each is None else "{} {}".format(*each) for each in other)
             raise ConfigError(
-                f"With whole_batch=True the outputs of all micro-batches are put together, and they do not fit: that "
-                f"of micro-batch {k} is {found}, where the first one has {expected}. Return tensors that have one "
-                "shape for each sample."
+                "With whole_batch=True the outputs and targets of all micro-batches are put together, and they do not "
+                f"fit: micro-batch {k} has {here} instead of {first}. Give outputs and targets "
+                "one shape for each sample: pad lists of boxes or tokens to one length in the collate function."
             )
     gathered = _gathered([each for _, each in held], form, sizes, plan, strategy)
     if not computed:  # a process without a micro-batch has nothing that a gradient would be for
@@ -216,7 +219,15 @@ def _surrogate(
     compute.randomness.begin_micro_batch(compute.plan.step, compute.first_key)
     with compute.autocast(), torch.enable_grad():
         compute.randomness.begin_loss()
-        value = compute.value(output, target)
+        try:
+            value = compute.value(output, target)
+        except Exception as error:
+            if target is None:
+                error.add_note(
+                    "With whole_batch=True the loss is given None for the data where run.backward has forward= or the "
+                    "data are a dict. Let forward= return what the loss needs, such as (output, labels)."
+                )
+            raise
         if isinstance(value, tuple) and len(value) == 2:
             value = value[0].sum() / value[1]
         if not isinstance(value, Tensor):
