@@ -269,7 +269,7 @@ def test_a_loss_that_is_given_none_and_targets_of_several_lengths_are_told_the_r
             whole_batch=True,
         )
     with pytest.raises(
-        ConfigError, match=r"micro-batch 2 has float32 \[2, 3\], .* float32 \[2, 2\].*: pad lists"
+        ConfigError, match=r"micro-batch 2 has float32 \[2, 3\] instead of float32 \[2, 2\].*: pad lists"
     ):
         run.backward(batch, lambda output, target: output.mean(), whole_batch=True)
     run.close()
