@@ -26,14 +26,19 @@ def tokens(count=20):
     return TensorDataset(torch.randint(11, (count, 4), generator=generator), torch.arange(count) % 3)
 
 
-def train(world, settings, first, data=None, *, optimizer=None, average=None, loss=None, **options):
-    """Two steps, the second of them ragged, of a model that begins with ``first`` and has eight features after it."""
+def train(
+    world, settings, first, data=None, *, optimizer=None, average=None, part=None, loss=None, **options
+):
+    """Two steps, the second of them ragged, of a model that begins with ``first`` and has eight features after it.
+
+    ``average`` is made of the model, or of its part of that number.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(*first(), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
     recipe = {"global_batch": 12, "micro_batches": 6, "seed": 3, "threads": 1}
     run = Run(RunOptions.of(**{**recipe, **options, **settings}), world)
     own = (optimizer or functools.partial(torch.optim.SGD, lr=0.1))(model.parameters())
-    averages = [average(model)] if average else []
+    averages = [average(model if part is None else model[part])] if average else []
     model, own, *averages = run.prepare(model, own, *averages)
     found = {}
     for batch in run.batches(data or rows()):
@@ -42,10 +47,12 @@ def train(world, settings, first, data=None, *, optimizer=None, average=None, lo
         own.step()
         own.zero_grad()
         for each in averages:
-            each.update_parameters(model)
+            each.update_parameters(model if part is None else model[part])
     for each in averages:
-        score = run.evaluate(data or rows(), lambda output, _: output.sum(1), model=each)
-        found |= {"average": torch.tensor(score), **dict(each.module.named_parameters())}
+        found |= dict(each.module.state_dict())
+        if part is None:
+            score = run.evaluate(data or rows(), lambda output, _: output.sum(1), model=each)
+            found |= {"average": torch.tensor(score)}
     found |= {name: tensor.clone() for name, tensor in run.state_dict().items()}
     fingerprint = run.fingerprint()
     run.close()
@@ -179,6 +186,15 @@ def moving_average_with_buffers(world, settings):
     return train(world, settings, lambda: [nn.Linear(6, 8), nn.BatchNorm1d(8)], average=ema)
 
 
+def average_of_a_part(world, settings):
+    """Of a block whose shapes the block before it has: the average was of that one, where no process holds all."""
+
+    def blocks():
+        return [nn.Linear(6, 8), *(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(2))]
+
+    return train(world, settings, blocks, average=AveragedModel, part=2)
+
+
 EQUAL = (
     complex_weight,
     empty_weights,
@@ -195,6 +211,7 @@ EQUAL = (
     channels_last,
     average,
     moving_average_with_buffers,
+    average_of_a_part,
 )
 REFUSED = {
     ("complex_weight", "server"): "stores values of one number type, and the model has 2",

@@ -384,7 +384,8 @@ class RunningBuffers:
         if changed:
             raise ConfigError(
                 f"The forward pass changes the buffer {changed[0]!r}, and Lockstep does not know how to combine its "
-                f"values from several micro-batches. {self._advice(changed[0])}hange it outside of the forward pass."
+                f"values from several micro-batches. {self._advice(changed[0])}hange it outside of the "
+                "forward pass: in the loop, alike on all ranks."
             )
         self._others_stayed += 1
 
@@ -393,7 +394,10 @@ class RunningBuffers:
         if buffer.dtype == torch.bool:
             return "C"
         if buffer.is_floating_point() or buffer.is_complex():
-            return f"Average it with running_buffers=[{name!r}], or c"
+            return (
+                f"Average it with running_buffers=[{name!r}] if it is a running mean; if it is anything else, such as a "
+                "queue of keys, c"
+            )
         return (
             f"Add its changes up with running_buffers=[{name!r}], so that it counts micro-batches (or what is in "
             "them), of which all start with the step's old value; or c"

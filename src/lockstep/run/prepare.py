@@ -278,29 +278,48 @@ class PreparedAverage(AveragedModel):
 
     Args:
         averaged: the user's, on its device.
-        names: of the parameters of the user's model, in order.
-        buffer_names: of its buffers.
+        models: the model that the user calls, and the one of which it was made.
+        aliases: further names of tied tensors.
         strategy: gives the whole values.
     """
 
     def __init__(
-        self, averaged: AveragedModel, names: Sequence[str], buffer_names: Sequence[str], strategy: Strategy
+        self,
+        averaged: AveragedModel,
+        models: tuple[nn.Module, ...],
+        aliases: Mapping[str, str],
+        strategy: Strategy,
     ) -> None:
         nn.Module.__init__(self)
         self.wrapped = (averaged,)
         """The user's, in a tuple: its modules belong to this one already."""
         self.module, self.use_buffers = averaged.module, averaged.use_buffers
         self.register_buffer("n_averaged", averaged.n_averaged)
-        self._names, self._buffer_names, self._strategy = names, buffer_names, strategy
+        self._models, self._aliases, self._strategy = models, aliases, strategy
 
     def update_parameters(self, model: nn.Module) -> None:
-        """Updates the average from the whole values of the trained model. Collective."""
+        """Updates the average from the whole values of the trained model, or of a part of it. Collective.
+
+        Raises:
+            ConfigError: the average is of another part of the model.
+        """
         (averaged,) = self.wrapped
         values = {name: tensor.detach().clone() for name, tensor in self._strategy.state()}
-        own = {**dict(averaged.module.named_buffers()), **dict(model.named_buffers()), **values}
-        whole = _WholeValues(
-            [values[name] for name in self._names], [own[name] for name in self._buffer_names]
-        )
+        values |= {alias: values[name] for alias, name in self._aliases.items() if name in values}
+        parts = [part for whole in self._models for part in whole.named_modules()]
+        is_part = any(part is model for _, part in parts)  # else another copy of the whole model
+        prefix = next((f"{name}." for name, part in parts if part is model and name), "")
+        buffers = (*averaged.module.named_buffers(), *model.named_buffers())
+        own = {**{prefix + name: buffer for name, buffer in buffers}, **values}
+        names = [prefix + name for name, _ in averaged.module.named_parameters()]
+        given = list((model if is_part else self._models[0]).parameters())
+        if len(names) != len(given) or not all(name in own for name in names):
+            raise ConfigError(
+                "update_parameters of an AveragedModel was given another module than the average was made of. Give it "
+                "the model that run.prepare returned, or that module of it of which the average is."
+            )
+        buffer_names = [prefix + name for name, _ in averaged.module.named_buffers()]
+        whole = _WholeValues([own[name] for name in names], [own[name] for name in buffer_names])
         averaged.update_parameters(whole)  # type: ignore[arg-type]  # as much of a module as torch reads
 
 
@@ -367,7 +386,6 @@ def prepare_model(
         [[names[p] for p in group["params"]] for group in optimizer.param_groups]
         for optimizer in parts.optimizers
     ]
-    buffer_names = [name for name, _ in model.named_buffers()]
     precision.prepare(model)
     if options.compile:
         compile_blocks(model)
@@ -382,9 +400,7 @@ def prepare_model(
     for optimizer, own in zip(parts.optimizers, members):
         _point(optimizer, own, strategy)
     seen = dict(trained.named_parameters())
-    averages = {
-        id(each): PreparedAverage(each, list(names.values()), buffer_names, strategy) for each in averaged
-    }
+    averages = {id(each): PreparedAverage(each, (trained, model), aliases, strategy) for each in averaged}
     return PreparedModel(trained, randomness, smallest, tensors, aliases, members, seen, averages)
 
 
