@@ -384,23 +384,23 @@ class RunningBuffers:
         if changed:
             raise ConfigError(
                 f"The forward pass changes the buffer {changed[0]!r}, and Lockstep does not know how to combine its "
-                f"values from several micro-batches. {self._advice(changed[0])}hange it outside of the "
-                "forward pass: in the loop, alike on all ranks."
+                f"values from several micro-batches. {self._advice(changed[0])}"
             )
         self._others_stayed += 1
 
     def _advice(self, name: str) -> str:
         buffer = self._model.get_buffer(name)
+        instead = "in the loop, alike on all ranks."
         if buffer.dtype == torch.bool:
-            return "C"
+            return f"Change it outside of the forward pass, {instead}"
         if buffer.is_floating_point() or buffer.is_complex():
             return (
-                f"Average it with running_buffers=[{name!r}] if it is a running mean; if it is anything else, such as a "
-                "queue of keys, c"
+                f"Average it with running_buffers=[{name!r}] if it is a running mean. Change anything else, such as a "
+                f"queue of keys, outside of the forward pass, {instead}"
             )
         return (
             f"Add its changes up with running_buffers=[{name!r}], so that it counts micro-batches (or what is in "
-            "them), of which all start with the step's old value; or c"
+            f"them), of which all start with the step's old value. Or change it outside of the forward pass, {instead}"
         )
 
     def _digest_others(self) -> dict[str, str]:

@@ -531,10 +531,7 @@ class Run:
             model: the model, where it has not been prepared yet.
         """
         if model is None and self._prepared is None:
-            raise ConfigError(
-                "run.steps_per_epoch comes before run.prepare: give it the model, as in "
-                "run.steps_per_epoch(loader, model=model)."
-            )
+            raise ConfigError("Before run.prepare, give the model: run.steps_per_epoch(loader, model=model).")
         smallest = (
             smallest_micro_batch(model)
             if model is not None
