@@ -251,6 +251,23 @@ def test_a_cache_by_length_is_no_state(caplog):
     assert "masks" not in caplog.text and list(masks) == [2]
 
 
+def test_what_the_loop_sets_beside_what_calls_keep_is_its_own():
+    """Values that the loop has set were put back with the containers that calls add to."""
+    state, found = {"weight": 0.0}, [0.0]
+
+    def loss(output, target):
+        state["last"] = float(output.detach().mean())
+        found.append(state["last"])
+        return F.cross_entropy(output, target) + (state["weight"] + found[0]) * output.square().mean()
+
+    def end(epoch):
+        state["weight"] = found[0] = (epoch + 1) / 4
+
+    fingerprint, _ = train(model(), loss, epochs=6, end=end)
+    state, found = {"weight": 0.0}, [0.0]
+    assert train(model(), loss, epochs=6, end=end, checks="off")[0] == fingerprint
+
+
 class Notes(Callback):
     def __init__(self):
         self.events = []

@@ -110,7 +110,7 @@ class Snapshot:
         self.places: dict[Place, tuple[str, Any]] = {}
         """The name and the value of each attribute, entry and variable that was found."""
         self._setters: dict[str, tuple[Any, Callable[[Any], object]]] = {}
-        """The values of numbers and tensors and the entries of containers, by name, and what sets them."""
+        """The values of numbers and tensors and the entries of containers, by name, and what puts them back."""
         self.draws_globally = False
         """True if code was found that names NumPy's or Python's global generator."""
         self._known = {id(tensor) for tensor in known}
@@ -146,7 +146,7 @@ class Snapshot:
         return {name: self._setters[name][0] for name in names if name in self._setters}
 
     def put(self, values: Mapping[str, Any]) -> None:
-        """Sets places to values that an earlier snapshot has found there, if they still hold something of the kind."""
+        """Sets numbers and tensors to what an earlier snapshot found, and takes out what containers have got since."""
         with torch.no_grad():
             for name in values.keys() & self._setters.keys():
                 (now, put), value = self._setters[name], values[name]
@@ -244,7 +244,7 @@ class Snapshot:
                 else list(value)
             )
             self._remember(functools.partial(_refill, value, entries))
-            self._setters[name] = entries, functools.partial(_refill, value)
+            self._setters[name] = entries, functools.partial(_shrink, value)
         if isinstance(value, dict):
             self._entries(_entries_of(value), name, value)
         elif isinstance(value, set):
@@ -507,6 +507,18 @@ def _refill(container: Any, entries: Any) -> None:
         container.update(entries)
     else:
         container.extend(entries)
+
+
+def _shrink(container: Any, entries: Any) -> None:
+    """Takes out what was added to some entries; values that were set anew stay."""
+    if isinstance(container, dict):
+        for key in [key for key in container if key not in entries]:
+            dict.__delitem__(container, key)
+    elif isinstance(container, set):
+        container.intersection_update(entries)
+    else:
+        while len(container) > len(entries):
+            container.pop()
 
 
 def _rebind(held: dict[str, Any], kept: dict[str, Any], leave_out: frozenset[str]) -> None:

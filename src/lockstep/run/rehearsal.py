@@ -301,7 +301,7 @@ class Rehearsals:
         begins = self.done[code_of(loss)] <= max(2, self.times)
         starts = self._starts.setdefault(code_of(loss), {})
         short, rehearsal = shortened(batch, compute, strategy.share, 2 if self._are_concurrent else 1)
-        deviations: list[Deviation] = []
+        judging = replace(rehearsal, judged=[])
         for parameter in prior:
             parameter.grad = None
         try:
@@ -314,7 +314,7 @@ class Rehearsals:
                 ] + sorted(written)
                 after = Snapshot(roots, buffers.tensors, restorable=False)
                 buffers.restore()  # the next step would begin from new running statistics
-                second = self._pass(_turned(short), replace(rehearsal, deviations=deviations), scale)
+                second = self._pass(_turned(short), judging, scale)
                 later = Snapshot(roots, buffers.tensors, restorable=False)
                 is_counting = begins and bool(after.changed(later))
                 others = [second, *self._further_passes(short, rehearsal, scale, buffers, is_counting)]
@@ -327,6 +327,8 @@ class Rehearsals:
                     findings.by_rank = self._pass_of_all(short, rehearsal, scale)
                     self._places = before.texts
                 is_called_alone = strategy.replicated and not self._are_concurrent
+                with strategy.joined_calls():  # a loss may call the model
+                    deviations = judging.deviations()
                 is_judged = any(each is not Deviation.WITHOUT_ROWS for each in deviations)
                 if is_called_alone and not is_judged:
                     is_new = self.done[code_of(loss)] == 1 and bool(batch.micro_batches)

@@ -17,7 +17,7 @@ from lockstep.core.plan import Share
 from lockstep.data.batch import Batch, MicroBatch, map_leaves
 from lockstep.errors import ConfigError
 from lockstep.numerics.hidden_state import Kind, Snapshot, told
-from lockstep.run.means import Deviation, checked, copies_of, has_rows
+from lockstep.run.means import Deviation, Part, checked, copies_of, has_rows
 from lockstep.run.step import StepCompute
 from lockstep.strategies.absent import AbsentParameter, AbsentTensor
 from lockstep.strategies.sharding import value_of
@@ -36,8 +36,8 @@ class RehearsalCompute(StepCompute):
 
     numbers: Mapping[int, int] = field(default_factory=dict)
     """The number of each micro-batch in that step."""
-    deviations: list[Deviation] | None = None
-    """Gets what kind of mean the loss of each micro-batch is, where its rows tell that; None: nobody asks."""
+    judged: list[Part | None] | None = None
+    """Gets output and target of each micro-batch, None where they have not several rows; None: nobody asks."""
     is_number: list[bool] = field(default_factory=list)
     """Gets for each call of the loss whether its value is one number."""
 
@@ -60,20 +60,26 @@ class RehearsalCompute(StepCompute):
         return value
 
     def loss(self, output: Any, target: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """See ``StepCompute.loss``; notes what kind of mean it is."""
+        """See ``StepCompute.loss``; keeps what tells whether it is a mean."""
         rows = len(micro_batch) if micro_batch.k < self.plan.leaves else 0
-        if self.deviations is None or rows == 0:
+        if self.judged is None or rows == 0:
             return super().loss(output, target, micro_batch)
-        if rows == 1 or not has_rows((output, target), rows):
-            result = super().loss(output, target, micro_batch)
-            if self.is_number[-1] and rows == max(map(len, self.plan.indices)):  # else a larger one tells
-                self.deviations.append(Deviation.WITHOUT_ROWS)
-            return result
-        seen, wanted = copies_of((output, target))  # the loss may write into what it is given
+        has_several = rows > 1 and has_rows((output, target), rows)
+        part = (*copies_of((output, target)), rows) if has_several else None  # the loss may write into them
         result = super().loss(output, target, micro_batch)
-        with self.autocast():
-            self.deviations.append(checked(self.function, seen, wanted, rows))
+        if has_several or (
+            self.is_number[-1] and rows == max(map(len, self.plan.indices))
+        ):  # a larger one tells
+            self.judged.append(part)
         return result
+
+    def deviations(self) -> list[Deviation]:
+        """What kinds of mean the loss is, as far as ``judged`` tells."""
+        with self.autocast():
+            return [
+                Deviation.WITHOUT_ROWS if part is None else checked(self.function, *part)
+                for part in self.judged or ()
+            ]
 
     def _numbered(self, micro_batch: MicroBatch) -> MicroBatch:
         return replace(micro_batch, k=self.numbers.get(micro_batch.k, micro_batch.k))
