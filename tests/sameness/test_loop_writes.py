@@ -4,11 +4,13 @@ from functools import cache
 
 import pytest
 import torch
+from tests.ranks import run_ranks
 from tests.sameness.layouts import outcomes, require_ends
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
+from lockstep.errors import ReplicaError
 from lockstep.run import Run, RunOptions
 
 ROWS = 48
@@ -170,9 +172,62 @@ def test_what_every_rank_changes_gives_the_bits_of_one_process(layout):
 def test_what_one_rank_changes_is_refused(layout, change):
     case = Case(change, on_all=False)
     (found,) = outcomes([case], layout)
-    assert "on some ranks only" in found.refusal, (found.refusal, found.fault)
+    said = "Every rank has to call requires_grad_()" if change is freeze else "on some ranks only"
+    assert said in found.refusal, (found.refusal, found.fault)
 
 
 def test_a_frozen_parameter_that_gets_a_gradient_is_refused_where_nobody_would_step_it():
     (found,) = outcomes([Case(give_gradient_to_frozen, on_all=True)], "server")
     assert "'5.bias'" in found.refusal and "frozen" in found.refusal, (found.refusal, found.fault)
+
+
+class Averaged(torch.optim.SGD):
+    """As schedule-free optimizers do it: ``eval()`` moves the parameters that have a state."""
+
+    @torch.no_grad()
+    def eval(self):
+        for parameter, state in self.state.items():
+            parameter.lerp_(state["momentum_buffer"], 0.25)
+
+
+def at_the_end(world, settings, change):
+    """Trains an epoch, changes the parameters after its last step, and evaluates; or what this was refused with."""
+    run = Run(RunOptions.of(global_batch=8, micro_batches=4, seed=3, **settings), world)
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+    model, optimizer = run.prepare(model, Averaged(model.parameters(), 0.1, momentum=0.9))
+    try:
+        for batch in run.batches(DATA):
+            run.backward(batch, F.cross_entropy)
+            optimizer.step()
+            optimizer.zero_grad()
+        if change == "by the optimizer":
+            optimizer.eval()
+        elif run.is_main:
+            scale_data(model, optimizer)
+        if change == "before a prediction":
+            return run.predict(DATA)
+        return run.evaluate(DATA, F.cross_entropy)
+    except ReplicaError as error:
+        return str(error)
+    finally:
+        run.close()
+
+
+@pytest.mark.parametrize(
+    "strategy", ["ddp", "fsdp", pytest.param("parameter_server", marks=pytest.mark.slow)]
+)
+def test_numbers_are_not_told_of_parameters_that_one_rank_has_changed(strategy):
+    """An evaluation after the last step was of a mixture, and the run ended as if nothing were wrong."""
+    for change in ("on the main process", "before a prediction"):
+        for found in run_ranks(at_the_end, 2, {"strategy": strategy}, change):
+            assert "on some ranks only" in str(found)
+
+
+def test_what_an_optimizer_does_by_its_state_is_evaluated_or_refused():
+    """In a pipeline each rank has the state of its stages; the worker of a parameter server would have old values."""
+    (expected,) = run_ranks(at_the_end, 1, {}, "by the optimizer")
+    for strategy in ("fsdp", "pipeline"):
+        assert run_ranks(at_the_end, 2, {"strategy": strategy}, "by the optimizer") == [expected] * 2
+    for found in run_ranks(at_the_end, 2, {"strategy": "parameter_server"}, "by the optimizer"):
+        assert "goes by the optimizer's state" in found

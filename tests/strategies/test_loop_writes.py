@@ -54,3 +54,11 @@ def test_a_rank_that_may_have_written_in_vain_is_not_blamed():
     assert one_sided([RankWrites({"p": True}, {}), RankWrites({}, {})]) == ["p"]
     assert one_sided([RankWrites({}, {"p": (2, 1)}), RankWrites({}, {"p": (1, 1)})]) == ["p"]
     assert one_sided([RankWrites({"p": True}, {}), RankWrites({"p": False}, {})]) == ["p"]
+
+
+def test_ranks_that_all_change_just_what_they_hold_have_run_the_same_code():
+    """Such as an optimizer's own ``eval()``, which goes by its state."""
+    first, second = RankWrites({"p": True}, {}), RankWrites({"q": True}, {})
+    assert one_sided([first, second]) == []
+    assert one_sided([first, RankWrites({"q": False}, {})]) == ["p"]
+    assert one_sided([RankWrites({"p": True, "q": False}, {}), second]) == ["p", "q"]

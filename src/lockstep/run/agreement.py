@@ -333,7 +333,8 @@ def require_equal_writes(strategy: Strategy, step: int, group: dist.ProcessGroup
         raise ReplicaError(
             f"Before step {step} the loop changed {shorten(list(found), _MOST_NAMES)} on some ranks only: {name} is "
             f"{by_rank(found[name])}. Under strategy {strategy.name!r} each rank changes the part that it holds, so "
-            "every rank has to run that code: take it out of if run.is_main: and other conditions on the rank."
+            "every rank has to run that code: take it out of if run.is_main: and other conditions on the rank. Code "
+            "that goes by the optimizer's state, which a rank has of its part only, needs strategy 'ddp' or 'fsdp'."
         )
 
 

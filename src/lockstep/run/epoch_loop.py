@@ -222,6 +222,11 @@ class EpochLoop:
         is_last = self.in_epochs and self.position.epoch == self._last_epoch
         return is_last and self._current is not None and self._current.plan.position == self._last_place
 
+    @property
+    def is_after_last_step(self) -> bool:
+        """True between the last step of an epoch and what comes after it."""
+        return self._current is None and self.position.done == self._last_place + 1
+
     def count_step(self, *, even_if_unused: bool = False) -> None:
         """Counts the current step as done, once; before its backward pass it is still to be done."""
         if self._current is None or not (self.backward_passes or even_if_unused):

@@ -198,6 +198,7 @@ def evaluation(
         run._agreed_data.require_evaluated(loader.samples, *compared, has_changed=has_changed)
         if group is not None and evaluated is not compute.model:
             require_equal_models(evaluated, compute.model, group, run.device)
+        run.compare_replicas()
         resumed = bool(prepared.state.resumed_context)
         is_new = run.rehearsals.is_new_evaluation(evaluated, forward, resumed=resumed)
         with evaluating(evaluated):

@@ -485,9 +485,7 @@ class Run:
         """
         prepared, group = self.require_prepared(), self._session.group
         if isinstance(self.strategy, IndependentStrategy):
-            raise ConfigError(
-                "run.load_state_dict: load weights before run.prepare with an asynchronous server."
-            )
+            raise ConfigError("With an asynchronous server, load weights before run.prepare.")
         whole = agreement.weights_of_main(weights, prepared.state.model, group, self.device)
         with prepared.gradients.setting_values():
             self.strategy.load_state(whole)
@@ -546,12 +544,11 @@ class Run:
         gradients.begin_batch()
         gradients.update_scale()
         self._writer.background.check()
-        position, strategy, save_every = self.position, self.strategy, 0
-        compare_every = self.options.fingerprint_every
-        if isinstance(strategy, IndependentStrategy):
-            compare_every, save_every = 0, strategy.save_every
-        if compare_every and (position.step % compare_every == 0 or self.rehearsals.is_first_comparison()):
-            self._compare_replicas(partial(checksums, device=self.device))
+        position, strategy = self.position, self.strategy
+        save_every = strategy.save_every if isinstance(strategy, IndependentStrategy) else 0
+        is_telling = self._loop.is_after_last_step or self.rehearsals.is_first_comparison()
+        if is_telling or position.step % (self.options.fingerprint_every or 1) == 0:
+            self.compare_replicas()
         is_due = save_every and position.step % save_every == 0
         if is_due and not gradients and self.options.directory is not None:
             self.save()
@@ -559,6 +556,11 @@ class Run:
         if self._results.stop and not gradients.anywhere(self._session.group):
             save.save_and_stop(self, self._results.stop)
         self._session.heartbeat.await_data(position.epoch, position.step)
+
+    def compare_replicas(self) -> None:
+        """Raises ``ReplicaError`` where ranks hold other values, unless ``fingerprint_every`` is 0. Collective."""
+        if self.options.fingerprint_every and not isinstance(self.strategy, IndependentStrategy):
+            self._compare_replicas(partial(checksums, device=self.device))
 
     def synchronize(self) -> None:
         """Lets processes that train without a process group come to one state; nothing for all others. Collective."""

@@ -168,6 +168,9 @@ def one_sided(ranks: Sequence[RankWrites]) -> list[str]:
         counts = {each.asked.get(name, (0, 0))[0] for each in ranks if name not in each.written}
         if has_run >= {True, False} or len(counts) > 1:
             found.append(name)
+    is_elsewhere = all(each.written.get(name, True) for each in ranks for name in found)
+    if is_elsewhere and all(any(map(each.written.get, found)) for each in ranks):
+        return []  # each rank has changed what it holds, as an optimizer's own eval() does that looks at its state
     return found
 
 
