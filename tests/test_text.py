@@ -30,6 +30,7 @@ def test_one_thing_has_no_s():
         "4,096 ranks",
     ]
     assert [plural(count, "micro-batch") for count in (1, 2)] == ["1 micro-batch", "2 micro-batches"]
+    assert plural(2, "epoch") == "2 epochs"
 
 
 def test_memory_is_counted_in_binary_units():

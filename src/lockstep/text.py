@@ -80,4 +80,4 @@ def printable(text: str) -> str:
 def _noun(count: int, name: str) -> str:
     if count == 1:
         return name
-    return f"{name}es" if name.endswith(("ch", "ss")) else f"{name}s"
+    return f"{name}es" if name.endswith(("tch", "ss")) else f"{name}s"

@@ -90,3 +90,27 @@ def test_rows_of_several_files_are_one_tensor_for_everything_else():
     assert torch.equal(torch.stack([joined, whole])[0], whole) and digest_tensor(joined) == digest_tensor(
         whole
     )
+
+
+def test_a_dict_comes_back_in_its_order_where_that_counts():
+    """A resumed run read the entries of run.extra in the order of their names, and so added them up to other bits."""
+    value = {"b": 1.0, "a": {"z": 1, "y": 2}, "c": [{"q": 1, "p": 2}]}
+    read = decode(json.loads(canonical(encode(value, "x", ordered=True))))
+    assert read == value and json.dumps(read) == json.dumps(value)
+    assert encode({"a": 1, "b": 2}, "x", ordered=True) == {"a": 1, "b": 2}
+
+
+def test_half_of_a_surrogate_pair_comes_back():
+    """Names of files that are not in UTF-8 hold such; they ended in a UnicodeEncodeError."""
+    value = {"a\udcff": "\ud800", "b": "ü"}
+    assert decode(json.loads(canonical(encode(value, "x")))) == value
+
+
+def test_what_holds_itself_or_has_too_many_digits_is_refused():
+    endless = []
+    endless.append(endless)
+    with pytest.raises(ConfigError, match=r"'run\.extra' holds itself, or is nested too deeply"):
+        encode({"x": endless}, "run.extra")
+    with pytest.raises(ConfigError, match=r"'run\.extra\.x' is a number of too many digits"):
+        encode({"x": 10**5000}, "run.extra")
+    assert decode(json.loads(canonical(encode(10**4000, "x")))) == 10**4000

@@ -148,3 +148,28 @@ def test_an_evaluation_that_carries_state_is_refused_on_every_rank(own_forward, 
     for found in [carrying(World(), own_forward, True, True), *run_ranks(carrying, 3, own_forward)]:
         assert "of the evaluation, computed twice" in found and named in found, found
     assert carrying(World(), own_forward, False, False) == ""
+
+
+def after_close(world):
+    run, *_ = begin()
+    run.close()
+    said = []
+    for call in (
+        lambda: run.predict(dataset()),
+        lambda: run.evaluate(dataset(), nn.functional.cross_entropy),
+        lambda: run.batches(dataset()),
+        run.fingerprint,
+        lambda: run.prepare(nn.Linear(2, 2)),
+    ):
+        try:
+            call()
+        except ConfigError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_calls_after_close_are_refused(ranks):
+    """Of two processes, each predicted its own part of the data and gave that for all."""
+    said = "The run was ended by run.close(). Call that last, or begin another: lockstep.init(...)."
+    assert run_ranks(after_close, ranks) == [[said] * 5] * ranks

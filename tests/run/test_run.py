@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 import torch
 from tests.run.jobs import GLOBAL_BATCH, begin, dataset, train_step
@@ -157,8 +158,29 @@ RUNS_THE_MODEL = "run.backward runs the model itself"
         (lambda run, batch: batch["image"], "has no entry 'image'"),
         (lambda run, batch: torch.nn.Linear(2, 2)(batch), "was given to linear, which takes tensors"),
         (lambda run, batch: run.save("best.pt"), r"run\.save\('best\.pt'\): give a folder, directory="),
+        (lambda run, batch: run.save(directory=3), "directory of run.save is 3, and no path"),
+        (lambda run, batch: run.save(directory="a\0b"), "a character that no path has"),
+        (lambda run, batch: run.backward(batch, cross_entropy, forward=3), "forward=3 was given, a int"),
+        (lambda run, batch: run.backward(batch, cross_entropy, also=3), "also=3 was given"),
+        (lambda run, batch: run.clip_gradients(torch.ones(2)), "takes a norm of 0 or more"),
+        (lambda run, batch: run.evaluate(dataset(), cross_entropy, model=3), "model=3 was given, a int"),
+        (lambda run, batch: run.evaluate(dataset(), cross_entropy, workers="2"), "workers='2' was given"),
+        (lambda run, batch: run.predict(dataset(), 3), "keep=3 was given, a int"),
+        (lambda run, batch: run.steps_per_epoch(dataset(), model=3), "model=3 was given, a int"),
+        (lambda run, batch: run.load_state_dict("best.pt"), "a str instead of tensors by name"),
+        (
+            lambda run, batch: run.batches(dataset(), shuffle="no"),
+            "shuffle='no' was given. Give True or False",
+        ),
+        (lambda run, batch: run.batches(dataset(), workers=1.5), "workers=1.5 was given"),
+        (lambda run, batch: run.batches(type(dataset())), "the class TensorDataset. Make a data set of it"),
+        (
+            lambda run, batch: next(run.epochs("3")),
+            "takes the number of epochs, 0 or more, and was given '3'",
+        ),
+        (lambda run, batch: next(run.epochs(-1)), "takes the number of epochs"),
     ],
-    ids=range(10),
+    ids=range(25),
 )
 def test_a_habit_of_other_loops_is_refused_with_the_line_to_write(wrong, said):
     run, *_ = begin()
@@ -322,3 +344,51 @@ def test_what_is_no_metric_is_named(metric, said):
     run, *_ = begin()
     with pytest.raises(ConfigError, match=f"The metric {said}.*Give a function of .output, target."):
         run.evaluate(dataset(), metric)
+
+
+def test_a_class_is_no_part_of_a_run_and_a_dict_no_options():
+    run = lockstep.init(global_batch=8)
+    with pytest.raises(ConfigError, match=r"was given the class SGD\. Make one of it"):
+        run.prepare(nn.Linear(2, 2), torch.optim.SGD)
+    with pytest.raises(ConfigError, match=r"Call lockstep.init\(...\)"):
+        lockstep.Run({"global_batch": 8})
+
+
+def test_loops_over_epochs_within_each_other_are_refused_and_a_second_that_has_none_left_is_told(caplog):
+    """Both count the same epochs, so the outer one trained once; a second loop of fewer epochs trained nothing."""
+    run, _, optimizer = begin()
+    for _ in run.epochs(2):
+        for batch in run.batches(dataset()):
+            train_step(run, batch, optimizer)
+    assert not caplog.records
+    assert list(run.epochs(1)) == []
+    assert "run.epochs(1) has nothing to do" in caplog.text and "2 epochs" in caplog.text
+    with pytest.raises(ConfigError, match=r"Two loops over run\.epochs run at once"):
+        for _ in run.epochs(4):
+            list(run.epochs(4))
+
+
+def test_extra_that_is_no_dict_is_refused_when_it_is_saved(tmp_path):
+    """It was written, and the run could not be resumed."""
+    run, *_ = begin(directory=tmp_path)
+    run.extra = [1, 2]
+    with pytest.raises(ConfigError, match=r"run\.extra is a list\. Leave it a dict"):
+        run.save()
+
+
+def test_a_dtype_that_no_checkpoint_holds_is_refused_at_prepare(tmp_path):
+    """It was refused by the first save, after the first epoch."""
+    model = nn.Linear(2, 2, dtype=torch.complex128)
+    with pytest.raises(ConfigError, match=r"cannot hold torch\.complex128, the dtype of weight, bias"):
+        lockstep.init(global_batch=8, directory=tmp_path).prepare(model)
+    lockstep.init(global_batch=8).prepare(model)
+
+
+def test_numbers_of_numpy_and_paths_of_the_home_folder_are_options(tmp_path, monkeypatch):
+    """A seed of NumPy's ended in a TypeError, and a folder was made that is called ~."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    run = lockstep.init(global_batch=np.int64(8), seed=np.int64(3), timeout=np.float32(5), directory="~/runs")
+    assert (run.options.seed, run.options.timeout, run.options.directory) == (3, 5.0, tmp_path / "runs")
+    assert type(run.options.seed) is int and type(run.options.timeout) is float
+    with pytest.raises(ConfigError, match="directory='' was given"):
+        lockstep.init(global_batch=8, directory="")

@@ -34,17 +34,32 @@ JSON = None | bool | int | float | str | list["JSON"] | dict[str, "JSON"]
 _RESERVED = frozenset({"tuple", "dict", "float", "tensor"})
 
 
-def encode(value: Any, path: str, tensors: dict[str, Tensor] | None = None) -> JSON:
+_MOST_BITS = 14_000
+"""Of an int, in the digits that Python reads."""
+
+
+def encode(value: Any, path: str, tensors: dict[str, Tensor] | None = None, *, ordered: bool = False) -> JSON:
     """Turns a value into JSON; tensors inside it go into ``tensors``, under a name made of ``path``.
 
     Args:
         value: None, bool, int, float, str, and lists, tuples, dicts and tensors of such.
         path: name of the value, for tensor names and messages.
         tensors: receives the tensors; None where no tensor may occur.
+        ordered: dicts come back in the order that they have, else in that of their keys.
+
+    Raises:
+        ConfigError: a value is something else, has too many digits, or holds itself.
     """
+    try:
+        return _encode(value, path, tensors, ordered)
+    except RecursionError as error:
+        raise ConfigError(f"{path!r} holds itself, or is nested too deeply for a checkpoint.") from error
+
+
+def _encode(value: Any, path: str, tensors: dict[str, Tensor] | None, ordered: bool) -> JSON:
     if value is None or isinstance(value, bool | str):
         return value
-    if isinstance(value, int):
+    if isinstance(value, int) and value.bit_length() <= _MOST_BITS:
         return int(value)
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"float": repr(float(value))}
@@ -52,20 +67,24 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor] | None = None) -> J
         tensors[path] = value.detach()
         return {"tensor": path}
     if isinstance(value, list | tuple):
-        items = [encode(item, f"{path}.{i}", tensors) for i, item in enumerate(value)]
+        items = [_encode(item, f"{path}.{i}", tensors, ordered) for i, item in enumerate(value)]
         return items if isinstance(value, list) else {"tuple": items}
     if isinstance(value, Mapping):
-        return _encode_mapping(value, path, tensors)
+        return _encode_mapping(value, path, tensors, ordered)
+    kind = f"a {type(value).__name__}" if not isinstance(value, int) else "a number of too many digits"
     raise ConfigError(
-        f"{path!r} is a {type(value).__name__}, which a checkpoint cannot hold. "
+        f"{path!r} is {kind}, which a checkpoint cannot hold. "
         "Give numbers, strings, None, and lists, tuples or dicts of them."
     )
 
 
-def _encode_mapping(value: Mapping[Any, Any], path: str, tensors: dict[str, Tensor] | None) -> JSON:
-    encoded = {key: encode(item, f"{path}.{key}", tensors) for key, item in value.items()}
+def _encode_mapping(
+    value: Mapping[Any, Any], path: str, tensors: dict[str, Tensor] | None, ordered: bool
+) -> JSON:
+    encoded = {key: _encode(item, f"{path}.{key}", tensors, ordered) for key, item in value.items()}
     looks_reserved = len(encoded) == 1 and next(iter(encoded)) in _RESERVED
-    if all(isinstance(key, str) for key in encoded) and not looks_reserved:
+    is_plain = all(isinstance(key, str) for key in encoded) and not looks_reserved
+    if is_plain and (not ordered or list(encoded) == sorted(encoded)):  # `canonical` writes them sorted
         return encoded
     return {"dict": [[encode(key, path), item] for key, item in encoded.items()]}
 
@@ -101,9 +120,16 @@ def _decode_reserved(key: str, content: JSON, tensors: Mapping[str, Tensor] | No
 
 def canonical(value: JSON) -> bytes:
     """A JSON value as bytes; equal values give equal bytes."""
-    return json.dumps(
-        value, sort_keys=True, allow_nan=False, separators=(",", ":"), ensure_ascii=False
-    ).encode()
+
+    def text(ensure_ascii: bool) -> str:
+        return json.dumps(
+            value, sort_keys=True, allow_nan=False, separators=(",", ":"), ensure_ascii=ensure_ascii
+        )
+
+    try:
+        return text(False).encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, as in the name of a file that is not in UTF-8
+        return text(True).encode()
 
 
 MODEL = "model.safetensors"

@@ -62,7 +62,7 @@ def encoded_extra_states(model: nn.Module, tensors: dict[str, Tensor]) -> dict[s
     ``ConfigError`` for what a checkpoint cannot hold.
     """
     return {
-        name: encode(module.get_extra_state(), f"extra state of {name or 'the model'}", tensors)
+        name: encode(module.get_extra_state(), f"extra state of {name or 'the model'}", tensors, ordered=True)
         for name, module in model.named_modules()
         if type(module).get_extra_state is not nn.Module.get_extra_state
     }

@@ -115,7 +115,12 @@ def prepare(
     needed = state.tensor_bytes if tensor_bytes is None else tensor_bytes
     record = canonical(
         {
-            "progress": encode(state.progress, "progress"),
+            "progress": {
+                name: encode(
+                    each, "run.extra" if name == "extra" else f"progress.{name}", ordered=name == "extra"
+                )
+                for name, each in state.progress.items()
+            },
             "aliases": {**state.aliases},
             "optimizers": state.optimizer_records,
         }
@@ -190,18 +195,13 @@ def _write_bytes(path: Path, content: bytes) -> FileEntry:
 
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
     require_dense(tensors)
+    require_storable(tensors)
     seen: set[int] = set()
     plain = {name: _plain(tensor, seen) for name, tensor in tensors.items()}
     path.touch()
     mode = path.stat().st_mode  # as the umask has it; safetensors would let the owner alone read the file
-    try:
-        safetensors.torch.save_file(plain, path, metadata={"format": "pt", **metadata})
-        path.chmod(mode)
-    except KeyError as error:
-        odd = [name for name, tensor in plain.items() if tensor.dtype == error.args[0]]
-        raise ConfigError(
-            f"A checkpoint cannot hold {error.args[0]}, the dtype of {shorten(odd)}."
-        ) from error
+    safetensors.torch.save_file(plain, path, metadata={"format": "pt", **metadata})
+    path.chmod(mode)
 
 
 def _sort_metadata(path: Path) -> None:
@@ -215,6 +215,16 @@ def _sort_metadata(path: Path) -> None:
             raise ValueError(f"the header of {path} would have {len(text)} bytes instead of {size}")
         file.seek(8)
         file.write(text)
+
+
+def require_storable(tensors: Mapping[str, Tensor]) -> None:
+    """Raises ``ConfigError`` that names the tensors whose dtype no checkpoint holds, such as complex128."""
+    for dtype in {tensor.dtype for tensor in tensors.values()}:
+        try:
+            safetensors.torch.save({"none": torch.empty(0, dtype=dtype)})
+        except KeyError as error:
+            odd = [name for name, tensor in tensors.items() if tensor.dtype == dtype]
+            raise ConfigError(f"A checkpoint cannot hold {dtype}, the dtype of {shorten(odd)}.") from error
 
 
 def require_dense(tensors: Mapping[str, Tensor]) -> None:

@@ -90,6 +90,12 @@ def seed(value: int) -> str | None:
     return None if 0 <= value < 1 << 63 else f"should be at least 0 and below 2^63 and is {value}."
 
 
+def threads(value: int) -> str | None:
+    """A number of threads that a process can start."""
+    most = _MOST_PROCESSES
+    return None if 1 <= value <= most else f"should be at least 1 and at most {most} and is {value}."
+
+
 def one_of(*values: str | bool) -> Check:
     """One of the values; the nearest is offered for another name."""
     names = [value for value in values if isinstance(value, str)]
@@ -228,7 +234,7 @@ def python_type_problem(kind: Any, value: Any) -> str | None:
     if kind == tuple[str, ...]:
         fits = isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
         return None if fits else f"should be a list of strings and is {value!r}."
-    if not set(wanted) <= {*_NAMES, Path, type(None)}:
+    if not all(each in (*_NAMES, Path, type(None)) for each in wanted):
         return None
     if isinstance(value, bool):
         fits = bool in wanted
@@ -255,11 +261,13 @@ def check_fields(config: Any, prefix: str | None = None) -> None:
         prefix: stands before the names of its fields; by default that of its class.
     """
     prefix = f"{type(config).__name__}." if prefix is None else prefix
-    found = (
-        (field.name, field_problem(field, getattr(config, field.name)))
-        for field in dataclasses.fields(config)
-    )
-    refuse(Problem((prefix + name,), problem) for name, problem in found if problem)
+    known: dict[str, Any] = field_types(typing.cast(Hashable, type(config)))
+    problems: list[Problem] = []
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        problem = python_type_problem(known[field.name], value) or field_problem(field, value)
+        problems += [Problem((prefix + field.name,), problem)] if problem else []
+    refuse(problems)
 
 
 class CheckedOptions:

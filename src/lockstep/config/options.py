@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,6 +24,7 @@ from lockstep.config.checks import (
     refuse,
     seconds,
     seed,
+    threads,
 )
 from lockstep.config.rules import require_rules
 from lockstep.config.strategy_options import OPTIONS, PRECISIONS, REDUCERS, STRATEGIES, StrategyOptions
@@ -94,7 +96,7 @@ class RunSettings(StrategyOptions, Recipe):
 class RunOptions(RunSettings):
     """The recipe of a run, and how it is carried out. The fields from ``directory`` on do not decide the result."""
 
-    threads: int | None = field(default=None, metadata={"check": at_least(1)})
+    threads: int | None = field(default=None, metadata={"check": threads})
     """CPU threads of each rank; by default what the launcher set, or 1. Part of the recipe on a CPU."""
     directory: Path | str | None = field(default=None, metadata={"check": file_path})
     """The run folder, for checkpoints and logs; nothing is written without one."""
@@ -170,22 +172,35 @@ def _read(name: str, value: Any) -> Any:
     """The options of a strategy from a dict, one pattern as a tuple of it, a path as its text; else as it is."""
     if name in ("resume", "profile") and value is None:
         return ""  # what argparse gives for an option that was left out
-    if name == "resume" and isinstance(value, Path):
-        return str(value)
+    if name == "directory" and value == "":
+        raise ConfigError(
+            "directory='' was given. Give a folder, such as 'runs/one' or '.', or leave it out."
+        )
+    if name in ("directory", "resume") and isinstance(value, str | Path):
+        is_of_home = str(value).startswith("~") and file_path(value) is None
+        value = Path(value).expanduser() if is_of_home else value
+        return str(value) if name == "resume" else value
     if name == "running_buffers" and isinstance(value, str):
         return (value,)
     kind = OPTIONS.get(name)
     if kind is None or isinstance(value, kind):
-        return value
+        return _plain(value)
     if not isinstance(value, Mapping):
         raise ConfigError(f"lockstep.init takes {name}={{...}}, a dict of options, and was given {value!r}.")
     known = [field.name for field in fields(kind)]
     for key in value:
         if key not in known:
             raise ConfigError(f"{name} has no option {key!r}.{nearest(str(key), known)}")
-    values = {key: tuple(item) if isinstance(item, list) else item for key, item in value.items()}
+    values = {key: tuple(item) if isinstance(item, list) else _plain(item) for key, item in value.items()}
     refuse(_wrong_types(kind, values, (name,)))
     return kind(**values)
+
+
+def _plain(value: Any) -> Any:
+    """The number of Python for one of NumPy, which not every library takes."""
+    if isinstance(value, Real) and not isinstance(value, int | float):
+        return int(value) if isinstance(value, Integral) else float(value)
+    return value
 
 
 def _wrong_types(cls: type, values: Mapping[str, Any], path: KeyPath) -> Iterator[Problem]:

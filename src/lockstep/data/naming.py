@@ -164,6 +164,10 @@ def require_map_style(dataset: Any, user: str) -> None:
 
     So it does for what has both and is no data set: a path, a dict of data sets, a tuple of tensors.
     """
+    if isinstance(dataset, type):
+        raise ConfigError(
+            f"{user} was given the class {dataset.__name__}. Make a data set of it: {dataset.__name__}(...)."
+        )
     if isinstance(dataset, str | bytes | PurePath):
         raise ConfigError(
             f"{user} was given the path {str(dataset)!r}, not a data set. Open it first, for example with "

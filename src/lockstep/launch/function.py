@@ -41,7 +41,9 @@ def launch(
             "That would start ranks within ranks. Call the function directly instead."
         )
     target = FunctionTarget.from_function(function, args, kwargs)
-    options = LaunchOptions(devices=parse_devices(devices), threads=threads, log_directory=log_directory)
+    options = LaunchOptions(
+        devices=parse_devices(devices), threads=threads, log_directory=os.fspath(log_directory)
+    )
     outcome = run_world(target, options)
     if outcome.code == EXIT_DONE:
         return list(outcome.results)

@@ -25,7 +25,7 @@ from itertools import takewhile
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from lockstep.config.checks import device_request
+from lockstep.config.checks import LONGEST, check_fields, device_request, threads
 from lockstep.core.world import (
     DEBUG_RANK,
     LOOPBACK,
@@ -194,6 +194,7 @@ class LaunchOptions:
     """Id of the run, the same over all restarts; a new one if empty."""
 
     def __post_init__(self) -> None:
+        check_fields(self, prefix="")
         if self.restart_world == "left":
             object.__setattr__(self, "restart_world", "remaining")
         if self.restarts < 0:
@@ -202,13 +203,13 @@ class LaunchOptions:
             raise ConfigError(
                 f"restart_world {self.restart_world!r} is not known.{nearest(self.restart_world, RESTART_WORLDS)}"
             )
-        if self.threads is not None and self.threads < 1:
-            raise ConfigError(f"threads={self.threads} was given; a rank needs at least 1.")
-        if self.stall_limit < 0:
+        if self.threads is not None and threads(self.threads):
+            raise ConfigError(f"threads={self.threads} was given; a rank needs at least 1, and at most 4096.")
+        if not 0 <= self.stall_limit <= LONGEST:
             raise ConfigError(
                 f"stall_limit={self.stall_limit:g} was given; it must be 0 (never) or more seconds."
             )
-        if self.grace < 0:
+        if not 0 <= self.grace <= LONGEST:
             raise ConfigError(f"grace={self.grace:g} was given; it must be 0 or more seconds.")
 
 

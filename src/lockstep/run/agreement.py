@@ -261,15 +261,25 @@ def share_start(
     return different
 
 
+def _is_dense(value: object) -> bool:
+    return isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta
+
+
 def weights_of_main(
     weights: Mapping[str, Any], model: PreparedModel, group: dist.ProcessGroup | None, device: torch.device
 ) -> dict[str, Tensor]:
     """Rank 0's weights on every rank, under all names; ``ConfigError`` where they are not of this model. Collective."""
     wanted, is_main = model.tensors, group is None or dist.get_rank(group) == 0
-    given = {name: each for name, each in weights.items() if name not in model.aliases} if is_main else {}
-    problem = ""
-    if is_main and (odd := [name for name, each in given.items() if not isinstance(each, Tensor)]):
-        problem = f"  no tensors ({len(odd)}): {shorten(odd, _MOST_NAMES)}"
+    is_table, problem = isinstance(weights, Mapping), ""
+    given = (
+        {name: each for name, each in weights.items() if name not in model.aliases}
+        if is_main and is_table
+        else {}
+    )
+    if is_main and not is_table:
+        problem = f"  a {type(weights).__name__} instead of tensors by name"
+    elif is_main and (odd := [name for name, each in given.items() if not _is_dense(each)]):
+        problem = f"  no dense tensors with values ({len(odd)}): {shorten(odd, _MOST_NAMES)}"
     elif is_main and (differences := compare(given, wanted)):
         problem = differences.describe()
     if group is not None:

@@ -15,6 +15,7 @@ import logging
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from numbers import Integral
 from typing import Any
 
 from lockstep.data.batch import Batch
@@ -97,7 +98,7 @@ class EpochLoop:
         """How many over the current step are done."""
         self.is_resumed = False
         """True where the position comes from a checkpoint, until the first loop over steps."""
-        self._walk = 0
+        self._walk = self._epoch_loops = 0
         self.in_epochs = False
         """True within a loop over epochs."""
         self._left_early = False
@@ -115,13 +116,30 @@ class EpochLoop:
 
     def epochs(self, count: int, at_end: Callable[[], None] = lambda: None) -> Iterator[int]:
         """The epochs from where the run stands up to ``count``; ``at_end`` is called when the loop's body is over."""
-        self.in_epochs, self._last_epoch = True, count - 1
+        if not isinstance(count, Integral) or count < 0:
+            raise ConfigError(
+                f"run.epochs takes the number of epochs, 0 or more, and was given {count!r:.60}."
+            )
+        if count <= self.position.epoch and self._walk:
+            logger.warning(
+                "run.epochs(%d) has nothing to do: it counts from the beginning of the run, which has done %s. For "
+                "more of them write run.epochs(run.position.epoch + %d).",
+                *(count, plural(self.position.epoch, "epoch"), count),
+            )
+        self.in_epochs, self._last_epoch = True, int(count) - 1
+        self._epoch_loops += 1
+        newest = self._epoch_loops
         try:
             while self.position.epoch < count:
                 self._key("epoch", self.position.epoch)
                 if self._variables is not None:
                     self._variables.begin_epoch()
                 yield self.position.epoch
+                if newest != self._epoch_loops:
+                    raise ConfigError(
+                        "Two loops over run.epochs run at once, one within the other, and both count the epochs of the "
+                        "run. Make the outer one over range()."
+                    )
                 self.count_step()
                 at_end()
                 self._next_epoch()

@@ -44,7 +44,7 @@ from lockstep.run.means import (
 )
 from lockstep.run.save import save_and_stop
 from lockstep.run.short_step import unchanged, with_own_data
-from lockstep.run.step import evaluating, exact, sum_and_weight
+from lockstep.run.step import evaluating, exact, require_function, sum_and_weight
 from lockstep.runtime.control import StopReason
 from lockstep.runtime.heartbeat import Heartbeat
 from lockstep.strategies import Strategy, gather_records
@@ -157,6 +157,9 @@ def evaluation(
     fix_graphs()
     compute, randomness = prepared.compute, prepared.state.model.randomness
     evaluated = compute.model if model is None else model
+    require_function("forward", forward)
+    if not isinstance(evaluated, nn.Module):
+        raise ConfigError(f"model={model!r:.60} was given, a {type(model).__name__}. Give a torch.nn.Module.")
     epoch, step = run.position.epoch, run.position.step
     has_changed = run._loaders.refresh(data, "evaluation")
     transform = run._loaders.source(data).device_transform
@@ -455,6 +458,7 @@ def predict(
         EvaluationStopped: the ranks have stopped, all after the same number of micro-batches.
     """
     loader, share = opened.loader, opened.loader.share
+    require_function("keep", keep)
     found, dtype, shape = [torch.empty(0)] * loader.count, "", list[int]()
     row = torch.zeros(1, dtype=torch.float64, device=strategy.device)
     for place, micro_batch in opened.rounds():

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from numbers import Integral
 from typing import Any, Literal
 
 import numpy as np
@@ -31,7 +32,7 @@ from lockstep.strategies import Strategy
 from lockstep.text import shorten
 
 logger = logging.getLogger(__name__)
-_MOST_SOURCES = 8
+_MOST_SOURCES, _MOST_WORKERS = 8, 4096
 _Kind = Literal["training", "evaluation"]
 _Key = tuple[Hashable, ...]
 """The id of the data, and how and by whom it is to be read."""
@@ -123,6 +124,9 @@ class LoaderCache:
 
     def plan(self, data: Any, shuffle: bool, drop_last: bool, smallest: int) -> SamplePlan:
         """The sample plan of a training set; ``smallest`` is the smallest micro-batch that can be computed."""
+        for name, value in (("shuffle", shuffle), ("drop_last", drop_last)):
+            if not isinstance(value, bool | int | np.bool_ | None):
+                raise ConfigError(f"{name}={value!r:.60} was given. Give True or False.")
         source = self.source(data)
         if source.shuffle and not shuffle:
             raise ConfigError(
@@ -240,7 +244,11 @@ class LoaderCache:
 
     def _reading(self, source: Source, workers: int | None, name: str = "") -> ReadingOptions:
         """How a loader reads, and the notes of it where they are asked for and it has a name."""
-        processes = workers if workers is not None else source.workers or 0
+        if workers is not None and not (isinstance(workers, Integral) and 0 <= workers <= _MOST_WORKERS):
+            raise ConfigError(
+                f"workers={workers!r:.60} was given. Give the processes that read ahead, from 0 to {_MOST_WORKERS}."
+            )
+        processes = int(workers) if workers is not None else source.workers or 0
         if self.clocks is not None and name:
             self.clocks.append(ReadTrace(name, processes))
         on_gpu = is_gpu(self._strategy.device) and has_gpus()
@@ -261,6 +269,8 @@ class LoaderCache:
 
 def smallest_micro_batch(model: nn.Module) -> int:
     """The fewest rows that the model can be trained on at once: BatchNorm has no variance over one."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model={model!r:.60} was given, a {type(model).__name__}. Give a torch.nn.Module.")
     return 2 if has_batch_norm(model) else 1
 
 

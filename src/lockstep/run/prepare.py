@@ -20,6 +20,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from lockstep.checkpoint import model_state, parameter_names
 from lockstep.checkpoint.state import encoded_extra_states, tensor_state
+from lockstep.checkpoint.writer import require_storable
 from lockstep.config.options import RunOptions
 from lockstep.core.fingerprint import Context, cpu_of, device_model, digest_tensors
 from lockstep.errors import ConfigError
@@ -72,6 +73,10 @@ class Parts:
         modules = tuple(each for each in others if isinstance(each, nn.Module))
         schedulers = tuple(each for each in others if not isinstance(each, Optimizer | nn.Module))
         for each in schedulers:
+            if isinstance(each, type):
+                raise ConfigError(
+                    f"run.prepare was given the class {each.__name__}. Make one of it: {each.__name__}(...)."
+                )
             if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
                 raise ConfigError(
                     f"run.prepare takes a model, optimizers, schedulers, and modules to keep beside the model; a "
@@ -360,6 +365,8 @@ def prepare_model(
                 )
             averaged.append(module)
         require_separate_memory(model, strategy.name)
+    if options.directory is not None:
+        require_storable(tensor_state(model))
     names = parameter_names(model)
     for optimizer in parts.optimizers:
         if needs_closure(optimizer):

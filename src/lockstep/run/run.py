@@ -67,6 +67,8 @@ class Run:
 
     def __init__(self, options: RunOptions, world: World | None = None) -> None:
         world = world or World.from_environment()
+        if not isinstance(options, RunOptions):
+            raise ConfigError("Call lockstep.init(...), or give Run the options RunOptions.of(...).")
         self.options = options = timeline.as_launched(options_of_new_run(options), world)
         options = replace(options, timeout=world.patience(options.timeout))
         self._session = RunSession(world, options.threads, options.timeout, devices_per_process(options.mesh))
@@ -132,6 +134,7 @@ class Run:
         Returns:
             The model and the wrapped others, in the order of the arguments; the model alone if it was alone.
         """
+        self._session.require_open()
         parts = Parts.of(model, others, self._initial_values, keep_empty=self.strategy.fills_model)
         if self._prepared is not None:
             raise ConfigError("run.prepare was called twice. Put several models into one nn.ModuleDict.")
@@ -303,7 +306,7 @@ class Run:
         rehearse: bool = True,
     ) -> Iterator[BackwardPass]:
         """Surrounds the computation of a batch's gradients, which sets ``result``. Collective; see ``backward``."""
-        prepared, loss = self.require_prepared(), required_loss(batch, loss)
+        prepared, loss = self.require_prepared(), required_loss(batch, loss, forward)
         if whole_batch:
             require_whole_models(self.strategy, sync_batch_norm=self.options.sync_batch_norm)
         gradients, randomness = prepared.gradients, prepared.state.model.randomness
@@ -353,7 +356,8 @@ class Run:
         Raises:
             ConfigError: ``max_norm`` is no number of 0 or more, or no gradients have been computed.
         """
-        if not isinstance(max_norm, Real | Tensor) or not max_norm >= 0:
+        is_number = isinstance(max_norm, Real) or (isinstance(max_norm, Tensor) and max_norm.numel() == 1)
+        if not is_number or not max_norm >= 0:
             raise ConfigError(f"run.clip_gradients takes a norm of 0 or more, and was given {max_norm!r}.")
         return self.require_prepared().gradients.clip(max_norm)
 
@@ -577,4 +581,5 @@ class Run:
         """All that ``prepare`` made; ``ConfigError`` before it was called."""
         if self._prepared is None:
             raise ConfigError("Call model, optimizer = run.prepare(model, optimizer) first.")
+        self._session.require_open()
         return self._prepared

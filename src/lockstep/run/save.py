@@ -18,6 +18,7 @@ import torch.distributed as dist
 from lockstep import checkpoint
 from lockstep.checkpoint import CheckpointState
 from lockstep.checkpoint.sharded import prepare_sharded
+from lockstep.config.checks import file_path
 from lockstep.config.options import RunOptions
 from lockstep.core.fingerprint import sum_of_bits
 from lockstep.core.world import World
@@ -203,6 +204,14 @@ class Writer:
         Returns:
             The checkpoint's folder, on the main process; None on the others.
         """
+        problem = (
+            file_path(directory)
+            if isinstance(directory, str | Path)
+            else f"is {directory!r:.60}, and no path."
+        )
+        if problem:
+            raise ConfigError(f"The directory of run.save {problem}")
+        directory = Path(directory).expanduser()
         is_main, wait = self._world.is_main, wait or not self._options.save_in_background
         if not is_main and run.strategy.replicated:
             return None

@@ -24,7 +24,7 @@ from torch import nn
 
 from lockstep.core.world import World
 from lockstep.distributed.process_group import open_process_group
-from lockstep.errors import LockstepError
+from lockstep.errors import ConfigError, LockstepError
 from lockstep.runtime import stop_signals
 from lockstep.runtime.devices import choose_device, collectives_for
 from lockstep.runtime.error_record import about_own_backward
@@ -132,6 +132,7 @@ class RunSession:
         self.group = dist.group.WORLD if world.world_size > 1 else None
         self.before_close: Callable[[], None] | None = None
         """Called before the group is closed."""
+        self._is_closed = False
 
     def leave_process_group(self, *, is_expendable: bool) -> None:
         """Leaves the process group, if this session opened it, and goes on alone. Collective.
@@ -145,8 +146,16 @@ class RunSession:
         if is_expendable:
             self.heartbeat.set_membership(Membership.INDEPENDENT)
 
+    def require_open(self) -> None:
+        """Raises ``ConfigError`` after ``close``: a process alone would go on with its own part of the work."""
+        if self._is_closed:
+            raise ConfigError(
+                "The run was ended by run.close(). Call that last, or begin another: lockstep.init(...)."
+            )
+
     def close(self) -> None:
         """Leaves the process group in agreement with the other ranks. Collective."""
+        self._is_closed = True
         atexit.unregister(self._close_at_exit)
         if self.before_close is not None:
             self.before_close()

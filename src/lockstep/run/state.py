@@ -404,6 +404,10 @@ class RunState:
                 )
 
     def _without_tensors(self, fingerprint: str) -> CheckpointState:
+        if not isinstance(self.extra, dict):
+            raise ConfigError(
+                f"run.extra is a {type(self.extra).__name__}. Leave it a dict: run.extra['name'] = value."
+            )
         scaler = self.precision.scaler
         progress = {
             "position": self.position.as_dict(),

@@ -102,12 +102,16 @@ _BACKWARD = (
 )
 
 
-def required_loss(batch: object, loss: Callable[..., Any] | None) -> Callable[..., Any]:
+def required_loss(
+    batch: object, loss: Callable[..., Any] | None, forward: Callable[..., Any] | None = None
+) -> Callable[..., Any]:
     """The loss, after a check of what ``run.backward`` was given.
 
     Raises:
-        ConfigError: ``batch`` is none of ``run.batches``, ``loss`` is no function, or gradients are switched off.
+        ConfigError: ``batch`` is none of ``run.batches``, ``loss`` or ``forward`` is no function, or gradients are
+            switched off.
     """
+    require_function("forward", forward)
     if not isinstance(batch, Batch):
         raise ConfigError(f"The first argument of run.backward is a {type(batch).__name__}. {_BACKWARD}")
     if not callable(loss):
@@ -119,6 +123,14 @@ def required_loss(batch: object, loss: Callable[..., Any] | None) -> Callable[..
             "torch.inference_mode(), or use run.evaluate."
         )
     return loss
+
+
+def require_function(name: str, given: object) -> None:
+    """Raises ``ConfigError`` where an argument that may be left out is no function."""
+    if given is not None and not callable(given):
+        raise ConfigError(
+            f"{name}={given!r:.60} was given, a {type(given).__name__}. Give a function, or leave it out."
+        )
 
 
 def exact(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -127,6 +127,10 @@ class StepMetrics:
         """
         if isinstance(also, Mapping):
             return cls(also, new(also))
+        if not isinstance(also, Collection):
+            raise ConfigError(
+                f"also={also!r:.60} was given. Give functions by name: also={{'accuracy': accuracy}}."
+            )
         names = [also] if isinstance(also, str) else list(also)
         if whole_batch:
             raise ConfigError(
