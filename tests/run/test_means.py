@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss, normalize, pad
+from torch.utils.data import DataLoader, Dataset, default_collate
 
+import lockstep
 from lockstep.run.means import Deviation, deviation, judge_metrics, reasons
 from lockstep.run.step import exact
 
@@ -123,6 +125,49 @@ def test_a_loss_that_fails_for_fewer_rows_is_not_called_a_mean(caplog):
     found = reasons({"of_four": fails}, [(output, target, 4)])
     judge_metrics([(found, {})], warns=True)  # a metric is not refused for that
     assert [each.getMessage() for each in caplog.records] == [f"The metric 'of_four' {UNKNOWN.reason}"]
+
+
+class Gaps(Dataset):
+    """Two of its samples are missing."""
+
+    def __init__(self, missing):
+        self.missing = missing
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        return None if index in self.missing else (torch.arange(6.0) * index, index % 3)
+
+
+@pytest.mark.parametrize(
+    ("loss", "missing", "said"),
+    [
+        (cross_entropy, (17, 30), 1),
+        (cross_entropy, (), 0),
+        (lambda output, target: cross_entropy(output, target, reduction="none"), (17, 30), 0),
+    ],
+)
+def test_a_mean_over_fewer_rows_than_samples_is_told_once(caplog, loss, missing, said):
+    """A collate function left them out, in a later step than those that are rehearsed, and nothing said so."""
+
+    def collate(samples):
+        return default_collate([sample for sample in samples if sample is not None])
+
+    run = lockstep.init(global_batch=4, micro_batches=2)
+    model = nn.Linear(6, 3)
+    _, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    data = DataLoader(Gaps(missing), batch_size=2, collate_fn=collate)
+    for batch in run.batches(data):
+        run.backward(batch, loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    run.evaluate(data, loss)
+    run.close()
+    told = [record.getMessage() for record in caplog.records if "A micro-batch has" in record.getMessage()]
+    assert len(told) == said
+    if said:
+        assert "has 1 row for 2 samples (16, 17), and a function returned one mean of them" in told[0]
 
 
 def test_dicts_and_named_outputs_are_cut_too():

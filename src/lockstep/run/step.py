@@ -12,6 +12,7 @@ a step runs while the device still computes the step before it, unless the loop 
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -33,7 +34,9 @@ from lockstep.runtime.devices import current_stream, is_gpu, new_stream, on_stre
 from lockstep.runtime.events import NO_EVENTS, StepEvents
 from lockstep.runtime.heartbeat import BACKWARD, FORWARD, PHASES, REDUCE, UPDATE, Heartbeat
 from lockstep.strategies import StepResult
-from lockstep.text import shorten
+from lockstep.text import plural, shorten
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from lockstep.run.step_metrics import StepMetrics
@@ -245,6 +248,29 @@ class ForwardPass:
         self._layout = torch.channels_last if channels_last else torch.preserve_format
         self.device_transform: Prepare | None = None
         """Applied to the input on the device, such as a normalisation of uint8 images."""
+        self._has_told_rows = False
+
+    def tell_fewer_rows(self, value: Any, output: Any, target: Any, micro_batch: MicroBatch) -> None:
+        """Warns once of a mean over fewer rows than samples were read, as where a collate function leaves some out."""
+        if self._has_told_rows or not (isinstance(value, Tensor) and value.dim() == 0):
+            return
+        if isinstance(target, Tensor) and target.dim() and len(target) >= len(micro_batch.indices):
+            return  # as usual
+        tensors = [leaf for leaf in tree_leaves((output, target)) if isinstance(leaf, Tensor) and leaf.dim()]
+        rows = {len(leaf) for leaf in tensors}
+        if len(rows) == 1 and len(tensors) > 1 and 0 < (count := rows.pop()) < len(micro_batch.indices):
+            self._has_told_rows = True
+            logger.warning(
+                "A micro-batch has %s for %s (%s), and a function returned one mean of them, which counts as that of "
+                "%s. If the collate function leaves samples out, return one value for each that is left, as "
+                "reduction='none' does, or the pair (sum, how many were counted).",
+                *(
+                    plural(count, "row"),
+                    plural(len(micro_batch.indices), "sample"),
+                    shorten(micro_batch.indices.tolist(), 4),
+                ),
+                plural(len(micro_batch.indices), "sample"),
+            )
 
     def output_and_target(
         self,
@@ -382,7 +408,9 @@ class StepCompute:
                 for call in self.events.output:
                     call(micro_batch, output, target)
             self.randomness.begin_loss()
-            total, weight = sum_and_weight(self.value(output, target), len(micro_batch.indices))
+            value = self.value(output, target)
+            self.compute.tell_fewer_rows(value, output, target, micro_batch)
+            total, weight = sum_and_weight(value, len(micro_batch.indices))
             if not total.requires_grad:
                 trained = [
                     each for each in tree_leaves(output) if isinstance(each, Tensor) and each.requires_grad
