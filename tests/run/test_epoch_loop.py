@@ -3,9 +3,10 @@
 from types import SimpleNamespace
 
 import pytest
+from torch.utils.data import DataLoader
 
 from lockstep.errors import ConfigError
-from lockstep.run.epoch_loop import EpochLoop
+from lockstep.run.epoch_loop import EpochLoop, EpochSteps
 
 STEPS = 3
 
@@ -52,6 +53,38 @@ def test_a_loop_of_its_own_is_warned_where_it_was_resumed_after_an_epoch(caplog,
     course.is_resumed = True
     assert [step for _ in course.epochs(epoch + 4) for step in steps(course)]
     assert not caplog.text
+
+
+def bar(batches):
+    for batch in batches:
+        yield batch
+        assert batch, "shown"
+
+
+@pytest.mark.parametrize(
+    ("around", "said"),
+    [
+        (enumerate, "the count of enumerate begins anew"),
+        (lambda batches: enumerate(bar(batches)), "the count of enumerate begins anew"),
+        (lambda batches: bar(enumerate(batches)), "the count of enumerate begins anew"),
+        (
+            lambda batches: zip(batches, DataLoader([0, 1, 2])),
+            "the _SingleProcessDataLoaderIter in zip begins",
+        ),
+        (lambda batches: enumerate(batches, 2), ""),
+        (bar, ""),
+        (iter, ""),
+    ],
+)
+def test_what_counts_the_steps_or_is_read_beside_them_is_named_where_an_epoch_goes_on(caplog, around, said):
+    for done in (0, 2):
+        course = EpochLoop()
+        course.position.done, course.is_resumed = done, True
+        for _ in course.epochs(2):
+            for _ in around(EpochSteps(course.steps(read, lambda: None), STEPS)):
+                pass
+        assert len(caplog.records) == (done == 2 and said != "")
+    assert f"goes on at step 2 of epoch 0, and {said}" in caplog.text or not said
 
 
 def test_a_step_counts_as_done_once_its_backward_has_run():

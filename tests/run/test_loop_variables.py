@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from lockstep.data.keyed import encoded_state
 from lockstep.errors import ConfigError
@@ -291,6 +292,37 @@ def test_a_sum_that_a_stop_within_an_epoch_has_lost_is_named(caplog):
     assert "a_loop: total (0.0, was 4.0)" in record.getMessage()
     assert "a_loop: task.count (0, was 4)" in record.getMessage()
     assert "run.extra" in record.getMessage()
+
+
+def forever(loader):
+    while True:
+        yield from loader
+
+
+@pytest.mark.parametrize(
+    ("begin", "said"),
+    [
+        (iter, "pairs (after 0 batches, was after 2 batches)"),
+        (forever, "pairs (an iterator at its beginning, was an iterator)"),
+    ],
+)
+def test_an_iterator_that_the_loop_goes_on_to_read_is_named(caplog, begin, said):
+    """Such as a second data set's; the steps after the stop were given what it begins with, in silence."""
+
+    def loop(state, first=0, stop=None):
+        pairs = begin(DataLoader(list(range(8))))
+        state.begin_epoch()
+        state.begin_steps()
+        for step in range(first, STEPS):
+            next(pairs)
+            if step + 1 == stop:
+                stored.update(state.capture())
+
+    stored = {}
+    loop(LoopState(frozenset(), is_main=True), stop=2)
+    loop(resumed(stored, inside=True), first=2)
+    (record,) = caplog.records
+    assert said in record.getMessage()
 
 
 def test_after_an_epoch_only_what_is_carried_over_is_named(caplog):

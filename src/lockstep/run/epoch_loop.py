@@ -11,18 +11,22 @@ where a resumed run repeats it.
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
+import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from inspect import CO_GENERATOR
 from numbers import Integral
+from types import GeneratorType
 from typing import Any
 
 from lockstep.data.batch import Batch
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.run.loop_variables import LoopState
 from lockstep.runtime.events import NO_EVENTS, StepEvents
-from lockstep.text import plural
+from lockstep.text import plural, shorten
 
 logger = logging.getLogger(__name__)
 Read = Callable[[int, int], Iterator[Batch]]
@@ -83,6 +87,41 @@ class EpochSteps(Iterator[Batch]):
         self._steps.close()
 
 
+_MOST_AROUND = 6
+
+
+def begun_anew_beside(steps: Generator[Batch], done: int) -> list[str]:
+    """What counts the steps of an epoch, or is read together with them, and does not go on after the steps done.
+
+    ``enumerate`` and ``zip`` around ``run.batches`` are in no variable; what refers to the steps is looked for.
+    """
+    found: list[str] = []
+    inner = [steps, *_generators_around(steps)]
+    known = set(map(id, inner))
+    for _ in range(_MOST_AROUND):
+        around = [each for each in gc.get_referrers(*inner) if id(each) not in known]
+        inner = [each for each in around if isinstance(each, tuple | Iterator)]
+        known |= {id(around), id(inner), *map(id, inner)}
+        for each in inner:
+            if type(each) is enumerate and int(each.__reduce__()[1][1]) < done:
+                found.append("the count of enumerate")
+            elif type(each) is zip:
+                held = [one for one in gc.get_referents(*gc.get_referents(each)) if id(one) not in known]
+                found += [f"the {type(one).__name__} in zip" for one in held if isinstance(one, Iterator)]
+        if not inner:
+            break
+    return list(dict.fromkeys(found))
+
+
+def _generators_around(steps: Any) -> list[Any]:
+    """The generators that are running now and read the steps, as that of a progress bar; nothing refers to those."""
+    frames, frame = [], steps.gi_frame.f_back
+    while frame is not None and (frame.f_code.co_flags & CO_GENERATOR or frame.f_globals is globals()):
+        frames.append(frame)
+        frame = frame.f_back
+    return [each for each in gc.get_objects() if type(each) is GeneratorType and each.gi_frame in frames]
+
+
 class EpochLoop:
     """The loops of a run; callbacks are told where steps begin and end. Nothing here is collective."""
 
@@ -99,6 +138,7 @@ class EpochLoop:
         self.is_resumed = False
         """True where the position comes from a checkpoint, until the first loop over steps."""
         self._walk = self._epoch_loops = 0
+        self._walked: Callable[[], Generator[Batch] | None] = lambda: None
         self.in_epochs = False
         """True within a loop over epochs."""
         self._left_early = False
@@ -161,7 +201,9 @@ class EpochLoop:
         """The steps from where the run stands to the end of the epoch; ``after`` is called when one is over."""
         if self._variables is not None:
             self._variables.begin_steps()
-        return self._steps(read, after)
+        steps = self._steps(read, after)
+        self._walked = weakref.ref(steps)
+        return steps
 
     def _steps(self, read: Read, after: Callable[[], None]) -> Generator[Batch]:
         position = self.position
@@ -173,6 +215,7 @@ class EpochLoop:
                 "trains %s more than it would have: write for epoch in run.epochs(N).",
                 *(position.epoch + 1, plural(position.epoch, "epoch")),
             )
+        goes_on = self.is_resumed and position.done > 0
         self.is_resumed = False
         self._walk += 1
         walk = self._walk
@@ -184,6 +227,9 @@ class EpochLoop:
                 for call in self._events.step_begin:
                     call(batch)
                 self._key("batch", batch.plan.step)
+                if goes_on:
+                    goes_on = False
+                    self._tell_begun_anew(batch)
                 yield batch
                 self._require_newest(walk)
                 for call in self._events.step_end:
@@ -201,6 +247,16 @@ class EpochLoop:
         self._key("epoch end", position.epoch)
         if not self.in_epochs:
             self._next_epoch()
+
+    def _tell_begun_anew(self, batch: Batch) -> None:
+        steps, place = self._walked(), batch.plan.position
+        if steps is not None and (found := begun_anew_beside(steps, place)):
+            logger.warning(
+                "The run goes on at step %d of epoch %d, and %s begins anew there, so that what depends on it is not "
+                "what it would have been without the stop. The place of a step is batch.plan.position; to read data "
+                "sets together write run.batches((one, other)).",
+                *(place, batch.plan.epoch, shorten(found, 4)),
+            )
 
     def _end_steps(self) -> None:
         if self._variables is not None:

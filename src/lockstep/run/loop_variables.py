@@ -20,7 +20,8 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from types import FrameType, FunctionType
+from inspect import GEN_CREATED, getgeneratorstate
+from types import FrameType, FunctionType, GeneratorType
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from lockstep.core.fingerprint import sum_of_bits
 from lockstep.data.keyed import encoded_state, set_encoded_state
@@ -178,6 +180,11 @@ class Variables:
                 self._note(name, _digest(repr(state).encode()), value)
         elif issubclass(kind, nn.Module):
             self._module(value, name)
+        elif issubclass(kind, GeneratorType):
+            is_new = getgeneratorstate(value) == GEN_CREATED
+            self._note(name, "an iterator at its beginning" if is_new else "an iterator", value)
+        elif issubclass(kind, _BaseDataLoaderIter):
+            self._note(name, f"after {value._num_yielded} batches", value)
         elif depth >= _MOST_DEPTH:
             return
         elif issubclass(kind, FunctionType):
