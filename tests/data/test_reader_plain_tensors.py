@@ -4,7 +4,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from lockstep.core.plan import BatchShape, SamplePlan, Share
-from lockstep.data import Digits, PadCropFlip, StepLoader
+from lockstep.data import Digits, PadCropFlip, StepLoader, Weighted
 from lockstep.data.images.image_arrays import ImageArrays
 from lockstep.data.reader import SampleReader, plain_tensors, rows_independent
 
@@ -116,3 +116,10 @@ def test_micro_batches_that_are_read_together_begin_where_kernels_want_them(rows
         for part in batch.micro_batches:
             assert part.data[0].data_ptr() % 64 == 0
             assert torch.equal(part.data[0], dataset.tensors[0][part.indices])
+
+
+def test_tensors_on_another_device_are_read_there():
+    data = TensorDataset(torch.zeros(8, 3, device="meta"), torch.arange(8))
+    for each in (data, Weighted(data, [1.0] * 8)):
+        inputs, targets = SampleReader(each, seed=0).read(0, np.array([1, 5]))
+        assert inputs.device.type == "meta" and inputs.shape == (2, 3) and len(targets) == 2

@@ -1,11 +1,12 @@
 """Refusals of the handle, with their words."""
 
 import random
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from tests.run.jobs import GLOBAL_BATCH, begin, dataset, train_step
+from tests.run.jobs import GLOBAL_BATCH, begin, dataset, network, train_step
 from torch import nn
 
 import lockstep
@@ -392,3 +393,27 @@ def test_numbers_of_numpy_and_paths_of_the_home_folder_are_options(tmp_path, mon
     assert type(run.options.seed) is int and type(run.options.timeout) is float
     with pytest.raises(ConfigError, match="directory='' was given"):
         lockstep.init(global_batch=8, directory="")
+
+
+@pytest.mark.parametrize(
+    ("kind", "stepped", "said"),
+    [
+        (partial(torch.optim.SGD, momentum=0.9), True, "SGD had taken steps before run.prepare"),
+        (torch.optim.Adam, True, "Adam had taken steps"),
+        (torch.optim.Adagrad, True, "Adagrad had taken steps"),
+        (torch.optim.Adagrad, False, ""),
+        (torch.optim.Adam, False, ""),
+    ],
+)
+def test_a_run_that_the_script_continues_by_itself_is_told_that_it_begins_anew(caplog, kind, stepped, said):
+    """As after ``optimizer.load_state_dict(...)``: the first epochs' order came again, and nothing said so."""
+    model = network()
+    optimizer = kind(model.parameters(), lr=0.1)
+    if stepped:
+        model(torch.ones(2, 6)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    run = lockstep.init(global_batch=24, micro_batches=8)
+    run.prepare(model, optimizer)
+    run.close()
+    assert [said in record.getMessage() for record in caplog.records] == [True] * stepped

@@ -380,7 +380,7 @@ class SampleReader:
                 return self._read(keys)
         self._seen = [(tensor, tensor._version) for tensor in tensors] if self.rows_independent else []
         rows = torch.from_numpy(self._rows(keys))
-        return tuple(tensor.detach().index_select(0, rows) for tensor in tensors)
+        return tuple(tensor.detach().index_select(0, rows.to(tensor.device)) for tensor in tensors)
 
     def _read_whole(self, keys: SampleKeys) -> Any:
         get_batch = cast(Callable[[Indices, SampleKeys], Any], self._dataset.get_batch)

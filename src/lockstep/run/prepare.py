@@ -448,6 +448,21 @@ def _local_shard(name: str, value: Any, held: Tensor, parameter: Tensor, strateg
     return value if part is None else part.detach().to(held.device, copy=True).contiguous()
 
 
+def stepped_before(parts: Parts) -> list[str]:
+    """The optimizers and schedulers that have taken steps, as where the script continues a run by itself."""
+    schedulers = [each for each in parts.schedulers if getattr(each, "last_epoch", 0) > 1]
+    return [type(each).__name__ for each in (*filter(_has_stepped, parts.optimizers), *schedulers)]
+
+
+def _has_stepped(optimizer: Optimizer) -> bool:
+    """As far as its state says so; some optimizers begin with one."""
+    for state in optimizer.state.values():
+        steps = state.get("step", state.get("momentum_buffer") is not None) if isinstance(state, dict) else 0
+        if isinstance(steps, bool | int | float) or (isinstance(steps, Tensor) and steps.numel() == 1):
+            return bool(steps > 0)
+    return False
+
+
 def describe(
     options: RunOptions, session: RunSession, optimizers: Sequence[Optimizer], *, portable: bool
 ) -> Context:

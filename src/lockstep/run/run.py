@@ -31,10 +31,10 @@ from lockstep.run.epoch_loop import EpochLoop, EpochSteps, Position
 from lockstep.run.evaluation import Metric, SetMetric, evaluate_all, evaluation, predict
 from lockstep.run.loaders import LoaderCache, SkippedSamples, smallest_micro_batch
 from lockstep.run.optimizer_step import GradientState, PreparedOptimizer
-from lockstep.run.prepare import Parts, describe, prepare_model
+from lockstep.run.prepare import Parts, describe, prepare_model, stepped_before
 from lockstep.run.rehearsal import Rehearsals
 from lockstep.run.save import Writer
-from lockstep.run.session import RunSession, seed_generators, warn_if_unseeded
+from lockstep.run.session import RunSession, seed_generators, warn_if_begun, warn_if_unseeded
 from lockstep.run.shared_groups import SharedGroups
 from lockstep.run.state import PreparedRun, RunState
 from lockstep.run.step import (
@@ -139,6 +139,7 @@ class Run:
         if self._prepared is not None:
             raise ConfigError("run.prepare was called twice. Put several models into one nn.ModuleDict.")
         self._session.heartbeat.mark("prepare")
+        stepped = stepped_before(parts)
         if self.is_main:
             save.clean_up(self.options.directory)
             timeline.make_file(self.options)
@@ -181,6 +182,7 @@ class Run:
             self._agreed_data.resume(state.data)
         elif self.is_main:
             warn_if_unseeded(parts.model, self._unseeded)
+            warn_if_begun(stepped)
         if isinstance(self.strategy, IndependentStrategy):
             self._leave_process_group(self.strategy, state)
         if self.options.profile:

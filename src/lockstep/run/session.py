@@ -10,7 +10,7 @@ import os
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import TracebackType
@@ -96,6 +96,17 @@ def warn_if_unseeded(model: nn.Module, unseeded: WeakSet[nn.Module]) -> None:
             "The model was built before lockstep.init, and no seed decided its random numbers: the next run will begin "
             "with other weights, unless they are all loaded from a file. Build the model after "
             "lockstep.init(seed=...), or call torch.manual_seed(0) first."
+        )
+
+
+def warn_if_begun(stepped: Sequence[str]) -> None:
+    """Warns of optimizers and schedulers, by name, that have taken steps in a run that begins."""
+    if stepped:
+        logger.warning(
+            "%s had taken steps before run.prepare, and this run begins at epoch 0: the order of the samples, and all "
+            "that is drawn, are those of the first epochs. To continue a run write lockstep.init(..., directory=..., "
+            "resume='auto') and run.save(), which keep its place.",
+            " and ".join(stepped),
         )
 
 

@@ -86,7 +86,7 @@ class Wrapping(FinishAlias, Dataset[Any]):
 
     def _index_tensors(self, indices: Indices, keys: SampleKeys) -> Any:
         rows = torch.from_numpy(self.rows_of(indices))
-        return tuple(tensor.index_select(0, rows) for tensor in self._inner.tensors)
+        return tuple(tensor.index_select(0, rows.to(tensor.device)) for tensor in self._inner.tensors)
 
 
 def behind(dataset: Any, seed: int, epoch: int, places: Indices) -> tuple[Any, Indices]:
