@@ -41,6 +41,33 @@ def test_without_epochs_every_loop_is_the_next_epoch():
     assert seen == [(epoch, position) for epoch in range(2) for position in range(STEPS)]
 
 
+@pytest.mark.parametrize("in_epochs", [False, True])
+def test_a_loop_that_would_have_no_step_since_the_one_before_left_the_last_is_refused(in_epochs):
+    """``next(iter(run.batches(data)))`` ended in StopIteration, and each other loop with a break trained nothing."""
+    course = EpochLoop()
+
+    def leave(position):
+        for _, each in steps(course):
+            course.backward_passes += 1
+            if each == position:
+                return
+
+    for _ in course.epochs(1) if in_epochs else range(1):
+        leave(1)
+        leave(2)  # goes on there
+        with pytest.raises(ConfigError, match="called again in epoch 0, whose steps are all done"):
+            leave(0)
+    if in_epochs:
+        return
+    course = EpochLoop()
+    for _ in course.epochs(2):
+        leave(2)
+        break
+    assert [list(steps(course)) for _ in course.epochs(1)] == [
+        []
+    ]  # what follows the steps is still to be done
+
+
 @pytest.mark.parametrize(("epoch", "warnings"), [(0, 0), (2, 1)])
 def test_a_loop_of_its_own_is_warned_where_it_was_resumed_after_an_epoch(caplog, epoch, warnings):
     """``for epoch in range(3)`` trains three more epochs then."""

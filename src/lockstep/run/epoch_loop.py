@@ -142,6 +142,8 @@ class EpochLoop:
         self.in_epochs = False
         """True within a loop over epochs."""
         self._left_early = False
+        self._is_rest = False
+        """True where the loop before was left early, so that the next one goes on there, if no epoch begins before."""
         self._last_epoch = self._finished_epoch = self._last_place = -1
         self._back: Position | None = None
 
@@ -174,6 +176,7 @@ class EpochLoop:
                 self._key("epoch", self.position.epoch)
                 if self._variables is not None:
                     self._variables.begin_epoch()
+                self._is_rest = False
                 yield self.position.epoch
                 if newest != self._epoch_loops:
                     raise ConfigError(
@@ -216,13 +219,14 @@ class EpochLoop:
                 *(position.epoch + 1, plural(position.epoch, "epoch")),
             )
         goes_on = self.is_resumed and position.done > 0
-        self.is_resumed = False
+        self.is_resumed, is_rest, self._is_rest = False, self._is_rest, False
         self._walk += 1
         walk = self._walk
         position.inside, self._left_early, self._back = True, False, None
         try:
             for batch in read(position.epoch, position.done):
                 self._require_newest(walk)
+                is_rest = False
                 self._current, self.backward_passes = batch, 0
                 for call in self._events.step_begin:
                     call(batch)
@@ -241,6 +245,8 @@ class EpochLoop:
                 self._leave_early()
                 self._end_steps()
             raise
+        if is_rest:
+            raise self._all_steps_done()
         self._end_steps()
         self._back = replace(position, inside=True)
         position.inside, self._finished_epoch = False, position.epoch
@@ -312,19 +318,29 @@ class EpochLoop:
     def _next_epoch(self) -> None:
         position = self.position
         position.epoch, position.done, position.inside = position.epoch + 1, 0, False
-        self._left_early = False
+        self._left_early = self._is_rest = False
 
     def _leave_early(self) -> None:
         self.count_step()
+        self._is_rest = True
         if self.in_epochs:
             self.position.inside, self._left_early = False, True
 
     def _require_first_pass(self) -> None:
         if self.in_epochs and self._finished_epoch == self.position.epoch:
-            raise ConfigError(
-                f"run.batches was called again in epoch {self.position.epoch}, whose steps are all done. Call it once "
-                "per epoch; join several data sets with torch.utils.data.ConcatDataset."
-            )
+            raise self._all_steps_done()
+
+    def _all_steps_done(self) -> ConfigError:
+        remedy = (
+            "Call it once per epoch; join several data sets with torch.utils.data.ConcatDataset."
+            if self.in_epochs
+            else "The loop before was left at the last step, by break or as next(iter(run.batches(data))) does, which "
+            "does not end an epoch. Let the loop end by itself, as (batch,) = run.batches(data) does with a single "
+            "step, or loop over run.epochs(N), where break ends an epoch."
+        )
+        return ConfigError(
+            f"run.batches was called again in epoch {self.position.epoch}, whose steps are all done. {remedy}"
+        )
 
     def _require_newest(self, walk: int) -> None:
         if walk != self._walk:
