@@ -390,7 +390,7 @@ def describe(report: AuditReport) -> str:
 
 
 _NAMESPACE = "lockstep-audit"
-"""What a signature is for, so that one of another file's cannot stand here."""
+"""The purpose of a signature, so that one of another file's cannot stand here."""
 
 
 def sign(folder: Path, key: Path) -> Path:

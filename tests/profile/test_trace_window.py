@@ -15,11 +15,3 @@ def test_a_window_is_where_it_begins_and_how_many_steps_it_holds():
 def test_anything_else_is_refused_with_an_example(text):
     with pytest.raises(ConfigError, match=r"not a range of steps. Use FIRST:COUNT, for example 10:5"):
         ProfileWindow.parse(text)
-
-
-def test_words_that_have_the_form_are_known():
-    assert (
-        ProfileWindow.matches("0:5")
-        and not ProfileWindow.matches("digits")
-        and not ProfileWindow.matches("--devices")
-    )

@@ -228,7 +228,7 @@ class JoinedRows(Tensor):
 _OF_SHAPE: frozenset[Any] = frozenset(
     {Tensor.shape, Tensor.dtype, Tensor.ndim, Tensor.nbytes, Tensor.dim, Tensor.numel, Tensor.size}
 )
-"""What a tensor without values answers as well."""
+"""The attributes that a tensor without values has as well."""
 
 
 MANIFEST = "manifest.json"

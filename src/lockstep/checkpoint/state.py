@@ -57,7 +57,7 @@ def tensor_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def encoded_extra_states(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, JSON]:
-    """What ``get_extra_state`` gives of each module that has its own, by name, as JSON; tensors go into ``tensors``.
+    """The extra state of each module that has its own, by name, as JSON; tensors go into ``tensors``.
 
     ``ConfigError`` for what a checkpoint cannot hold.
     """

@@ -155,7 +155,7 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _differences(jobs: Mapping[str, Start]) -> dict[str, list[tuple[str, ...]]]:
-    """What differs between the last starts of runs, as tables by their titles."""
+    """The differences between the last starts of runs, as tables by their titles."""
     from lockstep.job.run_folder import conditions_that_differ, decides_result, settings_that_differ
 
     head, *settings = settings_that_differ(jobs)

@@ -101,7 +101,7 @@ def manifest(arguments: argparse.Namespace) -> str:
 
 
 class _Pods:
-    """What all pods of a run have in common, from checked arguments."""
+    """The settings that all pods of a run share, from checked arguments."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         _check(arguments)
@@ -155,7 +155,7 @@ class _Pods:
 
     @property
     def container_security(self) -> Table:
-        """What the container may not do."""
+        """The restrictions on the container."""
         return {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 
     def template(self, container: Table, **more: Any) -> Table:
@@ -262,7 +262,7 @@ def _train_job(pods: _Pods) -> list[Table]:
 
 
 def _patch(pods: _Pods) -> Table:
-    """What Kubeflow lets a TrainJob change in a runtime of the cluster: neither probes nor the grace period."""
+    """Changes that Kubeflow lets a TrainJob make in a runtime of the cluster: neither probes nor the grace period."""
     container = {"name": _CONTAINER, "volumeMounts": pods.mounts, "securityContext": pods.container_security}
     specification = {"volumes": pods.volumes, "containers": [container], "securityContext": pods.security}
     template = {"metadata": {"labels": pods.labels}, "spec": specification}

@@ -61,7 +61,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _ask(question: str, default: str) -> str:
-    """What is typed, or the default where nothing is."""
+    """Returns what is typed, or the default where nothing is."""
     shown = f"{question} [{default}] " if default else f"{question} "
     with suppress(EOFError):
         return input(shown).strip() or default

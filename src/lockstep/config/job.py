@@ -72,7 +72,7 @@ class ParametersConfig(CheckedOptions):
     """Table ``[parameters]``: settings of the optimizer that are not the same for all parameters."""
 
     decay: str = field(default="all", metadata={"check": one_of("all", "matrices")})
-    """What weight decay applies to: all parameters, or matrices, which leaves out biases and the weights of norms."""
+    """The parameters with weight decay: all, or matrices, which leaves out biases and the weights of norms."""
     layer_decay: float | None = field(default=None, metadata={"check": more_than(0)})
     """Factor on the learning rate from each block of the model to the one before it; none: 1."""
     groups: tuple[ParameterSettings, ...] = ()

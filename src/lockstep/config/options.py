@@ -165,7 +165,7 @@ _ELSEWHERE = {
     "gradient_accumulation_steps": " Give a larger global_batch, and more micro_batches.",
     **dict.fromkeys(("amp", "fp16", "bf16", "mixed_precision"), " Give precision='bf16' or 'fp16'."),
 }
-"""What is said of options that other libraries have."""
+"""The advice on options that other libraries have."""
 
 
 def _read(name: str, value: Any) -> Any:

@@ -120,7 +120,7 @@ def job_problems(job: JobConfig, machine: AvailableDevices | None = None) -> lis
 
 
 def _of_job(rule: SettingsRule[JobConfig], job: JobConfig, machine: AvailableDevices) -> Iterator[str]:
-    """What a rule yields; of a file or folder that it may not look at, that."""
+    """The problems that a rule yields; of a file or folder that it may not look at, that."""
     try:
         yield from rule.problems(job, machine)
     except OSError as error:

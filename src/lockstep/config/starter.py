@@ -46,7 +46,7 @@ _WINDOW = 64
 
 @dataclass(frozen=True, kw_only=True)
 class DataSummary:
-    """What the data is, and what was chosen for it."""
+    """The kind of the data, and what was chosen for it."""
 
     data: Path
     """Absolute."""
@@ -58,7 +58,7 @@ class DataSummary:
     outputs: int
     """Classes, or numbers, that the model gives."""
     values: dict[str, Any]
-    """What the texts name, beside the fields above."""
+    """The names in the texts, beside the fields above."""
     remarks: tuple[str, ...]
     """Sentences on what was found, and what was left out."""
 
@@ -74,7 +74,7 @@ class DataSummary:
 
 
 def kind_of(data: Path) -> str:
-    """What some data looks like. Raises ``ConfigError`` where it looks like nothing that is known."""
+    """The kind that some data looks like. Raises ``ConfigError`` where it looks like nothing that is known."""
     if not data.exists():
         raise ConfigError(f"There is no file or folder '{data}'.")
     suffix = data.suffix.lower()

@@ -229,7 +229,7 @@ def loss_fn(output, target):
 ''',
     "tensors": _TENSORS + _DIVIDED + _BOTH + _PERCEPTRON,
 }
-"""What the script of each kind of data has after its head."""
+"""The script of each kind of data after its head."""
 
 SCRIPT_LOOP = '''
 

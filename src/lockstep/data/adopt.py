@@ -115,7 +115,7 @@ class Stream(Dataset[Any]):
         self._as_given = plain_state(dataset)
         self._has_length = samples is None
         self.is_compared = False
-        """Whether its first samples were read twice and compared, or is not to be."""
+        """True if its first samples were read twice and compared, or are not to be."""
 
     def __len__(self) -> int:
         return self.samples
@@ -368,7 +368,7 @@ def _adopt_loader(loader: DataLoader[Any]) -> Source:
 
 
 def _left_out(loader: DataLoader[Any], generator: torch.Generator | None) -> tuple[str, ...]:
-    """What a DataLoader has or does and a run does not use, in sentences."""
+    """The properties of a DataLoader that a run does not use, in sentences."""
     found = []
     for name in ("__iter__", "_get_iterator"):
         owner = next(kind for kind in type(loader).__mro__ if name in vars(kind))

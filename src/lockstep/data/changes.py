@@ -63,7 +63,7 @@ _Note = tuple[Any, ...]
 
 
 class Notes:
-    """What a data set, or a loader of one, consists of now: plain values, and which objects hold them.
+    """The contents of a data set, or of a loader of one, now: plain values, and which objects hold them.
 
     So it is noted of what its functions read beside their arguments: variables of their module, and of functions
     around them.
@@ -118,7 +118,7 @@ def choices(dataset: Any) -> dict[str, str]:
 
 
 def _noted(value: Any) -> tuple[_Note, bool]:
-    """What is noted of a value beside its identity, of a plain one itself; False where more of it can change.
+    """The note on a value beside its identity, of a plain one itself; False where more of it can change.
 
     Its parts are noted on their own.
     """
@@ -155,7 +155,7 @@ def _frozen(value: Any) -> Any:
 
 
 def _parts(value: Any) -> Iterator[Any]:
-    """What an object holds that a loader reads by."""
+    """The values of an object that a loader reads by."""
     if isinstance(value, DataLoader):
         yield from (value.dataset, value.sampler, value.collate_fn)
     elif isinstance(value, Mapping):
@@ -190,7 +190,7 @@ def _is_users(function: Any) -> bool:
 
 
 def _read_by(function: FunctionType) -> Iterator[Any]:
-    """What a function of the user's reads beside its arguments: values, containers and further functions."""
+    """Everything that a function of the user's reads beside its arguments: values, containers and further functions."""
     if not _is_users(function):
         return
     codes, found = [function.__code__], []

@@ -92,7 +92,7 @@ def uncollatable(names: Sequence[str], samples: Sequence[Any], place: str = "") 
 
 
 def _form(value: Any) -> str:
-    """What has to be equal in all samples of a batch."""
+    """The form that has to be equal in all samples of a batch."""
     if isinstance(value, torch.Tensor | np.ndarray):
         return f"of shape {tuple(value.shape)}"
     if isinstance(value, _NUMBERS):

@@ -23,7 +23,7 @@ from lockstep.errors import RankError, StallError
 from lockstep.runtime.stack_dump import Mark, stack_marker
 
 _PIECE_BYTES = 1 << 20
-"""What a rank gives at once, a multiple of the size of every number type."""
+"""The bytes that a rank gives at once, a multiple of the size of every number type."""
 
 
 Counts = Sequence[Sequence[int]]
@@ -42,7 +42,7 @@ class RankExchange(Protocol):
         """The rows of all ranks, shape (ranks, n), from one of shape (n,)."""
 
     def all_to_all(self, rows: Tensor) -> Tensor:
-        """What each rank has for this one, from what this one has for each; both of shape (ranks, n)."""
+        """Returns what each rank has for this one, from what this one has for each; both of shape (ranks, n)."""
 
     def gather_parts(self, own: Sequence[Tensor], places: Sequence[Sequence[Tensor]], counts: Counts) -> None:
         """Writes what each rank has into ``places[rank]``, without a copy of all of it in between.
@@ -54,7 +54,7 @@ class RankExchange(Protocol):
         """
 
     def exchange_parts(self, parts: Sequence[Sequence[Tensor]], counts: Counts) -> Tensor:
-        """What each rank has for this one, one part after another, shape (ranks, sum of this one's lengths).
+        """Returns what each rank has for this one, one part after another, shape (ranks, sum of this one's lengths).
 
         Args:
             parts: what this rank has for each, flat tensors of one number type.

@@ -44,7 +44,7 @@ _MOST_CLASSES = 40
 
 @dataclass(frozen=True)
 class Answers:
-    """What the model says of the validation data, computed again."""
+    """The model's answers for the validation data, computed again."""
 
     classes: tuple[str, ...]
     names: tuple[str, ...]
@@ -157,7 +157,7 @@ def _note(sentence: str) -> str:
 
 
 def _failure(folder: Path) -> list[str]:
-    """What the launcher said of the last start, where that failed."""
+    """The launcher's report of the last start, where that failed."""
     report = folder / "ranks" / "report.txt"
     if not report.is_file():
         return []

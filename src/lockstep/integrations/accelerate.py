@@ -90,7 +90,7 @@ class Accelerator:
         self.process_index, self.local_process_index = world.rank, world.local_rank
         self.is_main_process, self.is_local_main_process = self.run.is_main, world.local_rank == 0
         self.num_processes = 1
-        """What a script multiplies its batch, its learning rate or the length of its schedule with: all that is for
+        """The number that a script multiplies its batch, learning rate or length of its schedule with: all that is for
         all processes together already. Their number is ``accelerator.run.world.world_size``."""
         self.passes: OwnPasses | None = None
         """Of the current step of training."""

@@ -1,4 +1,4 @@
-"""What ``Accelerator.prepare`` returns: DataLoaders, optimizers, schedulers that follow the micro-batches of a step."""
+"""The results of ``Accelerator.prepare``: DataLoaders, optimizers, schedulers that follow a step's micro-batches."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Batches:
     def __init__(self, loader: DataLoader[Any], accelerator: Accelerator) -> None:
         self.loader, self._accelerator = loader, accelerator
         self._is_evaluated: bool | None = None
-        """Whether the last loop over it was an evaluation; None before the first."""
+        """True if the last loop over it was an evaluation; None before the first."""
 
     def _evaluates(self) -> bool:
         return not (self._accelerator.model.training and torch.is_grad_enabled())

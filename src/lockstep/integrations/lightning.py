@@ -311,7 +311,7 @@ class LightningTrainer:
         micro_batches: tuple[MicroBatch, ...],
         values: Values,
     ) -> dict[str, str]:
-        """What is no mean over samples of what a step has logged here for the first time, for these micro-batches."""
+        """The values that are no means over samples, of those that a step has logged here for the first time."""
         run, known = self.run, self._checked.setdefault(step, set())
         new = {name for _, entries in values.values() for name in entries} - known
         compute = run.require_prepared().compute

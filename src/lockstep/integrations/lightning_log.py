@@ -1,4 +1,4 @@
-"""What a ``LightningModule`` logs: taken from ``self.log``, averaged over micro-batches, steps and epochs.
+"""The log of a ``LightningModule``: taken from ``self.log``, averaged over micro-batches, steps and epochs.
 
 self.log(name, value) in a step of a micro-batch -> ModuleLog -> {name: Logged}, one dict for each micro-batch
 gather_rows: of all processes, once for each step or evaluation -> Averages, the same on every one
@@ -106,7 +106,7 @@ class ModuleLog:
         self._entries.pop(threading.get_ident(), None)
 
     def end(self) -> dict[str, Logged]:
-        """What this thread has logged since ``begin``."""
+        """The values that this thread has logged since ``begin``."""
         return self._entries.pop(threading.get_ident(), {})
 
 
@@ -203,7 +203,7 @@ def gathered(
 def unequal_means(
     logged: Callable[[slice], Mapping[str, Logged]], samples: int, most: float
 ) -> dict[str, str]:
-    """What the logged values are that are no means over samples, by name.
+    """The kinds of the logged values that are no means over samples, by name.
 
     Args:
         logged: what a step logs for some of the rows of a micro-batch.

@@ -192,7 +192,7 @@ def _call(function: Callable[..., Any], config: dict[str, Any] | None) -> Any:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """What Ray's controller failed with."""
+    """The error that Ray's controller failed with."""
     while isinstance(error, ControllerError):
         error = error.controller_failure
     return error
@@ -299,7 +299,7 @@ def _look_for_stall(limit: float) -> list[dict[str, Any]]:
 
 
 def _snapshots(workers: Sequence[Any], limit: float) -> list[dict[str, Any]]:
-    """What the first worker of a node says that answers; nothing if none does."""
+    """The answer of the first worker of a node that gives one; nothing if none does."""
     for worker in workers:
         with suppress(GetTimeoutError, RayError):
             found: list[dict[str, Any]] = ray.get(
@@ -318,7 +318,7 @@ class LockstepBackendConfig(BackendConfig):  # type: ignore[misc]
 
     @property
     def backend_cls(self) -> type[Backend]:
-        """What makes ranks of the workers."""
+        """The class that makes ranks of the workers."""
         return LockstepBackend
 
 

@@ -48,7 +48,7 @@ RANKS = "ranks"
 
 
 class WorkerFailure(Exception):
-    """What ends a worker, in a form that Ray can send: its error record, or why it stopped."""
+    """The end of a worker, in a form that Ray can send: its error record, or why it stopped."""
 
     def __init__(self, record: dict[str, Any] | None, stopped: int = 0) -> None:
         super().__init__(record, stopped)

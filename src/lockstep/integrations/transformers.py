@@ -128,7 +128,7 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
         self._loader: DataLoader[Any] | None = None
         self._has_trained = False
         self._divides_by_items: bool | None = None
-        """Whether the loss is a sum divided by the number of tokens that it is given; None before it was tried."""
+        """True if the loss is a sum divided by the number of tokens that it is given; None before it was tried."""
 
     def train(self, resume_from_checkpoint: Any = None, **named: Any) -> Any:
         """Trains up to ``num_train_epochs`` or ``max_steps``; goes on where the run was resumed. Collective.
@@ -287,7 +287,7 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
 
     @property
     def _steps_by_metric(self) -> bool:
-        """Whether the scheduler steps after an evaluation, as ``ReduceLROnPlateau`` does."""
+        """True if the scheduler steps after an evaluation, as ``ReduceLROnPlateau`` does."""
         return "metrics" in inspect.signature(self.lr_scheduler.step).parameters
 
     def _backward(self, batch: Any) -> Tensor:
@@ -319,7 +319,7 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
         return {f"{type(one).__name__} {place}": one for place, one in enumerate(each)}
 
     def kept(self) -> dict[str, Any]:
-        """What a checkpoint of the run holds for the Trainer, as JSON."""
+        """The part of a checkpoint of the run that is for the Trainer, as JSON."""
         return {
             "state": {name: getattr(self.state, name) for name in _KEPT},
             "losses": [float(each) for each in self._losses],

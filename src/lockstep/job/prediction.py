@@ -88,7 +88,7 @@ def has_gone_on(folder: Path) -> bool:
 
 
 def read_outcome(folder: Path) -> dict[str, Any]:
-    """What a run wrote when it ended; empty where it has not."""
+    """The record that a run wrote when it ended; empty where it has not."""
     path = folder / OUTCOME
     return dict(json.loads(path.read_bytes())) if path.is_file() else {}
 

@@ -1,4 +1,4 @@
-"""What a model or a function keeps from one call to the next, beside parameters and registered buffers.
+"""The state that a model or a function keeps from one call to the next, beside parameters and registered buffers.
 
     model      attributes of its modules, and of the objects that they hold
     function   variables of its closure, globals it names, defaults and attributes; of a method, its object's attributes
@@ -78,7 +78,7 @@ _MOST_CHARACTERS, _MOST_BITS = 60, 1 << 10
 
 
 class Kind(Enum):
-    """What a value is, as far as it matters for what its change means."""
+    """The kind of a value, as far as it matters for what its change means."""
 
     NUMBER = "number"
     GENERATOR = "generator"
@@ -92,7 +92,7 @@ name of the function, and its own."""
 
 
 class Snapshot:
-    """What is kept by the given objects now.
+    """The state that the given objects keep now.
 
     Args:
         roots: modules and functions by the words that messages call them by; "" for a model, whose modules then have
@@ -105,7 +105,7 @@ class Snapshot:
         self, roots: Mapping[str, Any], known: Iterable[Tensor] = (), *, restorable: bool = True
     ) -> None:
         self.texts: dict[str, str] = {}
-        """What stands at each place, as text that is equal where values are."""
+        """The value at each place, as text that is equal where values are."""
         self.kinds: dict[str, Kind] = {}
         self.places: dict[Place, tuple[str, Any]] = {}
         """The name and the value of each attribute, entry and variable that was found."""

@@ -93,7 +93,7 @@ class InitialValues:
         self._memory: dict[int, torch.UntypedStorage] = {}
         """Keeps the memory's identity from being used again."""
         self._built: dict[int, tuple[Tensor, int]] = {}
-        """What had no values when the context ended, by id, and how often each had been changed by then."""
+        """The tensors that had no values when the context ended, by id, and how often each had been changed by then."""
 
     @contextmanager
     def recording(self) -> Iterator[None]:

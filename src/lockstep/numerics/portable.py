@@ -57,7 +57,7 @@ def make_portable(options: RunOptions, world: World, device: torch.device) -> bo
 
 
 def _obstacle(options: RunOptions, device: torch.device, environment: Mapping[str, str]) -> str:
-    """What stands against portable bits in this process, and what to do; empty if nothing does."""
+    """The obstacle to portable bits in this process, and the remedy; empty if there is none."""
     machine, level = platform.machine(), torch.backends.cpu.get_cpu_capability()
     if device.type != "cpu":
         return f"is for CPUs, and this run is on {device}. Train with --devices cpu:N, or without it."
@@ -124,7 +124,7 @@ _FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "acos": _by_arc_tangent(lambda x: (_cathetus(x), x)),
     "atan": _by_arc_tangent(lambda x: (x, torch.ones_like(x))),
 }
-"""What fills ``out``, of the type and shape of ``values``."""
+"""A function that fills ``out``, of the type and shape of ``values``."""
 
 
 def _cathetus(hypotenuse: Tensor) -> Tensor:

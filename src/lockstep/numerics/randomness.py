@@ -341,7 +341,7 @@ _OF_A_MICRO_BATCH = (
     *("_frames", "_calls", "_entered", "_where", "_interrupted"),
     *("_outermost_seed", "_phase", "_replays"),
 )
-"""What ``KeyedRandomness`` notes of the micro-batch that is under way."""
+"""The attributes in which ``KeyedRandomness`` notes the micro-batch that is under way."""
 
 
 class OwnHook:

@@ -132,11 +132,6 @@ class ProfileWindow:
     first: int
     count: int
 
-    @staticmethod
-    def matches(text: str) -> bool:
-        """True if the text has the form of a window."""
-        return _FORM.fullmatch(text) is not None
-
     @classmethod
     def parse(cls, text: str) -> ProfileWindow:
         """Reads ``FIRST:COUNT``, such as ``10:5``.

@@ -1,4 +1,4 @@
-"""What optimizers and modules keep in attributes, which no ``state_dict()`` has. Checkpoints hold what is plain there:
+"""The values that optimizers and modules keep in attributes, beside ``state_dict()``. Checkpoints hold the plain ones:
 
 numbers, texts, lists, tuples, deques and dicts of such, and the states of generators; of modules also small tensors.
 """
@@ -55,7 +55,7 @@ def decoded(attributes: Mapping[str, str]) -> dict[str, bool | int | float]:
 
 
 class Attributes:
-    """What optimizers and modules keep in attributes, beside what they kept when this was made.
+    """The values that optimizers and modules keep in attributes, beside what they kept when this was made.
 
     Args:
         optimizers: the user's own.
@@ -67,7 +67,7 @@ class Attributes:
         self._first = self._held()
 
     def changed(self, group: dist.ProcessGroup | None, device: torch.device) -> dict[str, Any]:
-        """What has changed since, as texts by holder and attribute. Collective.
+        """The values that have changed since, as texts by holder and attribute. Collective.
 
         Args:
             group: of processes that hold different parts; None where this one has all.
@@ -99,7 +99,7 @@ class Attributes:
                     set_encoded_state(vars(holder)[key], json.loads(state))
 
     def _holders(self) -> dict[str, Any]:
-        """What may keep values as attributes, which no ``state_dict`` has."""
+        """The objects that may keep values as attributes, which no ``state_dict`` has."""
         optimizers = {f"optimizer {number}": each for number, each in enumerate(self._optimizers)}
         return optimizers | {f"module {name}": each for name, each in self._model.named_modules()}
 

@@ -1,4 +1,4 @@
-"""What code tells of variables: which of them it reads before it sets them, and what it changes.
+"""Facts about variables from code: which of them it reads before it sets them, and what it changes.
 
 beta = 0.1 * step          sets beta
 data.labels[7] = 1         changes labels
@@ -172,7 +172,7 @@ def _set_by_inner(code: CodeType) -> frozenset[str]:
 
 
 class _Effects(NamedTuple):
-    """What one instruction does."""
+    """The effect of one instruction."""
 
     offset: int
     changes: frozenset[str]

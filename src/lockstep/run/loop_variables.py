@@ -1,4 +1,4 @@
-"""What the user's own loop keeps in variables, which no checkpoint holds.
+"""The state that the user's own loop keeps in variables, which no checkpoint holds.
 
     frames of the user's code,      main         rng, step, history, ema, ...
     the outermost first             Task.train   self.best, ...
@@ -85,13 +85,13 @@ class Variables:
     with_values: set[str] = field(default_factory=set)
     """Tensors, arrays, modules, and lists of many plain values."""
     of_data: set[str] = field(default_factory=set)
-    """What data sets hold."""
+    """Those that data sets hold."""
     local: set[str] = field(default_factory=set)
     """Variables of the frames. Of attributes and globals no code tells whether they are set before they are read."""
     read: set[str] = field(default_factory=set)
     """Those of them that are read before they are set, as their code tells."""
     live: set[str] = field(default_factory=set)
-    """What the frames will read before they set it anew, as far as code tells that."""
+    """Those that the frames will read before they set them anew, as far as code tells that."""
     renewed: set[str] = field(default_factory=set)
     """See ``renew_floats``."""
     _is_live: bool = True
@@ -298,7 +298,7 @@ def _digest(content: bytes) -> str:
 
 
 class LoopState:
-    """What the loop keeps, over a stop and a resume.
+    """The state that the loop keeps, over a stop and a resume.
 
     Args:
         known: the ids of objects that checkpoints hold.
@@ -320,13 +320,13 @@ class LoopState:
         self._at_end: dict[str, str] = {}
         """The texts when the steps of the last epoch had ended; those after evaluations of what these have changed."""
         self._set_between: set[str] = set()
-        """What data sets hold and the loop has changed between two epochs."""
+        """Those that data sets hold and the loop has changed between two epochs."""
         self._stored: Mapping[str, Any] = {}
         self._inside = self._in_epochs = False
         self._resumed: tuple[Variables, dict[str, str], dict[FrameType, int]] | None = None
-        """What a resumed run has where its first epoch begins, the states of tensors, and where its frames are."""
+        """The values of a resumed run where its first epoch begins, the states of tensors, and where its frames are."""
         self._untouched: set[str] = set()
-        """What the loop's own code has not set since then."""
+        """Those that the loop's own code has not set since then."""
         self._generators: dict[str, Any] = {}
         """Those that there were when the steps of the current epoch began."""
         self._walks = 0
@@ -463,7 +463,7 @@ class LoopState:
         return self._inside or is_carried or (not self._in_epochs and name not in self._stored["plain"])
 
     def _untouched_in(self, found: Variables) -> set[str]:
-        """What the loop's own code has not set since this epoch began, as far as objects and that code tell it."""
+        """Those that the loop's own code has not set since the epoch began, as far as objects and that code tell it."""
         assert self._resumed is not None
         was, states, frames = self._resumed
         changed, names = changed_since(frames), set()
@@ -484,7 +484,7 @@ class LoopState:
         return first is not None and (name in found.with_values or first != found.texts[name])
 
     def capture(self) -> dict[str, Any]:
-        """What a checkpoint holds of the loop; called from within it."""
+        """The part of a checkpoint that is of the loop; called from within it."""
         if not self._start:
             return {}
         found = Variables.of_loop(self._known)

@@ -242,7 +242,7 @@ class PreparedModel:
     parameters: dict[str, nn.Parameter]
     """As the user sees them between steps, without values where this process has none."""
     averages: Mapping[int, PreparedAverage]
-    """What stands for the user's averages of a model that no process holds whole, by the id of each."""
+    """The stand-ins for the user's averages of a model that no process holds whole, by the id of each."""
 
     def require_own_parameters(self) -> None:
         """Raises ``ConfigError`` naming a parameter that was put into the model, or taken out, after ``prepare``."""

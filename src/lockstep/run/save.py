@@ -45,7 +45,7 @@ _TIMEOUT = timedelta(hours=2)
 
 
 class Resumption:
-    """Whether a resumed run does what the loop has done since the last save, once: neither never nor again.
+    """A check that a resumed run does what the loop has done since the last save, once: neither never nor again.
 
     save in the body of the loop over steps    the rest of that body is not repeated: compared at its end
     save after the steps                       the rest of the epoch is not repeated: compared at its end
@@ -132,7 +132,7 @@ class Resumption:
 
 
 def _held(run: RunState, loop: EpochLoop) -> dict[str, str]:
-    """What a loop changes after a step, as texts by the words for it."""
+    """Texts of what a loop changes after a step, by the words for it."""
     parts = run.parts
     beside = [parameter._version for module in parts.modules for parameter in module.parameters()]
     found = {
@@ -160,7 +160,7 @@ def _parameters(run: RunState) -> dict[str, str]:
 
 
 def _set(run: RunState) -> dict[str, str]:
-    """What a loop sets at the start of an epoch, as texts by the words for it; empty where that cannot be compared."""
+    """Texts of what a loop sets at the start of an epoch, by the words for it; empty where that cannot be compared."""
     parts, model = run.parts, run.model.module
     modes = str([name for name, each in model.named_modules() if not each.training])
     found = {

@@ -20,7 +20,7 @@ from lockstep.strategies.optimizer_trial import Unit, refused_optimizer, try_opt
 
 
 class SharedGroups:
-    """What the wrapper of an optimizer shows and takes.
+    """The groups and the state that the wrapper of an optimizer shows and takes.
 
     Args:
         optimizer: the user's, which holds parts.

@@ -252,7 +252,7 @@ class RunState:
         return frozenset(map(id, [*modules, *tensors, *optimizers, *self.parts.schedulers]))
 
     def _unsaved(self) -> list[str]:
-        """What optimizers have changed and no ``state_dict()`` has; warns once. Collective."""
+        """The values that optimizers have changed and no ``state_dict()`` has; warns once. Collective."""
         mine = [
             f"{name} of {type(optimizer).__name__}"
             for optimizer, first in zip(self.parts.optimizers, self._first_unsaved)

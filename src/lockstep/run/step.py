@@ -165,7 +165,7 @@ def exact(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def code_of(function: Any) -> Any:
-    """What is the same for every function that a line of code makes, such as a lambda in a loop."""
+    """The code that is the same for every function that a line of code makes, such as a lambda in a loop."""
     function = getattr(function, "func", function)
     return getattr(function, "__code__", type(function))
 
@@ -394,7 +394,7 @@ class StepCompute:
         return self.compute.autocast()
 
     def value(self, output: Any, target: Any) -> Any:
-        """What the user's loss gives; its errors are explained."""
+        """Returns what the user's loss gives; its errors are explained."""
         try:
             return self.function(output, target)
         except Exception as error:
@@ -450,7 +450,7 @@ class _SentFlags:
         self._copied = current_stream(flags.device).record_event()
 
     def read(self) -> list[float]:
-        """Whether each was finite, and the stop code of the last; waits where a device is far behind."""
+        """Returns for each whether it was finite, and the stop code of the last; waits where a device is far behind."""
         if not self._copied.query():
             self._copied.synchronize()
         found: list[float] = self._host.tolist()

@@ -215,7 +215,7 @@ def _arguments(error: BaseException, codes: Sequence[Any]) -> tuple[Any, Any] | 
 
 
 def _wrong_classes(output: Any, target: Any) -> str:
-    """What is wrong with the arguments of a loss of classes; empty where that is not known."""
+    """The fault in the arguments of a loss of classes; empty where it is not known."""
     if not isinstance(output, Tensor):
         return _no_output(output, "cross_entropy")
     if not isinstance(target, Tensor):
@@ -248,7 +248,7 @@ def _wrong_classes(output: Any, target: Any) -> str:
 
 
 def _wrong_probabilities(output: Any, target: Any) -> str:
-    """What is wrong with the arguments of a binary loss; empty where that is not known."""
+    """The fault in the arguments of a binary loss; empty where it is not known."""
     if not isinstance(output, Tensor):
         return _no_output(output, "binary_cross_entropy_with_logits")
     if not isinstance(target, Tensor):

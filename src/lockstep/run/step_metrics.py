@@ -44,7 +44,7 @@ class LossEntries:
     def __init__(self, function: Callable[..., Any], names: Collection[str]) -> None:
         self.function, self.names = function, names
         self._kept: dict[int, Mapping[str, Any]] = {}
-        """What was returned last, by thread: strategy dp computes losses in several."""
+        """The value that was returned last, by thread: strategy dp computes losses in several."""
 
     def __call__(self, output: Any, target: Any) -> Any:
         """The loss."""

@@ -99,7 +99,7 @@ def _is_users(file: str) -> bool:
 
 
 def about_own_backward(error: BaseException, beat: Beat | None) -> str:
-    """What to leave out, for torch's error of a ``loss.backward()``, or a GradScaler, beside ``run.backward``.
+    """The call to leave out, for torch's error of a ``loss.backward()``, or a GradScaler, beside ``run.backward``.
 
     Empty for any other error. Without a heartbeat it is that error where none of Lockstep's functions was being called.
     """

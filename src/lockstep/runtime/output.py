@@ -89,7 +89,7 @@ def lasting(stream: TextIO, folder: Path | None, *, is_result: bool = False) -> 
 
 
 def _escaped(error: UnicodeError) -> tuple[str | bytes, int]:
-    """What stands for letters that the encoding lacks: the bytes of a file's name, else Python's escapes of them."""
+    """The replacement of letters that the encoding lacks: the bytes of a file's name, else Python's escapes of them."""
     try:
         return codecs.lookup_error("surrogateescape")(error)
     except UnicodeError:

@@ -1,4 +1,4 @@
-"""What Lockstep knows of torch that is not public: texts of errors without a type of their own, frames, and two marks.
+"""Knowledge of torch that is not public: texts of errors without a type of their own, frames, and two marks.
 
 No other module compares a message of torch. The tables were read off torch 2.13.0; check a new version against them,
 as ``tests/runtime/test_torch_internals.py`` does for the installed one. Does not import torch.

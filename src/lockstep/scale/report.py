@@ -97,7 +97,7 @@ def sentence(alone: Row, many: Row, machine: Resources) -> str:
 
 
 def _waiting(many: Row, machine: Resources) -> str:
-    """What is said of the time in which the slowest rank waits for data, where that is much, though it scales."""
+    """The sentence on the time in which the slowest rank waits for data, where that is much, though it scales."""
     waits = many.ranks[many.slowest].get("data", 0.0) / many.step.median
     if waits < _MUCH_WAITING:
         return ""

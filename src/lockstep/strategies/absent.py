@@ -147,7 +147,7 @@ class AbsentTensor(torch.Tensor):
         return self.absence.values(names)
 
     def shows_change(self, changed: str, args: Sequence[Any]) -> bool:
-        """Whether a change in place is surely noticed where the values are: its version counts it."""
+        """True if a change in place is surely noticed where the values are: its version counts it."""
         return True
 
     def answer(self, asked: str, args: Sequence[Any]) -> Any:
@@ -212,7 +212,7 @@ class AbsentParameter(AbsentTensor, nn.Parameter):
 
     parameter_rows: nn.Parameter | None
     has_gradient: bool | Tensor = False
-    """Whether the process that has it has its gradient, where no rows are here; a tensor is read when it is asked."""
+    """True if the process that has it has its gradient, where no rows are here; a tensor is read when it is asked."""
     parameter_class: type[nn.Parameter]
     is_ever_whole: bool
 

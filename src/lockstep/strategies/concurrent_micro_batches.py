@@ -187,7 +187,7 @@ class TaskThreads:
             self._handed_back.release()
 
     def _settings(self) -> Callable[[], ExitStack]:
-        """What torch keeps for each thread and the caller has set, for the threads of the tasks."""
+        """The settings that torch keeps for each thread, as the caller has them, for the threads of the tasks."""
         kind, default = self._device.type, torch.get_default_device()
         enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         cached = torch.is_autocast_cache_enabled()
@@ -338,7 +338,7 @@ class _MicroBatchTask(Task):
     loss: Tensor
     weight: Tensor
     running: tuple[Tensor, Tensor] | None = None
-    """What the forward pass left in the buffers."""
+    """The values that the forward pass left in the buffers."""
 
     def __init__(
         self,

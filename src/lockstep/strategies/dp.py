@@ -188,7 +188,7 @@ _ABOUT_HOOKS = (
     "_forward_hooks_always_called",
     "_is_full_backward_hook",
 )
-"""What a module notes about its hooks, by their numbers."""
+"""The attributes in which a module notes things about its hooks, by their numbers."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What the loop itself writes into parameters and gradients, compared over the ranks.
+"""The loop's own writes into parameters and gradients, compared over the ranks.
 
     optimizer.step()   note              the values that the run has set
     the loop's code    p.mul_(0.9)       written on the rank that holds p; on others an ``AbsentTensor`` counts it
@@ -33,7 +33,7 @@ _SAMPLE = 64
 
 @dataclass(frozen=True)
 class _Values:
-    """What tensors have at a moment."""
+    """The state of tensors at a moment."""
 
     versions: Sequence[tuple[int, int]]
     """How often each was written to, and its address."""
@@ -84,7 +84,7 @@ class LoopWrites:
         self._seen[compared] = seen if known is None else known.logical_or_(seen)
 
     def take(self) -> dict[str, bool | None]:
-        """Whether tensors were written to since the last call, by name; None for zeros, which no factor changes."""
+        """True for tensors written to since the last call, by name; None for zeros, which no factor changes."""
         self.look()
         written, everything = self._written, self._seen
         self._written, self._seen = set(), {}
@@ -103,7 +103,7 @@ class LoopWrites:
 
     @torch.no_grad()
     def _values(self, tensors: Iterable[Tensor]) -> _Values:
-        """What tensors have now. Of a parameter the view is kept, as making one takes longer than reading it."""
+        """The state of tensors now. Of a parameter the view is kept, as making one takes longer than reading it."""
         known, versions, views = self._views, [], []
         for tensor in tensors:
             address = tensor.data_ptr() if tensor.layout is torch.strided else 0
@@ -132,7 +132,7 @@ def _middle(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class RankWrites:
-    """What the loop has changed on a rank since the last comparison."""
+    """The changes by the loop on a rank since the last comparison."""
 
     written: Mapping[str, bool | None]
     """By the names of tensors that are here, whether they have other values; None where zeros might hide it."""
@@ -140,7 +140,7 @@ class RankWrites:
     """By names of tensors elsewhere: how often the loop changed them, and 1 if that is surely noticed there."""
 
     def has_run(self, name: str, *, surely: bool) -> bool | None:
-        """Whether the code that changes a tensor has run on this rank; None where that is not known.
+        """True if the code that changes a tensor has run on this rank; None where that is not known.
 
         Args:
             name: of the tensor.
@@ -151,7 +151,7 @@ class RankWrites:
         return self.written[name] or (False if surely and self.written[name] is not None else None)
 
     def text(self, name: str) -> str:
-        """What this rank has done to a tensor."""
+        """The changes of this rank to a tensor."""
         count = self.asked.get(name, (0,))[0]
         if name in self.written:
             return "changed" if self.written[name] else "unchanged"

@@ -57,7 +57,7 @@ class Trial:
 
     unit: Unit
     reason: str
-    """What the optimizer does that needs more than single elements, as the end of a sentence; empty for elements."""
+    """The use of more than single elements by the optimizer, as the end of a sentence; empty for elements."""
     draws: bool = False
     """True if its step draws random numbers."""
 
@@ -124,7 +124,7 @@ def refused_optimizer(optimizer: Optimizer, trial: Trial, strategy: str) -> Conf
 
 
 def _in_rows(optimizer: Optimizer, groups: Sequence[Sequence[_Example]], whole: _Copy, ranks: int) -> Trial:
-    """What becomes of the same steps on rows, as ``ranks`` processes have them."""
+    """The outcome of the same steps on rows, as ``ranks`` processes have them."""
     rows = [[each.rows(ranks, rank) for each in members for rank in range(ranks)] for members in groups]
     parts = _Copy(optimizer, rows)  # all in one copy: that it steps each parameter alone is known by now
     failed = parts.step()
@@ -162,7 +162,7 @@ class _Example:
         return _Example(self.original, self.values[part], gradients, part)
 
     def state(self, value: Any) -> Any:
-        """What the optimizer holds of the user's parameter before its first step, for this one."""
+        """The state that the optimizer holds of the user's parameter before its first step, for this one."""
         if not isinstance(value, Tensor) or value.shape != self.original.shape or not value.dim():
             return copy.deepcopy(value)
         rows = self.values if self.part is None else self.whole

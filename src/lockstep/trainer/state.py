@@ -165,7 +165,7 @@ class Accuracy:
 
     @classmethod
     def of(cls, loss: Any) -> Accuracy | None:
-        """What counts as a loss of classes does; None for another loss."""
+        """The counting of a loss of classes; None for another loss."""
         if not is_of_classes(loss):
             return None
         given = getattr(loss, "keywords", {}).get("ignore_index", cls.ignore_index)

@@ -222,7 +222,7 @@ class Trainer(Callback):
             self._record_best()
 
     def _of_epoch(self, trained: dict[str, float]) -> dict[str, float]:
-        """What the record of an epoch has beside the evaluation."""
+        """The entries in the record of an epoch beside the evaluation."""
         values = dict(trained)
         if isinstance(self.run.strategy, IndependentStrategy):
             values |= self.run.strategy.metrics()

@@ -22,7 +22,7 @@ VARIANTS = AS_IT_IS, WITHOUT_BATCH_NORM, EVALUATING = "as it is", "batch norm in
 
 @dataclass
 class Pass:
-    """What one ``run.backward`` of the step has computed."""
+    """The result of one ``run.backward`` of the step."""
 
     loss: float
     gradients: str

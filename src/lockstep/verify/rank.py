@@ -191,7 +191,7 @@ class Observer(Callback):
         return digests, [name for name in digests if any(each[name] != digests[name] for each in everyone)]
 
     def _changed(self) -> dict[str, str]:
-        """What the modules here keep and what has changed since the beginning."""
+        """The state that the modules here keep and that has changed since the beginning."""
         now = attributes({"": self.model}).items()
         return {name: value for name, value in now if self._kept.get(name) != value}
 

@@ -24,7 +24,7 @@ class StepTrace:
     outputs: dict[str, str] = field(default_factory=dict)
     """Digest of the model's output for each micro-batch."""
     kept: dict[str, dict[str, str]] = field(default_factory=dict)
-    """What modules keep as plain attributes or integer buffers after the step, by name and rank, where it has changed
+    """The plain attributes and integer buffers of modules after the step, by name and rank, where one has changed
     since the beginning."""
     evaluating: dict[str, list[int]] = field(default_factory=dict)
     """Innermost modules in eval mode, and on which ranks."""
@@ -88,7 +88,7 @@ class Trace:
     in_training: bool = False
     """True if it was refused while it trained, which is a finding about the program."""
     warnings: list[str] = field(default_factory=list)
-    """What Lockstep has warned of, on the main process."""
+    """The warnings of Lockstep on the main process."""
 
     def since(self, step: int) -> Trace:
         """The part of the trace from a step on."""

@@ -118,7 +118,7 @@ class Normalize:
 def _factors(
     mean: tuple[float, ...], std: tuple[float, ...], device: torch.device, dtype: torch.dtype
 ) -> Tensor:
-    """What to multiply pixels with, and what to add; kept, as a host waits for what it copies to a device."""
+    """The factor and the summand for pixels; kept, as a host waits for what it copies to a device."""
     scale = [1.0 / (255.0 * each) for each in std]
     shift = [-centre / each for centre, each in zip(mean, std, strict=True)]
     with torch.inference_mode(False):

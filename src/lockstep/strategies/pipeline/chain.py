@@ -162,7 +162,7 @@ class _OneLevel(fx.Tracer):
 
 
 def _conditions() -> tuple[object, ...]:
-    """What context managers of torch change for the operations within them."""
+    """The modes that context managers of torch set for the operations within them."""
     devices = ("cpu", "cuda")
     backends = torch.backends
     return (

@@ -1,4 +1,4 @@
-"""What a loss function reads beside its arguments, and whether a stage of another process has just changed it.
+"""Values that a loss function reads beside its arguments, and whether another process's stage has just changed them.
 
     hook on stage 0     kept["x"] = output        in the process of stage 0
     loss                ... + kept["x"].norm()     in the process of the last stage, whose ``kept`` is another
@@ -121,7 +121,7 @@ def _inside(label: str, value: Any, names: set[str]) -> list[tuple[str, Any]]:
 
 
 def _read_by(function: FunctionType, names: set[str]) -> list[tuple[str, Any]]:
-    """What a function can read: cells, globals that it mentions, and defaults."""
+    """The values that a function can read: cells, globals that it mentions, and defaults."""
     if (function.__module__ or "").split(".")[0] in _LIBRARIES and not function.__closure__:
         return []
     mentioned = set(_mentioned(function.__code__))

@@ -291,7 +291,7 @@ class Pipeline(Strategy):
         return placed
 
     def _held_of(self, stage: Stage) -> dict[str, Tensor]:
-        """What is held here of a stage by name; assignments to ``.data`` are seen, so these are the very tensors."""
+        """A stage's tensors that are held here, by name; the very tensors, as assignments to ``.data`` are seen."""
         return tensor_state(stage)
 
     def backward(self, batch: Batch, compute: Compute, *, scale: float, stop: int) -> StepResult:

@@ -125,7 +125,7 @@ class Exchange:
 
 
 class _Enter(torch.autograd.Function):
-    """What a split layer takes; its derivative is ``_Leave``, and that one's is this: both may be taken twice."""
+    """The input of a split layer; its derivative is ``_Leave``, and that one's is this: both may be taken twice."""
 
     @staticmethod
     def forward(ctx: Any, exchange: Exchange, x: Tensor) -> tuple[Tensor, ...]:
@@ -192,7 +192,7 @@ class _Split:
 
     exchange: Exchange
     parts: dict[str, nn.Parameter]
-    """What this rank has of each parameter, by its name in the layer."""
+    """The part of each parameter on this rank, by its name in the layer."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuses to be copied or pickled."""
@@ -284,7 +284,7 @@ class _Part(_Split, nn.modules.dropout._DropoutNd):
 
 
 def _apply(layer: nn.Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """What a Linear or a convolution computes with these weights."""
+    """The output of a Linear or a convolution with these weights."""
     convolve = getattr(layer, "_conv_forward", None)
     result: Tensor = F.linear(x, weight, bias) if convolve is None else convolve(x, weight, bias)
     return result

@@ -210,7 +210,7 @@ class TensorParallel(Replicated):
 
 
 def _held(tensor: _T) -> _T:
-    """What this rank has of a parameter or a buffer: its part, if that is split."""
+    """The tensor on this rank of a parameter or a buffer: its part, if that is split."""
     return tensor.parameter_rows if isinstance(tensor, AbsentParameter) else tensor  # type: ignore[return-value]  # with a part
 
 
