@@ -18,7 +18,7 @@ read_so_far = 0
 
 
 class Samples(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """160 samples. Rank 1 meets the fault at its 30th."""
+    """160 samples. Rank 1 meets the fault at its 38th."""
 
     def __len__(self) -> int:
         return 160
@@ -26,7 +26,7 @@ class Samples(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         global read_so_far
         read_so_far += 1
-        if run.world.rank == 1 and read_so_far == 30:
+        if run.world.rank == 1 and read_so_far == 38:
             if fault == "hang":
                 threading.Event().wait()
             if fault == "die":
