@@ -207,6 +207,8 @@ def at_the_end(world, settings, change):
             scale_data(model, optimizer)
         if change == "before a prediction":
             return run.predict(DATA)
+        if change == "before it is kept":
+            return run.state_dict()
         return run.evaluate(DATA, F.cross_entropy)
     except ReplicaError as error:
         return str(error)
@@ -219,7 +221,8 @@ def at_the_end(world, settings, change):
 )
 def test_numbers_are_not_told_of_parameters_that_one_rank_has_changed(strategy):
     """An evaluation after the last step was of a mixture, and the run ended as if nothing were wrong."""
-    for change in ("on the main process", "before a prediction"):
+    changes = ["on the main process", "before a prediction", "before it is kept"]
+    for change in changes[: 2 if strategy == "ddp" else 3]:
         for found in run_ranks(at_the_end, 2, {"strategy": strategy}, change):
             assert "on some ranks only" in str(found)
 

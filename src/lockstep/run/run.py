@@ -479,6 +479,8 @@ class Run:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Copies of the whole model's tensors by name, on the main process; empty elsewhere. Collective."""
+        if not self.strategy.replicated:  # otherwise they are one process's
+            self.compare_replicas()
         return self.require_prepared().state.model_state(keep=self.is_main)
 
     def load_state_dict(self, weights: Mapping[str, Any]) -> None:
@@ -534,13 +536,12 @@ class Run:
             drop_last: as for ``batches``.
             model: the model, where it has not been prepared yet.
         """
-        if model is None and self._prepared is None:
+        if model is not None:
+            smallest = smallest_micro_batch(model)
+        elif self._prepared is None:
             raise ConfigError("Before run.prepare, give the model: run.steps_per_epoch(loader, model=model).")
-        smallest = (
-            smallest_micro_batch(model)
-            if model is not None
-            else self.require_prepared().state.model.smallest_micro_batch
-        )
+        else:
+            smallest = self._prepared.state.model.smallest_micro_batch
         return self._loaders.plan(data, True, drop_last, smallest).steps_per_epoch
 
     def _between_steps(self) -> None:
