@@ -169,9 +169,11 @@ class Snapshot:
 
     def _held(self, value: Any, name: str, put: Callable[[Any], object]) -> None:
         """Looks at what a variable, an attribute or an entry holds; ``put`` gives it another value."""
+        self._value(value, name)
         if self._restorable and isinstance(value, _NUMBERS):
             self._setters[name] = value, put
-        self._value(value, name)
+        elif isinstance(value, Tensor) and name in self._setters:
+            self._setters[name] = self._setters[name][0], functools.partial(_set_tensor, value, put)
 
     def _value(self, value: Any, name: str) -> None:
         if value is None or isinstance(value, _PLAIN):
@@ -219,9 +221,8 @@ class Snapshot:
             text = f"tensor({tensor.item()!r})"
         self._note(name, text, Kind.TENSOR)
         if self._restorable:
-            copied = tensor.detach().clone()
-            self._remember(functools.partial(_put_back, tensor, copied))
-            self._setters[name] = copied, functools.partial(_put_back, tensor)
+            self._setters[name] = tensor.detach().clone(), functools.partial(_put_back, tensor)
+            self._remember(functools.partial(_put_back, tensor, self._setters[name][0]))
 
     def _array(self, array: Any, name: str) -> None:
         if array.dtype.hasobject or self._bytes + array.nbytes > _MOST_BYTES:
@@ -476,6 +477,13 @@ def _short(text: str) -> str:
     if len(text) <= _MOST_CHARACTERS:
         return text
     return f"{text[:_MOST_CHARACTERS]}... ({hashlib.sha256(text.encode()).hexdigest()[:8]})"
+
+
+def _set_tensor(tensor: Tensor, put: Callable[[Any], object], values: Tensor) -> None:
+    if tensor.shape == values.shape:
+        tensor.detach().copy_(values)
+    else:  # it has grown, so another one has its name
+        put(values.clone())
 
 
 def _put_back(tensor: Tensor, values: Tensor) -> None:
