@@ -234,3 +234,29 @@ def test_what_an_optimizer_does_by_its_state_is_evaluated_or_refused():
         assert run_ranks(at_the_end, 2, {"strategy": strategy}, "by the optimizer") == [expected] * 2
     for found in run_ranks(at_the_end, 2, {"strategy": "parameter_server"}, "by the optimizer"):
         assert "goes by the optimizer's state" in found
+
+
+def clipped(world, strategy):
+    run = Run(RunOptions.of(global_batch=8, micro_batches=4, strategy=strategy), world)
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 4))
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    try:
+        for batch in run.batches(DATA):
+            run.backward(batch, F.cross_entropy)
+            run.clip_gradients(0.1 if run.is_main or batch.plan.step != 3 else torch.tensor(0.05))
+            optimizer.step()
+            optimizer.zero_grad()
+        return ""
+    except ReplicaError as error:
+        return str(error)
+    finally:
+        run.close()
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("pipeline", marks=pytest.mark.slow)])
+def test_ranks_that_clip_their_parts_to_several_norms_are_refused(strategy):
+    """Each scaled its own part, and the run ended as if nothing were wrong."""
+    for said in run_ranks(clipped, 2, strategy):
+        assert "<max_norm of run.clip_gradients>" in said
+    assert run_ranks(clipped, 1, "single") == [""]

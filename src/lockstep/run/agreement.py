@@ -20,6 +20,7 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cache, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -349,7 +350,12 @@ def require_equal_writes(strategy: Strategy, step: int, group: dist.ProcessGroup
 
 
 def compared_replicas(
-    run: RunState, digests: Callable[..., dict[str, str]], device: torch.device, *, of_all_modules: bool
+    run: RunState,
+    digests: Callable[..., dict[str, str]],
+    device: torch.device,
+    *,
+    of_all_modules: bool,
+    more: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, str]:
     """The digests of the model's state, after checking that all ranks agree on them. Collective.
 
@@ -358,13 +364,14 @@ def compared_replicas(
         digests: gives them of named tensors.
         device: of the exchanges.
         of_all_modules: see ``Parts.digests``.
+        more: texts that have to be equal on all ranks, by name in angle brackets.
     """
     run.model.require_own_parameters()
     found, step = run.model.with_all_buffers(digests(run.strategy.state())), run.position.step
     if run.group is not None:
         beside = run.parts.digests(run.model.module, of_all_modules=of_all_modules)
         require_equal_writes(run.strategy, step, run.group)
-        require_equal_replicas({**found, **beside}, step, run.group, device)
+        require_equal_replicas({**found, **beside, **more}, step, run.group, device)
     return found
 
 

@@ -5,6 +5,7 @@ optimizer.step()      PreparedOptimizer.step -> GradientState.step -> the user's
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
@@ -29,6 +30,8 @@ from lockstep.strategies.loop_writes import setting_values
 from lockstep.strategies.sharding import is_elementwise
 
 _SMALLEST_SCALE = 2.0**-24
+_MOST_LIMITS = 1_000
+"""Norms for ``clip`` that are kept between two comparisons of the ranks."""
 
 
 class GradientState:
@@ -60,6 +63,7 @@ class GradientState:
         self.setting_values = partial(setting_values, strategy) if is_watched else nullcontext
         """A context in which the run itself sets values, not the loop."""
         self._holding: set[int] = set()
+        self._limits: list[float | Tensor] = []
         self._reduced = self._stepping = False
         self._stepped: set[int] = set()
         self._failure = ""
@@ -207,6 +211,8 @@ class GradientState:
             The norm before, float64, 0-dim.
         """
         self.require_computed("run.clip_gradients")
+        if len(self._limits) < _MOST_LIMITS:
+            self._limits.append(max_norm)
         strategy = self._strategy
         with self.setting_values():
             strategy.before_step()
@@ -223,6 +229,12 @@ class GradientState:
                         factors[kind] = factor.to(*kind)
                     gradient.mul_(factors[kind])
         return norm
+
+    def take_limits(self) -> dict[str, str]:
+        """The norms that ``clip`` was given since the last call, as a text by name: each rank clips its own part."""
+        limits, self._limits = [float(each) for each in self._limits], []
+        digest = hashlib.sha256(repr(limits).encode()).hexdigest()
+        return {"<max_norm of run.clip_gradients>": f"{limits[-1]:.4g} {digest}"} if limits else {}
 
     def forget(self, optimizer: Optimizer) -> None:
         """Notes that the optimizer's gradients were thrown away."""

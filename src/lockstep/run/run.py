@@ -473,9 +473,12 @@ class Run:
 
     def _compare_replicas(self, digests: Callable[..., dict[str, str]]) -> dict[str, str]:
         """The digests of the model's state, after checking that all ranks agree on them. Collective."""
-        state, of_all = self.require_prepared().state, self.strategy.share.holders == self.world.world_size
+        prepared, of_all = self.require_prepared(), self.strategy.share.holders == self.world.world_size
+        limits = prepared.gradients.take_limits()
         with self.span("fingerprint"):
-            return agreement.compared_replicas(state, digests, self.device, of_all_modules=of_all)
+            return agreement.compared_replicas(
+                prepared.state, digests, self.device, of_all_modules=of_all, more=limits
+            )
 
     def state_dict(self) -> dict[str, Tensor]:
         """Copies of the whole model's tensors by name, on the main process; empty elsewhere. Collective."""
