@@ -1,4 +1,4 @@
-"""Rehearsals change nothing, tell nobody, and end after the second step."""
+"""Rehearsals change nothing, tell nobody, and are made in a few steps."""
 
 import io
 import itertools
@@ -75,8 +75,8 @@ class Calls(nn.Module):
         return self.inner(x)
 
 
-@pytest.mark.parametrize(("checks", "extra"), [("off", 0), ("first", 2 * 2), ("always", 4 * 2)])
-def test_only_the_first_two_steps_are_computed_twice_more(checks, extra):
+@pytest.mark.parametrize(("checks", "extra"), [("off", 0), ("first", 3 * 2), ("always", 4 * 2)])
+def test_the_first_two_steps_and_the_last_are_computed_twice_more(checks, extra):
     calls = io.BytesIO()  # a file is not put back
     trained = model()
     trained.register_forward_hook(lambda *_: calls.write(b".") and None)
@@ -125,7 +125,18 @@ def test_an_epoch_begins_with_a_rehearsal():
     trained = model()
     trained.register_forward_hook(lambda *_: calls.write(b".") and None)
     train(trained, epochs=3, end=lambda epoch: counts.append(len(calls.getvalue())))
-    assert [after - before for before, after in itertools.pairwise(counts)] == [4 * 4 + 2] * 2
+    assert [after - before for before, after in itertools.pairwise(counts)] == [4 * 4 + 2, 4 * 4 + 2 + 2]
+
+
+def test_within_a_long_epoch_rehearsals_come_after_as_many_steps_again():
+    calls, steps = io.BytesIO(), []
+    trained = model()
+    trained.register_forward_hook(lambda *_: calls.write(b".") and None)
+    noted = Notes()
+    noted.on_backward_begin = lambda batch, scale: steps.append(len(calls.getvalue()))
+    train(trained, rows=8 * 100, callback=noted)
+    extra = [after - before - 4 for before, after in itertools.pairwise([-4, *steps])]
+    assert [step for step, more in enumerate(extra) if more] == [0, 1, 32, 64, 99]
 
 
 class Later(nn.Module):

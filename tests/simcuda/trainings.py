@@ -156,7 +156,7 @@ def train(
     keep_order: bool = False,
     plant: str = "",
 ) -> Trained:
-    """Trains a job of ``job_of`` for a few steps, and observes the later of them.
+    """Trains a job of ``job_of`` for a few steps, and observes the later of them; ranks are compared at the end alone.
 
     Args:
         world: this rank.
@@ -170,7 +170,7 @@ def train(
         MISTAKES[plant]()
     torch.manual_seed(0)
     with observed() as start:
-        run = open_run(world, strategy, **options)
+        run = open_run(world, strategy, **{"fingerprint_every": 0, **options})
         model, data, loss_fn = job_of(name)
         made: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         model, stepped = run.prepare(model, made)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -64,6 +65,7 @@ class GradientState:
         """A context in which the run itself sets values, not the loop."""
         self._holding: set[int] = set()
         self._limits: list[float | Tensor] = []
+        self._steps: Counter[int] = Counter()
         self._reduced = self._stepping = False
         self._stepped: set[int] = set()
         self._failure = ""
@@ -230,11 +232,18 @@ class GradientState:
                     gradient.mul_(factors[kind])
         return norm
 
-    def take_limits(self) -> dict[str, str]:
-        """The norms that ``clip`` was given since the last call, as a text by name: each rank clips its own part."""
+    def calls(self) -> dict[str, str]:
+        """What the loop has called, as texts by name for a comparison: each rank steps and clips its own part.
+
+        Norms are those since the last call of this.
+        """
         limits, self._limits = [float(each) for each in self._limits], []
         digest = hashlib.sha256(repr(limits).encode()).hexdigest()
-        return {"<max_norm of run.clip_gradients>": f"{limits[-1]:.4g} {digest}"} if limits else {}
+        steps = {
+            f"<calls of step of optimizer {n}>": str(self._steps[id(o)])
+            for n, o in enumerate(self._optimizers)
+        }
+        return steps | ({"<max_norm of run.clip_gradients>": f"{limits[-1]:.4g} {digest}"} if limits else {})
 
     def forget(self, optimizer: Optimizer) -> None:
         """Notes that the optimizer's gradients were thrown away."""
@@ -261,6 +270,7 @@ class GradientState:
             found = optimizer.step(closure)
         finally:
             self._stepping = False
+            self._steps[id(optimizer)] += 1
             self._stepped.add(id(optimizer))
             self._holding.discard(id(optimizer))
         return found
@@ -291,6 +301,7 @@ class GradientState:
                 self._strategy.after_step()
         finally:
             self._stepping = False
+            self._steps[id(optimizer)] += 1
             self._stepped.add(id(optimizer))
             self._holding.discard(id(optimizer))
         return taken

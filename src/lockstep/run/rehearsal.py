@@ -61,8 +61,9 @@ _FURTHER = 4
 """Computations after the second, where a call changes what the one before has left."""
 _EARLY, _APART = 6, 100
 """In so many epochs rehearsals are made as soon as they begin, and in later ones so many steps apart."""
-_LATER = 8
-"""The first step in which what calls change is looked at again, then a quarter later each time, and in the last one."""
+_LATER, _COUNTED = 32, 8
+"""The first step within an epoch that is looked at again, then after as many steps again; where calls change something,
+then after a quarter of them. So is the last step of all, where it is known."""
 _VALUES = (Kind.NUMBER, Kind.TENSOR)
 _GENERATORS = ("torch", "NumPy", "random")
 _TIMES = {"first": 2, "always": math.inf, "off": 1}
@@ -95,7 +96,7 @@ class Rehearsals:
         """How often each was, by its code."""
         self.due: dict[Any, tuple[float, int, int | None]] = {}
         """When the next one of each is due: after this epoch, from this step on, as loops change at epochs; at the
-        latest in this step and in the last of all, or None."""
+        latest in this step and in the last of all, unless it is None."""
         self._starts: dict[Any, dict[str, tuple[str, Any]]] = {}
         """What calls of each loss have changed, also in the model: the text and the value before the first of them."""
         self.deviations: dict[str, str] = {}
@@ -223,7 +224,7 @@ class Rehearsals:
             self.due[code] = epoch - 1, 0, None
         else:
             least = 0 if epoch < _EARLY else step + _APART
-            self.due[code] = epoch if self.is_on else math.inf, least, None
+            self.due[code] = (epoch, least, max(_LATER, 2 * step)) if self.is_on else (math.inf, 0, None)
         if done == 1 and draws_globally(loss, compute.forward):
             compute.randomness.key_global_generators()
         if isinstance(self._strategy, IndependentStrategy) or self._strategy.level is Level.STATISTICAL:
@@ -239,7 +240,7 @@ class Rehearsals:
         found = Findings.of_all(everyone)
         self.judge(found, _words(loss))
         if found.keeps:
-            self.due[code] = *self.due[code][:2], max(_LATER, step + step // 4)
+            self.due[code] = *self.due[code][:2], max(_COUNTED, step + step // 4)
         if found.by_rank:
             state, device = prepared.state, self._strategy.device
             compared_replicas(state, lambda each: checksums(each, device), device, of_all_modules=False)

@@ -474,10 +474,10 @@ class Run:
     def _compare_replicas(self, digests: Callable[..., dict[str, str]]) -> dict[str, str]:
         """The digests of the model's state, after checking that all ranks agree on them. Collective."""
         prepared, of_all = self.require_prepared(), self.strategy.share.holders == self.world.world_size
-        limits = prepared.gradients.take_limits()
+        calls = prepared.gradients.calls()
         with self.span("fingerprint"):
             return agreement.compared_replicas(
-                prepared.state, digests, self.device, of_all_modules=of_all, more=limits
+                prepared.state, digests, self.device, of_all_modules=of_all, more=calls
             )
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -569,7 +569,9 @@ class Run:
 
     def compare_replicas(self) -> None:
         """Raises ``ReplicaError`` where ranks hold other values, unless ``fingerprint_every`` is 0. Collective."""
-        if self.options.fingerprint_every and not isinstance(self.strategy, IndependentStrategy):
+        if self._session.group is None:
+            self.require_prepared().state.model.require_own_parameters()
+        elif self.options.fingerprint_every:
             self._compare_replicas(partial(checksums, device=self.device))
 
     def synchronize(self) -> None:
@@ -587,5 +589,6 @@ class Run:
         """All that ``prepare`` made; ``ConfigError`` before it was called."""
         if self._prepared is None:
             raise ConfigError("Call model, optimizer = run.prepare(model, optimizer) first.")
-        self._session.require_open()
+        if self._session.is_closed:
+            self._session.require_open()
         return self._prepared

@@ -143,7 +143,7 @@ class RunSession:
         self.group = dist.group.WORLD if world.world_size > 1 else None
         self.before_close: Callable[[], None] | None = None
         """Called before the group is closed."""
-        self._is_closed = False
+        self.is_closed = False
 
     def leave_process_group(self, *, is_expendable: bool) -> None:
         """Leaves the process group, if this session opened it, and goes on alone. Collective.
@@ -159,14 +159,14 @@ class RunSession:
 
     def require_open(self) -> None:
         """Raises ``ConfigError`` after ``close``: a process alone would go on with its own part of the work."""
-        if self._is_closed:
+        if self.is_closed:
             raise ConfigError(
                 "The run was ended by run.close(). Call that last, or begin another: lockstep.init(...)."
             )
 
     def close(self) -> None:
         """Leaves the process group in agreement with the other ranks. Collective."""
-        self._is_closed = True
+        self.is_closed = True
         atexit.unregister(self._close_at_exit)
         if self.before_close is not None:
             self.before_close()

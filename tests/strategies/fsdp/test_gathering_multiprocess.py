@@ -345,7 +345,7 @@ def test_mistakes_are_refused_with_the_name_of_the_parameter():
         assert "The gradient of 'start.weight' was asked for" in found["clip"]
         for name in ("state_dict", "copy", "data", "norm"):
             assert "is used outside of the forward pass of its module" in found[name]
-            assert "run.state_dict() on every rank" in found[name]
+            assert "run.state_dict(), which all ranks call" in found[name]
         assert (
             "called outside of run.backward on rank 0, while rank 1 went on to the next collective call"
             in found["called"]

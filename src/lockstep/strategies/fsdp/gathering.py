@@ -430,6 +430,12 @@ class _Order:
 def _called_by_some(places: Sequence[int]) -> ConfigError:
     """The refusal where some ranks call the model outside of a step, and others do not."""
     outside = [rank for rank, where in enumerate(places) if where == _OUTSIDE]
+    if not outside:
+        return ConfigError(
+            "The ranks are not in the same step: some began one, or evaluate, while others are in another step. All "
+            "ranks make the same calls in the same order: take run.backward, break and continue out of conditions on "
+            "what a rank alone knows."
+        )
     others = [rank for rank, where in enumerate(places) if where != _OUTSIDE]
     went = "run.backward" if _IN_STEP in places else "the next collective call"
     return ConfigError(
