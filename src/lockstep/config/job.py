@@ -175,7 +175,8 @@ class TrainingConfig(Recipe):
     early_stop: int = field(default=0, metadata={"check": at_least(0)})
     """Evaluations without improvement after which the run ends; 0: never."""
     fingerprint_every: int = field(default=50, metadata={"check": at_least(0)})
-    """Optimizer steps between two comparisons of the ranks' parameter bits; 0: none before the end."""
+    """Optimizer steps between two comparisons of the ranks' parameter bits, which are also made at the end of an epoch
+    and before an evaluation; 0: none before the end."""
     gradients_every: int | None = field(default=None, metadata={"check": at_least(0)})
     """Optimizer steps between two records of the gradients' bits, which ``lockstep replay`` compares with; none: as
     ``fingerprint_every``; 0: never."""

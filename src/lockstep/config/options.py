@@ -78,10 +78,11 @@ class Recipe(CheckedOptions):
     mesh: str = ""
     """The axes of strategy hybrid, the outermost first: ``data=2,pipeline=2``."""
     fingerprint_every: int = field(default=100, metadata={"check": at_least(0)})
-    """Optimizer steps between two comparisons of the ranks' parameter bits; 0: none before the end."""
+    """Optimizer steps between two comparisons of the ranks' parameter bits, which are also made at the end of an epoch
+    and before an evaluation; 0: none before the end."""
     checks: str = field(default="first", metadata={"check": one_of("first", "always", "off")})
     """Rehearsals, which find state that user code keeps between forward passes: in the first two steps of each loss
-    function and at the start of epochs, always, or off."""
+    function, at the start of epochs, after as many steps again and in the last step; always, or off."""
     evaluation_batch: int | None = field(default=None, metadata={"check": at_least(1)})
     """Samples per forward pass of the evaluation; none: the batch size of a DataLoader that is evaluated, or as many as
     in a training micro-batch."""
