@@ -1,6 +1,8 @@
 """Data sets that keep something from one read to the next are refused; sets that are read twice alike are not."""
 
 import random
+from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +21,9 @@ from torch.utils.data import (
 )
 
 from lockstep.core.world import World
-from lockstep.data import Bucketed, SkipBroken, Weighted
+from lockstep.data import Bucketed, SkipBroken, Weighted, adopt
+from lockstep.data.keyed import content_of
+from lockstep.data.reader import InlineReading, Request, SampleReader
 from lockstep.errors import DataError
 from lockstep.run import Run, RunOptions
 
@@ -177,6 +181,40 @@ def test_a_collate_function_is_given_the_samples_of_such_a_set_too():
 def test_a_set_that_changes_is_refused_in_others_too(around):
     with pytest.raises(DataError, match=r"OwnGenerator\[\d+\] gave other values when it was read again"):
         train(around(OwnGenerator()))
+
+
+@dataclass
+class Pair:
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    "make",
+    [Pair, lambda x, y: SimpleNamespace(parts=[Pair(x, y)]), lambda x, y: (x.to_sparse(), y)],
+    ids=["dataclass", "object", "sparse"],
+)
+def test_what_objects_of_a_batch_hold_is_compared_too(make):
+    """Nothing of them was, so that ranks trained on other values, in silence."""
+
+    def collate(samples):
+        return make(*default_collate(samples))
+
+    for data in (OwnGenerator(), Keyed()):
+        loader = DataLoader(data, batch_size=2, collate_fn=collate)
+        keys = SampleReader(data, seed=0, collate=collate, checks=True)
+        if isinstance(data, OwnGenerator):
+            with pytest.raises(DataError, match="gave other values when it was read again"):
+                keys.read(0, np.arange(4))
+        else:
+            keys.read(0, np.arange(4))
+            (first,) = InlineReading(adopted(loader)).read(iter([Request(0, np.arange(4))]))
+            assert content_of(first) == content_of(keys.read(0, np.arange(4))) != []
+
+
+def adopted(loader):
+    source = adopt(loader)
+    return SampleReader(source.dataset, seed=0, collate=source.collate)
 
 
 @pytest.mark.parametrize("workers", [0, 1])

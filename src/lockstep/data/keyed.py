@@ -10,14 +10,15 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
+from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.utils.data import get_worker_info
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from lockstep.core.fingerprint import digest_tensor
 from lockstep.core.plan import Indices, mix
@@ -238,14 +239,31 @@ def _turns(begun: np.random.RandomState, words: npt.NDArray[np.uint32], place: i
     return None
 
 
-def content_of(data: Any) -> list[str]:
-    """Digests of the arrays, and texts of the numbers and strings, in data of any depth; nothing of other objects."""
+def content_of(data: Any, depth: int = 8) -> list[str]:
+    """Digests of the arrays, and texts of the numbers and strings, in data of any depth.
+
+    Of objects, such as a dataclass or a graph, it is what their attributes hold, texts aside.
+    """
     if isinstance(data, Mapping):
-        return [text for key, value in data.items() for text in (repr(key), *content_of(value))]
+        return [text for key, value in data.items() for text in (repr(key), *content_of(value, depth))]
     if isinstance(data, list | tuple):
-        return [text for value in data for text in content_of(value)]
+        return [text for value in data for text in content_of(value, depth)]
     if isinstance(data, Tensor):
+        if data.layout is torch.sparse_coo:
+            return [digest_tensor(part) for part in (data._indices(), data._values())]
         return [digest_tensor(data)] if data.layout is torch.strided else []
     if isinstance(data, np.ndarray) and not data.dtype.hasobject:
         return [digest_tensor(torch.from_numpy(np.ascontiguousarray(data).view(np.uint8).copy()))]
-    return [repr(data)] if isinstance(data, bool | int | float | str | bytes | np.generic) else []
+    if isinstance(data, bool | int | float | str | bytes | np.generic):
+        return [repr(data)]
+    if isinstance(data, _CLOSED) or not depth:
+        return []
+    held = [getattr(data, each.name, None) for each in fields(data)] if is_dataclass(data) else []
+    held = held or list(getattr(data, "__dict__", {}).values())
+    return [
+        text for value in held if not isinstance(value, str | bytes) for text in content_of(value, depth - 1)
+    ]
+
+
+_CLOSED = (type, ModuleType, FunctionType, Dataset, DataLoader, torch.nn.Module)
+"""Objects that a sample may refer to and that are not its content."""

@@ -58,8 +58,8 @@ def aligned(data: Any) -> Any:
 
 
 def _aligned(value: Any) -> Any:
-    misaligned = isinstance(value, Tensor) and value.device.type == "cpu" and value.data_ptr() % ALIGNMENT
-    return value.clone() if misaligned and not value.is_pinned() else value
+    is_here = isinstance(value, Tensor) and value.device.type == "cpu" and value.layout is torch.strided
+    return value.clone() if is_here and value.data_ptr() % ALIGNMENT and not value.is_pinned() else value
 
 
 @dataclass(frozen=True)
