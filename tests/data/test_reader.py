@@ -3,6 +3,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
+from lockstep.data import Weighted
 from lockstep.data.keyed import generators_kept
 from lockstep.data.reader import BrokenSample, SampleReader
 from lockstep.errors import DataError
@@ -141,3 +142,14 @@ def test_only_sets_in_memory_are_kept_from_the_workers():
     assert SampleReader(Whole(), seed=0).in_memory
     assert not SampleReader(Whole(), seed=0, collate=list).in_memory
     assert not SampleReader(Squares(), seed=0).in_memory
+
+
+@pytest.mark.parametrize(
+    "own", [lambda self, indices: 1 / 0, lambda self, split="train", size=4: 1 / 0, lambda self: 1 / 0]
+)
+def test_a_method_of_the_name_get_batch_that_takes_something_else_is_the_user_s_own(own):
+    """It was called with (indices, keys), and the data set refused for that."""
+    dataset = type("Own", (TensorDataset,), {"get_batch": own})(torch.arange(6))
+    for each in (dataset, Weighted(dataset, [0.0, 1.0, 0.0, 0.0, 0.0, 0.0])):
+        (found,) = SampleReader(each, seed=0, checks=True).read(0, np.array([1, 1]))
+        assert found.tolist() == [1, 1]

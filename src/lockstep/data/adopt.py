@@ -38,6 +38,7 @@ from lockstep.data.keyed import SampleKeys, generators_kept, seed_generators
 from lockstep.data.naming import require_map_style, sample_error, unwrap_subset
 from lockstep.data.reader import Collate, collate_samples
 from lockstep.data.wrappers.weighted import Weighted
+from lockstep.data.wrappers.wrapping import Wrapping
 from lockstep.errors import ConfigError, DataError
 
 logger = logging.getLogger(__name__)
@@ -265,6 +266,13 @@ class SideBySide(Dataset[Any]):
         self._sizes = [len(each.dataset) for each in self.sources]
         if not all(self._sizes):
             raise ConfigError(f"run.batches was given data sets of {self._sizes} samples: one is empty.")
+        for each in self.sources:
+            if isinstance(each.dataset, Stream | Wrapping | SideBySide):
+                raise ConfigError(
+                    "run.batches reads several data sets together by the numbers of their samples, and a "
+                    f"{type(each.dataset).__name__} has none. Join streams into one; draw by weight in a set around "
+                    "all of them."
+                )
 
     def __len__(self) -> int:
         return max(self._sizes)

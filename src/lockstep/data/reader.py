@@ -21,11 +21,12 @@ is asked for; ``lockstep.data.workers`` reads ahead in processes.
 
 from __future__ import annotations
 
+import inspect
 import math
 import mmap
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, cast, runtime_checkable
@@ -224,6 +225,19 @@ class BatchDataset(Protocol):
         """
 
 
+def batch_read(dataset: Any) -> Callable[[Indices, SampleKeys], Any] | None:
+    """A set's ``get_batch(indices, keys)``; None where it has none, or one of its own that takes anything else."""
+    read: Any = getattr(dataset, "get_batch", None)
+    with suppress(TypeError, ValueError):  # not known
+        given = list(inspect.signature(read).parameters.values())
+        required = [each for each in given if each.default is each.empty]
+        if len(required) != 2 and not any(
+            each.name == "keys" or each.kind is each.VAR_POSITIONAL for each in given
+        ):
+            return None
+    return cast(Callable[[Indices, SampleKeys], Any] | None, read)
+
+
 class BrokenSample(Exception):
     """Raised ``from`` the real error by a ``get_batch`` that finds its row ``position`` unreadable."""
 
@@ -361,7 +375,7 @@ class SampleReader:
             # rows can then be split without a copy, and torch counts writes to the tensor
             self.rows_independent = all(t.layout is torch.strided and not t.is_inference() for t in tensors)
             return self._read_tensors
-        if self._collate is None and getattr(self._dataset, "get_batch", None) is not None:
+        if self._collate is None and batch_read(self._dataset) is not None:
             self.rows_independent = rows_independent(self._dataset)
             return self._read_whole
         self._seeds = True

@@ -12,7 +12,7 @@ from lockstep.core.plan import Indices
 from lockstep.data.images.transforms import DeviceTransform, FinishAlias, device_transform_of
 from lockstep.data.keyed import SampleKeys, generators_kept, seed_generators
 from lockstep.data.naming import require_map_style, sample_error, unwrap_subset
-from lockstep.data.reader import BrokenSample, Collate, collate_samples
+from lockstep.data.reader import BrokenSample, Collate, batch_read, collate_samples
 from lockstep.errors import ConfigError
 
 BatchRead = Callable[[Indices, SampleKeys], Any]
@@ -64,7 +64,7 @@ class Wrapping(FinishAlias, Dataset[Any]):
         """Reads whole micro-batches of the given set by its own numbers; ``None`` where it is read one by one."""
         if type(self._inner) is TensorDataset:
             return self._index_tensors
-        read: BatchRead | None = getattr(self._inner, "get_batch", None)
+        read = batch_read(self._inner)
         if read is None:
             return None
         return lambda indices, keys: read(self.rows_of(indices), keys)
