@@ -290,10 +290,17 @@ class SampleReader:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a sample, where rows are taken from tensors in memory; 0 where what a read costs is not known."""
+        """Bytes of a sample, where rows are taken from tensors in memory; 0 where what a read costs is not known.
+
+        It is 0, too, where others may write into the memory without torch's knowledge, as into a NumPy array.
+        """
         if self._read != self._read_tensors or not self.rows_independent or self._clock is not None:
             return 0
-        return sum(tensor[:1].nbytes for tensor in plain_tensors(self._dataset) or ())
+        tensors = plain_tensors(self._dataset) or ()
+        is_ours = type(self._dataset) is not TensorDataset
+        if not is_ours and not all(tensor.untyped_storage().resizable() for tensor in tensors):
+            return 0
+        return sum(tensor[:1].nbytes for tensor in tensors)
 
     @property
     def unchanged(self) -> bool:
