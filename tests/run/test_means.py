@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss, normalize, pad
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 import lockstep
 from lockstep.run.means import Deviation, deviation, judge_metrics, reasons
@@ -164,10 +164,35 @@ def test_a_mean_over_fewer_rows_than_samples_is_told_once(caplog, loss, missing,
         optimizer.zero_grad()
     run.evaluate(data, loss)
     run.close()
-    told = [record.getMessage() for record in caplog.records if "A micro-batch has" in record.getMessage()]
+    told = [each.getMessage() for each in caplog.records if "The micro-batch of the" in each.getMessage()]
     assert len(told) == said
     if said:
-        assert "has 1 row for 2 samples (16, 17), and a function returned one mean of them" in told[0]
+        assert "samples 16, 17 has 1 row, as where a collate function leaves samples out" in told[0]
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        (cross_entropy, 1),
+        (lambda output, target: 0.5 * cross_entropy(output, target), 1),
+        (nn.CrossEntropyLoss(), 0),
+        (lambda output, target: cross_entropy(output, target, reduction="none").mean(), 0),
+    ],
+)
+def test_a_mean_without_ignored_targets_is_told_once_they_come(caplog, loss, said):
+    run = lockstep.init(global_batch=4, micro_batches=2)
+    model = nn.Linear(6, 3)
+    _, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    targets = torch.arange(40) % 3
+    targets[17] = -100
+    for batch in run.batches(TensorDataset(torch.ones(40, 6), targets), shuffle=False):
+        run.backward(batch, loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    run.close()
+    told = [each.getMessage() for each in caplog.records if "The micro-batch of the" in each.getMessage()]
+    assert len(told) == said
+    assert not said or "samples 16, 17 has targets of -100, which are left out; the one mean" in told[0]
 
 
 def test_dicts_and_named_outputs_are_cut_too():

@@ -127,7 +127,7 @@ class OpenEvaluation:
     """How the ranks agree to stop early; None: they stay to the end."""
     autocast: Callable[[], AbstractContextManager[object]]
     """Gives the context of the metrics: that of a training's loss."""
-    tell_fewer_rows: Callable[[Any, Any, Any, MicroBatch], None]
+    tell_other_mean: Callable[[Any, Any, Any, Any, MicroBatch], None]
     whole: bool
     """True if the user's own function gives outputs from whole micro-batches."""
     rehearse: Callable[[MicroBatch | None], None] | None = None
@@ -212,7 +212,7 @@ def evaluation(
                 forward=output_and_target,
                 stop=stop,
                 autocast=compute.autocast,
-                tell_fewer_rows=compute.tell_fewer_rows,
+                tell_other_mean=compute.tell_other_mean,
                 whole=forward is not None,
                 rehearse=rehearse if is_new else None,
             )
@@ -320,7 +320,7 @@ def evaluate(
                     strategy.replicated or has_rows((output, target), len(micro_batch))
                 ):
                     deviations[name] = Deviation.WITHOUT_ROWS.reason
-                opened.tell_fewer_rows(value, output, target, micro_batch)
+                opened.tell_other_mean(metric, value, output, target, micro_batch)
             total, weight = sum_and_weight(value, len(micro_batch))
             rows[place, column, 0], rows[place, column, 1] = total, weight
         kept.update(before.changed(held_by(metrics, unchecked if place == 0 else ())))

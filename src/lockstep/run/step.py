@@ -16,10 +16,12 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 from lockstep.core.plan import StepPlan
@@ -170,6 +172,19 @@ def code_of(function: Any) -> Any:
     return getattr(function, "__code__", type(function))
 
 
+_IGNORED = -100
+"""The ``ignore_index`` of torch's losses, if no other is given."""
+
+
+@cache
+def _leaves_out(code: Any) -> bool:
+    """True of code that takes torch's own mean over the targets that are not ignored, as far as its names tell that."""
+    names, constants = getattr(code, "co_names", ()), getattr(code, "co_consts", ())
+    own = code in (F.cross_entropy.__code__, F.nll_loss.__code__)
+    is_named = "cross_entropy" in names or "nll_loss" in names
+    return own or (is_named and "reduction" not in str(constants))
+
+
 def _weight(function: nn.CrossEntropyLoss | nn.NLLLoss, target: Tensor) -> Tensor:
     if target.is_floating_point():  # class probabilities: torch divides by all samples, pixels or tokens
         return torch.full((), float(target[:, 0].numel()), device=target.device)
@@ -248,28 +263,36 @@ class ForwardPass:
         self._layout = torch.channels_last if channels_last else torch.preserve_format
         self.device_transform: Prepare | None = None
         """Applied to the input on the device, such as a normalisation of uint8 images."""
-        self._has_told_rows = False
+        self._has_told_of_means = False
 
-    def tell_fewer_rows(self, value: Any, output: Any, target: Any, micro_batch: MicroBatch) -> None:
-        """Warns once of a mean over fewer rows than samples were read, as where a collate function leaves some out."""
-        if self._has_told_rows or not (isinstance(value, Tensor) and value.dim() == 0):
+    def tell_other_mean(
+        self, function: Any, value: Any, output: Any, target: Any, micro_batch: MicroBatch
+    ) -> None:
+        """Warns once of a mean over fewer values than samples were read, in whichever step that happens first.
+
+        A collate function may leave samples out, and torch's ``cross_entropy`` leaves out targets of -100.
+        """
+        if self._has_told_of_means or not (isinstance(value, Tensor) and value.dim() == 0):
             return
-        if isinstance(target, Tensor) and target.dim() and len(target) >= len(micro_batch.indices):
-            return  # as usual
-        tensors = [leaf for leaf in tree_leaves((output, target)) if isinstance(leaf, Tensor) and leaf.dim()]
-        rows = {len(leaf) for leaf in tensors}
-        if len(rows) == 1 and len(tensors) > 1 and 0 < (count := rows.pop()) < len(micro_batch.indices):
-            self._has_told_rows = True
+        samples, what = len(micro_batch.indices), ""
+        if isinstance(target, Tensor) and target.dim() and len(target) >= samples:
+            is_looked_at = target.dtype is torch.int64 and target.is_cpu and _leaves_out(code_of(function))
+            if is_looked_at and bool((target == _IGNORED).any()):
+                what = "targets of -100, which are left out"
+        else:
+            tensors = [
+                leaf for leaf in tree_leaves((output, target)) if isinstance(leaf, Tensor) and leaf.dim()
+            ]
+            rows = {len(leaf) for leaf in tensors}
+            if len(rows) == 1 and len(tensors) > 1 and 0 < (count := rows.pop()) < samples:
+                what = f"{plural(count, 'row')}, as where a collate function leaves samples out"
+        if what:
+            self._has_told_of_means = True
             logger.warning(
-                "A micro-batch has %s for %s (%s), and a function returned one mean of them, which counts as that of "
-                "%s. If the collate function leaves samples out, return one value for each that is left, as "
-                "reduction='none' does, or the pair (sum, how many were counted).",
-                *(
-                    plural(count, "row"),
-                    plural(len(micro_batch.indices), "sample"),
-                    shorten(micro_batch.indices.tolist(), 4),
-                ),
-                plural(len(micro_batch.indices), "sample"),
+                "The micro-batch of the samples %s has %s; the one mean that a function returned counts as that of %s. "
+                "For the mean over what is left give the object torch.nn.CrossEntropyLoss(), or return one value for "
+                "each, as reduction='none' does, or the pair (sum, how many were counted).",
+                *(shorten(micro_batch.indices.tolist(), 4), what, plural(samples, "sample")),
             )
 
     def output_and_target(
@@ -409,7 +432,7 @@ class StepCompute:
                     call(micro_batch, output, target)
             self.randomness.begin_loss()
             value = self.value(output, target)
-            self.compute.tell_fewer_rows(value, output, target, micro_batch)
+            self.compute.tell_other_mean(self.function, value, output, target, micro_batch)
             total, weight = sum_and_weight(value, len(micro_batch.indices))
             if not total.requires_grad:
                 trained = [
