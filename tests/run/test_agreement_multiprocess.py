@@ -12,9 +12,9 @@ import pytest
 import torch
 from tests.launch.hosts.host import free_port
 from tests.ranks import run_ranks
-from tests.run.jobs import begin, dataset, network, train_step
+from tests.run.jobs import begin, correct, dataset, network, train_step
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Subset, TensorDataset
 
 import lockstep
 from lockstep.errors import ConfigError, NonFiniteError, ReplicaError
@@ -209,6 +209,20 @@ def test_a_resumed_run_names_what_has_been_edited(tmp_path, monkeypatch, caplog)
         found = [each.getMessage() for each in caplog.records if "has changed" in each.getMessage()]
         assert len(found) == len(said)
         assert all(text in message for text, message in zip(said, found))
+
+
+def test_a_resumed_run_that_evaluates_other_samples_says_so(tmp_path, caplog):
+    """As after a split without a seed."""
+    for numbers, said in ((range(6), 0), (range(6), 0), (range(6, 12), 1)):
+        caplog.clear()
+        run, _, optimizer = begin(directory=tmp_path, resume="auto")
+        train_step(run, next(iter(run.batches(dataset()))), optimizer)
+        for _ in range(2):
+            run.evaluate(Subset(dataset(), numbers), correct)
+        run.save(wait=True)
+        run.close()
+        found = [each for each in caplog.records if "The run evaluates 6 samples" in each.getMessage()]
+        assert len(found) == said
 
 
 def test_the_users_own_sources_are_not_lockstep():

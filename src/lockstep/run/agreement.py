@@ -447,6 +447,7 @@ def common_data(own: list[Any], strategy: Strategy, group: dist.ProcessGroup | N
     return map_leaves(own, lambda _: next(values)) if own else [None]
 
 
+_EVALUATED = "The run evaluates"
 _HOW = ("drop_last", "shuffle")
 """How the samples of a data set are read; earlier versions did not store that."""
 Digests = Callable[[], Mapping[str, str]]
@@ -482,11 +483,15 @@ class AgreedData:
         """False in tools that look for what differs: other samples than those of the checkpoint are named only."""
         self.digests: dict[str, str] = {}
         """Of some samples of the current set; empty where no checkpoint is written."""
+        self._evaluated, self._evaluated_before = dict[str, str](), dict[str, str]()
 
     def resume(self, digests: Mapping[str, str]) -> None:
         """Says that the position comes from a checkpoint; ``digests`` are those of the set that it was reading."""
         self._resumed_samples = self._position.samples
-        self._resumed_digests, self.digests = dict(digests), dict(digests)
+        self._evaluated = {name: each for name, each in digests.items() if name.startswith(_EVALUATED)}
+        self._evaluated_before = dict(self._evaluated)
+        self.digests = {name: each for name, each in digests.items() if name not in self._evaluated}
+        self._resumed_digests = dict(self.digests)
 
     def require(
         self, plan: SamplePlan, photos: str, number: int, digests: Digests, *, has_changed: bool
@@ -566,10 +571,27 @@ class AgreedData:
     def require_evaluated(self, samples: int, number: int, digests: Digests, *, has_changed: bool) -> None:
         """The same for a data set of so many samples that is evaluated. Collective."""
         self._forget(number, has_changed)
-        if self._group is not None and (number, samples) not in self._agreed:
+        if (number, samples) in self._agreed or not (self._group or self._options.directory):
+            return
+        self._agreed.add((number, samples))
+        digest = digests()
+        if self._group is not None:
             require_equal_settings({"samples that are evaluated": samples}, self._group, self._device)
-            require_equal_data(digests(), self._group, self._device)
-            self._agreed.add((number, samples))
+            require_equal_data(digest, self._group, self._device)
+        name, found = f"{_EVALUATED} {samples}", " ".join(sorted(digest.values()))
+        before = self._evaluated_before.pop(name, "")
+        if self._evaluated.setdefault(name, found) != found:
+            self._evaluated[name] = ""  # there are several of this size
+        if before not in ("", found) and self._warns:
+            logger.warning(
+                "%s samples, not those from before the stop. Split with a seed, after lockstep.init(seed=...).",
+                name,
+            )
+
+    @property
+    def stored(self) -> dict[str, str]:
+        """What a checkpoint holds of data sets."""
+        return {**self.digests, **self._evaluated}
 
     def _forget(self, number: int, has_changed: bool) -> None:
         if self._group is not None:

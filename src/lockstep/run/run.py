@@ -460,7 +460,7 @@ class Run:
             for begins in self._events.save_begin:
                 begins(self.position.step)
             fingerprint, prepared.state.extra = self.fingerprint(), self.extra
-            prepared.state.data = self._agreed_data.digests
+            prepared.state.data = self._agreed_data.stored
             folder = self._writer.write(directory, prepared.state, fingerprint, wait=wait)
             self._writer.resumption.note(prepared.state, self._loop)
         for call in self._events.save:
