@@ -224,6 +224,20 @@ def test_what_is_drawn_by_the_seed_of_a_worker_is_the_same_for_any_number_of_the
     assert found == drawn(2) and len(set(found)) == 64
 
 
+class OfItsWorker(Numbers):
+    def __getitem__(self, index):
+        return index + get_worker_info().id
+
+
+def test_what_depends_on_the_number_of_the_worker_is_refused_where_there_are_several():
+    """Which worker reads a sample follows from how many micro-batches a process has."""
+    with pytest.raises(
+        DataError, match=r"OfItsWorker\[\d+\] gave other values .*asks for the number of its worker"
+    ):
+        list(loader_of(OfItsWorker(), checks=True))
+    assert len(list(loader_of(OfItsWorker(), checks=True, workers=1))) == 16
+
+
 def test_starting_workers_leaves_the_random_numbers_of_the_process_alone():
     torch.manual_seed(3)
     expected = torch.rand(2)

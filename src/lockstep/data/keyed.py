@@ -175,7 +175,8 @@ class Rereading:
         try:
             data = read()
             first, drawn = content_of(data), _draws(seed)
-            again = [content_of(read()) for _ in range(times - 1)]
+            with _as_another_worker():
+                again = [content_of(read()) for _ in range(times - 1)]
             redrawn = _draws(seed)
         except DataError:
             return
@@ -183,8 +184,9 @@ class Rereading:
             raise DataError(
                 f"{name} gave other values when it was read again with the same random seed: the data set, or its "
                 "collate function, keeps something from one read to the next, such as a generator of its own, a "
-                "counter, or samples that are changed in place. What a step trains on would depend on which process "
-                "read it before. Draw from torch, NumPy or random, which are seeded for each sample, and change copies."
+                "counter, or samples that are changed in place; or it asks for the number of its worker. What a step "
+                "trains on would depend on which process reads it, and what that has read before. Draw from torch, "
+                "NumPy or random, which are seeded for each sample, and change copies."
             )
         self._held.append((name, data, first))
         if any(once not in (None, then) for once, then in zip(drawn, redrawn)):
@@ -206,6 +208,21 @@ class Rereading:
                     "memory again and again. The micro-batches of a step are held together. Return copies, for example "
                     "tensor.clone()."
                 )
+
+
+@contextmanager
+def _as_another_worker() -> Iterator[None]:
+    """In a loader worker: lets code that asks for its number find that of another one, if there is one."""
+    worker = get_worker_info()
+    if worker is None:
+        yield
+        return
+    number = worker.id
+    try:
+        object.__setattr__(worker, "id", (number + 1) % worker.num_workers)
+        yield
+    finally:
+        object.__setattr__(worker, "id", number)
 
 
 _MOST_TURNS = 2_000
