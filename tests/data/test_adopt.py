@@ -417,6 +417,21 @@ def test_what_a_loader_does_and_the_run_does_not_is_said(make, said):
     assert re.search(said, note)
 
 
+def test_samplers_that_torchdata_has_put_in_place_of_torchs_are_taken_for_those():
+    """A StatefulDataLoader was refused, since its BatchSampler is a class of its own."""
+    kinds = [
+        type(kind.__name__, bases, {"__module__": "torchdata.sampler", "__init__": kind.__init__})
+        for kind, bases in ((RandomSampler, (Sampler,)), (BatchSampler, (BatchSampler,)))
+    ]
+    kinds[0].num_samples = 40
+    source = adopt(
+        DataLoader(
+            DATA, batch_sampler=kinds[1](kinds[0](DATA, generator=torch.Generator()), 5, drop_last=True)
+        )
+    )
+    assert (source.shuffle, source.drop_last, source.batch_size, source.notes) == (True, True, 5, ())
+
+
 def test_a_loader_that_was_given_a_state_is_refused():
     """As torchdata's StatefulDataLoader may be, which notes it in this attribute."""
     loader = DataLoader(DATA)

@@ -12,7 +12,7 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -371,7 +371,7 @@ def _adopt_loader(loader: DataLoader[Any]) -> Source:
         batch_size=batches.batch_size,
         evaluation_batch=None if isinstance(batches.sampler, DistributedSampler) else batches.batch_size,
         device_transform=device_transform_of(inner),
-        notes=(*notes, *_left_out(loader, loader.generator or getattr(batches.sampler, "generator", None))),
+        notes=(*notes, *_left_out(loader, loader.generator or _generator_of(batches.sampler))),
     )
 
 
@@ -400,19 +400,20 @@ def _left_out(loader: DataLoader[Any], generator: torch.Generator | None) -> tup
 
 def _adopt_sampler(sampler: Any, dataset: Any, collate: Collate | None) -> tuple[Any, bool, tuple[str, ...]]:
     """The data set, narrowed to what the sampler visits; True if it is shuffled; notes for the log."""
-    if type(sampler) in (SequentialSampler, RandomSampler):
+    kind = _kind_of(sampler)
+    if kind in (SequentialSampler, RandomSampler):
         count = len(sampler.data_source)  # it may be of something else, as RandomSampler(range(100)) is
         visited = dataset if count == len(dataset) else Subset(dataset, list(range(count)))
-        if type(sampler) is SequentialSampler:
+        if kind is SequentialSampler:
             return visited, False, ()
         if sampler.replacement:
             return Weighted(visited, np.ones(count), sampler.num_samples, collate=collate), True, ()
         if sampler.num_samples != count:
             raise _refused(sampler, "draws another number of samples than there are", _ONCE)
         return visited, True, ()
-    if type(sampler) is SubsetRandomSampler:
+    if kind is SubsetRandomSampler:
         return Subset(dataset, list(map(int, sampler.indices))), True, ()
-    if type(sampler) is DistributedSampler:
+    if kind is DistributedSampler:
         said = (
             f"The DistributedSampler (shuffle={sampler.shuffle}, drop_last={sampler.drop_last}, "
             f"seed={sampler.seed}) is replaced by the run's sample plan: the run's seed decides the order, "
@@ -421,7 +422,7 @@ def _adopt_sampler(sampler: Any, dataset: Any, collate: Collate | None) -> tuple
             * sampler.drop_last
         )
         return dataset, bool(sampler.shuffle), (said,)
-    if type(sampler) is WeightedRandomSampler:
+    if kind is WeightedRandomSampler:
         if not sampler.replacement:
             raise _refused(sampler, "draws each sample once, the heavier ones earlier", _WEIGHTS)
         return Weighted(dataset, sampler.weights, sampler.num_samples, collate=collate), True, ()
@@ -437,6 +438,19 @@ _WEIGHTS = (
     "Write run.batches(lockstep.data.Weighted(dataset, weights)), or give class weights to the loss, for example "
     "CrossEntropyLoss(weight=...)."
 )
+
+
+def _kind_of(sampler: Any) -> Any:
+    """The class of a sampler; torch's own of one that torchdata's StatefulDataLoader has put in its place."""
+    kind = type(sampler)
+    if not kind.__module__.startswith("torchdata."):
+        return kind
+    return getattr(torch.utils.data, kind.__name__.removeprefix("Stateful"), kind)
+
+
+def _generator_of(sampler: Any) -> torch.Generator | None:
+    """The generator that a sampler was given; torchdata's makes one where it was given none."""
+    return getattr(sampler, "generator", None) if type(sampler) is _kind_of(sampler) else None
 
 
 def _refused(sampler: Any, why: str, instead: str) -> ConfigError:
@@ -455,13 +469,13 @@ def _batches(loader: DataLoader[Any]) -> BatchSampler:
     """The loader's ``BatchSampler``; ``ConfigError`` if it makes batches in another way."""
     if loader.batch_size is None and loader.batch_sampler is None:
         raise _makes_batches()
-    if type(loader.batch_sampler) is not BatchSampler:
+    if _kind_of(loader.batch_sampler) is not BatchSampler:
         raise ConfigError(
             f"The DataLoader's batch_sampler {type(loader.batch_sampler).__name__} decides the batches, "
             "and so does the run's global_batch. Write run.batches(dataset), or, to put samples of similar length "
             "together, run.batches(lockstep.data.Bucketed(dataset, lengths, group))."
         )
-    return loader.batch_sampler
+    return cast(BatchSampler, loader.batch_sampler)
 
 
 def check_batch_size(source: Source, *, global_batch: int, micro_batch_size: int, holders: int) -> str | None:
