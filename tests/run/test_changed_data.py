@@ -1,5 +1,6 @@
 """A data set that the loop changes between epochs is read as it is now, by any number of workers."""
 
+import multiprocessing
 from types import SimpleNamespace
 
 import numpy as np
@@ -173,6 +174,33 @@ def test_workers_read_what_the_loop_has_changed_where_it_is_hard_to_see(name):
     make, change = UNSEEN[name]
     found = trained(make, change, anew=False, workers=2)
     assert found == trained(make, change, anew=False) != trained(make, lambda *_: None, anew=False)
+
+
+@pytest.mark.parametrize("kind", ["tensor", "value"])
+@pytest.mark.parametrize(("workers", "within", "said"), [(1, True, 1), (1, False, 0), (0, True, 0)])
+def test_memory_shared_with_workers_that_changes_within_an_epoch_is_told(kind, workers, within, said, caplog):
+    """Workers read ahead, so that the bits of two equal runs differed."""
+    run, _, optimizer = begin()
+    data = Curriculum()
+    data.scale = torch.ones(1).share_memory_() if kind == "tensor" else multiprocessing.Value("i", 1)
+    data.transform = lambda x: x
+
+    def change():
+        if kind == "tensor":
+            data.scale += 1
+        else:
+            data.scale.value += 1
+
+    data.__class__ = type("Shared", (Curriculum,), {"__getitem__": lambda self, index: (X[index], Y[index])})
+    for _ in run.epochs(2):
+        change()
+        for batch in run.batches(data, workers=workers):
+            train_step(run, batch, optimizer)
+            if within:
+                change()
+    run.close()
+    told = [each for each in caplog.records if "has changed within the epoch" in each.getMessage()]
+    assert len(told) == 2 * said
 
 
 def test_a_set_that_is_changed_and_evaluated_within_an_epoch_is_trained_to_the_end_of_it():

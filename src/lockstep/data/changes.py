@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from enum import Enum
 from functools import partial
+from multiprocessing.sharedctypes import SynchronizedBase
 from pathlib import Path, PurePath
 from types import (
     BuiltinFunctionType,
@@ -85,6 +86,19 @@ class Notes:
         )
 
     __hash__ = None  # type: ignore[assignment]  # what it notes may change
+
+    def shared(self) -> list[bytes]:
+        """What small memory holds now that the set shares with its workers: tensors, and values of multiprocessing."""
+        values = [value for value, _ in self._notes]
+        tensors = [
+            each
+            for each in values
+            if isinstance(each, torch.Tensor) and each.is_cpu and each.is_shared()  # type: ignore[no-untyped-call]  # in torch
+        ]
+        return [
+            *(bytes(each.get_obj()) for each in values if isinstance(each, SynchronizedBase)),
+            *(bytes(each.detach().numpy()) for each in tensors if each.nbytes <= _MOST_BYTES),
+        ]
 
     def _add(self, value: Any, depth: int) -> None:
         if id(value) in self._known:

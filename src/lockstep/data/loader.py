@@ -20,7 +20,7 @@ from lockstep.data.batch import Batch, MicroBatch
 from lockstep.data.keyed import EVALUATION_EPOCH
 from lockstep.data.naming import require_map_style, unwrap_subset
 from lockstep.data.reader import Request
-from lockstep.data.workers import Reading, ReadingOptions, open_reading
+from lockstep.data.workers import Reading, ReadingOptions, WorkerReading, open_reading
 from lockstep.data.wrappers.skipping import SkipBroken
 from lockstep.data.wrappers.wrapping import Wrapping, behind
 from lockstep.errors import ConfigError
@@ -163,6 +163,11 @@ class StepLoader(_Prefetching[tuple[int, int], tuple[Iterator[_Held], Iterator[A
             return step
         wrapped, seed = self._wrapped, self._plan.seed
         return replace(step, drawn=lambda places: behind(wrapped, seed, step.epoch, places)[1])
+
+    @property
+    def has_workers(self) -> bool:
+        """True if worker processes read ahead."""
+        return isinstance(self._reading, WorkerReading)
 
     def begin(self, epoch: int, first: int = 0) -> None:
         """Lets the workers, which must be free, read the beginning of an epoch before it is asked for."""

@@ -46,6 +46,8 @@ class LoaderCache:
         self._sources: OrderedDict[int, tuple[Source, Any]] = OrderedDict()
         self._numbers: dict[int, int] = {}
         self._notes: dict[int, Notes] = {}
+        self._shared: dict[int, list[bytes]] = {}
+        """What data shared with workers when they were last read."""
         self._checked: set[int] = set()
         """Ids of sources whose samples need not be read twice, since those before the last change were."""
         self._numbered = 0
@@ -78,6 +80,7 @@ class LoaderCache:
             self._checked.add(id(source))
             self._changed |= {(id(data), "training"), (id(data), "evaluation")}
         self._notes[id(data)] = notes
+        self._shared[id(data)] = notes.shared()
         self._partly_noted.discard(id(data))
         if not notes.are_whole:
             self._partly_noted.add(id(data))
@@ -220,6 +223,16 @@ class LoaderCache:
                 self._evaluation[key].begin()
         self._lately.clear()
         data = next((key[0] for key, each in self._training.items() if each is loader), None)
+        if (
+            loader.has_workers
+            and data in self._notes
+            and self._shared.get(data) != self._notes[data].shared()
+        ):
+            self._warn(
+                "Memory that the data set shares with its loader workers, such as a multiprocessing.Value, has changed "
+                "within the epoch. They read ahead, so which samples come under which value is a matter of time. If "
+                "samples depend on it, change it between epochs, before run.batches, or read without workers."
+            )
         if next_epoch is not None and not loader.counts_skipped and data not in self._partly_noted:
             loader.begin(next_epoch)
 
@@ -237,6 +250,7 @@ class LoaderCache:
         self._checked.discard(id(self._sources[data][0]))
         del self._sources[data], self._numbers[data]
         self._notes.pop(data, None)
+        self._shared.pop(data, None)
         self._partly_noted.discard(data)
         self._changed -= {(data, "training"), (data, "evaluation")}
         self._drop("training", data)
