@@ -65,6 +65,16 @@ def test_help_ends_well(command, name):
         (("lint", "-n", "2", "x.py"), "-n is not an argument of 'lockstep lint'."),
         (("train", "digits", "more"), "more is not an argument of 'lockstep train'."),
         (("train", "--epochs"), "expected one argument."),
+        (("report", "x" * 300), "File name too long."),
+        (("new", "~no-such-user/x", "--yes"), "there is no such home folder"),
+        (("slurm", "digits", "--output", "absent/job.sh"), "the folder 'absent' does not exist"),
+        (("slurm", "digits", "--output", "x" * 300), "longer than one can be"),
+        (("slurm", "digits", "--gpus-per-node", "-1"), "--gpus-per-node is -1, and must be 0 or more."),
+        (("slurm", "digits", "--gpus-per-node", "9" * 25), "at most 65,536 devices"),
+        (("slurm", "digits", "--nodes", "9" * 25), "and must be at most 65,536."),
+        (("slurm", "digits", "--nodes", "60000", "--tasks-per-node", "4000"), "at most 65,536 devices"),
+        (("train", "digits", "--dry-run", "--nnodes", "9" * 25), "is more than 65,536 hosts"),
+        (("train", "digits", "--dry-run", "--devices", "cpu:100000"), "at most 4096 processes of a host"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_status_two(command, arguments, expected):

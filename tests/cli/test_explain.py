@@ -57,7 +57,7 @@ def test_the_numbers_reach_the_picture(command):
         (("tree", "--ranks", "two"), "invalid int value: 'two'"),
         (("tree", "--ranks", "0"), "--ranks should be at least 1 and is 0."),
         (("traffic", "--parameters", "many"), "--parameters many is not a number."),
-        (("tree", "--svg", "no/such/folder.svg"), "--svg no/such/folder.svg cannot be written: No such file"),
+        (("tree", "--svg", "no/such/folder.svg"), "no/such/folder.svg cannot be written: No such file"),
     ],
 )
 def test_a_mistake_is_one_sentence(command, arguments, said):

@@ -49,6 +49,7 @@ from lockstep.errors import ConfigError
             "optimizer.momentum is the text '.9', and torch.optim:SGD takes a number, such as 0.1.",
         ),
         (["optimizer.momentum=0"], None),
+        (["optimizer.lr=true"], "optimizer.lr is true, and torch.optim:SGD takes a number, such as 0.1."),
         (
             ["schedule.target=torch.optim.lr_scheduler:StepLR", "schedule.step_size=abc"],
             "schedule.step_size is the text 'abc', and torch.optim.lr_scheduler:StepLR takes a number, such as 1.",

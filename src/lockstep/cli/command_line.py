@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lockstep import __version__
-from lockstep.errors import EXIT_INTERRUPTED, ConfigError, LockstepError, nearest
+from lockstep.errors import EXIT_CONFIG, EXIT_INTERRUPTED, ConfigError, LockstepError, nearest
 from lockstep.runtime.output import lasting_stderr, open_standard_streams
 from lockstep.text import printable
 
@@ -167,8 +167,20 @@ def _run(words: Sequence[str]) -> int:
     except BrokenPipeError:  # the output was closed, as by ``| head``
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
+    except OSError as error:
+        if error.filename is None or _is_of_user(error):
+            raise
+        print(f"lockstep: {printable(str(error.filename))}: {error.strerror}.", file=sys.stderr)
+        return EXIT_CONFIG
     except SystemExit as ending:  # argparse ends this way after --help and --version
         return ending.code if isinstance(ending.code, int) else 0
+
+
+def _is_of_user(error: OSError) -> bool:
+    """True if it came through files of the user's own, whose lines then belong to what is shown."""
+    from lockstep.runtime.error_record import users_lines
+
+    return bool(users_lines(error))
 
 
 def _check_local_rank(given: int | None) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.cli.shared_options import add_options, require_files
+from lockstep.cli.shared_options import add_options, require_files, write_file
 from lockstep.errors import EXIT_DONE, ConfigError
 from lockstep.text import aligned, comma_separated
 
@@ -105,7 +105,7 @@ def main(arguments: argparse.Namespace) -> int:
     module = importlib.import_module(f"lockstep.explain.{name}")
     facts = getattr(module, f"explain_{name}")(**_given(arguments))
     if arguments.svg is not None:
-        _write(arguments.svg, getattr(module, f"{name}_svg")(facts))
+        write_file(arguments.svg, getattr(module, f"{name}_svg")(facts))
     if arguments.json:
         sys.stdout.write(json.dumps(facts.as_json(), indent=2) + "\n")
     elif arguments.svg is None:
@@ -127,15 +127,6 @@ def _given(arguments: argparse.Namespace) -> dict[str, Any]:
     if "schedule" in given:
         given["schedules"] = (given.pop("schedule"),)
     return given
-
-
-def _write(name: str, text: str) -> None:
-    try:
-        Path(name).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"--svg {name} cannot be written: {error.strerror}. Choose a file in a folder that you can write to."
-        ) from error
 
 
 _FILES = {
@@ -193,11 +184,11 @@ def compare(arguments: argparse.Namespace) -> int:
     if len(jobs) > 1 and not differences:
         print("\nNo setting differs.")
     if arguments.html:
-        Path(arguments.html).write_text(page(logs, fingerprints, differences), encoding="utf-8")
+        write_file(arguments.html, page(logs, fingerprints, differences))
     if arguments.svg:
-        Path(arguments.svg).write_text(svg(chart(logs)), encoding="utf-8")
+        write_file(arguments.svg, svg(chart(logs)))
     if arguments.png:
-        Path(arguments.png).write_bytes(png(chart(logs)))
+        write_file(arguments.png, png(chart(logs)))
     return EXIT_DONE
 
 

@@ -24,6 +24,7 @@ from lockstep.cli.shared_options import (
     require_files,
     require_positive,
     submit,
+    write_file,
 )
 from lockstep.config.checks import refuse
 from lockstep.config.job import JobConfig
@@ -83,7 +84,7 @@ def main(arguments: argparse.Namespace) -> int:
     text = manifest(arguments)
     if arguments.output:
         path = Path(arguments.output)
-        path.write_text(text)
+        write_file(path, text)
         print(f"Wrote {path}. Start it with: kubectl apply -f {path}")
     if arguments.submit:
         print(submit(["kubectl", "apply", "-f", "-"], text))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from lockstep.cli.command_line import Parser
 from lockstep.cli.shared_options import add_options
+from lockstep.config.checks import file_path
 from lockstep.config.starter import GOALS, KINDS, DataSummary, job_text, kind_of, look_at, script_text
 from lockstep.errors import ConfigError, nearest
 
@@ -39,6 +40,8 @@ def main(arguments: argparse.Namespace) -> int:
     place = answer(arguments.data, "Where is your data (a folder or a file)?", "")
     if not place:
         raise ConfigError("Name the folder or the file of your data: lockstep new DATA.")
+    if problem := file_path(place):
+        raise ConfigError(f"The data {problem}")
     data = Path(place).expanduser()
     kind = _known("--kind", answer(arguments.kind, f"What is it: {', '.join(KINDS)}?", kind_of(data)), KINDS)
     target = arguments.target

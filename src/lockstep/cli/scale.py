@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 from lockstep.cli.command_line import Parser
-from lockstep.cli.shared_options import add_options, add_train_options, require_files
+from lockstep.cli.shared_options import add_options, add_train_options, require_files, write_file
 from lockstep.cli.train import device_counts, job_on_one_device, strategy_names
 from lockstep.config.job import JobConfig
 from lockstep.config.strategy_options import STRATEGIES
@@ -66,15 +66,15 @@ def main(arguments: argparse.Namespace) -> int:
 def _write(report: ScaleReport, arguments: argparse.Namespace) -> None:
     """Writes the files that were asked for."""
     if arguments.json:
-        Path(arguments.json).write_text(as_json(report))
+        write_file(arguments.json, as_json(report))
     if arguments.html:
-        Path(arguments.html).write_text(page(report))
+        write_file(arguments.html, page(report))
     if arguments.svg or arguments.png:
         picture = chart(report.ran, f"{report.job}: seconds per epoch over devices")
         if arguments.svg:
-            Path(arguments.svg).write_text(svg(picture))
+            write_file(arguments.svg, svg(picture))
         if arguments.png:
-            Path(arguments.png).write_bytes(png(picture))
+            write_file(arguments.png, png(picture))
 
 
 def _measure(config: JobConfig, arguments: argparse.Namespace, folder: Path) -> ScaleReport:

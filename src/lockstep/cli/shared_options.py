@@ -21,6 +21,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lockstep.config.checks import file_path
 from lockstep.config.components import origins
 from lockstep.core.world import RENDEZVOUS, World, master_of_step
 from lockstep.errors import ConfigError
@@ -72,6 +73,8 @@ def require_files(arguments: argparse.Namespace, options: Iterable[str]) -> None
     for name in options:
         if not (given := getattr(arguments, name)):
             continue
+        if problem := file_path(given):
+            raise ConfigError(f"--{name} {problem}")
         path = Path(given)
         if not path.parent.is_dir():
             raise ConfigError(
@@ -85,12 +88,26 @@ def require_files(arguments: argparse.Namespace, options: Iterable[str]) -> None
             )
 
 
+def write_file(path: Path | str, content: str | bytes) -> None:
+    """Writes a file that an option names; ``ConfigError`` where that cannot be done."""
+    try:
+        Path(path).write_bytes(content.encode() if isinstance(content, str) else content)
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be written: {error.strerror}. Choose a file in a folder that you can write to."
+        ) from error
+
+
+_MOST_HOSTS = 65_536
+
+
 def require_positive(arguments: argparse.Namespace, *options: str) -> None:
-    """Raises ``ConfigError`` for a number of these options that was given and is below 1."""
+    """Raises ``ConfigError`` for a number of these options that was given and is below 1, or of more than there are."""
     for name in options:
         value = getattr(arguments, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} is {value}, and must be at least 1.")
+        if value is not None and not 1 <= value <= _MOST_HOSTS:
+            limit = "at least 1" if value < 1 else f"at most {_MOST_HOSTS:,}"
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}, and must be {limit}.")
 
 
 def submit(words: Sequence[str], text: str) -> str:
@@ -180,6 +197,8 @@ def add_host_arguments(parser: argparse.ArgumentParser) -> None:
 def _number_of_hosts(text: str) -> int | str:
     if text != SLURM and not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is neither a number of hosts nor '{SLURM}'")
+    if text != SLURM and len(text) > len(str(_MOST_HOSTS)):
+        raise argparse.ArgumentTypeError(f"{text!r} is more than {_MOST_HOSTS:,} hosts")
     return text if text == SLURM else int(text)
 
 

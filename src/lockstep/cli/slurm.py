@@ -12,7 +12,14 @@ from pathlib import Path
 
 from lockstep.cli import train
 from lockstep.cli.command_line import Parser
-from lockstep.cli.shared_options import add_options, add_train_options, require_positive, submit
+from lockstep.cli.shared_options import (
+    add_options,
+    add_train_options,
+    require_files,
+    require_positive,
+    submit,
+    write_file,
+)
 from lockstep.config.checks import refuse
 from lockstep.config.job_file import load_job
 from lockstep.config.rules import machine_problems
@@ -64,10 +71,11 @@ def add_arguments(parser: Parser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Writes or submits the script and returns the exit status."""
+    require_files(arguments, ("output",))
     script = batch_script(arguments)
     if arguments.output:
         path = Path(arguments.output)
-        path.write_text(script)
+        write_file(path, script)
         path.chmod(0o755)
         print(f"Wrote {path}. Submit it with: sbatch {path}")
     if arguments.submit:
@@ -80,6 +88,8 @@ def main(arguments: argparse.Namespace) -> int:
 def batch_script(arguments: argparse.Namespace) -> str:
     """Returns the script. Raises ``ConfigError`` where the job and the hosts do not fit."""
     require_positive(arguments, "nodes", "tasks_per_node", "cpus_per_task", "warn")
+    if arguments.gpus_per_node < 0:
+        raise ConfigError(f"--gpus-per-node is {arguments.gpus_per_node}, and must be 0 or more.")
     if arguments.time and not _TIME.fullmatch(arguments.time):
         raise ConfigError(f"--time {arguments.time!r} is not a time. Use minutes, H:MM:SS or D-HH:MM:SS.")
     ranks = arguments.tasks_per_node or arguments.gpus_per_node or 1

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lockstep.cli.command_line import Parser
-from lockstep.cli.shared_options import add_options, add_train_options, require_files
+from lockstep.cli.shared_options import add_options, add_train_options, require_files, write_file
 from lockstep.cli.train import device_counts, job_on_one_device, strategy_names
 from lockstep.config.job import JobConfig
 from lockstep.config.strategy_options import STRATEGIES
@@ -168,7 +168,7 @@ def _verify_micro_batches(arguments: argparse.Namespace) -> int:
         findings = compared([computed(count) for count in counts], computed)
     print(micro_batches.table(findings))
     if arguments.json:
-        Path(arguments.json).write_text(micro_batches.as_json(findings))
+        write_file(arguments.json, micro_batches.as_json(findings))
     ran = [each for each in findings if not each.step.refused]
     if len(ran) < 2 and not any(each.step.in_training for each in findings):
         raise ConfigError(
@@ -191,7 +191,7 @@ def _first_step(payload: dict[str, Any], threads: int | None, folder: Path) -> F
 def _show(comparisons: Sequence[Comparison], arguments: argparse.Namespace) -> None:
     print(table(comparisons))
     if arguments.json:
-        Path(arguments.json).write_text(as_json(comparisons))
+        write_file(arguments.json, as_json(comparisons))
 
 
 @dataclass(frozen=True)

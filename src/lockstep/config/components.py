@@ -217,9 +217,11 @@ def argument_problems(
             default = default.value if isinstance(default, ast.Constant) else default
             problem = _boolean_as_text(args[key], default)
             is_number = _is_number(parameter) or (path == ("optimizer",) and type(default) in (int, float))
-            if is_number and not problem and _is_plain_text(args[key]) and not isinstance(default, str):
+            is_other = _is_plain_text(args[key]) or isinstance(args[key], bool)
+            if is_number and is_other and not problem and not isinstance(default, str | bool):
+                found = f"the text {args[key]!r}" if isinstance(args[key], str) else str(args[key]).lower()
                 example = "1" if "int" in str(parameter.annotation) else "0.1"
-                problem = f"is the text {args[key]!r}, and {target} takes a number, such as {example}."
+                problem = f"is {found}, and {target} takes a number, such as {example}."
             if problem:
                 yield Problem((*path, key), problem)
     for each in by_name:
@@ -228,7 +230,7 @@ def argument_problems(
 
 
 def _is_number(parameter: Parameter) -> bool:
-    """True where the annotation of a parameter names numbers, booleans and None only, as ``int | None`` does."""
+    """True where the annotation of a parameter names numbers and None only, as ``int | None`` does."""
     if parameter.annotation is parameter.empty:
         return False
     found = set(re.findall(r"\w+", formatannotation(parameter.annotation))) - {
@@ -237,7 +239,7 @@ def _is_number(parameter: Parameter) -> bool:
         "Union",
         "None",
     }
-    return bool(found) and found <= {"int", "float", "bool"}
+    return bool(found) and found <= {"int", "float"}
 
 
 def _is_plain_text(value: Any) -> bool:

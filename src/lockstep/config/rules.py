@@ -82,6 +82,7 @@ class SettingsRule(Generic[S]):
         return given if len(given) > 1 else tables.get(self.key, ("training", self.key))
 
 
+_MOST_DEVICES = 65_536
 RULES: list[SettingsRule[RunSettings]] = []
 JOB_RULES: list[SettingsRule[JobConfig]] = []
 
@@ -115,6 +116,12 @@ def require_rules(options: RunSettings, machine: AvailableDevices | None = None)
 def job_problems(job: JobConfig, machine: AvailableDevices | None = None) -> list[Problem]:
     """Every rule that a job breaks, on the devices that it asks for or on those given."""
     options, machine = job.settings, machine or AvailableDevices.asked_for(job.run.devices)
+    if machine.count is not None and machine.count > _MOST_DEVICES:
+        return [
+            Problem(
+                ("run", "devices"), f"is {machine.shown!r}, and a run has at most {_MOST_DEVICES:,} devices."
+            )
+        ]
     found = [Problem(rule.path, message) for rule in RULES for message in rule.problems(options, machine)]
     return found + [Problem(rule.path, each) for rule in JOB_RULES for each in _of_job(rule, job, machine)]
 

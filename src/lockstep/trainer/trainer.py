@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +28,8 @@ from lockstep.trainer.state import Meter, Progress, TrainingOutcome, TrainingPar
 
 WEIGHTS = "model.safetensors"
 """The file of a run folder that has the weights of the last step."""
+
+_LARGEST = torch.finfo(torch.float32).max
 
 AVERAGE = "average.safetensors"
 """The same of their moving average, where the job has one."""
@@ -150,7 +151,7 @@ class Trainer(Callback):
         if self._settings.clip_norm is not None:
             self.run.clip_gradients(self._settings.clip_norm)
         rates = [group["lr"] for group in parts.optimizer.param_groups]
-        if wrong := [rate for rate in rates if isinstance(rate, float | int) and not 0 <= rate < math.inf]:
+        if wrong := [rate for rate in rates if isinstance(rate, float | int) and not 0 <= rate <= _LARGEST]:
             raise ConfigError(
                 f"The learning rate of step {batch.plan.step + 1} is {wrong[0]}, and should be 0 or more and finite. "
                 "Correct optimizer.lr, or the table [schedule]."

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lockstep.config.checks import file_path
 from lockstep.errors import ConfigError, RankError
 from lockstep.launch.options import TOKEN_VARIABLE
 from lockstep.text import numbered
@@ -29,6 +30,8 @@ def read_token(file: str, environment: Mapping[str, str]) -> bytes:
     too short, or others may read its file.
     """
     if file:
+        if problem := file_path(file):
+            raise ConfigError(f"--token-file {problem}")
         return _checked(_from_file(Path(file).expanduser()), file)
     if TOKEN_VARIABLE in environment:
         return _checked(environment[TOKEN_VARIABLE], TOKEN_VARIABLE)
