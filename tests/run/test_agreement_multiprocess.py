@@ -37,6 +37,9 @@ def told_otherwise(world, what):
             begin(lr=0.2 if other else 0.1)
         elif what == "model":
             begin(nn.Sequential(*network()[:4], nn.Linear(8, 4 if other else 3)))
+        elif what == "order":
+            layers = {name: nn.Linear(3, 3) for name in ("c d", "a")}
+            begin(nn.ModuleDict(sorted(layers.items()) if other else layers))
         elif what == "frozen":
             model = network()
             model[0].bias.requires_grad_(not other)
@@ -57,6 +60,7 @@ def told_otherwise(world, what):
         ("lr", "lr of optimizer 0, group 0: 0.1 on ranks 0, 1; 0.2 on rank 2"),
         ("model", "'4.weight': (3, 8) torch.float32 on ranks 0, 1; (4, 8) torch.float32 on rank 2"),
         ("frozen", "'0.bias': (8,) torch.float32 on ranks 0, 1; (8,) torch.float32 fixed on rank 2"),
+        ("order", "number 0 is c d.weight on ranks 0, 1; a.weight on rank 2. Sort the names."),
         ("samples", "samples: 53 on ranks 0, 1; 77 on rank 2"),
     ],
 )

@@ -173,3 +173,42 @@ def test_calls_after_close_are_refused(ranks):
     """Of two processes, each predicted its own part of the data and gave that for all."""
     said = "The run was ended by run.close(). Call that last, or begin another: lockstep.init(...)."
     assert run_ranks(after_close, ranks) == [[said] * 5] * ranks
+
+
+def ordered_by_rank(world):
+    run, _, optimizer = begin()
+    functions = {"loss": nn.functional.cross_entropy, "correct": correct}
+    names = sorted(functions, reverse=world.rank == 1)
+    functions, found = {name: functions[name] for name in names}, []
+    for batch in run.batches(dataset()):
+        _, also = run.backward(batch, nn.functional.cross_entropy, also=functions)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append({name: float(value) for name, value in also.items()})
+    return [*found, run.evaluate(dataset(), functions)]
+
+
+def test_metrics_in_another_order_on_each_rank_are_the_same_numbers():
+    """Names from a set come in another order in each process of torchrun; each rank's loss was added to the others'
+    accuracy, and both numbers were wrong."""
+    expected = ordered_by_rank(World())
+    assert run_ranks(ordered_by_rank, 2) == [expected, expected]
+
+
+def other_metrics(world, evaluates):
+    run, *_ = begin()
+    functions = {f"of rank {world.rank}": correct}
+    try:
+        if evaluates:
+            run.evaluate(dataset(), functions)
+        else:
+            run.backward(next(iter(run.batches(dataset()))), nn.functional.cross_entropy, also=functions)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("evaluates", [True, False])
+def test_other_metrics_on_each_rank_are_refused(evaluates):
+    for said in run_ranks(other_metrics, 2, evaluates):
+        assert "are not the same on every rank" in said and "of rank 1" in said

@@ -110,7 +110,7 @@ def require_equal_data(digests: Mapping[str, str], group: dist.ProcessGroup, dev
 
 
 def require_equal_structure(model: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Raises ``ConfigError`` on every rank where the models differ in a name, shape or type. Collective."""
+    """Raises ``ConfigError`` on every rank where the models differ in a name, its place, shape or type. Collective."""
     mine = {
         name: f"{tuple(tensor.shape)} {tensor.dtype}{'' if tensor.requires_grad else ' fixed'}"
         for name, tensor in _named_tensors(model).items()
@@ -119,6 +119,13 @@ def require_equal_structure(model: nn.Module, group: dist.ProcessGroup, device: 
         raise ConfigError(
             f"The ranks hold different models. The first difference is {name!r}: {by_rank(shapes)}. "
             "Build the model alike on every rank."
+        )
+    for orders in _differences({"order": "\n".join(mine)}, group, device, absent="absent").values():
+        of_all = [order.split("\n") for order in orders]
+        place = next(n for n in range(len(mine)) if len({names[n] for names in of_all}) > 1)
+        raise ConfigError(
+            f"The ranks have the parts of the model in other orders, as a set of names gives them: number {place} is "
+            f"{by_rank([names[place] for names in of_all])}. Sort the names."
         )
 
 

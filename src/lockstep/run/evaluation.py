@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -42,6 +42,7 @@ from lockstep.run.means import (
     judge_metrics,
     reasons_with_model,
 )
+from lockstep.run.same_call import require_same_names
 from lockstep.run.save import save_and_stop
 from lockstep.run.short_step import unchanged, with_own_data
 from lockstep.run.step import evaluating, exact, require_function, sum_and_weight
@@ -246,6 +247,7 @@ def evaluate_all(
     means = {name: each for name, each in metrics.items() if not isinstance(each, SetMetric)}
     unchecked = run.rehearsals.new_metrics(means, evaluated=True) & run.rehearsals.new_metrics(means)
     strategy, group = run.strategy, run._session.group
+    require_same_names("The metrics of run.evaluate", metrics, group, strategy.device)
     found: dict[str, dict[str, float]] = {}
     if means:
         with evaluation(run, data, *how) as opened:
@@ -290,7 +292,7 @@ def evaluate(
     loader, share = opened.loader, opened.loader.share
     longest = share.longest(loader.count)
     rows = torch.zeros(longest, len(metrics), 2, dtype=torch.float64, device=strategy.device)
-    functions = {name: exact(metric) for name, metric in metrics.items()}
+    functions, columns = {name: exact(metric) for name, metric in metrics.items()}, in_columns(metrics)
     checked, deviations = set(unchecked), dict[str, str]()
     kept: Changes = {}
     sample = RowSample(len(loader), loader.micro_batch_size)
@@ -312,8 +314,8 @@ def evaluate(
         if checks:
             sample.take(place, (output, target), len(micro_batch))
         before = held_by(metrics, unchecked if place == 0 else ())
-        for column, (name, metric) in enumerate(functions.items()):
-            value = metric(output, target)
+        for name, metric in functions.items():
+            value, column = metric(output, target), columns[name]
             if isinstance(value, Tensor) and value.dim() == 0:
                 checked.add(name)
                 if name in unchecked and not (
@@ -337,7 +339,12 @@ def evaluate(
         deviations |= {name: why for name, why in found.items() if name in unchecked or why not in untold}
         judge_metrics(gather_records(strategy, [deviations, kept], group), warns=is_main)
     ordered = gathered_in_order(rows, loader.count, share, strategy).cpu()
-    return {name: _mean(name, ordered[:, column]) for column, name in enumerate(metrics)}
+    return {name: _mean(name, ordered[:, columns[name]]) for name in metrics}
+
+
+def in_columns(names: Iterable[Any]) -> dict[Any, int]:
+    """A column of the exchanged rows for each name; ranks may have the names in other orders, as from a set."""
+    return {name: column for column, name in enumerate(sorted(names, key=repr))}
 
 
 def gathered_in_order(rows: Tensor, count: int, share: Share, strategy: Strategy) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -50,6 +51,25 @@ def _call() -> tuple[str, str]:
             )
         frame = frame.f_back
     return _CALLS.get(name, f"run.{name}"), place
+
+
+def require_same_names(
+    argument: str, names: Iterable[object], group: dist.ProcessGroup | None, device: torch.device
+) -> None:
+    """Raises ``ConfigError`` where ranks give metrics of other names. Collective.
+
+    Args:
+        argument: what they are, as in "The metrics of run.evaluate".
+        names: of the metrics, in any order.
+        group: all ranks; None for a world of one.
+        device: of the run.
+    """
+    of_all = [] if group is None else gather_agreed(sorted(map(repr, names)), group, device)
+    if any(each != of_all[0] for each in of_all):
+        raise ConfigError(
+            f"{argument} are not the same on every rank: {by_rank(of_all)}. Each rank computes them of a part of the "
+            "samples. Give them on all ranks; run.print prints on one."
+        )
 
 
 def by_rank(values: list[Any]) -> str:

@@ -16,7 +16,7 @@ from lockstep.core.plan import StepPlan
 from lockstep.core.summation_tree import fold_rows
 from lockstep.data.batch import MicroBatch
 from lockstep.errors import ConfigError
-from lockstep.run.evaluation import gathered_in_order
+from lockstep.run.evaluation import gathered_in_order, in_columns
 from lockstep.run.means import (
     Changes,
     Deviation,
@@ -28,6 +28,7 @@ from lockstep.run.means import (
     reasons,
     reasons_with_model,
 )
+from lockstep.run.same_call import require_same_names
 from lockstep.run.step import exact, sum_and_weight
 from lockstep.runtime.torch_internals import OVERWRITTEN
 from lockstep.strategies import IndependentStrategy, Strategy, gather_records
@@ -215,6 +216,9 @@ class StepMetrics:
             )
         share = strategy.share
         if self._unchecked:
+            require_same_names(
+                "The metrics in also= of run.backward", self._functions, group, strategy.device
+            )
             if plan.leaves > 1 and not self._has_asked_model:
                 for name in self._untold:
                     self._reasons[name] = self._reasons.get(name) or Deviation.WITHOUT_ROWS.reason
@@ -227,9 +231,10 @@ class StepMetrics:
             dtype=torch.float64,
             device=strategy.device,
         )
+        columns = in_columns(self._functions)
         for place, k in enumerate(share.of(plan.leaves)):
-            for column, (total, weight) in enumerate(self._sums.get(k, ())):
-                rows[place, column, 0], rows[place, column, 1] = total, weight
+            for name, (total, weight) in zip(self._functions, self._sums.get(k, ())):
+                rows[place, columns[name], 0], rows[place, columns[name], 1] = total, weight
         ordered = gathered_in_order(rows, plan.leaves, share, strategy)
-        totals = [fold_rows(ordered[:, column]) for column in range(len(self._functions))]
-        return {name: total / weight for name, (total, weight) in zip(self._functions, totals)}
+        totals = {name: fold_rows(ordered[:, column]) for name, column in columns.items()}
+        return {name: totals[name][0] / totals[name][1] for name in self._functions}
