@@ -77,10 +77,10 @@ class NonFiniteError(LockstepError):
     exit_code = EXIT_NON_FINITE
 
 
-def nearest(asked: str, known: Iterable[str]) -> str:
+def nearest(asked: object, known: Iterable[str]) -> str:
     """Returns `` Did you mean 'x'? Known: a, b, c.`` for an unknown name, ready to append to a message."""
     names = sorted(filter(None, known), key=_by_number)
-    close = difflib.get_close_matches(asked, names, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(str(asked), names, n=1, cutoff=0.5)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     return f"{hint} Known: {', '.join(names)}."
 

@@ -49,6 +49,14 @@ from lockstep.errors import ConfigError
             "optimizer.momentum is the text '.9', and torch.optim:SGD takes a number, such as 0.1.",
         ),
         (["optimizer.momentum=0"], None),
+        (
+            [
+                "data.train.target=lockstep.data:ImageFolder",
+                "data.train.root=x",
+                "data.train.split_by=folder",
+            ],
+            "data.train.split_by is 'folder', which lockstep.data:ImageFolder does not know. Did you mean 'folders'?",
+        ),
         (["optimizer.lr=true"], "optimizer.lr is true, and torch.optim:SGD takes a number, such as 0.1."),
         (
             ["schedule.target=torch.optim.lr_scheduler:StepLR", "schedule.step_size=abc"],

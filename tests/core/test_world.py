@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from lockstep.core.world import World, host_name
+from lockstep.core.world import World, host_name, threads_of_environment
 from lockstep.errors import ConfigError
 
 TORCHRUN = {
@@ -245,3 +245,12 @@ def test_a_timeline_can_be_asked_for_whatever_starts_the_process(launcher):
 
 def test_the_host_has_a_name():
     assert host_name()
+
+
+def test_the_threads_of_openmp_are_those_of_its_first_level():
+    """A list, as clusters set it, ended in a ValueError; so did a word."""
+    read = [threads_of_environment({"OMP_NUM_THREADS": text}) for text in ("", "3", "4,2", " 8 ")]
+    assert [*read, threads_of_environment({})] == [1, 3, 4, 8, 1]
+    for text in ("abc", "0", "-1", "1.5", "9" * 20):
+        with pytest.raises(ConfigError, match="OMP_NUM_THREADS is"):
+            threads_of_environment({"OMP_NUM_THREADS": text})

@@ -48,8 +48,8 @@ def main(arguments: argparse.Namespace) -> int:
     """Prints what is found; returns 1 if a sample cannot be read, else 0."""
     config = load_job(arguments.job, overrides(arguments))
     devices = resolve_devices(config)
-    if arguments.epoch < 0:
-        raise ConfigError(f"--epoch {arguments.epoch} should be 0 or more.")
+    if not 0 <= arguments.epoch < 1 << 63:
+        raise ConfigError(f"--epoch {arguments.epoch} should be 0 or more, and below 2^63.")
     require_files(arguments, ("json", "sheet"))
     from lockstep.data.naming import known_classes
     from lockstep.job import data_report

@@ -24,7 +24,7 @@ from lockstep.cli.shared_options import (
     take_rendezvous,
     with_debug_arguments,
 )
-from lockstep.core.world import PROFILE, World, make_environment_portable
+from lockstep.core.world import PROFILE, World, make_environment_portable, threads_of_environment
 from lockstep.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED
 from lockstep.launch import LaunchOptions, ScriptTarget, parse_devices, supervise
 from lockstep.launch.options import RESTART_WORLDS
@@ -119,7 +119,7 @@ def _of_script(target: ScriptTarget, options: LaunchOptions) -> list[tuple[str, 
     return [
         (f"{Path(target.path).name} (sha256)", digest),
         ("the script's arguments", shlex.join(target.arguments) or "none"),
-        ("threads", str(options.threads or os.environ.get("OMP_NUM_THREADS") or 1)),
+        ("threads", str(options.threads or threads_of_environment(os.environ))),
         ("portable", str(options.portable)),
         ("restarts", str(options.restarts)),
         ("profile", options.profile or "none"),

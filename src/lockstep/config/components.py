@@ -29,6 +29,7 @@ from lockstep.config.checks import (
     nearest_name,
     spell,
 )
+from lockstep.errors import nearest
 
 _DEEPEST = 8
 _GIVEN_BY_LOCKSTEP: dict[KeyPath, int] = {("optimizer",): 1, ("schedule",): 1}
@@ -220,8 +221,11 @@ def argument_problems(
             is_other = _is_plain_text(args[key]) or isinstance(args[key], bool)
             if is_number and is_other and not problem and not isinstance(default, str | bool):
                 found = f"the text {args[key]!r}" if isinstance(args[key], str) else str(args[key]).lower()
-                example = "1" if "int" in str(parameter.annotation) else "0.1"
+                example = "1" if "int" in _annotation(parameter) else "0.1"
                 problem = f"is {found}, and {target} takes a number, such as {example}."
+            if not problem and (known := _literals(parameter)) and _is_plain_text(args[key]):
+                problem = None if args[key] in known else f"is {args[key]!r}, which {target} does not know."
+                problem = problem and problem + nearest(args[key], known)
             if problem:
                 yield Problem((*path, key), problem)
     for each in by_name:
@@ -231,15 +235,24 @@ def argument_problems(
 
 def _is_number(parameter: Parameter) -> bool:
     """True where the annotation of a parameter names numbers and None only, as ``int | None`` does."""
-    if parameter.annotation is parameter.empty:
-        return False
-    found = set(re.findall(r"\w+", formatannotation(parameter.annotation))) - {
-        "typing",
-        "Optional",
-        "Union",
-        "None",
-    }
+    found = set(re.findall(r"\w+", _annotation(parameter))) - {"typing", "Optional", "Union", "None"}
     return bool(found) and found <= {"int", "float"}
+
+
+def _literals(parameter: Parameter) -> list[str]:
+    """The texts that a parameter takes where its annotation lists them, as ``Literal["auto", "seed"]`` does."""
+    found = re.fullmatch(r"(?:typing\.)?Literal\[([^][]*)\]", _annotation(parameter))
+    try:
+        values = ast.literal_eval(f"({found[1]},)") if found else ()
+    except (ValueError, SyntaxError):
+        return []
+    return list(values) if all(isinstance(value, str) for value in values) else []
+
+
+def _annotation(parameter: Parameter) -> str:
+    """The annotation of a parameter as it is written; empty where it has none."""
+    given = parameter.annotation
+    return "" if given is parameter.empty else given if isinstance(given, str) else formatannotation(given)
 
 
 def _is_plain_text(value: Any) -> bool:

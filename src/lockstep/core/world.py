@@ -95,6 +95,15 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
+def threads_of_environment(environment: Mapping[str, str]) -> int:
+    """The threads that ``OMP_NUM_THREADS`` gives a process, whose list has a number for each level; 1 without it."""
+    text = environment.get("OMP_NUM_THREADS", "")
+    first = text.partition(",")[0].strip() or "1"
+    if not (first.isascii() and first.isdecimal() and len(first) < 5 and int(first)):
+        raise ConfigError(f"OMP_NUM_THREADS is {text!r:.60}. Set it to the threads of a process, such as 1.")
+    return int(first)
+
+
 @dataclass(frozen=True, kw_only=True)
 class World:
     """The position of one process in the run. ``rank`` is always the global rank."""

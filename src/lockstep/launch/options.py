@@ -32,6 +32,7 @@ from lockstep.core.world import (
     PORTABLE_ENVIRONMENT,
     SHARED_DEVICES,
     HostLayout,
+    threads_of_environment,
     usable_cores,
 )
 from lockstep.errors import ConfigError, nearest
@@ -229,7 +230,7 @@ def world_environment(
     """Returns the environment of the fork server, which all ranks share."""
     kept = [name for name in inherited if not name.startswith(_FOREIGN) and name != TOKEN_VARIABLE]
     environment = {name: inherited[name] for name in kept}
-    threads = str(options.threads or inherited.get("OMP_NUM_THREADS") or 1)
+    threads = str(options.threads or threads_of_environment(inherited))
     environment.update(
         OMP_NUM_THREADS=threads,
         MKL_NUM_THREADS=threads,

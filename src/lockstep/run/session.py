@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.core.world import World
+from lockstep.core.world import World, threads_of_environment
 from lockstep.distributed.process_group import open_process_group
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.runtime import stop_signals
@@ -123,7 +123,7 @@ class RunSession:
     def __init__(self, world: World, threads: int | None, timeout: float, devices: int = 1) -> None:
         self.world = world
         self.device = choose_device(world, devices)
-        self.threads = threads if threads is not None else int(os.environ.get("OMP_NUM_THREADS", "1") or "1")
+        self.threads = threads if threads is not None else threads_of_environment(os.environ)
         torch.set_num_threads(self.threads)
         if self.device.type == "cpu":
             keep_freed_memory()

@@ -140,6 +140,10 @@ def test_an_unknown_split_is_refused_with_the_nearest(flowers):
         ImageFolder(flowers, "train", held_out=1.2)
     with pytest.raises(DataError, match="split_by='folders'"):
         ImageFolder(flowers, "train", split_by="folders")
+    with pytest.raises(ConfigError, match=r"split_by='folder' is not known\. Did you mean 'folders'\?"):
+        ImageFolder(flowers, "train", split_by="folder")  # it was taken for auto, and divided by the seed
+    with pytest.raises(ConfigError, match="has no split 3"):
+        ImageFolder(flowers, 3)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

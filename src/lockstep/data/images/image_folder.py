@@ -44,6 +44,8 @@ def _find_photos(
         raise DataError(
             f"The data folder {root} does not exist. Give a folder with one subfolder for each class."
         )
+    if split_by not in (known := ("auto", "folders", "seed")):
+        raise ConfigError(f"split_by={split_by!r} is not known.{nearest(str(split_by), known)}")
     folders = _split_folders(root) if split_by != "seed" else {}
     if split_by == "folders" and not folders:
         raise DataError(
