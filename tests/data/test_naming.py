@@ -7,7 +7,7 @@ from PIL import Image
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from lockstep.data import check_labels, known_labels
-from lockstep.data.naming import require_map_style, uncollatable
+from lockstep.data.naming import class_names, require_map_style, uncollatable
 from lockstep.errors import ConfigError, DataError
 
 
@@ -83,3 +83,12 @@ def test_paths_dicts_and_tuples_of_tensors_are_no_data_sets(data):
     with pytest.raises(ConfigError, match=r"was given (a|the)"):
         require_map_style(data, "run.batches")
     require_map_style([(TENSOR, 1)], "run.batches")
+
+
+def test_classes_are_their_number_or_a_list_of_names():
+    """``classes=0`` made a table one of regression, and a text the names of its letters."""
+    assert class_names(2) == class_names(np.int64(2)) == ("0", "1")
+    assert class_names(["cat", "dog"]) == class_names(np.array(["cat", "dog"])) == ("cat", "dog")
+    for wrong in (0, -1, "cat", {"cat", "dog"}, {"cat": 0}, [1, 2], [], None, 1.5):
+        with pytest.raises(ConfigError, match="Give their number, from 1 on, or a list of their names"):
+            class_names(wrong)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
+from numbers import Integral
 from pathlib import PurePath
 from typing import Any
 
@@ -145,8 +146,18 @@ def check_labels(dataset: Any, classes: int) -> None:
 
 
 def class_names(classes: int | Sequence[str]) -> tuple[str, ...]:
-    """The names of the classes, which are numbers where only their count is given."""
-    return tuple(map(str, range(classes))) if isinstance(classes, int) else tuple(classes)
+    """The names of the classes, which are numbers where only their count is given; ``ConfigError`` for neither."""
+    if isinstance(classes, Integral):
+        names = tuple(map(str, range(int(classes))))
+    elif isinstance(classes, str | bytes | Set | Mapping) or not isinstance(classes, Iterable):
+        names = ()  # a set has another order in each process
+    else:
+        names = tuple(classes)
+    if not names or not all(isinstance(name, str) for name in names):
+        raise ConfigError(
+            f"classes={classes!r:.60} was given. Give their number, from 1 on, or a list of their names."
+        )
+    return names
 
 
 def known_classes(dataset: Any) -> tuple[str, ...]:

@@ -142,6 +142,8 @@ def test_an_unknown_split_is_refused_with_the_nearest(flowers):
         ImageFolder(flowers, "train", split_by="folders")
     with pytest.raises(ConfigError, match=r"split_by='folder' is not known\. Did you mean 'folders'\?"):
         ImageFolder(flowers, "train", split_by="folder")  # it was taken for auto, and divided by the seed
+    with pytest.raises(ConfigError, match="a list of their names"):  # its order is another in each process
+        ImageFolder(flowers, classes={"daisy", "rose", "tulip"})
     with pytest.raises(ConfigError, match="has no split 3"):
         ImageFolder(flowers, 3)
 

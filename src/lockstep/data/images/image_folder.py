@@ -14,7 +14,7 @@ from lockstep.data.images.decoding import MAX_BYTES, read_photo
 from lockstep.data.images.encoded import EncodedPairs
 from lockstep.data.images.image_cache import FolderPhotos
 from lockstep.data.images.transforms import SUFFIXES, CenterCrop, RandomResizedCrop, Transform, decode_rgb
-from lockstep.data.naming import held_out
+from lockstep.data.naming import class_names, held_out
 from lockstep.errors import ConfigError, DataError, nearest
 
 Split = Literal["train", "validation", "all"]
@@ -112,7 +112,7 @@ def _class_names(
                 f"{root} has no subfolders. It needs one for each class, with the class's photos in it."
             )
         return tuple(sorted(found))
-    names = _read_names(Path(asked)) if isinstance(asked, (str, Path)) else tuple(asked)
+    names = _read_names(Path(asked)) if isinstance(asked, (str, Path)) else class_names(asked)
     if len(set(names)) < len(names) or not names:
         raise DataError(
             f"The classes of {root} must be named once each, and there are {len(names)} names: {names}."
