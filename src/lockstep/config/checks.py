@@ -129,10 +129,12 @@ def plain_name(most: int) -> Check:
     return check
 
 
-def file_path(value: str | Path | bool) -> str | None:
+def file_path(value: object) -> str | None:
     """A path that a file can have. A boolean, which stands for a place that Lockstep chooses, is one, too."""
     if isinstance(value, bool):
         return None
+    if not isinstance(value, str | Path):
+        return f"is {value!r:.60}, and no path."
     try:
         name = os.fsencode(value)
     except UnicodeEncodeError:

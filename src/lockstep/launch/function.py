@@ -7,6 +7,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from lockstep.config.checks import file_path
 from lockstep.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED, ConfigError, RankError
 from lockstep.launch.options import LaunchOptions, parse_devices
 from lockstep.launch.supervisor import run_world
@@ -40,6 +41,8 @@ def launch(
             f"launch() was called on rank {os.environ['RANK']} of a world of {os.environ['WORLD_SIZE']}. "
             "That would start ranks within ranks. Call the function directly instead."
         )
+    if problem := file_path(log_directory):
+        raise ConfigError(f"log_directory {problem}")
     target = FunctionTarget.from_function(function, args, kwargs)
     options = LaunchOptions(
         devices=parse_devices(devices), threads=threads, log_directory=os.fspath(log_directory)

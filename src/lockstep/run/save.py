@@ -204,12 +204,7 @@ class Writer:
         Returns:
             The checkpoint's folder, on the main process; None on the others.
         """
-        problem = (
-            file_path(directory)
-            if isinstance(directory, str | Path)
-            else f"is {directory!r:.60}, and no path."
-        )
-        if problem:
+        if problem := file_path(directory):
             raise ConfigError(f"The directory of run.save {problem}")
         directory = Path(directory).expanduser()
         is_main, wait = self._world.is_main, wait or not self._options.save_in_background

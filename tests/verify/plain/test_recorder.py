@@ -189,3 +189,32 @@ def test_modes_targets_and_state_are_recorded(tmp_path):
     assert [len(row) for row in step.batches[0].outputs] == [3, 3, 3, 3]
     assert step.state["momentum_buffer of 0.weight"].norm > 0
     assert "momentum_buffer of 2.bias" not in step.state
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (
+            lambda folder, model, optimizer: Recorder(3, model, optimizer),
+            "folder of Recorder is 3, and no path",
+        ),
+        (lambda folder, model, optimizer: Recorder("a\0b", model, optimizer), "a character that no path has"),
+        (lambda folder, model, optimizer: Recorder(folder, nn.Linear, optimizer), "The model of Recorder is"),
+        (
+            lambda folder, model, optimizer: Recorder(folder, model, optimizer, loss=3),
+            "The loss of Recorder is 3",
+        ),
+        (lambda folder, model, optimizer: Recorder(folder, model, torch.optim.SGD), "given the optimizer"),
+        (lambda folder, model, optimizer: Recorder(folder, model, optimizer, first_step=-1), "first_step=-1"),
+        (lambda *parts: Recorder(*parts).batch(samples="abc"), "samples='abc' was given to recorder.batch"),
+        (lambda *parts: Recorder(*parts).batch(samples=[0, 1.5]), "Give the index of each sample"),
+        (lambda *parts: Recorder(*parts).batch(inputs=[1, 2]), "a tensor with a row for each sample"),
+        (lambda *parts: Recorder(*parts).batch(loss=torch.ones(2)), "Give one number"),
+    ],
+    ids=range(10),
+)
+def test_what_is_given_by_mistake_is_named(wrong, said, tmp_path):
+    """These ended in an AttributeError or a TypeError; of a sample 1.5, sample 1 was recorded."""
+    model = nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match=said):
+        wrong(tmp_path / "recorded", model, torch.optim.SGD(model.parameters(), lr=0.1))

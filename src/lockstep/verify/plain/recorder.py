@@ -27,6 +27,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
+from numbers import Integral
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from lockstep.config.checks import file_path
 from lockstep.core.fingerprint import device_model, digest_tensor
 from lockstep.core.world import World
 from lockstep.errors import ConfigError
@@ -290,6 +293,7 @@ class Recorder:
     ) -> None:
         self._model = model.module if isinstance(model, DistributedDataParallel | DataParallel) else model
         self._optimizers, self._sketcher = optimizers, Sketcher()
+        _require_arguments(folder, self._model, optimizers, first_step, loss)
         _require_plain(self._model, optimizers)
         session = requested.get()
         self._enough = session.steps if session is not None else None
@@ -335,11 +339,12 @@ class Recorder:
         if not step.batches:
             step.batches.append(BatchRecord())
         record = step.batches[-1]
+        _require_tensors(inputs=inputs, targets=targets, losses=losses)
         record.inputs = _row_digests(inputs) if inputs is not None else []
-        record.samples = [int(n) for n in samples] if samples is not None else list(record.inputs)
+        record.samples = _indices(samples) if samples is not None else list(record.inputs)
         record.targets = _targets(targets) if targets is not None else []
         record.losses = losses.detach().double().reshape(-1).tolist() if losses is not None else []
-        record.loss = float(loss.detach() if isinstance(loss, Tensor) else loss) if loss is not None else None
+        record.loss = _number(loss) if loss is not None else None
         named = (("inputs", record.inputs), ("targets", record.targets), ("losses", record.losses))
         for name, found in named:
             if found and len(found) != len(record.samples):
@@ -443,6 +448,48 @@ class Recorder:
     def _call(self, name: str, before: str, after: str) -> None:
         if self._step is not None:
             self._step.calls.append((name, before, after))
+
+
+def _require_arguments(
+    folder: object, model: object, optimizers: Sequence[object], first_step: object, loss: object
+) -> None:
+    if problem := file_path(folder):
+        raise ConfigError(f"The folder of Recorder {problem}")
+    for name, each in (("model", model), *([] if loss is None else [("loss", loss)])):
+        if not isinstance(each, nn.Module):
+            raise ConfigError(f"The {name} of Recorder is {each!r:.60}. Give a torch.nn.Module.")
+    for each in optimizers:
+        if isinstance(each, type) or not hasattr(each, "register_step_pre_hook"):
+            raise ConfigError(
+                f"Recorder was given the optimizer {each!r:.60}. Give torch.optim.Optimizer objects."
+            )
+    if not isinstance(first_step, Integral) or first_step < 0:
+        raise ConfigError(f"first_step={first_step!r:.60} was given. Give a number of steps, 0 or more.")
+
+
+def _require_tensors(**given: object) -> None:
+    """Raises ``ConfigError`` for what is given and is no tensor with a row for each sample."""
+    for name, value in given.items():
+        if value is not None and not (isinstance(value, Tensor) and (value.dim() or name == "losses")):
+            raise ConfigError(
+                f"{name}={value!r:.60} was given to recorder.batch. Give a tensor with a row for each sample."
+            )
+
+
+def _indices(samples: Sequence[int] | Tensor) -> list[Sample]:
+    try:
+        return [index(n) for n in samples]
+    except TypeError as error:
+        raise ConfigError(
+            f"samples={samples!r:.60} was given to recorder.batch. Give the index of each sample in the data set."
+        ) from error
+
+
+def _number(loss: Tensor | float) -> float:
+    try:
+        return float(loss.detach() if isinstance(loss, Tensor) else loss)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"loss={loss!r:.60} was given to recorder.batch. Give one number.") from error
 
 
 def _require_plain(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
