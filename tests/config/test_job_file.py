@@ -235,6 +235,9 @@ def test_relative_paths_start_at_the_job_file_or_at_the_command_line(job_file, t
     on_line = Override(path=("weights", "path"), value="start.safetensors", origin="--set")
     assert load_job(str(path), [on_line], imports=False).weights.path == str(current / "start.safetensors")
     assert in_file.code == (str(job_folder), str(current))
+    text = path.read_text()
+    path.write_text(f'code = ["lib"]\n{text}')  # it was taken, and not searched
+    assert load_job(str(path), imports=False).code == (str(job_folder / "lib"), str(job_folder), str(current))
 
 
 def test_a_loaded_job_travels_to_the_ranks_unchanged(load, tmp_path):

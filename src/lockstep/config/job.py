@@ -260,7 +260,7 @@ class JobConfig(StrategyOptions):
     job: str = field(default="job", metadata={"check": plain_name(100)})
     """Name of the job; that of its file, if the file does not say."""
     code: tuple[str, ...] = ()
-    """Folders of the user's own modules, searched first: the job file's, then the current one."""
+    """Folders of the user's own modules, searched first; after them the job file's and the current one are."""
     model: Component
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     data: DataConfig

@@ -300,9 +300,10 @@ def _absolute(
     if isinstance(cache, str):
         cache = place(cache, "data", "cache")
     own = [folder.resolve(), Path.cwd()] if folder is not None else [Path.cwd()]
+    given = [place(each, "code") for each in config.code]
     return dataclasses.replace(
         config,
-        code=tuple(dict.fromkeys(map(str, own))),
+        code=tuple(dict.fromkeys([*given, *map(str, own)])),
         data=dataclasses.replace(config.data, root=place(config.data.root, "data", "root"), cache=cache),
         weights=dataclasses.replace(config.weights, path=place(config.weights.path, "weights", "path")),
         checkpoint=dataclasses.replace(config.checkpoint, resume=resume),
