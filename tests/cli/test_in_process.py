@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 
 def test_the_default_job_is_described_and_nothing_is_written(command):
     status, output, errors = command("train", "--dry-run", "--devices", "cpu:3")
@@ -27,6 +29,22 @@ def test_what_is_no_model_is_said_to_be_none(command):
     status, output, errors = command("train", "--dry-run", "--set", 'model={target="lockstep.data:Digits"}')
     assert (status, output) == (2, "")
     assert errors == "lockstep: model: lockstep.data:Digits made a Digits, not a torch.nn.Module.\n"
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("optimizer.lr=-1", "optimizer: torch.optim:SGD(lr=-1, "),
+        ("loss.target=torch.nn:Softmax2", "torch.nn has no 'Softmax2'"),
+        ("training.max_steps=1000", "training.max_steps is 1000, but training.epochs=20 are"),
+        ("weights.freeze=['*']", "leaves nothing to train"),
+    ],
+)
+def test_a_dry_run_makes_optimizer_schedule_and_loss_too(command, setting, said):
+    """It made the model and the data alone, and so passed jobs that no rank could begin."""
+    status, output, errors = command("train", "--dry-run", "--set", setting)
+    assert (status, output) == (2, "")
+    assert said in errors
 
 
 def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):

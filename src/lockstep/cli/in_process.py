@@ -24,12 +24,13 @@ from lockstep.data import adopt
 from lockstep.distributed.collectives import gather_json
 from lockstep.distributed.process_group import open_process_group
 from lockstep.errors import EXIT_DONE, EXIT_RANK, ConfigError, DataError, LockstepError
-from lockstep.job.assemble import build_model, sample_plan
+from lockstep.job.assemble import build_model, build_recipe, sample_plan
 from lockstep.job.instantiate import importable_from, instantiate
 from lockstep.job.run_folder import choose_run_folder, discard, planned_run_folder, run_folder
 from lockstep.job.summary import Facts, describe
 from lockstep.launch import EntryTarget
 from lockstep.launch.rank_process import end_process, run_target
+from lockstep.models import freeze
 from lockstep.runtime.control import Stopped
 from lockstep.runtime.devices import collectives_for, gpu, has_gpus
 from lockstep.runtime.output import say
@@ -43,8 +44,12 @@ def print_plan(config: JobConfig, devices: int, hosts: int) -> None:
     importable_from(config.code)
     model, validation = build_model(config.model), config.data.validation
     held_out = None if validation is None else adopt(instantiate(validation, name="data.validation")).dataset
+    plan = sample_plan(config, instantiate(config.data.train, name="data.train"), model)
+    if config.weights.freeze:
+        freeze(model, config.weights.freeze)
+    build_recipe(config, model, plan.steps_per_epoch)
     facts = Facts(
-        plan=sample_plan(config, instantiate(config.data.train, name="data.train"), model),
+        plan=plan,
         validation_samples=None if held_out is None else len(held_out),
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         devices=devices,

@@ -183,12 +183,8 @@ def assemble(config: JobConfig, world: World, *, profile: str = "") -> Trainer:
     training_set, validation_set = _data_sets(config, run)
     model = _model(config, run.is_main)
     _check_classes(config, (training_set, validation_set))
-    groups = parameter_groups(model, config.parameters, lr=config.optimizer.args.get("lr"))
-    optimizer = instantiate(config.optimizer, groups, name="optimizer")
     steps = run.steps_per_epoch(training_set, model=model, drop_last=config.training.drop_last)
-    scheduler = _scheduler(config, optimizer, steps)
-    loss = instantiate_function(config.loss, ("loss",))
-    metrics = {name: instantiate_function(each, ("metrics", name)) for name, each in config.metrics.items()}
+    optimizer, scheduler, loss, metrics = build_recipe(config, model, steps)
     for number, each in enumerate(config.callbacks):
         run.add_callback(instantiate(each, name=f"callbacks.{number}"))
     balance(run, model, training_set)
@@ -209,6 +205,18 @@ def assemble(config: JobConfig, world: World, *, profile: str = "") -> Trainer:
     )
     logger = _loggers(config, run)
     return Trainer(run, parts, config.training, config.checkpoint, config.log.every, logger)
+
+
+def build_recipe(
+    config: JobConfig, model: nn.Module, steps_per_epoch: int
+) -> tuple[torch.optim.Optimizer, Any, Any, dict[str, Any]]:
+    """Makes the optimizer, the scheduler, the loss and the metrics of a job; ``ConfigError`` names what cannot be."""
+    groups = parameter_groups(model, config.parameters, lr=config.optimizer.args.get("lr"))
+    optimizer = instantiate(config.optimizer, groups, name="optimizer")
+    scheduler = _scheduler(config, optimizer, steps_per_epoch)
+    loss = instantiate_function(config.loss, ("loss",))
+    metrics = {name: instantiate_function(each, ("metrics", name)) for name, each in config.metrics.items()}
+    return optimizer, scheduler, loss, metrics
 
 
 def _averages(config: JobConfig, model: nn.Module) -> list[AveragedModel]:
