@@ -1,12 +1,15 @@
 """Losses of the whole global batch: the same bits on any layout, and the gradient of one undivided batch."""
 
+from collections import UserDict
+
+import numpy as np
 import pytest
 import torch
 from tests.ranks import run_ranks
 from tests.run.jobs import begin, dataset
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep.core.world import World
 from lockstep.errors import ConfigError
@@ -274,3 +277,44 @@ def test_a_loss_that_is_given_none_and_targets_of_several_lengths_are_told_the_r
         run.backward(batch, lambda output, target: output.mean(), whole_batch=True)
     run.close()
     assert "Let forward= return what the loss needs" in "".join(given.value.__notes__)
+
+
+class Named(nn.Linear):
+    """Its input may come by name, with others."""
+
+    def forward(self, x, **others):
+        return super().forward(x)
+
+
+def target_of(world, wraps):
+    """The target of a step whose samples have a class, a name, a constant and an array, in a pair or in ``wraps``."""
+    run = Run(RunOptions.of(global_batch=8, micro_batches=4, threads=1), world)
+    model = Named(6, 3)
+    run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    samples = [
+        {"label": torch.tensor(i), "name": f"n{i}", "kind": ("a", 1), "array": np.ones(2) * i}
+        for i in range(8)
+    ]
+
+    def joined(items):
+        entries = {name: [item[name] for item in items] for name in ("name", "array")}
+        entries |= {"label": torch.stack([item["label"] for item in items]), "kind": items[0]["kind"]}
+        x = torch.ones(len(items), 6)
+        return (x, entries) if wraps is None else wraps({"x": x, **entries})
+
+    given = []
+    (batch,) = run.batches(DataLoader(samples, 8, collate_fn=joined))
+    run.backward(
+        batch, lambda output, target: given.append(target) or output.square().mean(), whole_batch=True
+    )
+    run.close()
+    return given[-1]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_loss_is_given_what_all_micro_batches_have_and_nothing_of_its_own_process(ranks):
+    """It got the names, or a BatchEncoding, of the first micro-batch of its process: another loss on each number."""
+    for target in run_ranks(target_of, ranks, None):
+        assert sorted(target.pop("label").tolist()) == list(range(8))
+        assert target == {"name": None, "array": None, "kind": ("a", 1)}
+    assert run_ranks(target_of, ranks, UserDict) == run_ranks(target_of, ranks, dict) == [None] * ranks

@@ -11,15 +11,16 @@ bits do not depend on the number of processes, and the gradient is that of one u
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from itertools import zip_longest
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from lockstep.core.plan import StepPlan
 from lockstep.data.batch import Batch, MicroBatch
@@ -110,8 +111,9 @@ def surrogate(
             for buffer, values in kept:  # every micro-batch begins with those of the step
                 buffer.copy_(values)
     held = [(part.k, each) for each, part in zip(computed, batch.micro_batches) if part.k < plan.leaves]
-    everyone = gather_records(strategy, [[k, each.shapes] for k, each in held], group)
-    shapes = {k: found for each in everyone for k, found in each}
+    everyone = gather_records(strategy, [[k, each.shapes, each.texts] for k, each in held], group)
+    shapes = {k: found for each in everyone for k, found, _ in each}
+    texts = [found for each in everyone for _, _, found in each]
     sizes = [len(each) for each in plan.indices]
     form = _form(shapes[0], sizes[0])
     for k, found in sorted(shapes.items()):
@@ -127,7 +129,8 @@ def surrogate(
     gathered = _gathered([each for _, each in held], form, sizes, plan, strategy)
     if not computed:  # a process without a micro-batch has nothing that a gradient would be for
         return _of(compute, torch.zeros((), device=strategy.device), [])
-    return _surrogate(compute, computed[0], gathered, form, sizes)
+    are_common = [bool(column[0]) and len(set(column)) == 1 for column in zip_longest(*texts)]
+    return _surrogate(compute, computed[0].with_common(are_common), gathered, form, sizes)
 
 
 _Form = list[tuple[str, int, list[int]]]
@@ -155,6 +158,38 @@ class _Output:
         """The dtype and the shape of each tensor."""
         return [[str(each.dtype).removeprefix("torch."), list(each.shape)] for each in self.tensors]
 
+    @property
+    def texts(self) -> list[str]:
+        """A text for each leaf that is no tensor."""
+        return [_text(each) for each in self.leaves if not isinstance(each, Tensor)]
+
+    def with_common(self, are_common: Sequence[bool]) -> _Output:
+        """The same with None for the leaves that are no tensors and not the same in every micro-batch."""
+        common = iter(are_common)
+        leaves = [each if isinstance(each, Tensor) or next(common) else None for each in self.leaves]
+        return replace(self, leaves=leaves)
+
+
+def _has_no_tensors(value: Any) -> bool:
+    return isinstance(value, list | tuple) and not any(
+        isinstance(each, Tensor) for each in tree_leaves(value)
+    )
+
+
+def _text(leaf: Any) -> str:
+    """The same for equal values; empty for one that is of its micro-batch alone, such as an array."""
+    parts = [
+        part for each in tree_leaves(leaf) for part in (each, *tree_leaves(getattr(each, "__dict__", {})))
+    ]
+    if any(isinstance(part, Tensor | np.ndarray) for part in parts):
+        return ""
+    text = repr(leaf)
+    if " at 0x" not in text:
+        return text
+    return (
+        "" if isinstance(leaf, list | tuple) else type(leaf).__qualname__
+    )  # an object may serve all of them
+
 
 def _output(compute: StepCompute, micro_batch: MicroBatch) -> _Output:
     model = compute.compute.model
@@ -165,9 +200,9 @@ def _output(compute: StepCompute, micro_batch: MicroBatch) -> _Output:
             own, compute.forward, model, compute.compute.device_transform
         )
     compute.randomness.leave()
-    if compute.forward is not None or isinstance(target, dict):
+    if compute.forward is not None or isinstance(own, Mapping):
         target = None
-    leaves, spec = tree_flatten((output, target))
+    leaves, spec = tree_flatten((output, target), is_leaf=_has_no_tensors)
     tensors = [each for each in leaves if isinstance(each, Tensor)]
     for each in tensors:
         # The host waits for another device. Every sample comes in the first epoch.
@@ -222,10 +257,11 @@ def _surrogate(
         try:
             value = compute.value(output, target)
         except Exception as error:
-            if target is None:
+            if any(each is None for each in leaves):
                 error.add_note(
                     "With whole_batch=True the loss is given None for the data where run.backward has forward= or the "
-                    "data are a dict. Let forward= return what the loss needs, such as (output, labels)."
+                    "data are a dict, and for texts, arrays and objects with tensors that are not the same in every "
+                    "micro-batch. Let forward= return what the loss needs as tensors, such as (output, labels)."
                 )
             raise
         if isinstance(value, tuple) and len(value) == 2:
