@@ -61,6 +61,7 @@ def test_help_ends_well(command, name):
             "--nproc_per_node is not an argument of 'lockstep run'. Use --devices.",
         ),
         (("run", "-np", "2", "x.py"), "-np is not an argument of 'lockstep run'. Use --devices."),
+        (("run", "--strategy", "fsdp", "x.py"), "The script gives it: lockstep.init(strategy=...)."),
         (("train", "digits", "--num-machines", "2"), "Use --nnodes."),
         (("lint", "-n", "2", "x.py"), "-n is not an argument of 'lockstep lint'."),
         (("train", "digits", "more"), "more is not an argument of 'lockstep train'."),
