@@ -1,6 +1,7 @@
 """Losses of the whole global batch: the same bits on any layout, and the gradient of one undivided batch."""
 
 from collections import UserDict
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -200,6 +201,11 @@ class Summed(nn.Module):
         return self.inner(x), x.sum()
 
 
+class Wrapped(nn.Linear):
+    def forward(self, x):
+        return SimpleNamespace(logits=super().forward(x))
+
+
 class Counting(nn.Module):
     def __init__(self):
         super().__init__()
@@ -224,6 +230,7 @@ def test_numbers_that_would_not_be_gathered_as_they_are_are_refused():
 def test_what_cannot_be_put_together_is_refused():
     refused(nn.Linear(6, 3), Learned(), "The loss uses the parameter")
     refused(Summed(), clip, "without a row for each sample")
+    refused(Wrapped(6, 3), clip, "no tensor is found in a SimpleNamespace. Return a tensor, or a tuple")
     refused(Counting(), F.cross_entropy, "computed twice under the same keys")
     refused(nn.Linear(6, 3), lambda output, target: None, "It returned None")
     refused(nn.Linear(6, 3), lambda output, target: {"loss": output.sum()}, "return the loss alone")

@@ -49,7 +49,13 @@ def require_whole_models(strategy: Strategy, *, sync_batch_norm: bool) -> None:
 
 def stand_in(output: Any, target: Any) -> Tensor:
     """A loss by which a model is rehearsed whose own loss needs all micro-batches."""
-    leaves = [each for each in tree_flatten(output)[0] if isinstance(each, Tensor) and each.requires_grad]
+    tensors = [each for each in tree_leaves(output) if isinstance(each, Tensor)]
+    if not tensors:
+        raise ConfigError(
+            "With whole_batch=True the outputs of all micro-batches are put together, and no tensor is found in a "
+            f"{type(output).__name__}. Return a tensor, or a tuple, list or dict of tensors."
+        )
+    leaves = [each for each in tensors if each.requires_grad]
     if not leaves:
         raise no_gradient(output)
     for each in leaves:
