@@ -4,6 +4,7 @@ import pytest
 import torch
 from tests.data.test_loader_ahead import told  # noqa: F401  a fixture
 from tests.run.jobs import begin, correct, train_step
+from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep.data import SkipBroken
@@ -105,3 +106,22 @@ def test_the_order_of_a_data_loader_is_its_own():
     (first, *_) = run.batches(DataLoader(Noisy(), batch_size=24))
     assert first.plan.numbers(0) == [0, 1, 2]
     run.close()
+
+
+def test_settings_of_loaders_that_are_read_side_by_side_and_are_not_used_are_told_once(caplog):
+    """The last step was a smaller one, and aligned pairs were shuffled, without a word."""
+    run, model, optimizer = begin(strategy="single")
+    first, second = (DataLoader(Noisy(), 24, drop_last=True, shuffle=shuffle) for shuffle in (False, True))
+    aside = {
+        "forward": lambda data: model(data[0][0]),
+        "loss": lambda output, data: cross_entropy(output, data[0][1]),
+    }
+    for options in ({}, {}, {"drop_last": True}):
+        steps = run.batches((first, second), **options)
+        assert len(steps) == 3 - bool(options)
+        for batch in steps:
+            run.backward(batch, **aside)
+            optimizer.step()
+    run.close()
+    assert caplog.text.count("and all of them are shuffled") == 1
+    assert caplog.text.count("the last step of an epoch is a smaller one all the same") == 1

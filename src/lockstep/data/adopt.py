@@ -487,3 +487,19 @@ def check_batch_size(source: Source, *, global_batch: int, micro_batch_size: int
         f"The DataLoader's batch_size={source.batch_size} is replaced by the run's "
         f"global_batch={global_batch} ({micro_batch_size} samples in each micro-batch)."
     )
+
+
+def unused_side_by_side(parts: Sequence[Source], *, shuffle: bool, drop_last: bool) -> list[str]:
+    """Sentences for the log on settings of DataLoaders in a tuple that the run does not use, by its own settings."""
+    loaders, found = [part for part in parts if part.batch_size is not None], []
+    if shuffle and any(part.shuffle is False for part in loaders):
+        found.append(
+            "A DataLoader with shuffle=False is read side by side with others, and all of them are shuffled. For the "
+            "order of the largest data set write run.batches((a, b), shuffle=False)."
+        )
+    if not drop_last and any(part.drop_last for part in loaders):
+        found.append(
+            "A DataLoader with drop_last=True is read side by side with others, and the last step of an epoch is a "
+            "smaller one all the same. To leave it out write run.batches((a, b), drop_last=True)."
+        )
+    return found

@@ -18,6 +18,7 @@ from torch import nn
 from lockstep.config.options import RunOptions
 from lockstep.core.plan import SamplePlan, Share
 from lockstep.data import EvaluationLoader, SkipBroken, Source, StepLoader, Stream, adopt, check_batch_size
+from lockstep.data.adopt import SideBySide, unused_side_by_side
 from lockstep.data.batch import Batch
 from lockstep.data.changes import Notes, choices
 from lockstep.data.naming import unwrap_subset
@@ -57,6 +58,8 @@ class LoaderCache:
         self._lately: set[_Key] = set()
         self._changed: set[tuple[int, _Kind]] = set()
         """Loaders that were made before their data were changed."""
+        self._told: set[str] = set()
+        """Notes that were logged."""
         self._partly_noted: set[int] = set()
         """Ids of data that can be changed unseen, so that no worker may read them ahead of the loop."""
         self.clocks: list[ReadTrace] | None = None
@@ -154,18 +157,26 @@ class LoaderCache:
         key = (id(data), shuffle, drop_last, workers, self._strategy.share)
         if key not in self._training:
             plan, source = self.plan(data, shuffle, drop_last, smallest), self.source(data)
+            is_ragged = bool(plan.samples % plan.shape.global_batch)
+            side_by_side = source.dataset.sources if isinstance(source.dataset, SideBySide) else []
             self._warn(
-                check_batch_size(
-                    source,
-                    global_batch=plan.shape.global_batch,
-                    micro_batch_size=plan.shape.micro_batch_size,
-                    holders=self._strategy.share.holders,
-                )
+                *(
+                    check_batch_size(
+                        each,
+                        global_batch=plan.shape.global_batch,
+                        micro_batch_size=plan.shape.micro_batch_size,
+                        holders=self._strategy.share.holders,
+                    )
+                    for each in side_by_side or [source]
+                ),
+                *unused_side_by_side(
+                    side_by_side, shuffle=plan.shuffle, drop_last=plan.drop_last or not is_ragged
+                ),
             )
-            if plan.dropped_samples and not plan.drop_last and self._strategy.share.holder == 0:
-                logger.warning(
-                    "The last micro-batch of each epoch would hold %d sample, too few for BatchNorm: it is left out.",
-                    plan.dropped_samples,
+            if plan.dropped_samples and not plan.drop_last:
+                self._warn(
+                    f"The last micro-batch of each epoch would hold {plan.dropped_samples} sample, too few for "
+                    "BatchNorm: it is left out."
                 )
             self._training[key] = StepLoader(
                 source.dataset,
@@ -238,7 +249,8 @@ class LoaderCache:
 
     def _warn(self, *notes: str | None) -> None:
         for note in notes if self._strategy.share.holder == 0 else ():
-            if note:
+            if note and note not in self._told:  # a loop may make a new tuple or DataLoader in every epoch
+                self._told.add(note)
                 logger.warning("%s", note)
 
     def close(self) -> None:
