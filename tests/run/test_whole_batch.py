@@ -1,5 +1,6 @@
 """Losses of the whole global batch: the same bits on any layout, and the gradient of one undivided batch."""
 
+import logging
 from collections import UserDict
 from types import SimpleNamespace
 
@@ -56,7 +57,9 @@ def train(world, strategy="single", micro_batches=8, dropout=0.2, **options):
     )
     run = Run(recipe, world)
     model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9))
-    losses = []
+    losses, said, handler = [], [], logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("lockstep.run.rehearsal").addHandler(handler)
     for _ in run.epochs(2):
         for batch in run.batches(pairs()):  # the last step has two micro-batches, of three samples and one
             losses.append(float(run.backward(batch, clip, whole_batch=True)))
@@ -65,6 +68,7 @@ def train(world, strategy="single", micro_batches=8, dropout=0.2, **options):
     state = {name: each.clone() for name, each in run.state_dict().items()}
     fingerprint = run.fingerprint()
     run.close()
+    assert not said, said  # such as that this loss may be no mean over samples
     return losses, fingerprint, state
 
 

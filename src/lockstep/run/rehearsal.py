@@ -48,6 +48,7 @@ from lockstep.run.short_step import (
 )
 from lockstep.run.step import StepCompute, code_of
 from lockstep.run.step_errors import other_on_ranks
+from lockstep.run.whole_batch import stand_in
 from lockstep.runtime.events import StepEvents
 from lockstep.strategies import IndependentStrategy, Strategy, gather_records
 from lockstep.text import shorten
@@ -302,7 +303,7 @@ class Rehearsals:
         begins = self.done[code_of(loss)] <= max(2, self.times)
         starts = self._starts.setdefault(code_of(loss), {})
         short, rehearsal = shortened(batch, compute, strategy.share, 2 if self._are_concurrent else 1)
-        judging = replace(rehearsal, judged=[])
+        judging = replace(rehearsal, judged=None if compute.function is stand_in else [])
         for parameter in prior:
             parameter.grad = None
         try:
