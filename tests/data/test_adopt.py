@@ -27,6 +27,7 @@ from lockstep.data import (
     ImageArrays,
     Normalize,
     SampleKeys,
+    SkipBroken,
     StepLoader,
     Stream,
     Weighted,
@@ -338,6 +339,22 @@ def test_two_sets_are_read_together_and_the_smaller_one_begins_again():
     for unnumbered in (Numbers(), DataLoader(DATA, sampler=WeightedRandomSampler([1.0] * 40, 40))):
         with pytest.raises(ConfigError, match=r"numbers of their samples, and a (Stream|Weighted) has none"):
             adopt((DATA, unnumbered))
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: DataLoader(DATA, sampler=RandomSampler(DATA, replacement=True)), "whose sampler draws"),
+        (lambda: SkipBroken(Weighted(DATA, [1.0] * len(DATA))), "or Weighted"),
+        (lambda: Stream(Lines(), 3), "an iterable data set"),
+    ],
+)
+def test_a_set_that_is_read_by_places_in_an_epoch_is_refused_beside_others(make, name):
+    """Its first sample could not be read: "Weighted ... Give it to run.batches as it is", of a plain DataLoader."""
+    with pytest.raises(
+        ConfigError, match=f"{name}.* is read by places in an epoch. Let one data set give samples"
+    ):
+        adopt((DATA, make()))
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,8 @@ from lockstep.data.images.transforms import DeviceTransform, FinishAlias, device
 from lockstep.data.keyed import SampleKeys, generators_kept, seed_generators
 from lockstep.data.naming import require_map_style, sample_error, unwrap_subset
 from lockstep.data.reader import Collate, collate_samples
+from lockstep.data.wrappers.bucketed import Bucketed
+from lockstep.data.wrappers.mixup import Mixed
 from lockstep.data.wrappers.weighted import Weighted
 from lockstep.data.wrappers.wrapping import Wrapping
 from lockstep.errors import ConfigError, DataError
@@ -263,6 +265,8 @@ class SideBySide(Dataset[Any]):
 
     def __init__(self, sources: Sequence[Any]) -> None:
         self.sources = [adopt(each) for each in sources]
+        for each in self.sources:
+            _require_numbered(each.dataset)
         self._sizes = [len(each.dataset) for each in self.sources]
         if not all(self._sizes):
             raise ConfigError(f"run.batches was given data sets of {self._sizes} samples: one is empty.")
@@ -306,6 +310,22 @@ class SideBySide(Dataset[Any]):
             rows[turns == turn] = order(rows[turns == turn])
         found: list[int] = rows.tolist()
         return found
+
+
+def _require_numbered(dataset: Any) -> None:
+    """Raises ``ConfigError`` where samples are read by their places in an epoch, and so not beside others."""
+    while isinstance(dataset, Wrapping):
+        if isinstance(dataset, Weighted | Bucketed | Mixed):
+            break
+        dataset = dataset.dataset
+    if isinstance(dataset, Weighted | Bucketed | Mixed | Stream):
+        given = {Weighted: "a DataLoader whose sampler draws, or Weighted,", Stream: "an iterable data set"}
+        raise ConfigError(
+            "Data sets that are read side by side are read by the numbers of their samples, and "
+            f"{given.get(type(dataset), type(dataset).__name__)} is read by places in an epoch. Let one data set give "
+            "samples of both, such as (first[i], second[int(torch.randint(len(second), ()))]), and give run.batches "
+            "that one alone, with the sampler."
+        )
 
 
 def adopt(source: Any) -> Source:
