@@ -21,6 +21,16 @@ class Noisy(Dataset):
         return torch.randn(6) + index % 3, index % 3
 
 
+class Paired(Dataset):
+    """Samples that are their numbers."""
+
+    def __len__(self):
+        return 53
+
+    def __getitem__(self, index):
+        return index
+
+
 def train(epochs=3, workers=0, wrap=lambda dataset: dataset, after=lambda run: None, **options):
     """Digests of every parameter after each epoch, its evaluation, and the state to go on from."""
     run, model, optimizer = begin(strategy="single", **options)
@@ -122,6 +132,11 @@ def test_settings_of_loaders_that_are_read_side_by_side_and_are_not_used_are_tol
         for batch in steps:
             run.backward(batch, **aside)
             optimizer.step()
+    assert "in one order" not in caplog.text
+    pairs = [DataLoader(Paired(), 24, shuffle=True) for _ in range(2)]
+    (part, *_) = next(run.batches(pairs)).micro_batches
+    assert part.data[0].equal(part.data[1])
     run.close()
+    assert caplog.text.count("53 samples each that shuffle are read side by side in one order") == 1
     assert caplog.text.count("and all of them are shuffled") == 1
     assert caplog.text.count("the last step of an epoch is a smaller one all the same") == 1

@@ -517,6 +517,13 @@ def unused_side_by_side(parts: Sequence[Source], *, shuffle: bool, drop_last: bo
             "A DataLoader with shuffle=False is read side by side with others, and all of them are shuffled. For the "
             "order of the largest data set write run.batches((a, b), shuffle=False)."
         )
+    largest = max((len(part.dataset) for part in parts), default=0)
+    if sum(bool(part.shuffle) and len(part.dataset) == largest for part in loaders) > 1:
+        found.append(
+            f"DataLoaders of {largest} samples each that shuffle are read side by side in one order: sample i of one "
+            "comes with sample i of the other in every epoch. For other pairs let a data set draw its samples, as "
+            "second[int(torch.randint(len(second), ()))] in __getitem__, and give it without a DataLoader."
+        )
     if not drop_last and any(part.drop_last for part in loaders):
         found.append(
             "A DataLoader with drop_last=True is read side by side with others, and the last step of an epoch is a "
