@@ -33,15 +33,13 @@ from lockstep.core.fingerprint import Context, checksums, combine, differing, di
 from lockstep.core.plan import SamplePlan
 from lockstep.data.batch import map_leaves
 from lockstep.data.changes import CHOICE
-from lockstep.distributed.collectives import broadcast_tensors, exchange_device
+from lockstep.distributed.collectives import broadcast_tensors
 from lockstep.errors import CheckpointMismatch, ConfigError, ReplicaError
-from lockstep.models.weights import compare
 from lockstep.run.epoch_loop import Position
 from lockstep.run.prepare import (
     EVALUATING,
     FREEZING,
     Parts,
-    PreparedModel,
     frozen_parameters,
     hyperparameters,
 )
@@ -267,46 +265,6 @@ def share_start(
             shorten(different, _MOST_NAMES),
         )
     return different
-
-
-def _is_dense(value: object) -> bool:
-    return isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta
-
-
-def weights_of_main(
-    weights: Mapping[str, Any], model: PreparedModel, group: dist.ProcessGroup | None, device: torch.device
-) -> dict[str, Tensor]:
-    """Rank 0's weights on every rank, under all names; ``ConfigError`` where they are not of this model. Collective."""
-    wanted, is_main = model.tensors, group is None or dist.get_rank(group) == 0
-    is_table, problem = isinstance(weights, Mapping), ""
-    given = (
-        {name: each for name, each in weights.items() if name not in model.aliases}
-        if is_main and is_table
-        else {}
-    )
-    if is_main and not is_table:
-        problem = f"  a {type(weights).__name__} instead of tensors by name"
-    elif is_main and (odd := [name for name, each in given.items() if not _is_dense(each)]):
-        problem = f"  no dense tensors with values ({len(odd)}): {shorten(odd, _MOST_NAMES)}"
-    elif is_main and (differences := compare(given, wanted)):
-        problem = differences.describe()
-    if group is not None:
-        problem = gather_agreed(problem, group, device)[0]
-    if problem:
-        raise ConfigError(
-            f"run.load_state_dict was given weights that are not of the model:\n{problem}\nGive what run.state_dict() "
-            "gave on the main process, or load weights of another model before run.prepare."
-        )
-    if group is None:
-        found = {name: given[name].detach() for name in wanted}
-    else:
-        found, at = {}, exchange_device(group, device)
-        for name, spec in wanted.items():
-            found[name] = torch.empty(spec.shape, dtype=spec.dtype, device=at)
-            if is_main:
-                found[name].copy_(given[name].detach())
-            broadcast_tensors([found[name]], dist.get_process_group_ranks(group)[0], group)
-    return found | {alias: found[name] for alias, name in model.aliases.items()}
 
 
 _SWITCHES = {

@@ -497,7 +497,7 @@ class Run:
         prepared, group = self.require_prepared(), self._session.group
         if isinstance(self.strategy, IndependentStrategy):
             raise ConfigError("With an asynchronous server, load weights before run.prepare.")
-        whole = agreement.weights_of_main(weights, prepared.state.model, group, self.device)
+        whole = save.weights_of_main(weights, prepared.state.model, group, self.device)
         with prepared.gradients.setting_values():
             self.strategy.load_state(whole)
 

@@ -1,4 +1,4 @@
-"""Writes the checkpoints of a run, and finds and loads the one that a run resumes from.
+"""Writes the checkpoints of a run, finds and loads the one that a run resumes from, and takes weights for all ranks.
 
 The main process writes; where every process holds rows of the model, each writes its own.
 """
@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lockstep import checkpoint
 from lockstep.checkpoint import CheckpointState
@@ -22,12 +23,19 @@ from lockstep.config.checks import file_path
 from lockstep.config.options import RunOptions
 from lockstep.core.fingerprint import sum_of_bits
 from lockstep.core.world import World
-from lockstep.distributed.collectives import drop_process_groups, gather_json
+from lockstep.distributed.collectives import (
+    broadcast_tensors,
+    drop_process_groups,
+    exchange_device,
+    gather_json,
+)
 from lockstep.distributed.process_group import open_group
 from lockstep.errors import CheckpointError, ConfigError, LockstepError
+from lockstep.models.weights import compare
 from lockstep.run.epoch_loop import EpochLoop
 from lockstep.run.optimizer_step import has_gradients
-from lockstep.run.prepare import frozen_parameters, hyperparameters
+from lockstep.run.prepare import PreparedModel, frozen_parameters, hyperparameters
+from lockstep.run.same_call import gather_agreed
 from lockstep.run.session import returning_freed_memory
 from lockstep.run.state import PreparedRun, RunState
 from lockstep.runtime.control import Stopped, StopReason
@@ -346,3 +354,43 @@ def find(resume: str, directory: Path | str | None) -> checkpoint.Restored | Non
     if newest := checkpoint.read_newest(resume):
         return newest
     return checkpoint.Restored(Path(resume), checkpoint.read(resume))
+
+
+def _is_dense(value: object) -> bool:
+    return isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta
+
+
+def weights_of_main(
+    weights: Mapping[str, Any], model: PreparedModel, group: dist.ProcessGroup | None, device: torch.device
+) -> dict[str, Tensor]:
+    """Rank 0's weights on every rank, under all names; ``ConfigError`` where they are not of this model. Collective."""
+    wanted, is_main = model.tensors, group is None or dist.get_rank(group) == 0
+    is_table, problem = isinstance(weights, Mapping), ""
+    given = (
+        {name: each for name, each in weights.items() if name not in model.aliases}
+        if is_main and is_table
+        else {}
+    )
+    if is_main and not is_table:
+        problem = f"  a {type(weights).__name__} instead of tensors by name"
+    elif is_main and (odd := [name for name, each in given.items() if not _is_dense(each)]):
+        problem = f"  no dense tensors with values ({len(odd)}): {shorten(odd, 5)}"
+    elif is_main and (differences := compare(given, wanted)):
+        problem = differences.describe()
+    if group is not None:
+        problem = gather_agreed(problem, group, device)[0]
+    if problem:
+        raise ConfigError(
+            f"run.load_state_dict was given weights that are not of the model:\n{problem}\nGive what run.state_dict() "
+            "gave on the main process, or load weights of another model before run.prepare."
+        )
+    if group is None:
+        found = {name: given[name].detach() for name in wanted}
+    else:
+        found, at = {}, exchange_device(group, device)
+        for name, spec in wanted.items():
+            found[name] = torch.empty(spec.shape, dtype=spec.dtype, device=at)
+            if is_main:
+                found[name].copy_(given[name].detach())
+            broadcast_tensors([found[name]], dist.get_process_group_ranks(group)[0], group)
+    return found | {alias: found[name] for alias, name in model.aliases.items()}
