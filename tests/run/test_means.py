@@ -208,3 +208,12 @@ def test_a_function_that_writes_into_what_it_is_given_leaves_rows_as_they_were()
     before = output.clone(), target.clone()
     assert deviation(lambda o, t: accuracy(o.add_(1), t.add_(1)), output, target, 64) is NONE
     assert torch.equal(output, before[0]) and torch.equal(target, before[1])
+
+
+def test_warnings_of_torch_about_single_rows_are_not_the_users(recwarn):
+    def spread(output, target):
+        return cross_entropy(output, target) + output.std(0).mean()
+
+    output, target = rows(2)
+    assert reasons({"spread": spread}, [(output, target, 2)])["spread"]
+    assert not recwarn.list

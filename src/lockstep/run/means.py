@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import warnings
 from collections import UserList
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -104,15 +105,17 @@ _REASONS = {
     ),
     Deviation.WITHOUT_ROWS: (
         "was given outputs without several rows, one for each sample, so whether it is a mean over samples is not "
-        "known. Only strategies that hold the whole model, without sync_batch_norm, run it on parts of a micro-batch "
-        "in the first step to find out. Return a mean over unmasked tokens as the pair (sum, how many were counted)."
+        "known. Only a first step or evaluation under a strategy that holds the whole model, without sync_batch_norm, "
+        "runs it on parts of a micro-batch to find out. Return a mean over unmasked tokens as the pair (sum, how many "
+        "were counted)."
     ),
 }
 
 
 def checked(function: Callable[[Any, Any], Any], output: Any, target: Any, samples: int) -> Deviation:
     """See ``deviation``; what the user's own function changes, such as a list that it adds to, is put back."""
-    with generators_kept():
+    with generators_kept(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # such as torch's of the deviation of a single row
         before = Snapshot({"the function": function})
         try:
             return deviation(exact(function), output, target, samples)
