@@ -159,6 +159,10 @@ RUNS_THE_MODEL = "run.backward runs the model itself"
         (lambda run, batch: batch["image"], "has no entry 'image'"),
         (lambda run, batch: torch.nn.Linear(2, 2)(batch), "was given to linear, which takes tensors"),
         (lambda run, batch: run.save("best.pt"), r"run\.save\('best\.pt'\): give a folder, directory="),
+        (
+            lambda run, batch: run.backward(batch, lambda output, _: output.sum() * 1j),
+            "returned a complex number",
+        ),
         (lambda run, batch: run.save(directory=3), "directory of run.save is 3, and no path"),
         (lambda run, batch: run.save(directory="a\0b"), "a character that no path has"),
         (lambda run, batch: run.backward(batch, cross_entropy, forward=3), "forward=3 was given, a int"),
@@ -181,7 +185,7 @@ RUNS_THE_MODEL = "run.backward runs the model itself"
         ),
         (lambda run, batch: next(run.epochs(-1)), "takes the number of epochs"),
     ],
-    ids=range(25),
+    ids=range(26),
 )
 def test_a_habit_of_other_loops_is_refused_with_the_line_to_write(wrong, said):
     run, *_ = begin()

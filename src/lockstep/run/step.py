@@ -222,7 +222,11 @@ def sum_and_weight(value: Any, samples: int) -> tuple[Tensor, Tensor]:
 
 
 def wide(value: Tensor) -> Tensor:
-    """The same numbers, those of 16 bits as float32: a sum of them has hardly more than two digits."""
+    """The same numbers, those of 16 bits as float32: their sums have two digits. ``ConfigError`` for complex ones."""
+    if value.is_complex():
+        raise ConfigError(
+            "A loss or metric function returned a complex number. Return a real one, such as its abs()."
+        )
     return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
 
 
