@@ -77,6 +77,14 @@ def test_a_device_without_memory_is_told_with_the_settings_that_need_less(tmp_pa
     assert shown.index(told) == len(shown) - 2
 
 
+def test_a_rank_that_waited_too_long_is_told_that_the_cause_is_in_another(tmp_path):
+    """The rank that had waited was blamed, with gloo's words."""
+    shown = lines(
+        [failure(0, RuntimeError("[unbound_buffer.cc:129] Timed out waiting 2000ms for send"))], tmp_path
+    )
+    assert "It waited for another rank" in shown[-2] and "run.timeout" in shown[-2]
+
+
 def test_different_errors_keep_their_first_line(tmp_path):
     shown = lines([failure(0, ValueError("first")), failure(1, KeyError("second\nthird"))], tmp_path)
     assert "ValueError: first" in shown

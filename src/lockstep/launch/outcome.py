@@ -22,6 +22,7 @@ from lockstep.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_RA
 from lockstep.runtime.control import StopReason
 from lockstep.runtime.error_record import ErrorRecord, log_file, record_file
 from lockstep.runtime.heartbeat import Beat, Membership
+from lockstep.runtime.torch_internals import PEER_IS_LATE
 from lockstep.text import format_bytes, numbered, plural, shorten
 
 _KNOWN_CODES = range(2, 7)
@@ -164,6 +165,11 @@ _LESS_MEMORY = (
     "strategy fsdp, which shards parameters, gradients and optimizer state."
 )
 
+_LONGER_TIMEOUT = (
+    "It waited for another rank as long as the timeout says, and that one was still at work or elsewhere: the cause is "
+    "there. Where ranks may take so long, set a longer one: run.timeout of a job, timeout= of lockstep.init."
+)
+
 
 def report(verdict: Verdict, ends: Sequence[RankEnd], reason: StopReason, logs: Path) -> list[str]:
     """Returns the lines for the terminal; none for a run that ended well."""
@@ -196,6 +202,8 @@ def _cause(cause: RankEnd, verdict: Verdict, logs: Path) -> Iterator[str]:
         yield from record.shown.rstrip("\n").split("\n")
         if record.kind == _OUT_OF_MEMORY:
             yield _LESS_MEMORY
+        if PEER_IS_LATE.is_in(record.message):
+            yield _LONGER_TIMEOUT
 
 
 def _others(others: Sequence[RankEnd], cause: RankEnd) -> list[str]:

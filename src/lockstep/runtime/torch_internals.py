@@ -41,6 +41,8 @@ OVERWRITTEN = TorchMessage(("modified by an inplace operation",))
 """RuntimeError: a tensor that a backward pass needs was written to after its forward pass."""
 OTHER_TYPE = TorchMessage(("dtype", "scalar type", "Input type"))
 """RuntimeError: an operator was given tensors of several number types."""
+PEER_IS_LATE = TorchMessage(("Timed out waiting",))
+"""RuntimeError of gloo: another process has not answered within the timeout of the process group."""
 LOST_PEER = TorchMessage(
     (
         "Connection closed by peer",  # gloo, RuntimeError
