@@ -1,5 +1,6 @@
 """The loop changes parameters, gradients, momenta and freezing itself: on every rank it may, on one it is refused."""
 
+import re
 from functools import cache
 
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from lockstep.errors import ReplicaError
+from lockstep.errors import LockstepError, ReplicaError
 from lockstep.run import Run, RunOptions
 
 ROWS = 48
@@ -260,3 +261,50 @@ def test_ranks_that_clip_their_parts_to_several_norms_are_refused(strategy):
     for said in run_ranks(clipped, 2, strategy):
         assert "<max_norm of run.clip_gradients>" in said
     assert run_ranks(clipped, 1, "single") == [""]
+
+
+def one_epoch(world, strategy, change):
+    """An epoch in which the last rank alone does something; or what it was refused with."""
+    run = Run(RunOptions.of(global_batch=8, micro_batches=4, strategy=strategy), world)
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 4))
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    weight = 1.0
+
+    def loss(output, target):
+        return weight * F.cross_entropy(output, target)
+
+    try:
+        for _ in run.epochs(1):
+            for batch in run.batches(DATA):
+                is_other = batch.plan.step == 3 and not run.is_main
+                if is_other and change == "weight":
+                    weight = 0.5
+                if is_other and change == "dropout":
+                    model[2].p = 0.5
+                if is_other and change == "hook":
+                    model[0].register_forward_hook(lambda module, given, output: output * 1.01)
+                run.backward(batch, loss)
+                if not (is_other and change == "step"):
+                    optimizer.step()
+                optimizer.zero_grad()
+        return ""
+    except LockstepError as error:
+        return str(error)
+    finally:
+        run.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("weight", "'weight' of the loss .* is not the same on all of them"),
+        pytest.param("dropout", "the attribute 'p' of 2 is not the same", marks=pytest.mark.slow),
+        pytest.param("hook", "depends on the process", marks=pytest.mark.slow),
+        ("step", "<calls of step of optimizer 0>' is 6 on rank 0; 5 on rank 1"),
+    ],
+)
+def test_what_one_rank_does_within_the_only_epoch_is_refused(change, said):
+    """No epoch came after it, and fsdp has no replicas: the run ended with other bits and exit status 0."""
+    for found in run_ranks(one_epoch, 2, "fsdp", change):
+        assert re.search(said, found), found
