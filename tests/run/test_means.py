@@ -217,3 +217,14 @@ def test_warnings_of_torch_about_single_rows_are_not_the_users(recwarn):
     output, target = rows(2)
     assert reasons({"spread": spread}, [(output, target, 2)])["spread"]
     assert not recwarn.list
+
+
+def test_a_mean_over_what_only_one_part_has_is_not_called_a_sum():
+    """As the mean over boxes, where one of two images has any: the advice was to return the number of samples."""
+
+    def over_boxes(output, target):
+        return output[target == 1].sum() / (target == 1).sum().clamp_min(1)
+
+    output, target = torch.tensor([[1.0, 3.0], [0.0, 0.0]]), torch.tensor([[1, 1], [0, 0]])
+    assert deviation(over_boxes, output, target, 2) is OTHER
+    assert deviation(lambda output, target: output.sum(), output + 1, target, 2) is SUM

@@ -337,6 +337,8 @@ def deviation_over(sums: Callable[[slice], Sums], samples: int, most: float) -> 
     if not splits:  # output.squeeze() of one row has a dimension less
         return Deviation.UNKNOWN if samples > 3 else Deviation.NONE
     found = {deviation_of_parts(whole, *split, most) for split in splits} - {Deviation.NONE}
+    if found == {Deviation.SUM} and all(0 in (one[0], other[0]) for one, other in splits):
+        found = {Deviation.OTHER}  # a mean over what is in one of the parts alone looks like a sum
     if Deviation.OTHER not in found and len(found) <= 1:
         values = {total / weight if weight else 0.0 for total, weight in (whole, *itertools.chain(*splits))}
         return found.pop() if found else Deviation.UNCLEAR if len(values) == 1 else Deviation.NONE
