@@ -479,3 +479,10 @@ def test_a_batch_size_that_is_none_of_the_recipes_is_said(batch_size, said):
     if said:
         assert "batch_size=100 is replaced by the run's global_batch=128" in note
     assert check_batch_size(adopt(DATA), global_batch=128, micro_batch_size=16, holders=4) is None
+
+
+def test_a_stream_of_letters_or_of_keys_is_none():
+    """The path of a file gave its letters as samples."""
+    for wrong in ("samples.txt", b"ab", {"a": 1}, list):
+        with pytest.raises(ConfigError, match="Stream needs data that can be iterated over anew"):
+            Stream(wrong, 2)

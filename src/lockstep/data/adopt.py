@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, cast
@@ -98,7 +98,7 @@ class Stream(Dataset[Any]):
 
     def __init__(self, dataset: Any, samples: int | None = None, *, collate: Collate | None = None) -> None:
         name = type(dataset).__name__
-        if not hasattr(dataset, "__iter__") or isinstance(dataset, Iterator):
+        if not hasattr(dataset, "__iter__") or isinstance(dataset, Iterator | str | bytes | Mapping | type):
             raise ConfigError(
                 f"Stream needs data that can be iterated over anew in each epoch, and was given a {name}. Give it an "
                 "object whose __iter__ begins again, such as an IterableDataset."

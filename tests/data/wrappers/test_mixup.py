@@ -116,8 +116,9 @@ def test_it_keeps_finish_and_memory_of_the_set():
 
 
 def test_what_cannot_be_mixed_is_refused():
-    for arguments in ({"classes": 1}, {"classes": 3, "mixup": -1}, {"classes": 3, "cutmix": -1}):
-        with pytest.raises(ConfigError, match="no negative parameter"):
+    odd = ({"mixup": -1}, {"cutmix": -1}, {"mixup": float("nan")}, {"cutmix": float("inf")})
+    for arguments in ({"classes": 1}, *({"classes": 3, **each} for each in odd)):
+        with pytest.raises(ConfigError, match="at least 2 classes and parameters from 0 on"):
             Mixed(ARRAYS, **arguments)
     with pytest.raises(ConfigError, match=r"SkipBroken\(Mixed"):
         Mixed(SkipBroken(ARRAYS), 3)

@@ -96,10 +96,10 @@ class Mixed(Wrapping):
         erasing: RandomErasing | None = None,
     ) -> None:
         super().__init__(dataset)
-        if mixup < 0 or cutmix < 0 or classes < 2:
+        if not (0 <= mixup < math.inf and 0 <= cutmix < math.inf and classes >= 2):
             raise ConfigError(
                 f"Mixed has classes={classes}, mixup={mixup:g} and cutmix={cutmix:g}; it takes at least 2 classes and "
-                "no negative parameter."
+                "parameters from 0 on."
             )
         self.classes, self.mixup, self.cutmix, self.erasing = classes, mixup, cutmix, erasing
 
