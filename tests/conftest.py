@@ -1,6 +1,7 @@
 """Fixtures of every test: a restored process, no child left behind, and markers that say why they skip."""
 
 import gc
+import logging
 import os
 import random
 import select
@@ -105,8 +106,10 @@ def restored_process():
     """Puts the environment, the working directory, random state and torch's settings back after each test."""
     environment, folder, path = dict(os.environ), Path.cwd(), list(sys.path)
     streams = random.getstate(), np.random.get_state()
-    torch_settings = _torch_settings()
+    torch_settings, logger = _torch_settings(), logging.getLogger("lockstep")
+    level = logger.level
     yield
+    logger.setLevel(level)
     for name in set(os.environ) - set(environment):
         del os.environ[name]
     for name, value in environment.items():

@@ -200,7 +200,7 @@ def test_memory_shared_with_workers_that_changes_within_an_epoch_is_told(kind, w
                 change()
     run.close()
     told = [each for each in caplog.records if "has changed within the epoch" in each.getMessage()]
-    assert len(told) == 2 * said
+    assert len(told) == said
 
 
 def test_a_set_that_is_changed_and_evaluated_within_an_epoch_is_trained_to_the_end_of_it():

@@ -293,8 +293,8 @@ def require_equal_replicas(
                 f"{calls}: take it out of if run.is_main: and other conditions on the rank."
             )
     values = [value[:8] for value in found[names[0]]]
-    tensors = [name for name in names if not name.startswith("<")]
-    what = f"hold different bits in {len(tensors)} of {len(digests)} tensors" if tensors else "differ"
+    tensors, every = ([name for name in each if not name.startswith("<")] for each in (names, digests))
+    what = f"hold different bits in {len(tensors)} of {len(every)} tensors" if tensors else "differ"
     raise ReplicaError(
         f"After step {step} the ranks {what} "
         f"({shorten(names, _MOST_NAMES)}). {names[0]!r} is {by_rank(values)}. Something changed it on some ranks "

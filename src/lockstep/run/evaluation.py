@@ -247,6 +247,7 @@ def evaluate_all(
     means = {name: each for name, each in metrics.items() if not isinstance(each, SetMetric)}
     unchecked = run.rehearsals.new_metrics(means, evaluated=True) & run.rehearsals.new_metrics(means)
     strategy, group = run.strategy, run._session.group
+    strategy.require_no_calls()
     require_same_names("The metrics of run.evaluate", metrics, group, strategy.device)
     found: dict[str, dict[str, float]] = {}
     if means:
