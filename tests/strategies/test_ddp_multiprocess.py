@@ -42,7 +42,6 @@ CASES = [
     Case("digits_adamw", (3,), {"precision": "bf16", "channels_last": True}),
     Case("resnet_frozen", (3,)),
     Case("resnet", (3,), {"sync_batch_norm": True}),
-    Case("attention", (2,), {"precision": "fp16"}),
     Case("experts", (3,)),
     Case("experts_accumulating", (3,)),
     Case("augmented", (2,), workers={2: 3}),
@@ -52,6 +51,7 @@ CASES = [
 ]
 """Every job once and every number of processes; ``PRODUCT`` and ``WIDE`` (``make test-all``) are the rest."""
 WIDE = [
+    Case("attention", (2,), {"precision": "fp16"}),
     Case("digits", (3,), {"precision": "fp16"}),
     Case("resnet", (2,), {"precision": "bf16", "channels_last": True}),
     Case("recurrent", (3,), {"precision": "bf16"}),

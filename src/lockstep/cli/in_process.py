@@ -33,6 +33,7 @@ from lockstep.launch.rank_process import end_process, run_target
 from lockstep.models import freeze
 from lockstep.runtime.control import Stopped
 from lockstep.runtime.devices import collectives_for, gpu, has_gpus
+from lockstep.runtime.lazy_compiler import postpone_compiler
 from lockstep.runtime.output import say
 from lockstep.runtime.parent_death import arm_future_children, tie_to_launcher
 from lockstep.runtime.stop_signals import wait_for_critical_threads
@@ -41,6 +42,7 @@ from lockstep.runtime.stop_signals import wait_for_critical_threads
 def print_plan(config: JobConfig, devices: int, hosts: int) -> None:
     """Prints what the job would do on this many devices, without writing a file or starting a process."""
     print_origins(config)
+    postpone_compiler()  # an optimizer is made, and not stepped
     importable_from(config.code)
     model, validation = build_model(config.model), config.data.validation
     held_out = None if validation is None else adopt(instantiate(validation, name="data.validation")).dataset
