@@ -163,7 +163,7 @@ def marked(layouts, quick=QUICK):
     return [pytest.param(each, marks=() if each in quick else pytest.mark.slow) for each in layouts]
 
 
-@pytest.mark.parametrize("layout", marked(LAYOUTS, quick=QUICK[:1]))
+@pytest.mark.parametrize("layout", marked(LAYOUTS, quick=()))
 def test_what_every_rank_changes_gives_the_bits_of_one_process(layout):
     require_ends(EVERYWHERE, expected(), outcomes(EVERYWHERE, layout), layout, {})
 

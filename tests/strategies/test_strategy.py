@@ -56,9 +56,11 @@ LAYOUTS = [
         Layout("parameter_server", world, {"parameter_server": {"servers": servers}}, slow=servers == 1)
         for world, servers in ((2, 1), (3, 1), (4, 2), (4, 1))
     ],
-    *[Layout("ddp", world, slow=world != 3) for world in (2, 3, 4)],
+    *[Layout("ddp", world, slow=True) for world in (2, 3, 4)],  # of their own: test_ddp_multiprocess
     *[Layout("fsdp", world, slow=world != 3) for world in (2, 3, 4)],
-    *[Layout("pipeline", world, jobs=UNTIED, slow=world != 3) for world in (2, 3, 4)],
+    *[
+        Layout("pipeline", world, jobs=UNTIED, slow=True) for world in (2, 3, 4)
+    ],  # and pipeline/test_strategy_...
     Layout("pipeline", 3, {"pipeline": {"schedule": "gpipe"}}, UNTIED, slow=True),
     Layout("pipeline", 2, {"pipeline": {"schedule": "interleaved"}}, UNTIED, slow=True),
     *[Layout("tensor", 2, bound=1e-3)],
