@@ -462,7 +462,6 @@ REFUSED = {
     "fsdp-pipeline": PIPELINE,
 }
 """The sentences in which a program ends; all others have the bits of ``single``."""
-SHORT = ("fsdp",)
 STAGED = ("pipeline", "data-pipeline", "fsdp-pipeline")
 """Layouts in which the loss runs on some ranks only."""
 
@@ -472,9 +471,8 @@ def alone():
     return dict(zip(PROGRAMS, outcomes(PROGRAMS, "single"), strict=True))
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param(each, marks=[pytest.mark.slow] * (each not in SHORT)) for each in REFUSED]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", REFUSED)
 def test_a_loop_has_the_bits_of_one_device_or_is_refused(layout):
     programs = [each for each in PROGRAMS if not (layout in STAGED and each is Penalized)]
     expected = [alone()[each] for each in programs]

@@ -25,6 +25,8 @@ from tests.verify.planted.unforeseen import UNFORESEEN
 
 from lockstep.verify import Cause
 
+pytestmark = pytest.mark.slow  # twenty worlds of processes
+
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
