@@ -343,6 +343,15 @@ def test_two_sets_are_read_together_and_the_smaller_one_begins_again():
             adopt((DATA, unnumbered))
 
 
+def test_a_set_that_skips_broken_samples_is_read_beside_others():
+    source = adopt((SkipBroken(DATA), DATA))
+    plan = SamplePlan(samples=len(source.dataset), shape=BatchShape(global_batch=8, micro_batches=2))
+    (first, *_), *_ = (
+        [part.data for part in batch.micro_batches] for batch in StepLoader(source.dataset, plan).batches(0)
+    )
+    assert [each.tolist() for each in first[0]] == [each.tolist() for each in first[1]]
+
+
 @pytest.mark.parametrize(
     ("make", "name"),
     [

@@ -270,13 +270,6 @@ class SideBySide(Dataset[Any]):
         self._sizes = [len(each.dataset) for each in self.sources]
         if not all(self._sizes):
             raise ConfigError(f"run.batches was given data sets of {self._sizes} samples: one is empty.")
-        for each in self.sources:
-            if isinstance(each.dataset, Stream | Wrapping | SideBySide):
-                raise ConfigError(
-                    "run.batches reads several data sets together by the numbers of their samples, and a "
-                    f"{type(each.dataset).__name__} has none. Join streams into one; draw by weight in a set around "
-                    "all of them."
-                )
 
     def __len__(self) -> int:
         return max(self._sizes)
@@ -314,11 +307,10 @@ class SideBySide(Dataset[Any]):
 
 def _require_numbered(dataset: Any) -> None:
     """Raises ``ConfigError`` where samples are read by their places in an epoch, and so not beside others."""
-    while isinstance(dataset, Wrapping):
-        if isinstance(dataset, Weighted | Bucketed | Mixed):
-            break
+    by_place = Weighted | Bucketed | Mixed | Stream | SideBySide
+    while isinstance(dataset, Wrapping) and not isinstance(dataset, by_place):
         dataset = dataset.dataset
-    if isinstance(dataset, Weighted | Bucketed | Mixed | Stream):
+    if isinstance(dataset, by_place):
         given = {Weighted: "a DataLoader whose sampler draws, or Weighted,", Stream: "an iterable data set"}
         raise ConfigError(
             "Data sets that are read side by side are read by the numbers of their samples, and "
