@@ -10,15 +10,13 @@ import argparse
 import hashlib
 import io
 import logging
-import os
 import re
-import sysconfig
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from enum import Enum
 from functools import partial
 from multiprocessing.sharedctypes import SynchronizedBase
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from types import (
     BuiltinFunctionType,
     CodeType,
@@ -37,6 +35,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler, Subset
 from lockstep.data.adopt import Stream
 from lockstep.data.wrappers.weighted import Weighted
 from lockstep.data.wrappers.wrapping import Wrapping
+from lockstep.runtime.error_record import is_users_file
 
 CHOICE = "choice of samples"
 """Begins the words for what wrappers choose."""
@@ -56,10 +55,6 @@ _LEAVES = (
 _FIXED = (PurePath, range, re.Pattern, np.generic, np.dtype, torch.dtype, torch.device, torch.Generator)
 """Types whose values stay what they are; a generator is drawn from, and what it draws is looked for elsewhere."""
 _CONTAINERS = (list, tuple, Mapping, MethodType)
-_LIBRARIES = (
-    *(path + os.sep for path in sysconfig.get_paths().values()),
-    str(Path(__file__).parents[1]) + os.sep,
-)
 _Note = tuple[Any, ...]
 
 
@@ -88,7 +83,7 @@ class Notes:
     __hash__ = None  # type: ignore[assignment]  # what it notes may change
 
     def shared(self) -> list[bytes]:
-        """What small memory holds now that the set shares with its workers: tensors, and values of multiprocessing."""
+        """The contents of small memory that the set shares with its workers: tensors, and values of multiprocessing."""
         values = [value for value, _ in self._notes]
         tensors = [
             each
@@ -200,7 +195,7 @@ _READABLE = (*_PLAIN, list, tuple, dict, torch.Tensor, np.ndarray, SimpleNamespa
 
 
 def _is_users(function: Any) -> bool:
-    return isinstance(function, FunctionType) and not function.__code__.co_filename.startswith(_LIBRARIES)
+    return isinstance(function, FunctionType) and is_users_file(function.__code__.co_filename)
 
 
 def _read_by(function: FunctionType) -> Iterator[Any]:

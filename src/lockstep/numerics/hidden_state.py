@@ -16,11 +16,9 @@ import hashlib
 import io
 import itertools
 import logging
-import os
 import pickle
 import random
 import sys
-import sysconfig
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -42,6 +40,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep.core.fingerprint import digest_tensor
+from lockstep.runtime.error_record import LIBRARIES
 from lockstep.text import shorten
 
 _PLAIN = (bool, int, float, complex, str, bytes, Enum, np.generic, torch.dtype, torch.device, torch.Size)
@@ -63,13 +62,6 @@ _CLOSED = (
 NAMESPACES = (SimpleNamespace, argparse.Namespace)
 """Classes of Python's own whose objects hold what the user puts there."""
 _CLOSED_PACKAGES = (sys.stdlib_module_names | {"lockstep", "torch", "numpy", "builtins"}) - {"__main__"}
-_LIBRARIES = tuple(
-    dict.fromkeys(
-        path + os.sep
-        for name in ("stdlib", "platstdlib", "purelib", "platlib")
-        if (path := sysconfig.get_path(name))
-    )
-)
 _MOST_PLACES = 50_000
 _MOST_ENTRIES = 1_000
 _MOST_DEPTH = 50
@@ -416,7 +408,7 @@ def is_plain(value: Any) -> bool:
 
 def is_users_code(code: CodeType, module: str) -> bool:
     """Returns whether code of a module, by its name, is the user's own."""
-    return not code.co_filename.startswith(_LIBRARIES) and is_users_module(module)
+    return not code.co_filename.startswith(LIBRARIES) and is_users_module(module)
 
 
 def is_users_module(module: str) -> bool:
@@ -424,7 +416,7 @@ def is_users_module(module: str) -> bool:
     if module.partition(".")[0] in _CLOSED_PACKAGES:
         return False
     file = getattr(sys.modules.get(module), "__file__", None)
-    return not isinstance(file, str) or not file.startswith(_LIBRARIES)
+    return not isinstance(file, str) or not file.startswith(LIBRARIES)
 
 
 def is_closed(value: Any) -> bool:

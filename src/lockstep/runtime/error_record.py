@@ -28,7 +28,14 @@ from lockstep.runtime.torch_internals import LOST_PEER, NO_SCALE, FrameKind, kin
 
 _RUNPY = "<frozen runpy>"
 _INSTALLED = sysconfig.get_path("purelib") + os.sep
-_STANDARD = sysconfig.get_path("stdlib") + os.sep
+LIBRARIES = tuple(
+    dict.fromkeys(
+        path + os.sep
+        for name in ("stdlib", "platstdlib", "purelib", "platlib")
+        if (path := sysconfig.get_path(name))
+    )
+)
+"""The folders of Python itself and of installed packages."""
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 
@@ -90,12 +97,17 @@ def users_lines(error: BaseException) -> str:
 
     Empty where there are none: the frames of Lockstep, Python and installed packages are left out.
     """
-    frames = [each for each in traceback.extract_tb(error.__traceback__) if _is_users(each.filename)]
+    frames = [
+        each
+        for each in traceback.extract_tb(error.__traceback__)
+        if is_users_file(each.filename) and not each.filename.startswith("<")  # which has no lines to show
+    ]
     return "".join(f"\n{text.rstrip()}" for text in traceback.format_list(frames))
 
 
-def _is_users(file: str) -> bool:
-    return not file.startswith(("<", _PACKAGE, _INSTALLED, _STANDARD))
+def is_users_file(file: str) -> bool:
+    """True for code of the user's own, by its file: not of Python, Lockstep or an installed package."""
+    return not file.startswith((_PACKAGE, *LIBRARIES))
 
 
 def about_own_backward(error: BaseException, beat: Beat | None) -> str:
