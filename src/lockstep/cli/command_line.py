@@ -57,11 +57,10 @@ class Parser(argparse.ArgumentParser):
         """A sentence that names the option that an unknown one may mean, or the place of one that a script gives."""
         name = asked.lstrip("-").replace("_", "-")
         setting = name.replace("-", "_")
-        options = importlib.import_module(
-            "lockstep.config.options"
-        ).RunOptions  # imports NumPy, which takes a moment
-        if self.prog.endswith(" run") and any(setting == each.name for each in fields(options)):
-            return f" The script gives it: lockstep.init({setting}=...)."
+        if self.prog.endswith(" run"):
+            options = importlib.import_module("lockstep.config.options").RunOptions  # which imports NumPy
+            if any(setting == each.name for each in fields(options)):
+                return f" The script gives it: lockstep.init({setting}=...)."
         for option, others in _OF_OTHER_LAUNCHERS.items():
             if name in others.split() and option in self._option_string_actions:
                 return f" Use {option}."

@@ -555,7 +555,7 @@ class AgreedData:
 
     @property
     def stored(self) -> dict[str, str]:
-        """What a checkpoint holds of data sets."""
+        """The part of a checkpoint that is of data sets."""
         return {**self.digests, **self._evaluated}
 
     def _forget(self, number: int, has_changed: bool) -> None:

@@ -91,7 +91,7 @@ _MOST_AROUND = 6
 
 
 def begun_anew_beside(steps: Generator[Batch], done: int) -> list[str]:
-    """What counts the steps of an epoch, or is read together with them, and does not go on after the steps done.
+    """Counters and iterators that go with the steps of an epoch, and do not go on after the steps done.
 
     ``enumerate`` and ``zip`` around ``run.batches`` are in no variable; what refers to the steps is looked for.
     """

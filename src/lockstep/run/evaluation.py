@@ -421,7 +421,7 @@ def evaluate_whole(
 
 
 def _numbers(name: str, value: Any) -> dict[str, float]:
-    """What ``compute()`` gave: a number under the metric's name, or several under ``name_key`` or ``name_0``."""
+    """The result of ``compute()``: a number under the metric's name, or several under ``name_key`` or ``name_0``."""
     try:
         return {name: float(value)}
     except (TypeError, ValueError, RuntimeError):

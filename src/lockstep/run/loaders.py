@@ -48,7 +48,7 @@ class LoaderCache:
         self._numbers: dict[int, int] = {}
         self._notes: dict[int, Notes] = {}
         self._shared: dict[int, list[bytes]] = {}
-        """What data shared with workers when they were last read."""
+        """The contents of memory that data shared with workers when they were last read."""
         self._checked: set[int] = set()
         """Ids of sources whose samples need not be read twice, since those before the last change were."""
         self._numbered = 0

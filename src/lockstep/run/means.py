@@ -44,7 +44,7 @@ Sums = tuple[float, float]
 
 
 class Deviation(Enum):
-    """What a function that is no mean over samples seems to be."""
+    """The kinds of functions that are no means over samples."""
 
     NONE = 0
     SUM = 1
@@ -232,7 +232,7 @@ Changes = dict[str, tuple[str, str]]
 
 
 def held_by(functions: Mapping[str, Callable[[Any, Any], Any]], names: Iterable[str]) -> Snapshot:
-    """What some metrics hold now, to be compared with what they hold after a call."""
+    """The state that some metrics hold now, to be compared with that after a call."""
     return Snapshot({f"the metric {name!r}": functions[name] for name in sorted(names)}, restorable=False)
 
 
@@ -508,7 +508,7 @@ def joined(parts: Sequence[Any]) -> Any:
 
 
 def deviation_of_parts(whole: Sums, first: Sums, second: Sums, most: float) -> Deviation:
-    """What is found from the sums over some rows and over two parts of them; ``most``: see ``deviation_over``."""
+    """The finding from the sums over some rows and over two parts of them; ``most``: see ``deviation_over``."""
     if not all(map(math.isfinite, whole)):
         return Deviation.NONE
     if not all(map(math.isfinite, (*first, *second))):  # as where a part has nothing that is counted

@@ -233,7 +233,7 @@ class GradientState:
         return norm
 
     def calls(self) -> dict[str, str]:
-        """What the loop has called, as texts by name for a comparison: each rank steps and clips its own part.
+        """The calls of the loop, as texts by name for a comparison: each rank steps and clips its own part.
 
         Norms are those since the last call of this.
         """

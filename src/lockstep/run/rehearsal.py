@@ -99,7 +99,7 @@ class Rehearsals:
         """When the next one of each is due: after this epoch, from this step on, as loops change at epochs; at the
         latest in this step and in the last of all, unless it is None."""
         self._starts: dict[Any, dict[str, tuple[str, Any]]] = {}
-        """What calls of each loss have changed, also in the model: the text and the value before the first of them."""
+        """The places that calls of each loss have changed, also in the model: text and value before the first call."""
         self.deviations: dict[str, str] = {}
         """Why losses are no means over samples, by their names."""
         self._places: dict[str, str] = {}
@@ -347,7 +347,7 @@ class Rehearsals:
         findings.gradients = [
             name for name in trained if any(each.gradients[name] != first.gradients[name] for each in others)
         ]
-        noted, counting = before.changed(after), after.changed(later)  # a cache is noted; a counter goes on
+        noted, counting = findings.note_changes(before, after, later)
         self._note_variables(before, {**noted, **counting})
         for name, value in before.values_of({**noted, **counting}).items():
             starts.setdefault(name, (before.texts[name], value))
@@ -356,7 +356,6 @@ class Rehearsals:
             codes = [code for each in (loss, compute.forward) if isinstance(code := code_of(each), CodeType)]
             names = names_reached(codes, before.functions)
             findings.lost = [name for name, each in lost.items() if each.is_read_by(before, noted, names)]
-        findings.note_changes(before, after, later)
         if any(each.differs(first) for each in from_start):
             now = {name: (text, before.texts.get(name, "nothing")) for name, (text, _) in starts.items()}
             findings.changed = {name: pair for name, pair in now.items() if pair[0] != pair[1]}

@@ -74,7 +74,7 @@ class RehearsalCompute(StepCompute):
         return result
 
     def deviations(self) -> list[Deviation]:
-        """What kinds of mean the loss is, as far as ``judged`` tells."""
+        """The kinds of mean that the loss is, as far as ``judged`` tells."""
         with self.autocast():
             return [
                 Deviation.WITHOUT_ROWS if part is None else checked(self.function, *part)
@@ -87,7 +87,7 @@ class RehearsalCompute(StepCompute):
 
 @dataclass
 class Findings:
-    """What a rehearsal has found on one rank; texts for messages."""
+    """The findings of a rehearsal on one rank; texts for messages."""
 
     foreign: dict[str, str] = field(default_factory=dict)
     """Modules that were called and do not belong to the prepared model, with what is wrong with them."""
@@ -111,7 +111,7 @@ class Findings:
 
     @classmethod
     def of_all(cls, everyone: Sequence[Mapping[str, Any]]) -> Findings:
-        """What any rank has found."""
+        """The findings of all ranks together."""
         whole = cls()
         for each in everyone:
             whole.losses_differ |= each["losses_differ"]
@@ -124,8 +124,10 @@ class Findings:
                 vars(whole)[name] = list(dict.fromkeys([*vars(whole)[name], *each[name]]))
         return whole
 
-    def note_changes(self, before: Snapshot, after: Snapshot, later: Snapshot) -> None:
-        """Notes what a first and a second computation have changed: a cache is noted, and a counter goes on."""
+    def note_changes(
+        self, before: Snapshot, after: Snapshot, later: Snapshot
+    ) -> tuple[dict[str, tuple[str, str]], dict[str, tuple[str, str]]]:
+        """Notes and returns what a first computation changed, such as a cache, and a second one again: a counter."""
         noted, counting = before.changed(after), after.changed(later)
         kinds = {**after.kinds, **later.kinds}
         self.keeps = bool(noted or counting)
@@ -138,6 +140,7 @@ class Findings:
             )
             if name not in self.drew
         }
+        return noted, counting
 
     def refuse(self) -> None:
         """Raises ``ConfigError`` for what makes the result depend on the number of processes."""
