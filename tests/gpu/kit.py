@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -93,13 +94,21 @@ class Kit:
         within: seconds of all parts together, from now on.
         out: the file.
         cifar10: the data set's archive or folder; None where it is not there.
+        only: a regular expression; checks in whose names it is not found are left out.
     """
 
     def __init__(
-        self, simulated: bool, seconds: float, within: float, out: Path, cifar10: Path | None = None
+        self,
+        simulated: bool,
+        seconds: float,
+        within: float,
+        out: Path,
+        cifar10: Path | None = None,
+        only: str = "",
     ) -> None:
         self._end = time.monotonic() + within
         self.simulated, self._seconds, self._out, self.cifar10 = simulated, seconds, out, cifar10
+        self._only = re.compile(only)
         self.rows: list[Row] = []
         self.about: dict[str, Any] = {"simulated": simulated}
         self.machine = Machine(simulated=simulated)
@@ -110,6 +119,8 @@ class Kit:
         end = min(time.monotonic() + self._seconds, self._end - _LONGER_SECONDS)
         self.machine.deadline = end + _LONGER_SECONDS
         for name, expected, check in PARTS[part](self):
+            if not self._only.search(name):
+                continue
             began, details = time.monotonic(), ""
             if began > end:
                 self._add(Row(part, name, expected, _OVER, "skipped", 0.0))
@@ -158,10 +169,18 @@ def main() -> int:
     parser.add_argument("--within", type=float, default=1800.0, help="seconds of all parts together")
     parser.add_argument("--out", type=Path, default=Path("gpu.json"), help="the file that is written")
     parser.add_argument("--cifar10", type=Path, help="archive or folder of CIFAR-10, for part g")
+    parser.add_argument(
+        "--only", default="", metavar="PATTERN", help="checks whose names match this regular expression"
+    )
     arguments = parser.parse_args()
     if unknown := set(arguments.parts) - set(PARTS):
         parser.error(f"--parts takes letters of {''.join(PARTS)}, and not {', '.join(sorted(unknown))}.")
-    kit = Kit(*(getattr(arguments, each) for each in ("simulated", "seconds", "within", "out", "cifar10")))
+    try:
+        re.compile(arguments.only)
+    except re.error as error:
+        parser.error(f"--only takes a regular expression: {error}.")
+    given = ("simulated", "seconds", "within", "out", "cifar10", "only")
+    kit = Kit(*(getattr(arguments, each) for each in given))
     try:
         if not kit.cards:
             print("The torch of this Python sees no CUDA device.", file=sys.stderr)

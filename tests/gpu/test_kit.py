@@ -88,6 +88,15 @@ def test_what_a_check_raised_is_in_the_file_with_its_traceback(tmp_path, monkeyp
     assert row["details"] == "short\nraised on rank 1 of 2"
 
 
+def test_only_checks_whose_names_match_are_made(tmp_path, monkeypatch):
+    checks = [(name, "", lambda: ("found", "met")) for name in ("lstm, fp32: ddp 2", "lstm, bf16: ddp 2")]
+    monkeypatch.setitem(kit.PARTS, "b", lambda kit: iter(checks))
+    monkeypatch.setattr(kit, "Machine", lambda simulated: SimpleNamespace())
+    made = kit.Kit(True, 60.0, 90.0, tmp_path / "gpu.json", only="fp32|tf32")
+    made.run("b")
+    assert [row.check for row in made.rows] == ["lstm, fp32: ddp 2"]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed (pip install triton==3.7.1)")
 def test_the_sums_of_the_fused_kernel_are_compared_on_one_device():
