@@ -12,7 +12,7 @@ finishes the tree.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -207,6 +207,17 @@ def push_leaf(stack: list[Tensor], leaf: Tensor, merges: int, out: Tensor | None
             stack[-1] = torch.add(stack[-1], right, out=out)
         else:
             stack[-1].add_(right)
+
+
+def push_leaves(stacks: Sequence[list[Tensor]], leaves: Iterable[Tensor], merges: int) -> None:
+    """Puts a leaf on each of several stacks of equal height, as ``push_leaf`` does on one."""
+    import torch
+
+    for stack, leaf in zip(stacks, leaves, strict=True):
+        stack.append(leaf)
+    for _ in range(merges if stacks else 0):
+        rights = [stack.pop() for stack in stacks]
+        torch._foreach_add_([stack[-1] for stack in stacks], rights)
 
 
 def _below(node: Node) -> list[Node]:

@@ -390,6 +390,8 @@ class _MicroBatchTask(Task):
 class _Concurrent(Replicated):
     """The base of both strategies below."""
 
+    _runs_one_by_one = False
+
     def _meet_over(self, ranks: RankRows) -> None:
         """Makes what lets micro-batches wait for each other."""
         self._tasks = TaskThreads(torch.get_num_threads(), self.device)

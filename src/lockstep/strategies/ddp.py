@@ -44,6 +44,8 @@ class Replicated(Strategy):
     """
 
     level = Level.BITWISE
+    _runs_one_by_one = False
+    """True if one micro-batch's backward pass never begins before that of another has ended."""
 
     def __init__(
         self,
@@ -70,6 +72,7 @@ class Replicated(Strategy):
         self._sums = StepSums(
             *(self._trainable, self._buffers, self._reducer, self.share, self._micro_batches, self.device),
             events=self.events,
+            collects=self._runs_one_by_one and self._reducer is None,
         )
         return self._model
 
@@ -158,6 +161,7 @@ class Single(Replicated):
     """
 
     name = "single"
+    _runs_one_by_one = True
 
 
 class DistributedDataParallel(Replicated):

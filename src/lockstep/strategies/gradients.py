@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.core.plan import Share
-from lockstep.core.summation_tree import TreeStack, fold_rows, merges_after_leaf, push_leaf
+from lockstep.core.summation_tree import TreeStack, fold_rows, merges_after_leaf, push_leaf, push_leaves
 from lockstep.errors import ConfigError
 from lockstep.numerics.running_buffers import RunningBuffers
 from lockstep.reduce import BucketShape, Reducer
@@ -30,6 +30,9 @@ from lockstep.strategies.strategy import StepResult
 _BUCKET_BYTES, _CUDA_BUCKET_BYTES = 8 << 20, 25 << 20
 """On a GPU an exchange costs launches, and fewer and larger ones are faster."""
 _FIRST_BUCKET_BYTES = 1 << 20
+_FEW_NUMBERS = 1024
+_PASSES_WATCHED = 4
+"""Backward passes in which gradients are taken by hooks where they might be collected afterwards."""
 
 
 class StepHeader:
@@ -140,6 +143,9 @@ class GradientTree:
         held: where a reducer gives each rank a part of every sum, the parameters that get it, by name; by default the
             parameters themselves.
         events: whose callbacks are told of buckets that start.
+        collects: whether gradients are taken after each backward pass, since micro-batches run one after the other and
+            nobody waits for single gradients. Hooks of Python make autograd's thread wait for whatever other threads
+            do, such as those of a loader.
     """
 
     def __init__(
@@ -148,6 +154,8 @@ class GradientTree:
         reducer: Reducer | None,
         held: Mapping[str, nn.Parameter] | None = None,
         events: StepEvents = NO_EVENTS,
+        *,
+        collects: bool = False,
     ) -> None:
         held = parameters if held is None else held
         self.slots = [Slot(name, parameter, held[name]) for name, parameter in parameters.items()]
@@ -159,6 +167,8 @@ class GradientTree:
         self._members: list[list[Slot]] = _fill_buckets(self.slots)
         self._own_references: list[int] = []
         """To the memory of each bucket's sum, of which the gradients are views."""
+        self._watched = _PASSES_WATCHED if collects else math.inf
+        """Passes in which hooks take gradients still: a second one in a pass is seen by them alone."""
         self._handles = [
             slot.parameter.register_post_accumulate_grad_hook(partial(self._take, slot))  # type: ignore[no-untyped-call]  # torch's stub
             for slot in self.slots
@@ -180,6 +190,7 @@ class GradientTree:
         """Takes the hooks away."""
         for handle in self._handles:
             handle.remove()
+        self._handles = []
 
     def connect(self, slots: int) -> None:
         """Makes the views of the reducer's memory, once it has been allocated with ``slots`` nodes per rank."""
@@ -228,6 +239,9 @@ class GradientTree:
 
         They run one after the other, unless ``go_on_with`` says which one runs.
         """
+        if self._merges and not self._handles:  # the last step was left within a backward pass
+            for slot in self.slots:
+                slot.parameter.grad = None
         self._merges = merges_after_leaf(start, stop, leaves)
         self._leaf = 0
         self._waiting = [len(members) for members in self._members]
@@ -246,10 +260,26 @@ class GradientTree:
 
     def end_micro_batch(self) -> None:
         """Ends the backward pass of one micro-batch: a parameter it did not reach gets a leaf of zeros."""
+        if not self._handles:
+            self._collect()
         for slot in self.slots:
             if self._lacks_leaf(slot):
                 self._add_leaf(slot, torch.zeros_like(slot.parameter))
         self._leaf += 1
+        self._watched -= 1
+        if self._watched == 0:
+            self.remove()
+
+    def _collect(self) -> None:
+        """Takes all gradients of a backward pass."""
+        found = [(slot, slot.parameter.grad) for slot in self.slots]
+        reached = [slot for slot, gradient in found if gradient is not None]
+        gradients = [one_dense(slot.name, each, is_first=True) for slot, each in found if each is not None]
+        push_leaves([slot.stack for slot in reached], gradients, self._merges[self._leaf])
+        for slot in reached:
+            slot.parameter.grad = None
+            slot.used += 1
+            slot.pushed += 1
 
     def used(self) -> list[int]:
         """In how many of this rank's micro-batches each parameter had a gradient."""
@@ -261,14 +291,14 @@ class GradientTree:
             while self._started < len(self._members):
                 self._start_next(self._reducer)
 
-    def finish(self, used: list[int], weight: Tensor) -> Tensor:
+    def finish(self, used: list[int], weight: Tensor, losses: Tensor | None = None) -> Tensor:
         """Divides the sums by ``weight`` (0-dim) and sets them as the parameters' gradients.
 
         A parameter that no micro-batch of the step used (``used`` 0) gets none, on every rank alike. A gradient that
         was there before the step is added to, as autograd does.
 
         Returns:
-            Whether every gradient of the step is finite, 0-dim bool.
+            Whether every gradient of the step, and every one of ``losses``, is finite, 0-dim bool.
         """
         reducer, buckets = self._reducer, range(len(self._members))
         totals = [reducer.total(bucket) for bucket in buckets] if reducer is not None else []
@@ -276,7 +306,7 @@ class GradientTree:
         for device in {total.device for total in totals}:
             here = [total for total in totals if total.device == device]
             torch._foreach_div_(here, weight.to(device))
-        finite = all_finite(totals, weight.device)
+        finite = all_finite(totals if losses is None else [*totals, losses], weight.device)
         for slot, count in zip(self.slots, used):
             if count:
                 total = slot.stack[0] if slot.total is None else slot.total
@@ -348,7 +378,7 @@ class StepSums:
         share: which micro-batches this holder runs.
         micro_batches: K of the recipe.
         device: of the losses.
-        held: see ``GradientTree``.
+        held, collects: see ``GradientTree``.
         events: whose callbacks are told of buckets and exchanges.
     """
 
@@ -362,8 +392,10 @@ class StepSums:
         device: torch.device,
         held: Mapping[str, nn.Parameter] | None = None,
         events: StepEvents = NO_EVENTS,
+        *,
+        collects: bool = False,
     ) -> None:
-        self.tree = GradientTree(parameters, reducer, held, events)
+        self.tree = GradientTree(parameters, reducer, held, events, collects=collects)
         self._buffers, self._reducer, self._device, self._events = buffers, reducer, device, events
         self._header = StepHeader(share, micro_batches, len(parameters), buffers.counters, flags=1)
         if reducer is not None:
@@ -412,18 +444,23 @@ class StepSums:
             stop: see ``Strategy.backward``.
         """
         running = list(self._running.take().values())
-        header = self._header.pack(losses, weights, self.tree.used(), self._advanced, [stop])
-        headers = header.unsqueeze(0)
-        if self._reducer is not None:
+        used, advanced = self.tree.used(), self._advanced
+        if self._reducer is None:
+            sums, weight = _in_float64(losses), fold_rows(_in_float64(weights))
+            flag = torch.full((), stop, dtype=torch.float64, device=self._device)
+        else:
+            header = self._header.pack(losses, weights, used, advanced, [stop])
             headers = self._exchange(self._reducer, header, running)
             running = [self._reducer.total(self._buffer_bucket)] if self._buffers.numel else []
-        sums, weight, used, advanced = self._header.unpack(headers, self._leaves)
+            sums, weight, uses, advanced = self._header.unpack(headers, self._leaves)
+            if not all(used):  # only then the host waits for what the others say
+                used = [int(count) for count in uses.tolist()]
+            flag = self._header.flag(headers)
         if running:
             self._buffers.finish_step(running[0], self._leaves, advanced)
-        finite = self.tree.finish(self._used(used), weight.float())
+        finite = self.tree.finish(used, weight.float(), sums)
         self._buffers.refuse_changed_others()
-        finite &= sums.sum().isfinite()
-        return StepResult(fold_rows(sums) / weight, sums, weight, self._header.flag(headers), finite)
+        return StepResult(fold_rows(sums) / weight, sums, weight, flag, finite)
 
     def _exchange(self, reducer: Reducer, header: Tensor, running: Sequence[Tensor]) -> Tensor:
         self.tree.start_all()
@@ -440,12 +477,10 @@ class StepSums:
             ends()
         return headers
 
-    def _used(self, everyones: Tensor) -> list[int]:
-        """Uses of each parameter over all holders; read back from the device only where this one left one unused."""
-        mine = self.tree.used()
-        if self._reducer is None or all(mine):
-            return mine
-        return [int(count) for count in everyones.tolist()]
+
+def _in_float64(numbers: Sequence[Tensor]) -> Tensor:
+    """Several numbers, 0-dim, in one tensor of float64."""
+    return torch.stack([number.to(torch.float64) for number in numbers])
 
 
 def one_dense(name: str, gradient: Tensor, *, is_first: bool) -> Tensor:
@@ -492,19 +527,21 @@ def all_finite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
         if tensor.numel():
             real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
             groups.setdefault((real.dtype, real.device), []).append(real)
-    flags = [_are_finite(group).to(device) for group in groups.values()]
-    if len(flags) == 1:
-        return flags[0]
-    return torch.stack(flags).all() if flags else torch.ones((), dtype=torch.bool, device=device)
+    extremes = [_extremes(group).to(device, torch.float64) for group in groups.values()]
+    if not extremes:
+        return torch.ones((), dtype=torch.bool, device=device)
+    largest: Tensor = torch.linalg.vector_norm(torch.cat(extremes), math.inf)
+    return largest < math.inf  # which NaN is not
 
 
-def _are_finite(group: list[Tensor]) -> Tensor:
-    """The same of tensors of one type on one device."""
+def _extremes(group: list[Tensor]) -> Tensor:
+    """Numbers of which one is NaN or infinite where an entry of the tensors is, which share type and device."""
     if group[0].is_cpu:
-        extremes = [extreme for tensor in group for extreme in torch.aminmax(tensor)]
-    else:  # a few launches for all of them; several times slower than aminmax on a CPU
-        extremes = list(torch._foreach_norm(group, math.inf))
-    return torch.stack(extremes).isfinite().all()
+        return torch.stack([extreme for tensor in group for extreme in torch.aminmax(tensor)])
+    if len(group) == 1 and group[0].dim() == 1 and len(group[0]) <= _FEW_NUMBERS:
+        return group[0]
+    # A few launches for all of them; several times slower than aminmax on a CPU
+    return torch.stack(list(torch._foreach_norm(group, math.inf)))
 
 
 def add_prior(prior: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
