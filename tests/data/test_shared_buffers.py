@@ -108,6 +108,47 @@ def test_a_process_that_was_forked_does_not_free_what_the_rank_holds():
     assert buffers.buffer(0) is not None
 
 
+def test_a_buffer_from_which_a_gpu_may_still_copy_is_not_written(monkeypatch):
+    """Copies run beside the process: it can let go of a batch before the GPU has read it."""
+    passed, locked = [], {}
+
+    def lock(address, size, gpu):
+        assert not any(start <= address < start + held for start, held in locked.items())
+        locked[address] = size
+        return True
+
+    name = "lockstep.data.shared_buffers"
+    monkeypatch.setattr(f"{name}.passing", lambda gpus: lambda: bool(passed))
+    monkeypatch.setattr(f"{name}.page_lock", lock)
+    monkeypatch.setattr(f"{name}.page_unlock", locked.pop)
+    monkeypatch.setattr(f"{name}.wait_for", lambda gpu: passed.append(gpu))
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    buffers = SharedBuffers(workers=1, each=2, gpus=[torch.device("cuda", 0)])
+
+    def sent(buffers, count):
+        buffer = buffers.buffer(0)
+        return buffers.open(buffer.answer(GroupedBatch([torch.full((count,), 7)], None))).apart()
+
+    held = sent(buffers, LARGE)
+    del held
+    kept = sent(buffers, LARGE)
+    buffers.free()
+    assert buffers.buffer(0) is None, "the GPU has not passed the first one"
+    passed.append(True)
+    buffers.free()
+    for count in (LARGE, 40 * LARGE, LARGE):  # one of them is larger than what was page-locked
+        del kept
+        kept = sent(buffers, count)
+        buffers.free()
+    assert max(locked.values()) >= 40 * LARGE * 8
+    buffers.close()
+    assert len(locked) == 1, "that of the tensor that is held"
+    del buffers
+    assert bool((kept[0] == 7).all())
+    del kept
+    assert not locked
+
+
 def test_a_worker_that_keeps_what_it_gave_keeps_its_room_too():
     buffers = SharedBuffers(workers=1, each=1)
     buffer = buffers.buffer(0)
@@ -143,7 +184,7 @@ def test_parts_that_are_read_together_may_be_changed_in_place_each():
 
 
 def test_without_addresses_for_rooms_the_same_bits_arrive(monkeypatch):
-    def refuse(workers, each):
+    def refuse(workers, each, gpus):
         raise OSError("cannot allocate memory")
 
     monkeypatch.setattr("lockstep.data.worker_process.SharedBuffers", refuse)

@@ -16,6 +16,7 @@ from collections import Counter, namedtuple
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 _HERE = str(Path(__file__).parent)
@@ -94,6 +95,8 @@ def install(path: Path) -> None:
     _core.simcuda_launches.restype = ctypes.c_char_p
     _core.simcuda_set_stream.argtypes = [ctypes.c_int, ctypes.c_int64]
     _core.simcuda_limit_memory.argtypes = [ctypes.c_int, ctypes.c_int64]
+    _core.simcuda_register.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    _core.simcuda_unregister.argtypes = [ctypes.c_void_p]
     _observer = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p)(_note)
     import torch
 
@@ -261,6 +264,10 @@ def _torch_cuda(count: int) -> dict[str, Any]:
         "get_rng_state": lambda device=None: generators[index(device)].get_state(),
         "set_rng_state": lambda state, device=None: generators[index(device)].set_state(state),
         "is_bf16_supported": lambda including_emulation=True: True,
+        "cudart": lambda: SimpleNamespace(
+            cudaHostRegister=lambda address, size, flags: _core.simcuda_register(address, size),
+            cudaHostUnregister=lambda address: _core.simcuda_unregister(address),
+        ),
         "is_current_stream_capturing": lambda: False,
         "set_sync_debug_mode": _set_sync_debug_mode,
     }

@@ -56,6 +56,15 @@ static Timeline& timeline() {
 static thread_local DeviceIndex current_device = 0;
 static thread_local std::vector<StreamId> current_stream(kDevices, kDefaultStream);
 static std::set<const void*> pinned;
+static std::map<const char*, size_t> registered;  // page-locked by cudaHostRegister, with sizes
+
+// Called under the timeline's lock.
+static bool is_page_locked(const void* address) {
+  if (pinned.count(address)) return true;
+  const auto* place = static_cast<const char*>(address);
+  auto after = registered.upper_bound(place);
+  return after != registered.begin() && place < (--after)->first + after->second;
+}
 static void (*observer)(const char* kind, const char* what) = nullptr;
 
 // Tells Python what the timeline has seen. Not called under its lock, since Python has a lock of its own.
@@ -158,7 +167,7 @@ static PinnedMemory& pinned_memory() {
 
 static bool is_pinned(const Tensor& tensor) {
   Locked guard(timeline().lock);
-  return tensor.has_storage() && pinned.count(tensor.storage().data());
+  return tensor.has_storage() && is_page_locked(tensor.storage().data());
 }
 
 // --- devices, streams and events
@@ -298,7 +307,7 @@ struct Hooks final : at::CUDAHooksInterface {
   DeviceIndex maybeExchangeDevice(DeviceIndex device) const override { return exchangeDevice(device); }
   bool isPinnedPtr(const void* address) const override {
     Locked guard(timeline().lock);
-    return pinned.count(address);
+    return is_page_locked(address);
   }
   at::Allocator* getPinnedMemoryAllocator() const override { return &pinned_memory(); }
   at::Allocator* getCUDADeviceAllocator() const override { return &device_memory(); }
@@ -793,6 +802,16 @@ void simcuda_install(void (*observer)(const char*, const char*)) {
 }
 int simcuda_devices() { return simcuda::kDevices; }
 bool simcuda_is_in_use() { return at::detail::getCUDAHooks().hasCUDA(); }
+int simcuda_register(const char* address, size_t size) {  // as cudaHostRegister
+  std::lock_guard<std::recursive_mutex> guard(timeline().lock);
+  if (simcuda::is_page_locked(address)) return 712;  // cudaErrorHostMemoryAlreadyRegistered
+  simcuda::registered[address] = size;
+  return 0;
+}
+int simcuda_unregister(const char* address) {  // as cudaHostUnregister
+  std::lock_guard<std::recursive_mutex> guard(timeline().lock);
+  return simcuda::registered.erase(address) ? 0 : 713;  // cudaErrorHostMemoryNotRegistered
+}
 int simcuda_device() { return simcuda::current_device; }
 void simcuda_set_device(int device) { simcuda::current_device = static_cast<c10::DeviceIndex>(device); }
 int64_t simcuda_stream(int device) { return simcuda::current_stream[device]; }

@@ -1,10 +1,12 @@
 """The simulated devices find the mistakes that they are made for, and nothing in code that has none."""
 
+import gc
 import importlib.util
 import itertools
 import logging
 import os
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -154,6 +156,61 @@ def test_mistakes_in_streams_and_copies_are_found(machine, mistake):
     found = machine.run(train, 2, "perceptron", "ddp", {}, False, mistake)
     seen = [each.waits if mistake == "no pinned memory" else each.races for each in found]
     assert all(seen)
+
+
+class Pictures(torch.utils.data.Dataset):
+    """Samples that are too large to be sent by value, with labels that are not."""
+
+    def __len__(self):
+        return 48
+
+    def __getitem__(self, index):
+        return torch.full((1, 80, 80), index / 48.0), index % 5
+
+
+def reading(world, workers, refuses=False):
+    """Trains on what workers read; returns the fingerprint, the waits, and what was page-locked and let go of."""
+    runtime = torch.cuda.cudart()
+    locked, unlocked = [], []
+
+    def register(address, size, flags):
+        if refuses:
+            return 1
+        locked.append(address)
+        return runtime.cudaHostRegister(address, size, flags)
+
+    def unregister(address):
+        unlocked.append(address)
+        return runtime.cudaHostUnregister(address)
+
+    torch.cuda.cudart = lambda: SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unregister)
+    torch.manual_seed(0)
+    run = open_run(world, "single", fingerprint_every=0)
+    model, data = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(6400, 5)), Pictures()
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in run.epochs(4):
+        with cuda.observed() as seen:
+            for batch in run.batches(data, workers=workers):
+                assert all(value.is_pinned() for part in batch.micro_batches for value in part.data)
+                run.backward(batch, torch.nn.functional.cross_entropy)
+                optimizer.step()
+                optimizer.zero_grad()
+                del batch
+        assert not any("copy to the device" in what for what, _ in seen.waits)
+    found = run.fingerprint()
+    run.close()
+    gc.collect()
+    return found, len(set(locked)), sorted(locked) == sorted(unlocked)
+
+
+def test_batches_are_copied_to_a_gpu_out_of_the_memory_that_workers_write(machine):
+    ((expected, *nothing),) = machine.run(reading, 1, 0)
+    assert nothing == [0, True]
+    ((found, locked, all_unlocked),) = machine.run(reading, 1, 2)
+    assert (found, all_unlocked) == (expected, True)
+    assert 2 <= locked <= 34, "two workers have 17 buffers each"
+    ((found, *nothing),) = machine.run(reading, 1, 2, True)
+    assert (found, nothing) == (expected, [0, True])
 
 
 @pytest.mark.parametrize(

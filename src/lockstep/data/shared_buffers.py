@@ -9,15 +9,22 @@ and frees it after the step. A buffer stays mapped, and its pages stay where the
 A buffer is marked as taken in a byte that both see: the worker sets it, the rank clears it when the last tensor in the
 buffer is released, whoever held it. Where no buffer is free, or one is too small, tensors are sent as torch sends them;
 no value depends on it.
+
+For GPUs the rank page-locks a buffer when it first comes, so that copies run beside the process, out of the memory that
+the worker has written. It is free when the GPUs have passed the point at which the last tensor was released. torch's
+loader copies each batch into page-locked memory, in a thread that holds Python up while it maps and unmaps the pages.
 """
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import weakref
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,6 +35,9 @@ from torch.utils.data import get_worker_info
 
 from lockstep.data.batch import map_leaves
 from lockstep.data.reader import ALIGNMENT, GroupedBatch
+from lockstep.runtime.devices import page_lock, page_unlock, passing, wait_for
+
+logger = logging.getLogger(__name__)
 
 _SIZE = 256 << 20
 """Bytes of a buffer. Pages that are never written take no memory."""
@@ -52,6 +62,8 @@ class WorkerResult:
     """The result of one request as it is sent: tensors are replaced by their offsets."""
 
     buffer: int
+    used: int
+    """Bytes of it."""
     found: GroupedBatch
 
 
@@ -61,15 +73,24 @@ class SharedBuffers:
     Args:
         workers: how many there are.
         each: buffers of a worker: for what it has read ahead, and as much again that the rank still holds.
+        gpus: to which the rank copies what is in them.
 
     Raises:
         OSError: the process may not have so many addresses.
     """
 
-    def __init__(self, workers: int, each: int) -> None:
+    def __init__(self, workers: int, each: int, gpus: Sequence[torch.device] = ()) -> None:
         self._each, self._rank, self._turn = each, os.getpid(), 0
+        self._gpus, self._may_lock = tuple(gpus), True
+        self._locked: dict[int, int] = {}
+        """By the address of a buffer: how many bytes of it are page-locked."""
+        self._leaving: deque[tuple[Callable[[], bool], int]] = deque()
+        """Buffers without tensors, from which a GPU may still copy; the function tells whether it has passed that."""
         flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _NO_RESERVE
         self._memory = mmap.mmap(-1, workers * each * _SIZE, flags=flags)
+        self._whole: Bytes = np.frombuffer(self._memory, dtype=np.uint8)
+        if gpus:
+            weakref.finalize(self._whole, _unlock, self._locked, self._rank, self._gpus).atexit = False
         self._taken: Bytes = np.frombuffer(mmap.mmap(-1, workers * each), dtype=np.uint8)
         self._held: weakref.WeakValueDictionary[int, Bytes] = weakref.WeakValueDictionary()
         """In the rank: the buffers that have tensors."""
@@ -93,18 +114,57 @@ class SharedBuffers:
     def open(self, answer: WorkerResult) -> GroupedBatch:
         """In the rank: what was read. The buffer is free again when the last of the tensors in it has gone."""
         content = self._held[answer.buffer] = self._bytes(answer.buffer)
-        weakref.finalize(content, _free, self._taken, answer.buffer, self._rank).atexit = False
-        return answer.found.map(lambda data: _changed(data, _Sent, lambda sent: _received(sent, content)))
+        end = partial(_leave, self._leaving, self._gpus) if self._gpus else partial(_free, self._taken)
+        weakref.finalize(content, end, answer.buffer, self._rank).atexit = False
+        found = answer.found.map(lambda data: _changed(data, _Sent, lambda sent: _received(sent, content)))
+        if not self._gpus:
+            return found
+        self._lock(content.ctypes.data, answer.used)
+        return found.pin_memory()  # copies what is not in the buffer, or if it could not be page-locked
+
+    def free(self) -> None:
+        """In the rank: frees the buffers whose copies the GPUs have passed."""
+        for _ in range(len(self._leaving)):
+            has_passed, number = self._leaving.popleft()
+            if has_passed():
+                self._taken[number] = 0
+            else:
+                self._leaving.append((has_passed, number))
 
     def close(self) -> None:
         """Gives the memory of buffers without tensors back, also where another process still has it mapped."""
-        for number in range(len(self._taken) if os.getpid() == self._rank else 0):
+        if os.getpid() != self._rank:
+            return
+        for gpu in self._gpus:
+            wait_for(gpu)
+        self._leaving.clear()
+        for number in range(len(self._taken)):
             if number not in self._held:
+                address = self._bytes(number).ctypes.data
+                if self._locked.pop(address, 0):
+                    page_unlock(address)
                 self._memory.madvise(mmap.MADV_REMOVE, number * _SIZE, _SIZE)
+
+    def _lock(self, address: int, used: int) -> None:
+        """Page-locks the used bytes of a buffer, and some more: the next batch may be a little larger."""
+        if not self._may_lock or used <= self._locked.get(address, 0):
+            return
+        if self._locked.pop(address, 0):
+            page_unlock(address)
+        step = max(1 << 20, 1 << max(0, used.bit_length() - 3))
+        size = min(_SIZE, -(-used // step) * step)
+        self._may_lock = page_lock(address, size, self._gpus[0])
+        if self._may_lock:
+            self._locked[address] = size
+        else:
+            logger.warning(
+                "CUDA cannot page-lock the memory in which workers of the loader deliver batches, so each batch is "
+                "copied once more. The bits are the same."
+            )
 
     def _bytes(self, number: int) -> Bytes:
         """All of a buffer; tensors in it keep this array, and so tell whether there are any."""
-        return np.frombuffer(self._memory, dtype=np.uint8, count=_SIZE, offset=number * _SIZE)
+        return np.frombuffer(memoryview(self._whole), dtype=np.uint8, count=_SIZE, offset=number * _SIZE)
 
 
 class SharedBuffer:
@@ -126,7 +186,8 @@ class SharedBuffer:
     def answer(self, found: GroupedBatch) -> WorkerResult:
         """The result to send; tensors that are not in the buffer yet are copied into it."""
         self._taken[self._number] = 1
-        return WorkerResult(self._number, found.map(lambda data: _changed(data, Tensor, self._sent)))
+        sent = found.map(lambda data: _changed(data, Tensor, self._sent))
+        return WorkerResult(self._number, self._used, sent)
 
     def _sent(self, tensor: Tensor) -> Tensor | _Sent:
         if type(tensor) is not Tensor or tensor.device.type != "cpu" or tensor.requires_grad:
@@ -159,6 +220,23 @@ def image_buffer(count: int, size: int) -> Tensor:
         return pictures
     storage = torch.UntypedStorage._new_shared(count * 3 * size * size)  # type: ignore[no-untyped-call]  # torch
     return torch.empty(0, dtype=torch.uint8).set_(storage).view(shape)
+
+
+def _leave(
+    leaving: deque[tuple[Callable[[], bool], int]], gpus: Sequence[torch.device], buffer: int, rank: int
+) -> None:
+    """Notes that a buffer has no tensors any more; copies from it may be under way."""
+    if os.getpid() == rank:
+        leaving.append((passing(gpus), buffer))
+
+
+def _unlock(locked: dict[int, int], rank: int, gpus: Sequence[torch.device]) -> None:
+    """Lets go of page-locked memory before it is unmapped: CUDA would go on with pages that are nobody's."""
+    if os.getpid() == rank and locked:
+        for gpu in gpus:
+            wait_for(gpu)
+        for address in locked:
+            page_unlock(address)
 
 
 def _free(taken: Bytes, buffer: int, rank: int) -> None:

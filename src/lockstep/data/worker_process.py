@@ -22,6 +22,7 @@ from tempfile import TemporaryFile
 from typing import Any
 
 import psutil
+import torch
 from torch.utils.data import Dataset, get_worker_info
 from torch.utils.data._utils import signal_handling
 
@@ -209,13 +210,17 @@ class WorkerDataset(Dataset[Any]):
         finally:
             self.buffer = None
 
-    def open(self, workers: int, each: int) -> None:
-        """Makes buffers for workers that are about to be forked, where the process may."""
+    def open(self, workers: int, each: int, gpus: Sequence[torch.device]) -> None:
+        """Makes buffers for workers that are about to be forked, where the process may; see ``SharedBuffers``."""
         with suppress(OSError):
-            self._buffers = SharedBuffers(workers, each) if each else None
+            self._buffers = SharedBuffers(workers, each, gpus)
 
-    def opened(self, answer: WorkerResult) -> GroupedBatch:
+    def opened(self, answer: GroupedBatch | WorkerResult) -> GroupedBatch:
         """An answer's micro-batches."""
+        if self._buffers is not None:
+            self._buffers.free()
+        if isinstance(answer, GroupedBatch):
+            return answer
         assert self._buffers is not None
         return self._buffers.open(answer)
 

@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 
 from lockstep.data.keyed import content_of
-from lockstep.data.reader import Collate, GroupedBatch, InlineReading, ReadTrace, Request, SampleReader
+from lockstep.data.reader import Collate, InlineReading, ReadTrace, Request, SampleReader
 from lockstep.data.worker_process import (
     Failure,
     InWorker,
@@ -59,7 +59,7 @@ class WorkerReading:
         workers: int,
         prefetch: int = 2,
         at_a_time: int = 1,
-        pin_memory: bool = False,
+        gpus: Sequence[torch.device] = (),
         timeout: float = 120.0,
     ) -> None:
         self.at_a_time = at_a_time
@@ -68,7 +68,7 @@ class WorkerReading:
         self._stacks = WorkerStacks(workers)
         self._timeout = timeout
         self._reads = WorkerDataset(reader)
-        self._rooms_each = 0 if pin_memory else 2 * prefetch + 1  # page-locking copies anyway
+        self._buffers_each, self._gpus = 2 * prefetch + 1, gpus
         with _hints_silenced():
             self._loader: DataLoader[Any] = DataLoader(
                 self._reads,
@@ -76,7 +76,7 @@ class WorkerReading:
                 sampler=self._requests,
                 num_workers=workers,
                 collate_fn=lambda data: data,
-                pin_memory=pin_memory,
+                pin_memory=bool(gpus),  # of what is not in a shared buffer
                 timeout=min(timeout, _LOOK_EVERY),
                 worker_init_fn=self._stacks.prepare_worker,
                 prefetch_factor=prefetch,
@@ -109,7 +109,7 @@ class WorkerReading:
             if isinstance(result, Failure):
                 self.close()
                 raise DataError(result.message) from InWorker(result.trace)
-            for data in (result if isinstance(result, GroupedBatch) else self._reads.opened(result)).apart():
+            for data in self._reads.opened(result).apart():
                 self._requests.check(iteration_id)
                 yield data
 
@@ -135,7 +135,7 @@ class WorkerReading:
                 requests = self._requests.requests
                 self.close()
                 self._requests.replace(requests)
-        self._reads.open(self._loader.num_workers, self._rooms_each)
+        self._reads.open(self._loader.num_workers, self._buffers_each, self._gpus)
         with _hints_silenced(), signals_held():
             iterator = iter(self._loader)
             unwatch(iterator)
@@ -221,8 +221,8 @@ class ReadingOptions(TypedDict, total=False):
     """Processes that read ahead; 0, the default, reads when asked. A data set in memory is never read by workers."""
     collate: Collate | None
     """Makes one micro-batch of a list of samples; ``None`` for torch's ``default_collate``."""
-    pin_memory: bool
-    """Deliver tensors in page-locked memory, for asynchronous copies to CUDA."""
+    gpus: Sequence[torch.device]
+    """Those that tensors are copied to: they are delivered in page-locked memory. Empty for a CPU, the default."""
     timeout: float
     """Seconds (120) to wait for one answer of a worker: a micro-batch, or its part of a step that is read together."""
     clock: ReadTrace | None
@@ -245,14 +245,14 @@ def open_reading(
         options: see ``ReadingOptions``.
     """
     seed, collate, clock = options.get("seed", 0), options.get("collate"), options.get("clock")
-    workers, pin_memory = options.get("workers", 0), options.get("pin_memory", False)
+    workers, gpus = options.get("workers", 0), options.get("gpus", ())
     if workers < 0:
         raise ConfigError(f"workers={workers} must be 0 (read in the training process) or more.")
     checks = options.get("checks", False)
     reader = SampleReader(dataset, seed=seed, collate=collate, clock=clock, checks=checks)
     if workers == 0 or reader.in_memory:
         return InlineReading(
-            reader, per_step=per_step, steps=_steps(reader, per_step * rows), pin_memory=pin_memory
+            reader, per_step=per_step, steps=_steps(reader, per_step * rows), pin_memory=bool(gpus)
         )
     # Each worker answers once a step
     at_a_time = -(-per_step // workers) if reader.rows_independent else 1
@@ -261,7 +261,7 @@ def open_reading(
         workers=workers,
         prefetch=max(2, -(-prefetch // (workers * at_a_time))),
         at_a_time=at_a_time,
-        pin_memory=pin_memory,
+        gpus=gpus,
         timeout=options.get("timeout", 120.0),
     )
 

@@ -277,12 +277,13 @@ class LoaderCache:
         processes = int(workers) if workers is not None else source.workers or 0
         if self.clocks is not None and name:
             self.clocks.append(ReadTrace(name, processes))
-        on_gpu = is_gpu(self._strategy.device) and has_gpus()
+        devices = self._strategy.devices or (self._strategy.device,)
+        gpus = [each for each in dict.fromkeys(devices) if is_gpu(each)] if has_gpus() else []
         return ReadingOptions(
             seed=self._options.seed,
             workers=processes,
             collate=source.collate,
-            pin_memory=on_gpu and source.pin_memory is not False,
+            gpus=gpus if source.pin_memory is not False else (),
             timeout=source.timeout or self._options.loader_timeout,
             clock=self.clocks[-1] if self.clocks else None,
             checks=self._options.checks != "off" and id(source) not in self._checked,

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 
 import torch
 
@@ -118,6 +118,33 @@ def wait_for(device: torch.device) -> None:
     """Waits for all that has been queued on a device."""
     if is_gpu(device):
         torch.cuda.synchronize(device)
+
+
+def page_lock(address: int, size: int, gpu: torch.device) -> bool:
+    """Page-locks memory of the host, so that copies to a GPU out of it are not waited for.
+
+    It must be unlocked before it is unmapped.
+
+    Returns:
+        False where CUDA refuses.
+    """
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch's stub
+    if not int(runtime.cudaHostRegister(address, size, 0)):
+        return True
+    with suppress(RuntimeError):  # CUDA tells the next kernel of the error
+        torch.zeros(1, device=gpu)
+    return False
+
+
+def page_unlock(address: int) -> None:
+    """Ends what ``page_lock`` has begun; no copy may be under way."""
+    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]  # torch's stub
+
+
+def passing(devices: Sequence[torch.device]) -> Callable[[], bool]:
+    """Marks the end of what is queued on some GPUs' current streams; what is returned tells whether they passed it."""
+    marks = [current_stream(device).record_event() for device in devices]
+    return lambda: all(mark.query() for mark in marks)
 
 
 def peak_memory_of_gpus() -> int:
