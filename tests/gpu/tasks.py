@@ -150,11 +150,43 @@ def _finds_a_wait() -> bool:
     return False
 
 
+def _enable_sanitizer() -> None:
+    """Turns torch's CUDA sanitizer on, in this process and thread.
+
+    By itself it takes a collective for a kernel of the current stream that comes after the call. It runs on a stream of
+    NCCL's, which has begun to wait for the current one in the call: so it is noted before, as one that writes its first
+    argument.
+    """
+    from torch.cuda import _sanitizer
+
+    class Sanitizer(_sanitizer.CUDASanitizerDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.namespace != "c10d":
+                return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]  # torch
+            accesses, output = _sanitizer.ArgumentHandler(), _sanitizer.ArgumentHandler()
+            accesses.parse_inputs(func._schema, args, kwargs or {}, is_factory=False)
+            output.parse_inputs(func._schema, args[:1], {}, is_factory=False)
+            written = accesses.dataptrs_written | output.dataptrs_read
+            errors = self.event_handler._handle_kernel_launch(
+                torch.cuda.current_stream().cuda_stream,
+                accesses.dataptrs_read - written,
+                written,
+                set(),
+                func._schema,
+                accesses.tensor_aliases,
+            )
+            if errors:
+                raise _sanitizer.CUDASanitizerErrors(errors)  # type: ignore[no-untyped-call]  # torch's stub
+            return func(*args, **kwargs or {})
+
+    Sanitizer().__enter__()  # type: ignore[no-untyped-call]  # torch's stub
+
+
 def finds_a_race(world: Any) -> bool:
     """Whether the sanitizer raises where a stream writes what another has just written, and nothing orders them."""
-    from torch.cuda._sanitizer import CUDASanitizerErrors, enable_cuda_sanitizer
+    from torch.cuda._sanitizer import CUDASanitizerErrors
 
-    enable_cuda_sanitizer()  # type: ignore[no-untyped-call]  # torch's stub
+    _enable_sanitizer()
     values = torch.zeros(1 << 10, device="cuda")
     try:
         with torch.cuda.stream(torch.cuda.Stream()):
@@ -170,10 +202,8 @@ def sanitized(world: Any, shared: dict[str, str], *arguments: Any) -> dict[tuple
 
     It is turned on here: by its variable it would look for devices in the process that forks the ranks.
     """
-    from torch.cuda._sanitizer import enable_cuda_sanitizer
-
     _share(shared)
-    enable_cuda_sanitizer()  # type: ignore[no-untyped-call]  # torch's stub
+    _enable_sanitizer()
     return train(world, *arguments).races
 
 

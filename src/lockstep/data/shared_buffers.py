@@ -164,7 +164,7 @@ class SharedBuffers:
 
     def _bytes(self, number: int) -> Bytes:
         """All of a buffer; tensors in it keep this array, and so tell whether there are any."""
-        return np.frombuffer(memoryview(self._whole), dtype=np.uint8, count=_SIZE, offset=number * _SIZE)
+        return np.frombuffer(self._whole.data, dtype=np.uint8, count=_SIZE, offset=number * _SIZE)
 
 
 class SharedBuffer:

@@ -211,7 +211,8 @@ def sum_and_weight(value: Any, samples: int) -> tuple[Tensor, Tensor]:
             weight = torch.full((), float(weight), device=total.device)
         if weight.requires_grad:
             raise trained_weight()
-        return wide(total).sum(), weight.sum()
+        total = wide(total)
+        return total.sum() if total.dim() else total, weight.sum() if weight.dim() else weight
     if not isinstance(value, Tensor):
         raise no_value(value)
     value = wide(value)

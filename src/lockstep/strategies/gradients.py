@@ -396,8 +396,10 @@ class StepSums:
         collects: bool = False,
     ) -> None:
         self.tree = GradientTree(parameters, reducer, held, events, collects=collects)
-        self._buffers, self._reducer, self._device, self._events = buffers, reducer, device, events
+        self._buffers, self._reducer, self._events = buffers, reducer, events
         self._header = StepHeader(share, micro_batches, len(parameters), buffers.counters, flags=1)
+        self._no_advance = torch.zeros(buffers.counters, dtype=torch.int64, device=device)
+        self._no_stop = torch.zeros((), dtype=torch.float64, device=device)
         if reducer is not None:
             shapes = self.tree.bucket_shapes
             self._buffer_bucket = len(shapes)
@@ -415,7 +417,7 @@ class StepSums:
         self._buffers.remember_others()
         self._leaves = leaves
         self._running = TreeStack[Tensor](leaves, lambda left, right: left.add_(right))
-        self._advanced = torch.zeros(self._buffers.counters, dtype=torch.int64, device=self._device)
+        self._advanced = self._no_advance
 
     def begin_forward(self) -> None:
         """Puts the step's old buffers in place before a forward pass."""
@@ -429,7 +431,7 @@ class StepSums:
     def add_running(self, k: int, values: Tensor, advanced: Tensor) -> None:
         """Adds what ``RunningBuffers.take`` gave for micro-batch ``k``."""
         self._running.push_leaf(k, values)
-        self._advanced += advanced
+        self._advanced = self._advanced + advanced
 
     def end_backward(self) -> None:
         """Ends the backward pass of a micro-batch; they run in order of ``k``."""
@@ -447,7 +449,7 @@ class StepSums:
         used, advanced = self.tree.used(), self._advanced
         if self._reducer is None:
             sums, weight = _in_float64(losses), fold_rows(_in_float64(weights))
-            flag = torch.full((), stop, dtype=torch.float64, device=self._device)
+            flag = self._no_stop if not stop else torch.full_like(self._no_stop, stop)
         else:
             header = self._header.pack(losses, weights, used, advanced, [stop])
             headers = self._exchange(self._reducer, header, running)
@@ -480,7 +482,8 @@ class StepSums:
 
 def _in_float64(numbers: Sequence[Tensor]) -> Tensor:
     """Several numbers, 0-dim, in one tensor of float64."""
-    return torch.stack([number.to(torch.float64) for number in numbers])
+    wide = [number.to(torch.float64, copy=True) for number in numbers]  # a loss may reuse its own
+    return torch.stack(wide) if len(wide) > 1 else wide[0].view(1)
 
 
 def one_dense(name: str, gradient: Tensor, *, is_first: bool) -> Tensor:
