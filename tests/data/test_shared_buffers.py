@@ -171,7 +171,7 @@ def test_a_tensor_that_is_too_large_or_lies_otherwise_is_sent_by_torch():
     turned, graded = torch.ones(200, 300).T, torch.ones(LARGE, requires_grad=True)
     found = buffer.answer(GroupedBatch([turned, graded], None)).found.data
     assert found[0] is turned and found[1] is graded
-    assert buffer.empty(1 << 20, 1 << 10) is None and buffer.empty(10) is not None
+    assert buffer.empty(1 << 20, 1 << 11) is None and buffer.empty(10) is not None
 
 
 def test_parts_that_are_read_together_may_be_changed_in_place_each():

@@ -289,11 +289,12 @@ def _deterministic(on: bool) -> Iterator[None]:
 
 
 def step_times(
-    world: Any, model: str, batch: int, micro_batches: int, compiled: bool, steps: int = 30, first: int = 8
+    world: Any, model: str, batch: int, micro_batches: int, compiled: bool, steps: int = 30, first: int = 50
 ) -> tuple[float, float, float]:
     """Seconds of a step of Lockstep, of a plain loop, and of one that is deterministic as Lockstep is.
 
-    Data is read anew in each step. Medians of three. What is compiled takes long, and has no third loop.
+    Data is read anew in each step, at first into memory that is still to be page-locked. Medians of three. What is
+    compiled takes long, and has no third loop.
     """
     own_loop, data = _lockstep_loop(world, model, batch, micro_batches, compiled)
     loops = [(own_loop, True), (_plain_loop(model, data, batch, compiled), False)]

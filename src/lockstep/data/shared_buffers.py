@@ -23,6 +23,7 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -39,8 +40,8 @@ from lockstep.runtime.devices import page_lock, page_unlock, passing, wait_for
 
 logger = logging.getLogger(__name__)
 
-_SIZE = 256 << 20
-"""Bytes of a buffer. Pages that are never written take no memory."""
+_SIZES = 1 << 30, 256 << 20
+"""Bytes of a buffer, or where the process may not have so many. Pages that are never written take no memory."""
 _SMALL = 16 << 10
 """Tensors of up to so many bytes are sent by value, so that labels that somebody collects occupy no buffer."""
 _NO_RESERVE = 0x4000  # Linux's MAP_NORESERVE, which Python's mmap does not name
@@ -86,8 +87,7 @@ class SharedBuffers:
         """By the address of a buffer: how many bytes of it are page-locked."""
         self._leaving: deque[tuple[Callable[[], bool], int]] = deque()
         """Buffers without tensors, from which a GPU may still copy; the function tells whether it has passed that."""
-        flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _NO_RESERVE
-        self._memory = mmap.mmap(-1, workers * each * _SIZE, flags=flags)
+        self._memory, self._size = _reserve(workers * each)
         self._whole: Bytes = np.frombuffer(self._memory, dtype=np.uint8)
         if gpus:
             weakref.finalize(self._whole, _unlock, self._locked, self._rank, self._gpus).atexit = False
@@ -143,7 +143,7 @@ class SharedBuffers:
                 address = self._bytes(number).ctypes.data
                 if self._locked.pop(address, 0):
                     page_unlock(address)
-                self._memory.madvise(mmap.MADV_REMOVE, number * _SIZE, _SIZE)
+                self._memory.madvise(mmap.MADV_REMOVE, number * self._size, self._size)
 
     def _lock(self, address: int, used: int) -> None:
         """Page-locks the used bytes of a buffer, and some more: the next batch may be a little larger."""
@@ -152,7 +152,7 @@ class SharedBuffers:
         if self._locked.pop(address, 0):
             page_unlock(address)
         step = max(1 << 20, 1 << max(0, used.bit_length() - 3))
-        size = min(_SIZE, -(-used // step) * step)
+        size = min(self._size, -(-used // step) * step)
         self._may_lock = page_lock(address, size, self._gpus[0])
         if self._may_lock:
             self._locked[address] = size
@@ -164,7 +164,7 @@ class SharedBuffers:
 
     def _bytes(self, number: int) -> Bytes:
         """All of a buffer; tensors in it keep this array, and so tell whether there are any."""
-        return np.frombuffer(self._whole.data, dtype=np.uint8, count=_SIZE, offset=number * _SIZE)
+        return np.frombuffer(self._whole.data, dtype=np.uint8, count=self._size, offset=number * self._size)
 
 
 class SharedBuffer:
@@ -178,7 +178,7 @@ class SharedBuffer:
         """A ``uint8`` tensor here that is to be filled; None where it does not fit."""
         begin = -(-self._used // ALIGNMENT) * ALIGNMENT
         end = begin + int(np.prod(shape, dtype=np.int64))
-        if end > _SIZE:
+        if end > len(self._content):
             return None
         self._used = end
         return torch.from_numpy(self._content[begin:end]).view(shape)
@@ -198,13 +198,21 @@ class SharedBuffer:
         if size <= _SMALL:
             return _Sent(tensor.view(-1).view(torch.uint8).numpy().tobytes(), tensor.dtype, shape)
         offset = tensor.data_ptr() - self._content.ctypes.data
-        if not 0 <= offset < _SIZE:
+        if not 0 <= offset < len(self._content):
             place = self.empty(size)
             if place is None:
                 return tensor
             place.copy_(tensor.view(-1).view(torch.uint8))
             offset = place.data_ptr() - self._content.ctypes.data
         return _Sent(offset, tensor.dtype, shape)
+
+
+def _reserve(buffers: int) -> tuple[mmap.mmap, int]:
+    """Memory for so many buffers, and the bytes of each."""
+    flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _NO_RESERVE
+    with suppress(OSError):
+        return mmap.mmap(-1, buffers * _SIZES[0], flags=flags), _SIZES[0]
+    return mmap.mmap(-1, buffers * _SIZES[1], flags=flags), _SIZES[1]
 
 
 def image_buffer(count: int, size: int) -> Tensor:

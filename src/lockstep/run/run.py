@@ -52,7 +52,8 @@ from lockstep.run.whole_batch import require_whole_models, stand_in, surrogate
 from lockstep.runtime.events import Callback, CallbackHandle, options_of_new_run
 from lockstep.strategies import IndependentStrategy, StepResult, Strategy, open_strategy
 
-_LOOK_EVERY = 8
+_LOOK_EVERY, _OWN_EVERY = 8, 100
+"""Steps between two looks at results, and at the parameters of a process that is compared with no other."""
 GradientPass = Callable[..., StepResult]
 """Computes gradients as ``Strategy.backward`` does."""
 
@@ -557,7 +558,7 @@ class Run:
         position, strategy = self.position, self.strategy
         save_every = strategy.save_every if isinstance(strategy, IndependentStrategy) else 0
         is_telling = self._loop.is_after_last_step or self.rehearsals.is_first_comparison()
-        if is_telling or position.step % (self.options.fingerprint_every or 1) == 0:
+        if is_telling or position.step % (self.options.fingerprint_every or _OWN_EVERY) == 0:
             self.compare_replicas()
         is_due = save_every and position.step % save_every == 0
         if is_due and not gradients and self.options.directory is not None:

@@ -11,7 +11,6 @@ a step runs while the device still computes the step before it, unless the loop 
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -157,8 +156,8 @@ def exact(function: Callable[..., Any]) -> Callable[..., Any]:
         return function
     if type(function).forward not in (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward):
         return function  # it may add what is no sum over samples, or keep state
-    summing = copy.copy(function)
-    summing.reduction = "sum"
+    summing = object.__new__(type(function))  # in a fraction of the time of copy.copy
+    vars(summing).update(vars(function), reduction="sum")
 
     def sum_and_weight_of(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         return summing(output, target), _weight(function, target)
