@@ -13,7 +13,14 @@ from lockstep.core.plan import BatchShape, SamplePlan
 from lockstep.data.batch import Batch, MicroBatch
 from lockstep.errors import ConfigError
 from lockstep.strategies import Single
-from lockstep.strategies.gradients import GradientTree, Slot, _fill_buckets, _shaped_like, all_finite
+from lockstep.strategies.gradients import (
+    _PASSES_WATCHED,
+    GradientTree,
+    Slot,
+    _fill_buckets,
+    _shaped_like,
+    all_finite,
+)
 
 CPU = torch.device("cpu")
 
@@ -81,15 +88,60 @@ def test_one_device_gives_the_sum_written_by_hand(rows, size, k):
     expected = by_hand(model, batch)
     strategy = Single(CPU, k)
     strategy.setup_model(model)
-    result = strategy.backward(batch, SquaredOutputs(model), scale=1.0, stop=0)
-    for name, parameter in model.named_parameters():
-        if expected[name] is None:
-            assert parameter.grad is None, name
-        else:
-            assert torch.equal(parameter.grad, expected[name]), name
-            assert parameter.grad.stride() == parameter.stride(), name
-    assert bool(result.finite) and int(result.stop) == 0
-    assert len(result.losses) == batch.plan.leaves
+    for _ in range(
+        _PASSES_WATCHED + 1
+    ):  # hooks take the gradients of the first ones, later they are collected
+        model.zero_grad()
+        result = strategy.backward(batch, SquaredOutputs(model), scale=1.0, stop=0)
+        for name, parameter in model.named_parameters():
+            if expected[name] is None:
+                assert parameter.grad is None, name
+            else:
+                assert torch.equal(parameter.grad, expected[name]), name
+                assert parameter.grad.stride() == parameter.stride(), name
+        assert bool(result.finite) and int(result.stop) == 0
+        assert len(result.losses) == batch.plan.leaves
+    assert not model.conv.weight._post_accumulate_grad_hooks
+
+
+def without_hooks(model):
+    """A strategy that collects the gradients of the model, after its first passes."""
+    strategy, batch = Single(CPU, 2), batch_of(torch.randn(4, 3), 2, 2)
+    strategy.setup_model(model)
+    for _ in range(_PASSES_WATCHED):
+        strategy.backward(batch, SquaredOutputs(model), scale=1.0, stop=0)
+        model.zero_grad()
+    return strategy, batch
+
+
+def test_what_a_backward_pass_that_raised_left_behind_is_no_part_of_the_next_step():
+    model = nn.Linear(3, 2)
+    strategy, batch = without_hooks(model)
+    strategy.backward(batch, SquaredOutputs(model), scale=1.0, stop=0)
+    expected = model.weight.grad
+    model.zero_grad()
+
+    def refuse(gradient):
+        raise ValueError("from a hook")
+
+    hook = model.bias.register_hook(refuse)
+    with pytest.raises(ValueError, match="from a hook"):
+        strategy.backward(batch, SquaredOutputs(model), scale=1.0, stop=0)
+    hook.remove()
+    strategy.backward(batch, SquaredOutputs(model), scale=1.0, stop=0)
+    assert torch.equal(model.weight.grad, expected)
+
+
+def test_a_loss_that_begins_to_compute_gradients_itself_is_refused_by_name():
+    model = nn.Linear(3, 2)
+    strategy, batch = without_hooks(model)
+
+    def compute(micro_batch):
+        model.weight.sum().backward()
+        return SquaredOutputs(model)(micro_batch)
+
+    with pytest.raises(ConfigError, match=r"'weight' got two gradients.*must not call backward\(\) itself"):
+        strategy.backward(batch, compute, scale=1.0, stop=0)
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])

@@ -11,7 +11,7 @@ The adds are those of ``OrderedReducer``, one by one, so the bits are equal; bot
 is taken (``open_fused``). What waits for other ranks is torch's barrier on signal pads, which ends the process after a
 time limit. Written in Triton, for numbers of float types; other buckets go through collectives.
 
-Off unless ``LOCKSTEP_FUSED_REDUCTION=1``, because nobody has run it on a GPU yet (docs/decisions/0043).
+Off unless ``LOCKSTEP_FUSED_REDUCTION=1``, because nobody has run it on several GPUs yet (docs/decisions/0043).
 """
 
 from __future__ import annotations

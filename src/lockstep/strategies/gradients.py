@@ -258,6 +258,13 @@ class GradientTree:
         """Makes the gradients that come next those of this rank's micro-batch ``number``, counted from 0."""
         self._leaf = number
 
+    def begin_backward(self) -> None:
+        """Raises ``ConfigError`` where a forward pass or a loss has computed gradients itself."""
+        if not self._handles:
+            for slot in self.slots:
+                if slot.parameter.grad is not None:
+                    raise _second(slot.name)
+
     def end_micro_batch(self) -> None:
         """Ends the backward pass of one micro-batch: a parameter it did not reach gets a leaf of zeros."""
         if not self._handles:
@@ -424,7 +431,8 @@ class StepSums:
         self._buffers.begin_micro_batch()
 
     def end_forward(self, k: int) -> None:
-        """Takes what the forward pass of micro-batch ``k`` left in the buffers."""
+        """Takes what the forward pass of micro-batch ``k`` left in the buffers; see ``GradientTree.begin_backward``."""
+        self.tree.begin_backward()
         if self._buffers.numel:
             self.add_running(k, *self._buffers.take())
 
@@ -489,12 +497,16 @@ def _in_float64(numbers: Sequence[Tensor]) -> Tensor:
 def one_dense(name: str, gradient: Tensor, *, is_first: bool) -> Tensor:
     """A parameter's gradient, dense; ``ConfigError`` for a second one in a backward pass."""
     if not is_first:
-        raise ConfigError(
-            f"{name!r} got two gradients in one backward pass, as re-entrant activation checkpointing does: use "
-            "torch.utils.checkpoint.checkpoint(..., use_reentrant=False). A loss function must not call backward() "
-            "itself: return the loss, or use torch.autograd.grad."
-        )
+        raise _second(name)
     return gradient.to_dense() if gradient.is_sparse else gradient
+
+
+def _second(name: str) -> ConfigError:
+    return ConfigError(
+        f"{name!r} got two gradients in one backward pass, as re-entrant activation checkpointing does: use "
+        "torch.utils.checkpoint.checkpoint(..., use_reentrant=False). A loss function must not call backward() "
+        "itself: return the loss, or use torch.autograd.grad."
+    )
 
 
 def thawed(name: str) -> ConfigError:
