@@ -26,6 +26,44 @@ def messages(body, world_size, *args):
     return run_ranks(body, world_size, *args)
 
 
+def passes_otherwise(world, strategy, calls):
+    """One rank calls ``run.backward`` so often in one step."""
+    run = lockstep.init(global_batch=8, micro_batches=4, strategy=strategy)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3))
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    data = TensorDataset(torch.randn(80, 8), torch.arange(80) % 3)
+    for _ in run.epochs(1):
+        for batch in run.batches(data):
+            is_odd = batch.plan.step == 5 and world.rank == 1
+            for _ in range(calls if is_odd else 1):
+                run.backward(batch, nn.functional.cross_entropy)
+            if not is_odd or calls:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "calls"),
+    [
+        ("ddp", 2),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (
+                ("ddp", 0),
+                ("fsdp", 0),
+                ("fsdp", 2),
+                ("pipeline", 0),
+                ("pipeline", 2),
+                ("tensor", 2),
+            )
+        ),
+    ],
+)
+def test_a_rank_that_makes_more_or_fewer_passes_than_others_is_told_at_once(strategy, calls):
+    with pytest.raises(ConfigError, match="This rank computes step 5 where another rank computes step 6"):
+        run_ranks(passes_otherwise, 2, strategy, calls)
+
+
 def told_otherwise(world, what):
     other = world.rank == 2
     try:

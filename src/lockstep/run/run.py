@@ -45,6 +45,7 @@ from lockstep.run.step import (
     code_of,
     exact,
     required_loss,
+    with_step,
 )
 from lockstep.run.step_errors import note_data
 from lockstep.run.step_metrics import StepMetrics
@@ -322,7 +323,9 @@ class Run:
         compute = StepCompute(
             prepared.compute, randomness, heartbeat, events, plan, function, forward, key, metrics
         )
-        opened = BackwardPass(compute, gradients.scale, int(heartbeat.stop_reason))
+        code = int(heartbeat.stop_reason)
+        code = code if self._session.group is None else with_step(code, plan.step)
+        opened = BackwardPass(compute, gradients.scale, code)
         after, least, latest = self.rehearsals.due.get(code_of(loss), (-1, 0, None))
         is_due = plan.epoch > after and plan.step >= least
         is_due |= latest is not None and (plan.step >= latest or self._loop.is_at_last_step)

@@ -34,7 +34,7 @@ from lockstep.runtime.control import StopReason
 from lockstep.runtime.devices import current_stream, is_gpu, new_stream, on_stream
 from lockstep.runtime.events import NO_EVENTS, StepEvents
 from lockstep.runtime.heartbeat import BACKWARD, FORWARD, PHASES, REDUCE, UPDATE, Heartbeat
-from lockstep.strategies import StepResult
+from lockstep.strategies import STOP_CODES, StepResult
 from lockstep.text import plural, shorten
 
 logger = logging.getLogger(__name__)
@@ -460,9 +460,14 @@ class BackwardPass:
     compute: StepCompute
     scale: float
     stop: int
-    """Why this process was asked to stop, as a code."""
+    """Why this process was asked to stop, as a code; where there are several, ``with_step``."""
     result: StepResult = field(init=False)
     """To be set by who computes the gradients."""
+
+
+def with_step(stop: int, step: int) -> int:
+    """A stop code together with the number of the step, for ranks that tell each other the largest of them."""
+    return stop + STOP_CODES * (step + 1)
 
 
 class _SentFlags:
@@ -531,10 +536,19 @@ class DeferredResults:
         later: int,
     ) -> None:
         """Looks at the flags of steps, after which there were so many ``later`` ones."""
+        latest, reason = divmod(int(stop), STOP_CODES)
+        own = results[-1][1].step
+        if latest not in (0, own + 1):
+            raise ConfigError(
+                f"This rank computes step {own} where another rank computes step {latest - 1}: one of them has called "
+                "run.backward more often, or has left a call out, as a condition on the rank or on its samples makes "
+                "it do. All ranks must make the same calls. What the ranks have added since then is wrong; the "
+                "checkpoints are not."
+            )
         for number, ((result, plan), good) in enumerate(zip(results, finite)):
             if not self._overflow_expected and not good:  # in this order: a tensor is read
                 raise_non_finite(result, plan, later_updates=later + len(results) - 1 - number)
-        self.stop = StopReason(int(stop)) or self.stop
+        self.stop = StopReason(reason) or self.stop
 
 
 def raise_non_finite(result: StepResult, plan: StepPlan, later_updates: int = 0) -> NoReturn:

@@ -7,6 +7,7 @@ from lockstep.strategies.loop_writes import one_sided_writes
 from lockstep.strategies.open_strategy import open_strategy
 from lockstep.strategies.pipeline import Pipeline
 from lockstep.strategies.strategy import (
+    STOP_CODES,
     Compute,
     IndependentStrategy,
     StepResult,
@@ -16,6 +17,7 @@ from lockstep.strategies.strategy import (
 )
 
 __all__ = [
+    "STOP_CODES",
     "STRATEGIES",
     "Compute",
     "DistributedDataParallel",

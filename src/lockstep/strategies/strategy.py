@@ -88,6 +88,10 @@ class Compute(Protocol):
         """(sum of losses, weight) of an output of the whole model, both 0-dim."""
 
 
+STOP_CODES = 256
+"""More than any stop code. Ranks give each other the code plus this many for each step up to the current one."""
+
+
 @dataclass(frozen=True)
 class StepResult:
     """The result of the backward pass over one global batch; equal on every rank."""

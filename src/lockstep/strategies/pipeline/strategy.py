@@ -547,10 +547,11 @@ class Pipeline(Strategy):
             ends()
         finite = torch.stack([result.finite for result in results]).all()
         gradients = [getattr(self._trainable.get(name), "grad", None) is not None for name in self._trained]
-        present = (stop, self._frozen, -self._frozen, *gradients)
+        present = (self._frozen, -self._frozen, *gradients)
         if present != self._present[0]:  # a copy to a device, which the host waits for
             self._present = present, torch.tensor(present, device=self.device)
-        flags = torch.cat([self._present[1], (~finite).long().view(1)])
+        stops = torch.full((1,), stop, dtype=torch.int64, device=self.device)
+        flags = torch.cat([stops, self._present[1], (~finite).long().view(1)])
         if isinstance(self._exchange, SharedMemoryExchange):  # a fifth of the time
             flags = self._exchange.all_gather(flags).amax(0)
         else:

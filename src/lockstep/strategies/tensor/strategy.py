@@ -36,7 +36,7 @@ from lockstep.reduce import Reducer
 from lockstep.strategies.absent import Absence, AbsentParameter
 from lockstep.strategies.ddp import Replicated
 from lockstep.strategies.optimizer_trial import Unit
-from lockstep.strategies.strategy import Compute, StepResult
+from lockstep.strategies.strategy import STOP_CODES, Compute, StepResult
 from lockstep.strategies.tensor.layers import Exchange, Splitter, refuse_hooks, shards_of
 from lockstep.strategies.tensor.plans import check_plan, plan_of
 
@@ -197,7 +197,9 @@ class TensorParallel(Replicated):
         shared = rows[:, :2].contiguous().view(torch.float64)
         finite = shared[:, 1].amin() > 0
         differs = (rows[:, 2:] != rows[0, 2:]).any(0)
-        if bool(finite & differs.any()):
+        stops = shared[:, 0]
+        is_one_step = stops.amax() - stops.amin() < STOP_CODES  # of another one, the run tells
+        if bool(finite & is_one_step & differs.any()):
             first = int(differs.nonzero()[0])
             names = ["the loss"] * result.losses.numel() + [
                 f"the gradient of {name!r}" for name in replicated
@@ -206,7 +208,7 @@ class TensorParallel(Replicated):
                 f"{names[first]} differs between ranks that share the model's layers and compute it from the same "
                 "bits: a parameter was changed on one of them only, or the model draws random numbers without a key."
             )
-        return replace(result, stop=shared[:, 0].amax(), finite=finite)
+        return replace(result, stop=stops.amax(), finite=finite)
 
 
 def _held(tensor: _T) -> _T:
