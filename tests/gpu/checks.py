@@ -422,7 +422,7 @@ def faults(kit: Kit) -> Iterator[Check]:
             raise Skip("not on simulated devices")
         before, said = used(), "nothing was raised"
         try:
-            kit.machine.run(tasks.fails, ranks, _environment(kit, ranks), how, timeout=100.0)
+            kit.machine.run(tasks.fails, ranks, _environment(kit, ranks), how, timeout=130.0)
         except Exception as error:
             notes = " ".join(getattr(error, "__notes__", []))
             said = f"{type(error).__name__}: {error} {notes}"
@@ -436,9 +436,10 @@ def faults(kit: Kit) -> Iterator[Check]:
         partial(ends, "killed", 2, "ended with exit code -9"),
     )
     yield "kill -9 of a rank of lockstep run", "rank named; memory back", partial(_killed, kit, used)
-    yield "a rank that spins in a kernel", "named; memory back", partial(ends, "spins", 2, *_TOO_LATE)
     yield "out of memory", "named; memory back", partial(ends, "fills", 1, "out of memory")
     yield "an assert on the device", "named; memory back", partial(ends, "asserts", 1, "CUDA error")
+    # 30 s until NCCL's watchdog sees it, and as much as a minute until that has written down what it knows
+    yield "a rank that spins in a kernel", "named; memory back", partial(ends, "spins", 2, *_TOO_LATE)
 
 
 def _not_given_back(used: Callable[[], int], before: int) -> int:

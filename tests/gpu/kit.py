@@ -23,8 +23,10 @@ import argparse
 import json
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -66,6 +68,7 @@ PARTS = {
 }
 
 
+_SIDE_BY_SIDE = "abd"
 _LONGER_SECONDS, _DETAILS = 30.0, 3000
 _OVER = "the time of this part was over"
 
@@ -95,6 +98,7 @@ class Kit:
         out: the file.
         cifar10: the data set's archive or folder; None where it is not there.
         only: a regular expression; checks in whose names it is not found are left out.
+        jobs: how many checks run side by side in parts that measure neither times nor memory.
     """
 
     def __init__(
@@ -105,38 +109,58 @@ class Kit:
         out: Path,
         cifar10: Path | None = None,
         only: str = "",
+        jobs: int = 1,
     ) -> None:
         self._end = time.monotonic() + within
         self.simulated, self._seconds, self._out, self.cifar10 = simulated, seconds, out, cifar10
-        self._only = re.compile(only)
+        self._only, self._jobs = re.compile(only), jobs
+        self._of_thread, self._machines, self._lock = threading.local(), list[Machine](), threading.Lock()
         self.rows: list[Row] = []
         self.about: dict[str, Any] = {"simulated": simulated}
-        self.machine = Machine(simulated=simulated)
         self.cards = 4 if simulated else int(self.machine.run(checks.count_cards, 1)[0])
+
+    @property
+    def machine(self) -> Machine:
+        """The process that forks ranks for the checks of this thread."""
+        if not hasattr(self._of_thread, "machine"):
+            self._of_thread.machine = Machine(simulated=self.simulated)
+            self._machines.append(self._of_thread.machine)
+        found: Machine = self._of_thread.machine
+        return found
+
+    def close(self) -> None:
+        """Ends those processes."""
+        for machine in self._machines:
+            machine.__exit__()
 
     def run(self, part: str) -> None:
         """Runs the checks of a part until its time is over, and no check for more than some seconds longer."""
         end = min(time.monotonic() + self._seconds, self._end - _LONGER_SECONDS)
+        chosen = [each for each in PARTS[part](self) if self._only.search(each[0])]
+        with ThreadPoolExecutor(self._jobs if part in _SIDE_BY_SIDE else 1) as pool:
+            for running in [pool.submit(self._check, part, end, *each) for each in chosen]:
+                running.result()
+
+    def _check(
+        self, part: str, end: float, name: str, expected: str, check: Callable[[], tuple[str, str]]
+    ) -> None:
+        began, details = time.monotonic(), ""
+        if began > end:
+            self._add(Row(part, name, expected, _OVER, "skipped", 0.0))
+            return
         self.machine.deadline = end + _LONGER_SECONDS
-        for name, expected, check in PARTS[part](self):
-            if not self._only.search(name):
-                continue
-            began, details = time.monotonic(), ""
-            if began > end:
-                self._add(Row(part, name, expected, _OVER, "skipped", 0.0))
-                continue
-            try:
-                found, verdict = check()
-            except checks.Skip as reason:
-                found, verdict = str(reason), "skipped"
-            except Exception as error:
-                if time.monotonic() > end:
-                    self._add(Row(part, name, expected, _OVER, "skipped", round(time.monotonic() - began, 1)))
-                    continue
-                details = "\n".join([str(error), *getattr(error, "__notes__", [])])[-_DETAILS:]
-                print(details, file=sys.stderr)
-                found, verdict = f"{type(error).__name__}: {str(error)[:200]}", "not met"
-            self._add(Row(part, name, expected, found, verdict, round(time.monotonic() - began, 1), details))
+        try:
+            found, verdict = check()
+        except checks.Skip as reason:
+            found, verdict = str(reason), "skipped"
+        except Exception as error:
+            if time.monotonic() > end:
+                self._add(Row(part, name, expected, _OVER, "skipped", round(time.monotonic() - began, 1)))
+                return
+            details = "\n".join([str(error), *getattr(error, "__notes__", [])])[-_DETAILS:]
+            print(details, file=sys.stderr)
+            found, verdict = f"{type(error).__name__}: {str(error)[:200]}", "not met"
+        self._add(Row(part, name, expected, found, verdict, round(time.monotonic() - began, 1), details))
 
     def seconds_left(self, most: float) -> float:
         """Seconds for a check that asks for so many at most."""
@@ -144,10 +168,11 @@ class Kit:
         return max(1.0, min(most, self.machine.deadline - time.monotonic()))
 
     def _add(self, row: Row) -> None:
-        self.rows.append(row)
-        content = {"about": self.about, "rows": [asdict(each) for each in self.rows]}
-        self._out.write_text(json.dumps(content, indent=1))
-        print(_line(row), flush=True)
+        with self._lock:
+            self.rows.append(row)
+            content = {"about": self.about, "rows": [asdict(each) for each in self.rows]}
+            self._out.write_text(json.dumps(content, indent=1))
+            print(_line(row), flush=True)
 
 
 def _line(row: Row) -> str:
@@ -172,6 +197,7 @@ def main() -> int:
     parser.add_argument(
         "--only", default="", metavar="PATTERN", help="checks whose names match this regular expression"
     )
+    parser.add_argument("--jobs", type=int, default=1, help="checks side by side in parts a, b and d")
     arguments = parser.parse_args()
     if unknown := set(arguments.parts) - set(PARTS):
         parser.error(f"--parts takes letters of {''.join(PARTS)}, and not {', '.join(sorted(unknown))}.")
@@ -179,7 +205,7 @@ def main() -> int:
         re.compile(arguments.only)
     except re.error as error:
         parser.error(f"--only takes a regular expression: {error}.")
-    given = ("simulated", "seconds", "within", "out", "cifar10", "only")
+    given = ("simulated", "seconds", "within", "out", "cifar10", "only", "jobs")
     kit = Kit(*(getattr(arguments, each) for each in given))
     try:
         if not kit.cards:
@@ -189,7 +215,7 @@ def main() -> int:
         for part in arguments.parts:
             kit.run(part)
     finally:
-        kit.machine.__exit__()
+        kit.close()
     print(f"\n{'':21}  check{'':40}expected{'':17}found")
     for row in kit.rows:
         print(_line(row))

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -80,7 +81,7 @@ def test_what_a_check_raised_is_in_the_file_with_its_traceback(tmp_path, monkeyp
         raise error
 
     monkeypatch.setitem(kit.PARTS, "a", lambda kit: iter([("check", "", fails)]))
-    monkeypatch.setattr(kit, "Machine", lambda simulated: SimpleNamespace())
+    monkeypatch.setattr(kit, "Machine", lambda simulated: SimpleNamespace(run=lambda *_: [1]))
     made = kit.Kit(True, 60.0, 90.0, tmp_path / "gpu.json")
     made.run("a")
     (row,) = json.loads((tmp_path / "gpu.json").read_text())["rows"]
@@ -91,10 +92,24 @@ def test_what_a_check_raised_is_in_the_file_with_its_traceback(tmp_path, monkeyp
 def test_only_checks_whose_names_match_are_made(tmp_path, monkeypatch):
     checks = [(name, "", lambda: ("found", "met")) for name in ("lstm, fp32: ddp 2", "lstm, bf16: ddp 2")]
     monkeypatch.setitem(kit.PARTS, "b", lambda kit: iter(checks))
-    monkeypatch.setattr(kit, "Machine", lambda simulated: SimpleNamespace())
+    monkeypatch.setattr(kit, "Machine", lambda simulated: SimpleNamespace(run=lambda *_: [1]))
     made = kit.Kit(True, 60.0, 90.0, tmp_path / "gpu.json", only="fp32|tf32")
     made.run("b")
     assert [row.check for row in made.rows] == ["lstm, fp32: ddp 2"]
+
+
+def test_checks_run_side_by_side_where_they_measure_nothing(tmp_path, monkeypatch):
+    together = threading.Barrier(3, timeout=20)
+
+    def meets():
+        return f"{together.wait()}", "met"
+
+    monkeypatch.setattr(kit, "Machine", lambda simulated: SimpleNamespace(run=lambda *_: [1]))
+    monkeypatch.setitem(kit.PARTS, "b", lambda kit: iter([(name, "", meets) for name in "xyz"]))
+    made = kit.Kit(True, 60.0, 90.0, tmp_path / "gpu.json", jobs=3)
+    made.run("b")
+    assert {row.verdict for row in made.rows} == {"met"}
+    assert len(json.loads((tmp_path / "gpu.json").read_text())["rows"]) == 3
 
 
 @pytest.mark.slow
