@@ -147,6 +147,16 @@ def test_a_buffer_from_which_a_gpu_may_still_copy_is_not_written(monkeypatch):
     assert bool((kept[0] == 7).all())
     del kept
     assert not locked
+    buffers = SharedBuffers(workers=1, each=2, gpus=[torch.device("cuda", 0)])
+    passed.clear()
+    held = sent(buffers, LARGE)
+    del held
+    buffers.close()
+    del buffers
+    assert locked and not passed, "nobody has waited"
+    passed.append(True)
+    SharedBuffers(workers=1, each=1, gpus=[torch.device("cuda", 0)])
+    assert not locked
 
 
 def test_a_worker_that_keeps_what_it_gave_keeps_its_room_too():

@@ -47,6 +47,10 @@ _SMALL = 16 << 10
 _NO_RESERVE = 0x4000  # Linux's MAP_NORESERVE, which Python's mmap does not name
 
 Bytes = npt.NDArray[np.uint8]
+_Leaving = deque[tuple[Callable[[], bool], int]]
+"""Buffers without tensors, from which GPUs may still copy; the function tells whether they have passed that."""
+_kept: list[tuple[_Leaving, Bytes]] = []
+"""Memory that was closed before GPUs had passed it."""
 
 
 @dataclass(frozen=True)
@@ -85,12 +89,13 @@ class SharedBuffers:
         self._gpus, self._may_lock = tuple(gpus), True
         self._locked: dict[int, int] = {}
         """By the address of a buffer: how many bytes of it are page-locked."""
-        self._leaving: deque[tuple[Callable[[], bool], int]] = deque()
-        """Buffers without tensors, from which a GPU may still copy; the function tells whether it has passed that."""
+        self._leaving: _Leaving = deque()
         self._memory, self._size = _reserve(workers * each)
         self._whole: Bytes = np.frombuffer(self._memory, dtype=np.uint8)
         if gpus:
-            weakref.finalize(self._whole, _unlock, self._locked, self._rank, self._gpus).atexit = False
+            end = partial(_unlock, self._locked, self._leaving)
+            weakref.finalize(self._whole, end, self._gpus, self._rank).atexit = False
+            _kept[:] = [each for each in _kept if not _are_left(each[0])]
         self._taken: Bytes = np.frombuffer(mmap.mmap(-1, workers * each), dtype=np.uint8)
         self._held: weakref.WeakValueDictionary[int, Bytes] = weakref.WeakValueDictionary()
         """In the rank: the buffers that have tensors."""
@@ -135,11 +140,12 @@ class SharedBuffers:
         """Gives the memory of buffers without tensors back, also where another process still has it mapped."""
         if os.getpid() != self._rank:
             return
-        for gpu in self._gpus:
-            wait_for(gpu)
-        self._leaving.clear()
+        self.free()
+        if self._leaving:  # a GPU that is stuck would be waited for in vain
+            _kept.append((self._leaving, self._whole))
+        leaving = {number for _, number in self._leaving}
         for number in range(len(self._taken)):
-            if number not in self._held:
+            if number not in self._held and number not in leaving:
                 address = self._bytes(number).ctypes.data
                 if self._locked.pop(address, 0):
                     page_unlock(address)
@@ -230,18 +236,23 @@ def image_buffer(count: int, size: int) -> Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(storage).view(shape)
 
 
-def _leave(
-    leaving: deque[tuple[Callable[[], bool], int]], gpus: Sequence[torch.device], buffer: int, rank: int
-) -> None:
-    """Notes that a buffer has no tensors any more; copies from it may be under way."""
+def _leave(leaving: _Leaving, gpus: Sequence[torch.device], buffer: int, rank: int) -> None:
+    """Notes that a buffer has no tensors any more."""
     if os.getpid() == rank:
-        leaving.append((passing(gpus), buffer))
+        with suppress(RuntimeError):  # of a GPU that has failed
+            leaving.append((passing(gpus), buffer))
 
 
-def _unlock(locked: dict[int, int], rank: int, gpus: Sequence[torch.device]) -> None:
+def _are_left(leaving: _Leaving) -> bool:
+    return all(has_passed() for has_passed, _ in leaving)
+
+
+def _unlock(locked: dict[int, int], leaving: _Leaving, gpus: Sequence[torch.device], rank: int) -> None:
     """Lets go of page-locked memory before it is unmapped: CUDA would go on with pages that are nobody's."""
-    if os.getpid() == rank and locked:
-        for gpu in gpus:
+    if os.getpid() != rank or not locked:
+        return
+    with suppress(RuntimeError):
+        for gpu in () if _are_left(leaving) else gpus:
             wait_for(gpu)
         for address in locked:
             page_unlock(address)
