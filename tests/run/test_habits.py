@@ -253,3 +253,21 @@ def test_a_loop_that_was_left_says_nothing_at_the_end_of_the_program(tmp_path):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment)
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("when", ["training", "evaluation"])
+def test_another_number_of_threads_than_the_recipe_has_is_refused(when):
+    """Scripts divide the cores by the number of processes: sums of a CPU had other bits on each."""
+    run, _, optimizer = begin()
+    threads = torch.get_num_threads()
+    try:
+        with pytest.raises(
+            ConfigError, match=r"get_num_threads\(\) was 1 .* is 2 now.*init\(threads=\.\.\.\)"
+        ):
+            for batch in run.batches(dataset()):
+                train_step(run, batch, optimizer)
+                torch.set_num_threads(2)
+                if when == "evaluation":
+                    run.evaluate(dataset(), nn.functional.cross_entropy)
+    finally:
+        torch.set_num_threads(threads)

@@ -90,7 +90,7 @@ def install(path: Path) -> None:
     if "torch" in sys.modules:
         raise RuntimeError("The simulated CUDA must be installed before torch is imported.")
     _core = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
-    for name in ("stream", "memory", "moved"):
+    for name in ("stream", "memory", "moved", "shortages"):
         getattr(_core, f"simcuda_{name}").restype = ctypes.c_int64
     _core.simcuda_launches.restype = ctypes.c_char_p
     _core.simcuda_set_stream.argtypes = [ctypes.c_int, ctypes.c_int64]
@@ -253,6 +253,7 @@ def _torch_cuda(count: int) -> dict[str, Any]:
         "get_device_properties": lambda device=None: Properties("Simulated CUDA", 9, 0, _TOTAL, 132),
         "mem_get_info": lambda device=None: (_TOTAL - held(device), _TOTAL),
         "memory_allocated": held,
+        "memory_stats": lambda device=None: {"num_ooms": 0 if index(device) else _core.simcuda_shortages()},
         "memory_reserved": held,
         "max_memory_allocated": peak,
         "max_memory_reserved": peak,

@@ -818,6 +818,7 @@ int64_t simcuda_stream(int device) { return simcuda::current_stream[device]; }
 void simcuda_set_stream(int device, int64_t stream) { simcuda::current_stream[device] = stream; }
 int64_t simcuda_memory(int device, bool peak) { return (peak ? timeline().peak : timeline().held)[device]; }
 void simcuda_limit_memory(int device, int64_t bytes) { timeline().limit[device] = bytes; }
+int64_t simcuda_shortages() { return timeline().shortages; }
 int64_t simcuda_moved(bool to_device) { return to_device ? timeline().to_device : timeline().to_host; }
 void simcuda_reset(bool keep_order) {
   simcuda::Locked guard(timeline().lock);

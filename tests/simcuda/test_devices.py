@@ -251,6 +251,74 @@ def settings(world):
     return torch.are_deterministic_algorithms_enabled(), filled, "torch._inductor" in sys.modules
 
 
+def changed_settings(world, change):
+    """What is said of a setting that user code changes between two steps."""
+    run = open_run(world, "single")
+    model, data, loss_fn = job_of("perceptron")
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    said = ""
+    for _ in run.epochs(1):
+        for batch in run.batches(data):
+            try:
+                run.backward(batch, loss_fn)
+            except ConfigError as error:
+                return str(error)
+            optimizer.step()
+            optimizer.zero_grad()
+            if change == "benchmark":
+                torch.backends.cudnn.benchmark = True
+            elif change == "deterministic":
+                torch.use_deterministic_algorithms(False)
+            elif change == "tf32":
+                torch.set_float32_matmul_precision("high")
+    return said
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("benchmark", "torch.backends.cudnn.benchmark was False after lockstep.init, and is True now"),
+        (
+            "deterministic",
+            r"torch.get_deterministic_debug_mode\(\) was 2 .* lockstep.init\(deterministic=False\)",
+        ),
+        ("tf32", r"may use TF32 was \(False, False\) .* is \(True, False\) now.*precision='tf32'"),
+    ],
+)
+def test_settings_that_change_the_bits_are_refused_after_init(machine, change, said):
+    (found,) = machine.run(changed_settings, 1, change)
+    assert re.search(said, found), found
+
+
+def short_of_memory(world):
+    """The warnings of a run in which an operator finds no memory and goes on in another way."""
+    said = []
+    logging.getLogger("lockstep").addFilter(lambda record: said.append(record.getMessage()) or True)
+    logging.getLogger("lockstep.numerics.precision").addFilter(
+        lambda record: said.append(record.getMessage()) or True
+    )
+    run = open_run(world, "single")
+    model, data, loss_fn = job_of("perceptron")
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in run.epochs(2):
+        for batch in run.batches(data):
+            run.backward(batch, loss_fn)
+            optimizer.step()
+            optimizer.zero_grad()
+            cuda.limit_memory(0, 1 << 20)
+            try:
+                torch.empty(1 << 28, device="cuda")
+            except torch.OutOfMemoryError:
+                cuda.limit_memory(0, 1 << 34)
+    run.fingerprint()
+    return [each for each in said if "had too little memory" in each]
+
+
+def test_a_gpu_that_was_short_of_memory_is_told_since_cudnn_goes_on_in_another_way(machine):
+    (said,) = machine.run(short_of_memory, 1)
+    assert said
+
+
 def test_memory_is_not_filled_and_the_compiler_not_imported_for_deterministic_kernels(machine):
     assert machine.run(settings, 1) == [(True, False, False)]
 

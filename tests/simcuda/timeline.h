@@ -63,6 +63,7 @@ class Timeline {
   std::vector<std::string> order;  // of launches, where ``keeps_order``
   std::vector<Observation> unseen;
   std::vector<size_t> held, peak, limit;  // bytes by device
+  int64_t shortages = 0;                  // how often a device had no room
   int64_t to_device = 0, to_host = 0;     // bytes
   bool keeps_order = false;
 
@@ -106,7 +107,11 @@ class Timeline {
   }
 
   // False where the device has no room.
-  bool has_room(int device, size_t size) const { return held[device] + size <= limit[device]; }
+  bool has_room(int device, size_t size) {
+    const bool fits = held[device] + size <= limit[device];
+    shortages += !fits;
+    return fits;
+  }
 
   void allocate(char* address, size_t size, int device, int queue) {
     advance(clocks_[queue], host_);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -14,6 +15,9 @@ from lockstep.config.options import RunOptions
 from lockstep.config.strategy_options import PRECISIONS
 from lockstep.errors import ConfigError, nearest
 from lockstep.numerics.randomness import OwnHook
+from lockstep.runtime.devices import memory_shortages
+
+logger = logging.getLogger(__name__)
 
 
 class Precision:
@@ -83,9 +87,13 @@ class Precision:
                     _without_onednn(module)
 
     def configure_backend(self) -> None:
-        """Makes CUDA arithmetic repeatable and sets whether it may use TF32. Does nothing on a CPU."""
-        if self._device.type != "cuda":
-            return
+        """Makes CUDA arithmetic repeatable, sets whether it may use TF32, and notes what bits depend on."""
+        if self._device.type == "cuda":
+            self._configure_cuda()
+        self._settings = _settings(self._device, self.is_deterministic)
+
+    def _configure_cuda(self) -> None:
+        self._shortages = memory_shortages()
         torch.backends.cuda.matmul.allow_tf32 = self.name == "tf32"
         torch.backends.cudnn.allow_tf32 = self.name == "tf32"
         torch.backends.cudnn.benchmark = False
@@ -96,6 +104,64 @@ class Precision:
             # also fill memory that is written anyway.
             torch.set_deterministic_debug_mode("error")
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # of its class
+
+    def require_settings(self) -> None:
+        """Raises ``ConfigError`` where user code has changed a setting of torch on which bits depend."""
+        now = _settings(self._device, self.is_deterministic)
+        if now == self._settings:
+            return
+        name = next(each for each in now if now[each] != self._settings[each])
+        raise ConfigError(
+            f"{name} was {self._settings[name]} after lockstep.init, and is {now[name]} now. Bits depend on it, and "
+            f"neither the run's recipe nor its checkpoints would know. {_REMEDIES[name]}"
+        )
+
+    def tell_shortages(self) -> None:
+        """Warns where an operator found too little memory on a GPU, and the run went on."""
+        if self._device.type == "cuda" and (now := memory_shortages()) > self._shortages:
+            self._shortages = now
+            logger.warning(
+                "A GPU of this process had too little memory for some operator, which was done in another way: cuDNN "
+                "takes another algorithm for a convolution then, with other bits. This run may differ from one with "
+                "more memory, by rounding. Use smaller micro-batches (more micro_batches), or more devices."
+            )
+
+
+_REMEDIES = {
+    "torch.get_num_threads()": (
+        "Leave torch.set_num_threads out, and give lockstep.init(threads=...) a number that does not hang on how many "
+        "processes there are."
+    ),
+    "torch.backends.cudnn.benchmark": (
+        "Leave it out: it chooses algorithms by their speed, others in another run. Or give "
+        "lockstep.init(deterministic=False)."
+    ),
+    "torch.get_deterministic_debug_mode()": (
+        "Leave torch.use_deterministic_algorithms out, or give lockstep.init(deterministic=False)."
+    ),
+    "whether matmul and cuDNN may use TF32": (
+        "Leave torch.set_float32_matmul_precision, allow_tf32 and fp32_precision out, and give "
+        "lockstep.init(precision='tf32')."
+    ),
+}
+
+
+def _settings(device: torch.device, is_deterministic: bool) -> dict[str, Any]:
+    """The settings on which the bits of a device depend, by what users know them by."""
+    if device.type != "cuda":
+        return {"torch.get_num_threads()": torch.get_num_threads()}
+    found: dict[str, Any] = {}
+    if is_deterministic:
+        found["torch.backends.cudnn.benchmark"] = torch.backends.cudnn.benchmark
+        found["torch.get_deterministic_debug_mode()"] = torch.get_deterministic_debug_mode()
+    try:
+        found["whether matmul and cuDNN may use TF32"] = (
+            torch.backends.cuda.matmul.allow_tf32,
+            torch.backends.cudnn.allow_tf32,
+        )
+    except RuntimeError:  # torch's newer names for it have been set beside the older ones
+        found["whether matmul and cuDNN may use TF32"] = "set under torch's new names"
+    return found
 
 
 def _require_unscaled_types(model: nn.Module) -> None:

@@ -53,8 +53,8 @@ from lockstep.run.whole_batch import require_whole_models, stand_in, surrogate
 from lockstep.runtime.events import Callback, CallbackHandle, options_of_new_run
 from lockstep.strategies import IndependentStrategy, StepResult, Strategy, open_strategy
 
-_LOOK_EVERY, _OWN_EVERY = 8, 100
-"""Steps between two looks at results, and at the parameters of a process that is compared with no other."""
+_OWN_EVERY = 100
+"""Steps between two looks at the parameters of a process that is compared with no other."""
 GradientPass = Callable[..., StepResult]
 """Computes gradients as ``Strategy.backward`` does."""
 
@@ -89,10 +89,9 @@ class Run:
         self.rehearsals = Rehearsals(options, self.strategy, group, self._events, is_main=self.is_main)
         self._loop, self._loaders = EpochLoop(self._events), LoaderCache(options, self.strategy)
         self._prepared: PreparedRun | None = None
-        look_every = 1 if self.device.type == "cpu" else _LOOK_EVERY
         self._initial_values = InitialValues(options.seed)
         self._writer = Writer(options, world)
-        self._results = DeferredResults(look_every, overflow_expected=self._precision.scaler is not None)
+        self._results = DeferredResults(self.device, overflow_expected=self._precision.scaler is not None)
         self._agreed_data = AgreedData(group, self.device, self.position, options, warns=self.is_main)
         self._skipped = SkippedSamples(group, self.device, options.seed, self.is_main)
         self._session.before_close = self._release
@@ -314,6 +313,7 @@ class Run:
         if whole_batch:
             require_whole_models(self.strategy, sync_batch_norm=self.options.sync_batch_norm)
         gradients, randomness = prepared.gradients, prepared.state.model.randomness
+        self._precision.require_settings()
         gradients.begin_backward()
         plan, heartbeat, events = batch.plan, self._session.heartbeat, self._events
         key = self._loop.backward_passes * self.options.micro_batches
@@ -323,8 +323,7 @@ class Run:
         compute = StepCompute(
             prepared.compute, randomness, heartbeat, events, plan, function, forward, key, metrics
         )
-        code = int(heartbeat.stop_reason)
-        code = code if self._session.group is None else with_step(code, plan.step)
+        code = with_step(int(heartbeat.stop_reason), plan.step, is_alone=self._session.group is None)
         opened = BackwardPass(compute, gradients.scale, code)
         after, least, latest = self.rehearsals.due.get(code_of(loss), (-1, 0, None))
         is_due = plan.epoch > after and plan.step >= least
@@ -398,6 +397,7 @@ class Run:
         Raises:
             ConfigError: a metric is neither a mean over samples nor such an object.
         """
+        self._precision.require_settings()
         with self.span("evaluate"), self.require_prepared().state.loop.reading():
             results = evaluate_all(self, metric, data, model, forward, workers, repeatable)
         for call in self._events.evaluation:
@@ -430,6 +430,7 @@ class Run:
             ConfigError: there is no row for each sample, or rows differ in shape or dtype.
             RankError: an independent process was lost, and its outputs with it.
         """
+        self._precision.require_settings()
         alone = self.options.directory is None  # then a request to stop need not wait for the end of a step
         reading = self.require_prepared().state.loop.reading()
         with self.span("predict"), reading, evaluation(self, data, model, forward, workers, alone) as opened:
@@ -573,6 +574,7 @@ class Run:
 
     def compare_replicas(self) -> None:
         """Raises ``ReplicaError`` where ranks hold other values, unless ``fingerprint_every`` is 0. Collective."""
+        self._precision.tell_shortages()
         if self._session.group is None:
             self.require_prepared().state.model.require_own_parameters()
         elif self.options.fingerprint_every:

@@ -465,9 +465,9 @@ class BackwardPass:
     """To be set by who computes the gradients."""
 
 
-def with_step(stop: int, step: int) -> int:
+def with_step(stop: int, step: int, *, is_alone: bool) -> int:
     """A stop code together with the number of the step, for ranks that tell each other the largest of them."""
-    return stop + STOP_CODES * (step + 1)
+    return stop if is_alone else stop + STOP_CODES * (step + 1)
 
 
 class _SentFlags:
@@ -489,6 +489,9 @@ class _SentFlags:
         return found
 
 
+_LOOK_EVERY = 8
+
+
 class DeferredResults:
     """Keeps the results of steps for a while: reading a value makes the host wait for a GPU.
 
@@ -496,12 +499,12 @@ class DeferredResults:
         flags      |        copied ->|    0 to 7 read  |    8 to 15 read         the device has passed those long ago
 
     Args:
-        every: read after every so many steps, those of a GPU after as many again; 1 where reading costs nothing.
+        device: of the run; those of a GPU are read every few steps, and after as many again.
         overflow_expected: whether a loss scaler deals with what is not finite.
     """
 
-    def __init__(self, every: int, overflow_expected: bool) -> None:
-        self._every, self._overflow_expected = every, overflow_expected
+    def __init__(self, device: torch.device, overflow_expected: bool) -> None:
+        self._every, self._overflow_expected = 1 if device.type == "cpu" else _LOOK_EVERY, overflow_expected
         self._results: list[tuple[StepResult, StepPlan]] = []
         self._sent: _SentFlags | None = None
         self.stop = StopReason.NONE

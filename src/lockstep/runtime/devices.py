@@ -152,6 +152,11 @@ def peak_memory_of_gpus() -> int:
     return max(torch.cuda.max_memory_allocated(each) for each in range(count_gpus()))
 
 
+def memory_shortages() -> int:
+    """How often a GPU had too little memory for what this process asked for, also where it then did without."""
+    return sum(torch.cuda.memory_stats(each).get("num_ooms", 0) for each in range(count_gpus()))
+
+
 def generators_of(devices: Sequence[torch.device]) -> list[torch.Generator]:
     """The generators of random numbers that operators on these GPUs draw from; none for a CPU, which has torch's."""
     numbers = dict.fromkeys(each.index or 0 for each in devices if is_gpu(each))
