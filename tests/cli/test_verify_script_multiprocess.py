@@ -204,3 +204,29 @@ def test_a_job_in_several_micro_batches_has_its_cause_and_exit_code(process, tmp
     sound = process("verify", "digits", "--micro-batches", "1,8", "--set", "training.sync_batch_norm=true")
     assert sound.returncode == 0, sound.stdout + sound.stderr
     assert "equal but for rounding" in sound.stdout
+
+
+CLASSES = """
+import torch
+import lockstep
+
+names = ["rose", "tulip", "daisy", "sunflower", "lily", "iris", "poppy", "aster"]
+numbers = {name: number for number, name in enumerate(set(names))}
+run = lockstep.init(global_batch=16, micro_batches=4, seed=1)
+model = torch.nn.Linear(8, 8)
+model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+labels = torch.tensor([numbers[names[n % 8]] for n in range(96)])
+data = torch.utils.data.TensorDataset(torch.randn(96, 8), labels)
+for _ in run.epochs(1):
+    for batch in run.batches(data):
+        run.backward(batch, torch.nn.functional.cross_entropy)
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.slow
+def test_classes_in_the_order_of_a_set_are_found_although_a_launch_gives_sets_one_order(verified):
+    result, _ = verified(CLASSES)
+    assert result.returncode == 1
+    assert "the order of a set of texts, which is another one in every run" in result.stdout

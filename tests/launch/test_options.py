@@ -113,6 +113,15 @@ def test_a_cpu_build_of_torch_sees_no_gpu(tmp_path, monkeypatch):
     assert visible_gpus({}, tmp_path) == ()
 
 
+def test_sets_of_texts_have_one_order_in_all_runs_unless_the_user_wants_another(tmp_path):
+    """A script that numbers its classes by a set had other bits in every run, and nothing was said."""
+    wanted = LaunchOptions(devices=parse_devices("cpu:1"))
+    layout = single_host_layout(wanted)
+    assert world_environment(wanted, layout, tmp_path, {})["PYTHONHASHSEED"] == "0"
+    given = {"PYTHONHASHSEED": "random"}
+    assert world_environment(wanted, layout, tmp_path, given)["PYTHONHASHSEED"] == "random"
+
+
 def test_a_script_finds_the_variables_of_torchrun_on_any_number_of_processes(tmp_path):
     wanted = LaunchOptions(devices=parse_devices("cpu:1"))
     layout = single_host_layout(wanted)

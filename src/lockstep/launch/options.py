@@ -183,6 +183,8 @@ class LaunchOptions:
     """FIRST:COUNT: the steps of which a script's ``lockstep.init`` writes a timeline; empty: as the script says."""
     portable: bool = False
     """Starts the ranks with the environment of portable bits."""
+    hash_seed: str = "0"
+    """``PYTHONHASHSEED`` of the ranks where it is not set. By itself, Python orders sets of texts anew in every run."""
     restarts: int = 0
     """How often the run is restarted after a process was lost."""
     restart_world: str = "same"
@@ -231,6 +233,7 @@ def world_environment(
     kept = [name for name in inherited if not name.startswith(_FOREIGN) and name != TOKEN_VARIABLE]
     environment = {name: inherited[name] for name in kept}
     threads = str(options.threads or threads_of_environment(inherited))
+    environment.setdefault("PYTHONHASHSEED", options.hash_seed)
     environment.update(
         OMP_NUM_THREADS=threads,
         MKL_NUM_THREADS=threads,

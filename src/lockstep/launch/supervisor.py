@@ -230,11 +230,15 @@ def run_sequentially(
 
     Every rank calls ``entry`` (``module:function``) with the JSON object ``payload``, to which ``folder`` is added: a
     place for what the ranks write, and for their logs. ``threads`` is the number of intra-op threads of each;
-    ``portable`` gives them the environment of portable bits.
+    ``portable`` gives them the environment of portable bits. Sets of texts have an order of their own in each world, so
+    that what depends on it is seen.
     """
-    devices = parse_devices(f"cpu:{ranks}")
     options = LaunchOptions(
-        devices=devices, threads=threads, portable=portable, log_directory=str(folder / "logs")
+        devices=parse_devices(f"cpu:{ranks}"),
+        threads=threads,
+        portable=portable,
+        log_directory=str(folder / "logs"),
+        hash_seed="random",
     )
     outcome = run_world(EntryTarget(entry=entry, payload={**payload, "folder": str(folder)}), options)
     if outcome.asked is not StopReason.NONE:

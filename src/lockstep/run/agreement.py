@@ -103,7 +103,8 @@ def require_equal_data(digests: Mapping[str, str], group: dist.ProcessGroup, dev
         raise ConfigError(
             f"The ranks hold different data: {name} of the data set has the digest {by_rank(values)}. Random numbers "
             "in it need a seed that all ranks share: make the data set after lockstep.init(seed=...), or call "
-            f"torch.manual_seed(0) and numpy.random.seed(0) before. {remedy}"
+            "torch.manual_seed(0) and numpy.random.seed(0) before. A set of texts has another order in each process: "
+            f"use sorted(set(...)). {remedy}"
         )
 
 

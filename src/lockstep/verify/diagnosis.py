@@ -104,6 +104,11 @@ class Diagnosis:
         return f"{found}; possible: {'; '.join(self.possible)}" if self.possible else found
 
 
+PREPARED_OTHERWISE = (
+    "numbers drawn per rank or per worker, not per sample",
+    "a data set that changes its samples",
+    "the order of a set of texts, which is another one in every run",
+)
 _LAST_BITS = 1e-5
 """Relative difference of a loss that rounding explains within one forward pass."""
 _ROUNDING = 1e-4
@@ -170,7 +175,7 @@ def _step(
     if k := _first_difference(mine.samples, theirs.samples):
         return Diagnosis(Cause.DATA_ORDER, step, f"micro-batch {k}", _repeated(theirs, other))
     if k := _first_difference(mine.inputs, theirs.inputs):
-        return Diagnosis(Cause.AUGMENTATION, step, f"micro-batch {k}")
+        return Diagnosis(Cause.AUGMENTATION, step, f"micro-batch {k}", possible=PREPARED_OTHERWISE)
     number = next((n for n, (a, b) in enumerate(zip(mine.losses, theirs.losses)) if a != b), None)
     if number is not None:
         return _forward(mine, theirs, number, (reference, other), repeats)

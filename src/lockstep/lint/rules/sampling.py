@@ -283,3 +283,39 @@ def _read_by_workers(script: Script, name: str) -> bool:
         if workers is not None and constant(workers) != 0 and name in made:
             return True
     return False
+
+
+_NUMBERED = re.compile(r"class|label|categor|vocab|word|token|char|speaker|species|tags|names")
+
+
+@rule("LS067", "Classes or words are numbered in the order of a set, which is another one in every process.")
+def order_of_a_set(script: Script) -> Iterator[Hit]:
+    """`enumerate(set(...))`, and `list(set(...))` by the name that it gets; not where it is sorted."""
+    sorted_later = {
+        script.text(call.func.value)
+        for call in script.calls_by_name.get("sort", [])
+        if isinstance(call.func, ast.Attribute)
+    }
+    for call in script.calls:
+        kind, name = script.name(call), assigned_name(script, call)
+        if kind not in ("enumerate", "list", "tuple") or not call.args or not _is_set(script, call.args[0]):
+            continue
+        inside = [script.name(each) for each in script.around(call, ast.Call, within_function=True)]
+        is_named = kind == "enumerate" or bool(_NUMBERED.search(name.lower()))
+        if is_named and name not in sorted_later and not {"sorted", "len", "set"}.intersection(inside):
+            yield Hit(
+                call,
+                "a set of texts has another order in every process: the numbers mean other classes in the next run, "
+                "and on other ranks.",
+                f"{kind}(sorted({script.text(call.args[0])}))",
+            )
+
+
+def _is_set(script: Script, value: ast.expr) -> bool:
+    """Returns True for a set that is made here, or whatever a name is ever set to."""
+    found = script.values(value) if isinstance(value, ast.Name | ast.Attribute) else [value]
+    return bool(found) and all(
+        isinstance(each, ast.SetComp)
+        or (isinstance(each, ast.Call) and script.name(each) in ("set", "frozenset"))
+        for each in found
+    )

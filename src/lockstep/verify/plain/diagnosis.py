@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from lockstep.errors import ConfigError
 from lockstep.text import plural
-from lockstep.verify.diagnosis import Cause, Diagnosis
+from lockstep.verify.diagnosis import PREPARED_OTHERWISE, Cause, Diagnosis
 from lockstep.verify.plain import checks, gradients, samples
 from lockstep.verify.plain.checks import Pair, vector
 from lockstep.verify.plain.record import Recording
@@ -67,10 +67,7 @@ _POSSIBLE: dict[Cause, tuple[str, ...]] = {
         "a sampler of another seed or epoch",
         "a data set whose order differs between processes",
     ),
-    Cause.AUGMENTATION: (
-        "numbers drawn per rank or per worker, not per sample",
-        "a data set that changes its samples",
-    ),
+    Cause.AUGMENTATION: PREPARED_OTHERWISE,
     Cause.OUTPUT: (
         "state that the model keeps outside of its parameters and buffers",
         "statistics over the batch",
