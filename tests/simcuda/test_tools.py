@@ -269,6 +269,6 @@ def test_the_host_does_not_wait_for_what_a_loop_may_use_besides(machine, ranks, 
     for fingerprint, waits, races in machine.run(loop, ranks, strategy, what):
         assert (fingerprint, races) == (reference[0], {})
         if what == "unused" and ranks > 1:
-            assert waits == {"_used" if strategy == "ddp" else "_finish": 3}
+            assert waits == {"reduce" if strategy == "ddp" else "_finish": 3}
         else:
             assert waits == {}
