@@ -17,6 +17,8 @@ _GRACE_SECONDS = 2.0
 _WRITTEN_SECONDS = 10.0
 _MANY_MODULES = 50
 _frozen_modules = 0
+# Threads of torch that wait for each other sleep: three workers share two cores, where polling takes those that work.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 _STANDING_HELPERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
 
 
