@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 from tests.sameness.drawing import SINGLE, plain_program, text_of
 from tests.sameness.programs import compare, judge
-from tests.sameness.trials import Layout, run_trial
+from tests.sameness import trials
+from tests.sameness.trials import Layout, Worlds
 
 FSDP = Layout("fsdp 2", 2, {"strategy": "fsdp"})
 DDP = Layout("ddp 2", 2, {"strategy": "ddp"})

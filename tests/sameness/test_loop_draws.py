@@ -9,6 +9,8 @@ from tests.sameness.test_research import BEGIN, BOTH, FSDP, PIPELINE, SERVERS
 from tests.sameness.trials import Layout, Worlds, run_trial
 
 DDP = Layout("ddp 3", 3, {"strategy": "ddp"})
+TWO = Layout("ddp 2", 2, {"strategy": "ddp"})
+WORLDS = Worlds()
 DRAWING = (
     BEGIN
     + """
@@ -81,6 +83,13 @@ SLOW = [
 ]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def ranks_end():
+    """Kills the ranks of this file, which serve one program after the other."""
+    with WORLDS:
+        yield
+
+
 def names_of(phases):
     return ", ".join(f"{each.name} until {each.stop}" if each.stop else each.name for each in phases)
 
@@ -92,8 +101,7 @@ def over_first_epoch(text):
 
 
 def alone(text):
-    with Worlds() as worlds:
-        ended = run_trial(text, [SINGLE], 40, worlds)
+    ended = run_trial(text, [SINGLE], 40, WORLDS)
     assert ended.how == "ran", ended
     return ended
 
@@ -114,8 +122,7 @@ on_layouts = pytest.mark.parametrize(
 
 
 def require_equal(reference, text, phases):
-    with Worlds() as worlds:
-        verdict = compare(reference, run_trial(text, phases, 60, worlds), phases[-1])
+    verdict = compare(reference, run_trial(text, phases, 60, WORLDS), phases[-1])
     assert verdict.what == "equal", (verdict.said, verdict.traceback)
 
 
@@ -151,8 +158,7 @@ RANK_DRAWS = DRAWING.replace(
     ],
 )
 def test_a_draw_on_one_rank_only_is_refused_before_the_first_step(draw, named):
-    with Worlds() as worlds:
-        ended = run_trial(RANK_DRAWS.replace("DRAW", draw), [DDP], 40, worlds)
+    ended = run_trial(RANK_DRAWS.replace("DRAW", draw), [DDP], 40, WORLDS)
     assert ended.how == "refused", ended
     assert f"drew random numbers from {named} on some ranks only" in ended.sentence
 
@@ -182,8 +188,7 @@ def train(run, epochs):
 )
 def test_a_tensor_that_the_loss_reads_and_the_loop_changes_is_not_resumed_without_its_values(layout):
     text = CENTERED.replace("GIVE_BACK", "pass")
-    with Worlds() as worlds:
-        ended = run_trial(text, [dataclasses.replace(SINGLE, stop=4), layout], 60, worlds)
+    ended = run_trial(text, [dataclasses.replace(SINGLE, stop=4), layout], 60, WORLDS)
     assert ended.how == "refused", ended
     assert "The loss or the model reads train: center, which the loop changes" in ended.sentence
 
@@ -237,8 +242,7 @@ def test_a_module_that_the_loss_calls_and_the_loop_changes_is_not_resumed_withou
 ):
     """It was named in a warning, and the run went on with other bits."""
     text = TAUGHT.replace("MADE", made).replace("LOSS", loss).replace("CHANGED", changed)
-    with Worlds() as worlds:
-        ended = run_trial(text, [dataclasses.replace(SINGLE, stop=4), SINGLE], 60, worlds)
+    ended = run_trial(text, [dataclasses.replace(SINGLE, stop=4), SINGLE], 60, WORLDS)
     assert ended.how == "refused", ended
     assert "The loss or the model reads train: teacher, which the loop changes" in ended.sentence
 
@@ -249,7 +253,7 @@ def test_such_a_tensor_goes_on_from_what_the_script_stores_itself():
         '    center.copy_(torch.tensor(run.extra.get("center", [0.0] * 4)))\n    for epoch',
         1,
     )
-    require_equal(alone(stored), stored, [dataclasses.replace(SINGLE, stop=4), DDP])
+    require_equal(alone(stored), stored, [dataclasses.replace(SINGLE, stop=4), TWO])
 
 
 COMPUTED = (
@@ -276,13 +280,12 @@ def train(run, epochs):
 @pytest.mark.parametrize("stop", [2, 3, 4])
 def test_a_tensor_that_is_computed_from_the_model_is_not_resumed_with_other_values(stop):
     """As the center of Deep SVDD: the resumed run computed it from the trained weights, without a word."""
-    with Worlds() as worlds:
-        ended = run_trial(
-            COMPUTED.replace("GIVE_BACK", "pass"),
-            [dataclasses.replace(SINGLE, stop=stop), SINGLE],
-            60,
-            worlds,
-        )
+    ended = run_trial(
+        COMPUTED.replace("GIVE_BACK", "pass"),
+        [dataclasses.replace(SINGLE, stop=stop), SINGLE],
+        60,
+        WORLDS,
+    )
     assert ended.how == "refused", ended
     assert "The loss or the model reads train: center, which the loop changes or computes" in ended.sentence
 
@@ -291,7 +294,7 @@ def test_a_computed_tensor_goes_on_from_what_the_script_stores_itself():
     stored = COMPUTED.replace(
         "GIVE_BACK", 'center = torch.tensor(run.extra.setdefault("center", center.tolist()))'
     )
-    require_equal(alone(stored), stored, [dataclasses.replace(SINGLE, stop=4), DDP])
+    require_equal(alone(stored), stored, [dataclasses.replace(SINGLE, stop=4), TWO])
 
 
 RELABELLED = (
@@ -365,8 +368,7 @@ def relabelled(
 
 
 def require_labels_refused(text, stop):
-    with Worlds() as worlds:
-        ended = run_trial(text, [dataclasses.replace(SINGLE, stop=stop), SINGLE], 60, worlds)
+    ended = run_trial(text, [dataclasses.replace(SINGLE, stop=stop), SINGLE], 60, WORLDS)
     assert ended.how == "refused", ended
     assert "in a data set when the checkpoint was written" in ended.sentence
 
@@ -403,7 +405,7 @@ def test_labels_go_on_from_what_the_script_stores_itself():
         give_back='data.labels = run.extra.get("labels", data.labels)',
         store='run.extra["labels"] = list(data.labels)',
     )
-    require_equal(alone(text), text, [dataclasses.replace(SINGLE, stop=4), DDP])
+    require_equal(alone(text), text, [dataclasses.replace(SINGLE, stop=4), TWO])
 
 
 @pytest.mark.parametrize(
@@ -413,7 +415,7 @@ def test_labels_go_on_from_what_the_script_stores_itself():
 )
 def test_data_sets_that_keep_what_they_have_read_go_on(change):
     text = relabelled(made="data, tested = Cached(), Cached()", change=change)
-    require_equal(alone(text), text, [*(dataclasses.replace(SINGLE, stop=stop) for stop in (3, 4, 6)), DDP])
+    require_equal(alone(text), text, [*(dataclasses.replace(SINGLE, stop=stop) for stop in (3, 4, 6)), TWO])
 
 
 def test_labels_that_the_start_of_an_epoch_computes_go_on():
@@ -421,13 +423,12 @@ def test_labels_that_the_start_of_an_epoch_computes_go_on():
     begins = "    for epoch in run.epochs(epochs):\n"
     computed = begins + "        data.labels = torch.arange(200) % (2 + epoch % 2)\n"
     text = relabelled("tensor", change="pass").replace(begins, computed)
-    require_equal(alone(text), text, [*(dataclasses.replace(SINGLE, stop=stop) for stop in (3, 4, 6)), DDP])
+    require_equal(alone(text), text, [*(dataclasses.replace(SINGLE, stop=stop) for stop in (3, 4, 6)), TWO])
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_labels_that_the_loop_changes_after_its_first_epoch_are_not_lost_in_silence(kind):
-    with Worlds() as worlds:
-        ended = run_trial(over_first_epoch(relabelled(kind)), [SINGLE, SINGLE], 60, worlds)
+    ended = run_trial(over_first_epoch(relabelled(kind)), [SINGLE, SINGLE], 60, WORLDS)
     assert ended.how == "refused", ended
     assert "The loop had changed train: data.labels in a data set" in ended.sentence
 
@@ -439,9 +440,8 @@ LEVEL = """data = Labelled()
 
 
 def test_a_number_that_the_loop_changes_in_a_data_set_is_not_lost_in_silence():
-    with Worlds() as worlds:
-        text = over_first_epoch(relabelled(made=LEVEL, change="data.level += 0.5"))
-        ended = run_trial(text, [SINGLE, SINGLE], 60, worlds)
+    text = over_first_epoch(relabelled(made=LEVEL, change="data.level += 0.5"))
+    ended = run_trial(text, [SINGLE, SINGLE], 60, WORLDS)
     assert ended.how == "refused", ended
     assert "The loop had changed train: data.level in a data set" in ended.sentence
 
@@ -467,7 +467,7 @@ OWN_PASS = """for inputs_, _ in DataLoader(tested, batch_size=4 + 4 * epoch):
 def test_data_sets_that_keep_what_a_loop_of_the_scripts_own_reads_go_on():
     """They were refused: reading them changed them between two epochs."""
     text = relabelled(made="data, tested = Cached(), Cached()", change=OWN_PASS)
-    require_equal(alone(text), text, [*(dataclasses.replace(SINGLE, stop=stop) for stop in (3, 4, 6)), DDP])
+    require_equal(alone(text), text, [*(dataclasses.replace(SINGLE, stop=stop) for stop in (3, 4, 6)), TWO])
     require_equal(alone(text), over_first_epoch(text), [SINGLE, SINGLE])
 
 
@@ -523,6 +523,8 @@ PLACES = {
     "space.beta": "train: space.beta",
     "arguments.beta": "train: arguments.beta",
 }
+QUICK_PLACES = ("beta", "task.beta")
+"""Those that are set in more ways than one in ``make test``."""
 
 
 def weighted(read, epoch="pass", step="pass", after="pass"):
@@ -541,9 +543,8 @@ def weighted(read, epoch="pass", step="pass", after="pass"):
 @pytest.mark.parametrize("stop", [3, 4])
 def test_a_number_that_the_loss_reads_and_the_loop_changes_is_not_resumed_without_its_value(read, stop):
     """It was named in a warning, and the run went on with other bits."""
-    with Worlds() as worlds:
-        text = weighted(read, after=f"{read} += 0.1")
-        ended = run_trial(text, [dataclasses.replace(SINGLE, stop=stop), SINGLE], 60, worlds)
+    text = weighted(read, after=f"{read} += 0.1")
+    ended = run_trial(text, [dataclasses.replace(SINGLE, stop=stop), SINGLE], 60, WORLDS)
     assert ended.how == "refused", ended
     assert f"The loss or the model reads {PLACES[read]}, which the loop changes" in ended.sentence
 
@@ -551,9 +552,8 @@ def test_a_number_that_the_loss_reads_and_the_loop_changes_is_not_resumed_withou
 @pytest.mark.parametrize("read", PLACES)
 def test_such_a_number_is_not_resumed_after_the_first_epoch_either(read):
     """An attribute that is the same at each start of an epoch was taken for one that is set there."""
-    with Worlds() as worlds:
-        text = over_first_epoch(weighted(read, after=f"{read} += 0.1"))
-        ended = run_trial(text, [SINGLE, SINGLE], 60, worlds)
+    text = over_first_epoch(weighted(read, after=f"{read} += 0.1"))
+    ended = run_trial(text, [SINGLE, SINGLE], 60, WORLDS)
     assert ended.how == "refused", ended
     assert f"The loss or the model reads {PLACES[read]}, which the loop changes" in ended.sentence
 
@@ -561,9 +561,8 @@ def test_such_a_number_is_not_resumed_after_the_first_epoch_either(read):
 @pytest.mark.parametrize("read", PLACES)
 def test_a_number_that_is_set_after_each_step_is_not_resumed_without_its_value(read):
     """A variable that only the loss reads was taken for one that nothing reads."""
-    with Worlds() as worlds:
-        text = weighted(read, after=f"{read} = 0.1 + 0.1 * run.position.step")
-        ended = run_trial(text, [dataclasses.replace(SINGLE, stop=4), SINGLE], 60, worlds)
+    text = weighted(read, after=f"{read} = 0.1 + 0.1 * run.position.step")
+    ended = run_trial(text, [dataclasses.replace(SINGLE, stop=4), SINGLE], 60, WORLDS)
     assert ended.how == "refused", ended
     assert f"The loss or the model reads {PLACES[read]}, which the loop changes" in ended.sentence
 
@@ -574,19 +573,24 @@ def test_a_number_that_each_epoch_sets_goes_on_after_the_first_one(read):
     require_equal(alone(text), over_first_epoch(text), [SINGLE, SINGLE])
 
 
-@pytest.mark.parametrize("read", PLACES)
 @pytest.mark.parametrize(
-    "where",
+    ("where", "read"),
     [
-        {"step": "SET = 0.1 * (run.position.step % 2)"},
-        {"step": "SET = 0.1 if run.position.step % 2 else 0.2"},
-        {"epoch": "SET = 0.1 * (epoch % 2 + 1)"},
+        pytest.param(where, read, marks=[pytest.mark.slow] * (bool(number) and read not in QUICK_PLACES))
+        for number, where in enumerate(
+            [
+                {"step": "SET = 0.1 * (run.position.step % 2)"},
+                {"step": "SET = 0.1 if run.position.step % 2 else 0.2"},
+                {"epoch": "SET = 0.1 * (epoch % 2 + 1)"},
+            ]
+        )
+        for read in PLACES
     ],
 )
 def test_a_number_that_the_loop_sets_anew_goes_on(read, where):
     """Also one that has the value of the beginning again."""
     text = weighted(read, **{key: value.replace("SET", read) for key, value in where.items()})
-    require_equal(alone(text), text, [*(dataclasses.replace(SINGLE, stop=stop) for stop in (3, 4, 6)), DDP])
+    require_equal(alone(text), text, [*(dataclasses.replace(SINGLE, stop=stop) for stop in (3, 4, 6)), TWO])
 
 
 @pytest.mark.parametrize(
@@ -597,7 +601,7 @@ def test_a_tensor_that_each_step_or_epoch_sets_in_place_goes_on(place):
     indent = " " * (12 if "batches" in place else 8)
     text = CENTERED.replace("center.mul_(0.9).add_(0.1 * float(loss))", "pass").replace("GIVE_BACK", "pass")
     text = text.replace(place, f"{place}{indent}center[0] = 3\n{indent}center.fill_(epoch)\n")
-    require_equal(alone(text), text, [*(dataclasses.replace(SINGLE, stop=stop) for stop in (2, 4)), DDP])
+    require_equal(alone(text), text, [*(dataclasses.replace(SINGLE, stop=stop) for stop in (2, 4)), TWO])
     require_equal(alone(text), over_first_epoch(text), [SINGLE, SINGLE])
 
 
@@ -636,8 +640,7 @@ def test_what_the_start_of_an_epoch_computes_for_the_loss_is_not_computed_from_o
     text = CONSOLIDATED.replace("AT_EPOCH", f"importance = {SQUARES} if epoch else {{}}").replace(
         "AFTER_EPOCH", "pass"
     )
-    with Worlds() as worlds:
-        ended = run_trial(text, [dataclasses.replace(SINGLE, stop=4), SINGLE], 60, worlds)
+    ended = run_trial(text, [dataclasses.replace(SINGLE, stop=4), SINGLE], 60, WORLDS)
     assert ended.how == "refused", ended
     assert "The loss or the model reads train: importance['0.weight']" in ended.sentence
     require_equal(alone(text), over_first_epoch(text), [SINGLE, SINGLE])
@@ -651,8 +654,7 @@ def test_a_dict_or_list_that_the_loss_reads_is_not_resumed_empty(change, name, i
     """It was named in a warning, and the run went on with other bits."""
     text = CONSOLIDATED.replace("AT_EPOCH", "pass").replace("AFTER_EPOCH", change)
     phases = [dataclasses.replace(SINGLE, stop=4) if is_within else SINGLE, SINGLE]
-    with Worlds() as worlds:
-        ended = run_trial(text if is_within else over_first_epoch(text), phases, 60, worlds)
+    ended = run_trial(text if is_within else over_first_epoch(text), phases, 60, WORLDS)
     assert ended.how == "refused", ended
     assert f"The loss or the model reads train: {name}, which the loop changes" in ended.sentence
 
@@ -692,7 +694,7 @@ def train(run, epochs):
 
 def test_what_an_object_keeps_beside_its_method_that_is_the_loss_does_not_stop_a_resume():
     """Its best score was refused as a number that the loss reads."""
-    require_equal(alone(TRAINER), TRAINER, [dataclasses.replace(SINGLE, stop=4), DDP])
+    require_equal(alone(TRAINER), TRAINER, [dataclasses.replace(SINGLE, stop=4), TWO])
     require_equal(alone(TRAINER), over_first_epoch(TRAINER), [SINGLE, SINGLE])
 
 
@@ -717,5 +719,5 @@ def test_what_an_inner_function_or_the_loss_itself_sets_in_each_step_goes_on():
     text = WEIGHTED[: WEIGHTED.index("        AT_EPOCH")].replace("    def loss(y, t):", inner)
     text = text.replace("READ", "beta").replace("global found, weight", "global found")
     text += '        walk(epoch)\n    found["fingerprint"] = run.fingerprint()\n    return found\n'
-    require_equal(alone(text), text, [*(dataclasses.replace(SINGLE, stop=stop) for stop in (3, 4)), DDP])
+    require_equal(alone(text), text, [*(dataclasses.replace(SINGLE, stop=stop) for stop in (3, 4)), TWO])
     require_equal(alone(text), over_first_epoch(text), [SINGLE, SINGLE])

@@ -92,10 +92,18 @@ def ended(model, step):
 """
 PROGRAMS = {"freezing": FROZEN, "attributes": ATTRIBUTES, "extra states": EXTRA_STATES}
 DDP = Layout("ddp 2", 2, {"strategy": "ddp"})
+WORLDS = Worlds()
 FSDP = Layout("fsdp 3", 3, {"strategy": "fsdp"})
 PIPELINE = Layout("pipeline 2", 2, {"strategy": "pipeline"})
 SERVERS = Layout("server 3/2", 3, {"strategy": "parameter_server", "parameter_server": {"servers": 2}})
 BOTH = Layout("fsdp x pipeline", 4, {"strategy": "hybrid", "mesh": "fsdp=2,pipeline=2"})
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ranks_end():
+    """Kills the ranks of this file, which serve one program after the other."""
+    with WORLDS:
+        yield
 
 
 def stopped(layout, step):
@@ -115,12 +123,11 @@ RESTARTS = [
 @pytest.mark.parametrize("phases", RESTARTS)
 def test_what_the_loop_has_changed_in_modules_is_kept_over_a_stop(phases):
     """Layers frozen and put in evaluation mode, texts, tuples and tensors of modules, tensors in extra states."""
-    with Worlds() as worlds:
-        for name, program in PROGRAMS.items():
-            text = BEGIN + program + TRAIN
-            expected = run_trial(text, [SINGLE], 40, worlds)
-            verdict = compare(expected, run_trial(text, phases, 40, worlds), phases[-1])
-            assert verdict.what == "equal", (name, verdict.said, verdict.traceback)
+    for name, program in PROGRAMS.items():
+        text = BEGIN + program + TRAIN
+        expected = run_trial(text, [SINGLE], 40, WORLDS)
+        verdict = compare(expected, run_trial(text, phases, 40, WORLDS), phases[-1])
+        assert verdict.what == "equal", (name, verdict.said, verdict.traceback)
 
 
 SPLIT = """
@@ -186,8 +193,7 @@ LATE = {
 def saved(body, epoch, layout=SINGLE):
     """How a program ends that saves in the body of a step, or of an epoch."""
     text = BEGIN + SAVING.replace("BODY", body.replace("; if", "\n            if")).replace("EPOCH", epoch)
-    with Worlds() as worlds:
-        return run_trial(text, [layout, SINGLE], 40, worlds)
+    return run_trial(text, [layout, SINGLE], 40, WORLDS)
 
 
 QUICK = ("optimizer.zero_grad()", "scheduler.step()")
@@ -236,9 +242,8 @@ def test_what_a_script_does_after_prepare_does_not_undo_what_was_restored(line):
     train = TRAIN.replace("    for epoch", f"    {line}\n    for epoch", 1)
     thawed = "        if epoch == 1 and not run.position.done: model.requires_grad_(True)\n        for batch"
     text = BEGIN + STARTING.replace("START", "pass") + train.replace("        for batch", thawed, 1)
-    with Worlds() as worlds:
-        expected = run_trial(text, [SINGLE], 40, worlds)
-        found = run_trial(text, [stopped(SINGLE, 4), SINGLE], 40, worlds)
+    expected = run_trial(text, [SINGLE], 40, WORLDS)
+    found = run_trial(text, [stopped(SINGLE, 4), SINGLE], 40, WORLDS)
     if PREPARED[line]:
         assert found.how == "refused", found
         assert f"After run.prepare the script has changed {PREPARED[line]}" in found.message, found.message
@@ -273,9 +278,8 @@ def test_what_a_loop_does_at_the_start_of_an_epoch_is_not_done_twice(start):
     text = BEGIN + STARTING.replace("START", start) + train
     if "model.train()" in start:
         text = text.replace("            ended(model, step)", "            model[2].eval()")
-    with Worlds() as worlds:
-        expected = run_trial(text, [SINGLE], 40, worlds)
-        found = run_trial(text, [stopped(SINGLE, 3), DDP], 40, worlds)
+    expected = run_trial(text, [SINGLE], 40, WORLDS)
+    found = run_trial(text, [stopped(SINGLE, 3), DDP], 40, WORLDS)
     if STARTS[start]:
         assert found.how == "refused" and "Do it under 'if not run.position.done:'" in found.message, found
         assert f"has changed {STARTS[start]}" in found.message, found.message
@@ -314,9 +318,8 @@ GUARD = " and not run.position.done"
 def test_groups_that_the_loop_has_added_to_an_optimizer_are_there_after_a_stop(phases):
     """The checkpoint was refused as one about other parameters."""
     text = BEGIN + ADDED.replace("GUARD", GUARD)
-    with Worlds() as worlds:
-        expected = run_trial(text, [SINGLE], 40, worlds)
-        found = run_trial(text, phases, 40, worlds)
-        assert compare(expected, found, phases[-1]).what == "equal", found
-        again = run_trial(BEGIN + ADDED.replace("GUARD", ""), phases, 40, worlds)
+    expected = run_trial(text, [SINGLE], 40, WORLDS)
+    found = run_trial(text, phases, 40, WORLDS)
+    assert compare(expected, found, phases[-1]).what == "equal", found
+    again = run_trial(BEGIN + ADDED.replace("GUARD", ""), phases, 40, WORLDS)
     assert again.how == "refused" and "under if not run.position.done" in again.message, again
