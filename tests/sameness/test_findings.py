@@ -1,11 +1,12 @@
 """Programs that the generator found to end otherwise once, made small."""
 
 import dataclasses
+import functools
 
 import pytest
+from tests.sameness import trials
 from tests.sameness.drawing import SINGLE, plain_program, text_of
 from tests.sameness.programs import compare, judge
-from tests.sameness import trials
 from tests.sameness.trials import Layout, Worlds
 
 FSDP = Layout("fsdp 2", 2, {"strategy": "fsdp"})
@@ -13,10 +14,19 @@ DDP = Layout("ddp 2", 2, {"strategy": "ddp"})
 SERVER = Layout("server 3/1", 3, {"strategy": "parameter_server", "parameter_server": {"servers": 1}})
 SERVERS = Layout("server 3/2", 3, {"strategy": "parameter_server", "parameter_server": {"servers": 2}})
 PIPELINE = Layout("pipeline 2", 2, {"strategy": "pipeline"})
+WORLDS = Worlds()
+run_trial = functools.partial(trials.run_trial, worlds=WORLDS)
 PLAIN_RECIPE = (("global_batch", 4), ("micro_batches", 2))
 ODD = (("global_batch", 6), ("micro_batches", 3))
 K8 = (("global_batch", 16), ("micro_batches", 8))
 FP16 = (("global_batch", 4), ("micro_batches", 2), ("precision", "fp16"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ranks_end():
+    """Kills the ranks of this file, which serve one program after the other."""
+    with WORLDS:
+        yield
 
 
 @pytest.mark.parametrize(
