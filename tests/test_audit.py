@@ -165,8 +165,8 @@ def findings(folder, checks=0, seed=0, **more):
     [
         ("ddp", 2),
         ("fsdp", 2),
-        ("pipeline", 2),
-        *[pytest.param("parameter_server", 3, marks=pytest.mark.slow)],
+        pytest.param("pipeline", 2, marks=pytest.mark.slow),
+        pytest.param("parameter_server", 3, marks=pytest.mark.slow),
     ],
 )
 def test_an_honest_run_of_any_layout_has_the_recorded_bits(home, strategy, ranks):

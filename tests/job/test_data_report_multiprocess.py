@@ -57,9 +57,9 @@ def reads_of_an_epoch(world, training):
     ("ranks", "training"),
     [
         (3, {}),
-        (2, {"sync_batch_norm": True}),
-        (2, {"strategy": "fsdp"}),
-        (2, {"strategy": "pipeline"}),
+        pytest.param(2, {"sync_batch_norm": True}, marks=pytest.mark.slow),
+        pytest.param(2, {"strategy": "fsdp"}, marks=pytest.mark.slow),
+        pytest.param(2, {"strategy": "pipeline"}, marks=pytest.mark.slow),
         (4, {"strategy": "hybrid", "mesh": "data=2,pipeline=2"}),
         pytest.param(1, {"strategy": "dp"}, marks=pytest.mark.slow),
         pytest.param(2, {"strategy": "tensor"}, marks=pytest.mark.slow),

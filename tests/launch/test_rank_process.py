@@ -71,7 +71,7 @@ run.close()
     [
         ("cpu:2", _TRAINS, True),
         pytest.param("cpu:2", "print('trained')", False, marks=pytest.mark.slow),
-        ("cpu:1", _TRAINS, False),
+        pytest.param("cpu:1", _TRAINS, False, marks=pytest.mark.slow),
         pytest.param("cpu:2", _MEETS + _TRAINS, False, marks=pytest.mark.slow),
         ("cpu:2", _SETS_UP + _TRAINS, False),
     ],

@@ -131,7 +131,16 @@ def test_a_preemption_signal_to_the_launcher_saves_on_all_ranks(command, number)
     command.wait_until_nothing_runs()
 
 
-@pytest.mark.parametrize("number", [*PREEMPTION, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGTERM,
+        pytest.param(signal.SIGUSR1, marks=pytest.mark.slow),
+        pytest.param(signal.SIGUSR2, marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, marks=pytest.mark.slow),
+        signal.SIGINT,
+    ],
+)
 @pytest.mark.fault("P5", "P6", "M1")
 def test_a_signal_to_any_one_rank_stops_all(command, number):
     command.loop()

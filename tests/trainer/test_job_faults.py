@@ -86,7 +86,12 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(jobs):
     ("damage", "status", "words"),
     [
         (lambda photos: shutil.rmtree(photos), 2, "does not exist"),
-        (lambda photos: [p.unlink() for p in (photos / "roses").iterdir()], 3, "roses"),
+        pytest.param(
+            lambda photos: [p.unlink() for p in (photos / "roses").iterdir()],
+            3,
+            "roses",
+            marks=pytest.mark.slow,
+        ),
         (lambda photos: _truncate(photos / "daisy" / "7.jpg"), 3, "7.jpg"),
     ],
     ids=["no folder", "empty class", "truncated photo"],
