@@ -1,6 +1,7 @@
 """The shape of the package: imports go downward, public names are listed, the start is light."""
 
 import ast
+import functools
 import graphlib
 import importlib
 import importlib.metadata
@@ -39,6 +40,11 @@ def modules():
     return sorted(PACKAGE.rglob("*.py"))
 
 
+@functools.cache
+def parsed(text):
+    return ast.parse(text)
+
+
 def part_of(path):
     """The name of the layer's member that a file belongs to; empty for the package's own ``__init__``."""
     first = path.relative_to(PACKAGE).parts[0]
@@ -66,7 +72,7 @@ def upward_imports(path, text):
     own = part_of(path)
     if not own:
         return
-    for line, name in imports(path, ast.parse(text)):
+    for line, name in imports(path, parsed(text)):
         if name == "lockstep.__version__":
             continue
         parts = name.split(".")
@@ -94,7 +100,7 @@ def test_an_upward_import_is_found_and_named():
 def test_parts_of_one_layer_do_not_import_in_a_circle():
     graph = {part_of(path): set() for path in modules()}
     for path in modules():
-        for _, name in imports(path, ast.parse(path.read_text())):
+        for _, name in imports(path, parsed(path.read_text())):
             graph[part_of(path)].add(name.split(".")[1])
     for part, needs in graph.items():
         needs.discard(part)
@@ -124,7 +130,7 @@ _OF_STREAMS = (
 
 def asked_types(path):
     """Lines of a file that compare or make a device type other than the CPU's, or use its streams."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path.read_text())):
         names = isinstance(node, ast.Constant) and node.value in _TYPES
         asks = isinstance(node, ast.Attribute) and node.attr == "is_cuda"
         queues = isinstance(node, ast.Call) and ast.unparse(node.func) in _OF_STREAMS
@@ -140,7 +146,7 @@ def test_one_module_asks_for_the_type_of_a_device():
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("__init__.py")), ids=lambda path: str(path.parent.name))
 def test_public_names_are_listed(path):
-    tree = ast.parse(path.read_text())
+    tree = parsed(path.read_text())
     name = ".".join(("lockstep", *path.parent.relative_to(PACKAGE).parts))
     module = importlib.import_module(name)
     listed = list(getattr(module, "__all__", []))
@@ -203,7 +209,7 @@ def test_files_and_functions_stay_small():
             )
         long += [
             f"{path.relative_to(ROOT)}:{node.lineno}: {node.name} is too long to be read"
-            for node in ast.walk(ast.parse(text))
+            for node in ast.walk(parsed(text))
             if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno >= MOST_FUNCTION_LINES
         ]
     assert not long, "\n".join(long)

@@ -18,7 +18,9 @@ def test_names_shapes_and_initial_values_are_torchvisions(name, torchvision):
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
-@pytest.mark.parametrize("name", _BUILDERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=[pytest.mark.slow] * (each == "resnet34")) for each in _BUILDERS]
+)
 @pytest.mark.parametrize("training", [True, False])
 def test_outputs_gradients_and_statistics_equal_torchvisions_bit_for_bit(name, training, torchvision):
     theirs = getattr(torchvision.models, name)(num_classes=7).train(training)

@@ -143,11 +143,18 @@ def test_portable_bits_are_the_same_however_they_are_asked_for(tmp_path):
 
 
 @needs_such_a_cpu
-def test_this_cpu_computes_the_fingerprints_that_others_did():
+@pytest.mark.parametrize(
+    "names",
+    [
+        tuple(name for name in RECORDED if name not in ("torch", "resnet18")),
+        pytest.param(("resnet18",), marks=pytest.mark.slow),
+    ],
+    ids=["small", "resnet18"],
+)
+def test_this_cpu_computes_the_fingerprints_that_others_did(names):
     """They were recorded on an AMD EPYC; an Intel Xeon has the same, resnet18 aside, which it has not run."""
     if torch.__version__.partition("+")[0] != RECORDED["torch"]:
         pytest.skip(f"recorded with torch {RECORDED['torch']}")
-    names = [name for name in RECORDED if name != "torch"]
     done = subprocess.run(
         [sys.executable, "-W", "ignore", PROGRAMS / "programs.py", ",".join(names), "12", "--portable"],
         env={**os.environ, **PORTABLE_VARIABLES, "OMP_NUM_THREADS": "1"},

@@ -242,7 +242,13 @@ def test_a_count_that_passes_a_threshold_just_before_the_end_is_found():
         train(trained, epochs=5)
 
 
-@pytest.mark.parametrize("kept", ["number", "list", "set", "tensor", "bank", "entry"])
+@pytest.mark.parametrize(
+    "kept",
+    [
+        *("number", "set", "tensor"),
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("list", "bank", "entry")),
+    ],
+)
 def test_what_is_kept_for_a_log_trains_on(kept, caplog):
     with caplog.at_level(logging.WARNING):
         found = train(FromSomeCallOn(kept, 1e9), epochs=6)

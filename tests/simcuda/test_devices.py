@@ -215,7 +215,11 @@ def test_batches_are_copied_to_a_gpu_out_of_the_memory_that_workers_write(machin
 
 @pytest.mark.parametrize(
     "mistake",
-    ["no wait for a gather", "no record_stream", "no wait between streams"],
+    [
+        pytest.param("no wait for a gather", marks=pytest.mark.slow),
+        "no record_stream",
+        "no wait between streams",
+    ],
 )
 def test_mistakes_in_the_streams_of_fsdp_are_found(machine, mistake):
     found = machine.run(train, 2, "decoder", "fsdp", {"micro_batches": 4}, False, mistake)

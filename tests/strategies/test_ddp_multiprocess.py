@@ -41,7 +41,6 @@ CASES = [
     Case("recurrent", (2,)),
     Case("digits_adamw", (3,), {"precision": "bf16", "channels_last": True}),
     Case("resnet_frozen", (3,)),
-    Case("resnet", (3,), {"sync_batch_norm": True}),
     Case("experts", (3,)),
     Case("experts_accumulating", (3,)),
     Case("augmented", (2,), workers={2: 3}),
@@ -51,6 +50,9 @@ CASES = [
 ]
 """Every job once and every number of processes; ``PRODUCT`` and ``WIDE`` (``make test-all``) are the rest."""
 WIDE = [
+    Case(
+        "resnet", (3,), {"sync_batch_norm": True}
+    ),  # in make test: test_concurrent_micro_batches_multiprocess
     Case("attention", (2,), {"precision": "fp16"}),
     Case("digits", (3,), {"precision": "fp16"}),
     Case("resnet", (2,), {"precision": "bf16", "channels_last": True}),

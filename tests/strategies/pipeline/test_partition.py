@@ -1,5 +1,6 @@
 """Where a chain is cut: evenly, at names, never between things that belong together."""
 
+import functools
 import textwrap
 from itertools import combinations, pairwise
 
@@ -12,6 +13,11 @@ from lockstep.models import perceptron, resnet18, transformer
 from lockstep.strategies.pipeline import measured_split
 from lockstep.strategies.pipeline.chain import chain
 from lockstep.strategies.pipeline.partition import balanced, split
+
+
+@functools.cache
+def links_of_resnet18():
+    return chain(resnet18())
 
 
 def firsts(model, stages, points=()):
@@ -39,7 +45,7 @@ def test_an_activation_stays_with_the_layer_before_it():
 
 
 def test_every_link_is_in_one_stage():
-    links = chain(resnet18())
+    links = links_of_resnet18()
     for stages in (2, 3, 4, 8, len(links)):
         parts = split(links, stages)
         assert [link for part in parts for link in part] == links and all(parts)
@@ -66,7 +72,7 @@ def test_named_points_decide():
 )
 def test_points_that_cannot_be_are_refused(points, words):
     with pytest.raises(ConfigError, match=words):
-        split(chain(resnet18()), 3, points)
+        split(links_of_resnet18(), 3, points)
 
 
 def test_a_model_with_too_few_parts_is_refused():
