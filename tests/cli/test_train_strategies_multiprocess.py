@@ -10,7 +10,7 @@ LAYOUTS = [
     pytest.param(("layers", "cpu:2", "--set", "layers.balance=time"), marks=pytest.mark.slow),
     pytest.param(("hybrid", "cpu:4", "--mesh", "data=2,pipeline=2"), marks=pytest.mark.slow),
     pytest.param(("fsdp", "cpu:2"), marks=pytest.mark.slow),
-    ("pipeline", "cpu:2"),
+    pytest.param(("pipeline", "cpu:2"), marks=pytest.mark.slow),  # in make test: test_replay_multiprocess
     pytest.param(("hybrid", "cpu:4", "--mesh", "data=2,layers=2"), marks=pytest.mark.slow),
 ]
 

@@ -102,7 +102,13 @@ print(seen)
 @pytest.mark.parametrize(
     ("weight", "code", "reached", "said"),
     [
-        ("1.0", 1, "", "The loss or the model reads weight, which the loop changes"),
+        pytest.param(
+            "1.0",
+            1,
+            "",
+            "The loss or the model reads weight, which the loop changes",
+            marks=pytest.mark.slow,  # in make test: sameness/test_loop_draws
+        ),
         (
             "run.extra.get('weight', 1.0)",
             0,

@@ -25,6 +25,7 @@ def test_training_over_two_hosts_gives_the_fingerprint_of_one_process(wired_host
     wired_hosts.wait_until_nothing_runs()
 
 
+@pytest.mark.slow
 def test_an_asynchronous_parameter_server_trains_over_two_hosts(wired_hosts, network, tmp_path):
     """Refused before: its servers listened on loopback."""
     words = ("--strategy", "parameter_server", "--set", "parameter_server.mode=asynchronous")
