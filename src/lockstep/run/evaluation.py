@@ -22,7 +22,6 @@ from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.core.plan import Share
@@ -119,6 +118,7 @@ Forward = Callable[[MicroBatch], tuple[Any, Any]]
 class OpenEvaluation:
     """An evaluation that is going on, on one rank."""
 
+    run: Run
     loader: EvaluationLoader
     """This process's micro-batches of the set."""
     unchanged: Callable[[], AbstractContextManager[None]]
@@ -133,6 +133,10 @@ class OpenEvaluation:
     """True if the user's own function gives outputs from whole micro-batches."""
     rehearse: Callable[[MicroBatch | None], None] | None = None
     """Looks for what the model keeps, on all ranks, with the first micro-batch of each."""
+
+    def gather_records(self, value: Any) -> list[Any]:
+        """The values, which must survive JSON, of all processes. Collective."""
+        return gather_records(self.run.strategy, value, self.run._session.group)
 
     def rounds(self) -> Iterator[tuple[int, MicroBatch | None]]:
         """Numbers the rounds, as many for every holder, with this one's micro-batch in each. See ``EvaluationStop``."""
@@ -208,6 +212,7 @@ def evaluation(
         is_new = run.rehearsals.is_new_evaluation(evaluated, forward, resumed=resumed)
         with evaluating(evaluated):
             yield OpenEvaluation(
+                run=run,
                 loader=loader,
                 unchanged=partial(unchanged, evaluated, forward),
                 forward=output_and_target,
@@ -252,45 +257,35 @@ def evaluate_all(
     found: dict[str, dict[str, float]] = {}
     if means:
         with evaluation(run, data, *how) as opened:
-            checks = run.options.checks != "off"
-            values = evaluate(opened, means, strategy, group, unchecked, checks=checks, is_main=run.is_main)
+            values = evaluate(opened, means, unchecked)
             run.rehearsals.note_checked(means.values(), evaluated=True)
             found |= {name: {name: value} for name, value in values.items()}
     if whole:
         with evaluation(run, data, *how) as opened:
-            found |= evaluate_whole(opened, whole, strategy, group, is_main=run.is_main)
+            found |= evaluate_whole(opened, whole)
     if isinstance(metric, Mapping):
         return {key: value for name in metrics for key, value in found[name].items()}
     values = found["metric"]
     return values.get("metric", {key.removeprefix("metric_"): value for key, value in values.items()})
 
 
-def evaluate(
-    opened: OpenEvaluation,
-    metrics: Mapping[str, Metric],
-    strategy: Strategy,
-    group: dist.ProcessGroup | None,
-    unchecked: set[str],
-    *,
-    checks: bool,
-    is_main: bool,
-) -> dict[str, float]:
+def evaluate(opened: OpenEvaluation, metrics: Mapping[str, Metric], unchecked: set[str]) -> dict[str, float]:
     """The mean of each metric over all samples, equal on every rank. Collective.
+
+    Unless checks are off, those that are no means are looked for; of those that are not new, where they give one
+    number, see ``means``.
 
     Args:
         opened: the samples and the model.
         metrics: functions of (output, target); see ``step.sum_and_weight`` for what they may return.
-        strategy: where the results of all processes are gathered.
-        group: all ranks; None for a world of one.
         unchecked: names of the metrics that are new; the same on every rank.
-        checks: look for those that are no means; of those that are not new, where they give one number, see ``means``.
-        is_main: True for the process that warns.
 
     Raises:
         ConfigError: a metric is no mean over samples.
         EvaluationStopped: they have stopped, all after the same number of micro-batches.
     """
-    loader, share = opened.loader, opened.loader.share
+    loader, share, strategy = opened.loader, opened.loader.share, opened.run.strategy
+    checks = opened.run.options.checks != "off"
     longest = share.longest(loader.count)
     rows = torch.zeros(longest, len(metrics), 2, dtype=torch.float64, device=strategy.device)
     functions, columns = {name: exact(metric) for name, metric in metrics.items()}, in_columns(metrics)
@@ -333,12 +328,12 @@ def evaluate(
             if micro_batch is not None:
                 compute(place, micro_batch)
     if checks:
-        everyone = gather_records(strategy, sample.some(), group)
+        everyone = opened.gather_records(sample.some())
         with strategy.joined_calls(), opened.autocast():
             found = sample.reasons({name: metrics[name] for name in sorted(checked)}, everyone)
         untold = {each.reason for each in UNTOLD}  # said once
         deviations |= {name: why for name, why in found.items() if name in unchecked or why not in untold}
-        judge_metrics(gather_records(strategy, [deviations, kept], group), warns=is_main)
+        judge_metrics(opened.gather_records([deviations, kept]), warns=opened.run.is_main)
     ordered = gathered_in_order(rows, loader.count, share, strategy).cpu()
     return {name: _mean(name, ordered[:, columns[name]]) for name in metrics}
 
@@ -368,14 +363,7 @@ def gathered_in_order(rows: Tensor, count: int, share: Share, strategy: Strategy
     return ordered[:count]
 
 
-def evaluate_whole(
-    opened: OpenEvaluation,
-    metrics: Mapping[str, SetMetric],
-    strategy: Strategy,
-    group: dist.ProcessGroup | None,
-    *,
-    is_main: bool,
-) -> dict[str, dict[str, float]]:
+def evaluate_whole(opened: OpenEvaluation, metrics: Mapping[str, SetMetric]) -> dict[str, dict[str, float]]:
     """The values of each metric over the outputs and targets of the whole set, equal on every rank. Collective.
 
     The main process updates the metrics, with one micro-batch after the other in the order of the data set.
@@ -383,7 +371,6 @@ def evaluate_whole(
     Args:
         opened: the samples and the model.
         metrics: the objects by name.
-        strategy, group, is_main: as in ``predict``.
 
     Raises:
         ConfigError: outputs or targets are no tensors with a row for each sample, or a value is no number.
@@ -397,10 +384,8 @@ def evaluate_whole(
         columns[:] = [[str(each.dtype), list(each.shape[1:])] for each in pair]
         return torch.cat([each.reshape(len(each), -1).double() for each in pair], 1), None
 
-    rows = predict(replace(opened, forward=joined, whole=True), None, strategy, group, is_main=is_main)
-    (dtype, shape), (target_dtype, target_shape) = next(
-        filter(None, gather_records(strategy, columns, group))
-    )
+    rows = predict(replace(opened, forward=joined, whole=True), None)
+    (dtype, shape), (target_dtype, target_shape) = next(filter(None, opened.gather_records(columns)))
     values = {}
     if rows is not None:
         border = math.prod(shape)
@@ -416,7 +401,7 @@ def evaluate_whole(
             for begin in range(0, len(rows), size):
                 metric.update(outputs[begin : begin + size], targets[begin : begin + size])
             values[name] = _numbers(name, metric.compute())
-    shared: dict[str, dict[str, float]] = next(filter(None, gather_records(strategy, values, group)))
+    shared: dict[str, dict[str, float]] = next(filter(None, opened.gather_records(values)))
     return shared
 
 
@@ -443,14 +428,7 @@ def _mean(name: str, rows: Tensor) -> float:
     return float(fold_rows(rows[:, 0])) / weight
 
 
-def predict(
-    opened: OpenEvaluation,
-    keep: Callable[[Any], Any] | None,
-    strategy: Strategy,
-    group: dist.ProcessGroup | None,
-    *,
-    is_main: bool,
-) -> Tensor | None:
+def predict(opened: OpenEvaluation, keep: Callable[[Any], Any] | None) -> Tensor | None:
     """The outputs of all samples, in order, on the CPU of the main process. Collective.
 
     Each round, every holder gives the outputs of one micro-batch as float64, which holds every value of the dtypes that
@@ -459,16 +437,14 @@ def predict(
     Args:
         opened: the samples and the model.
         keep: makes a tensor with a row for each sample of an output; None where the output is that.
-        strategy: over whose processes outputs are gathered.
-        group: all ranks; None for a world of one.
-        is_main: True for the process that gets them.
 
     Raises:
         ConfigError: the outputs are no tensors of one row for each sample, or rows have several shapes or dtypes.
         RankError: a process was lost, and its outputs with it.
         EvaluationStopped: the ranks have stopped, all after the same number of micro-batches.
     """
-    loader, share = opened.loader, opened.loader.share
+    loader, share, strategy = opened.loader, opened.loader.share, opened.run.strategy
+    is_main = opened.run.is_main
     require_function("keep", keep)
     found, dtype, shape = [torch.empty(0)] * loader.count, "", list[int]()
     row = torch.zeros(1, dtype=torch.float64, device=strategy.device)
@@ -477,7 +453,7 @@ def predict(
             output = None if micro_batch is None else _kept(opened, micro_batch, keep)
         form = None if output is None else [str(output.dtype), list(output.shape[1:])]
         if place == 0:  # a process without a micro-batch learns here what a row is
-            forms = [each for each in gather_records(strategy, form, group) if each is not None]
+            forms = [each for each in opened.gather_records(form) if each is not None]
             if not forms:
                 raise RankError(
                     "The outputs of the first micro-batch are lost with the process that had them."

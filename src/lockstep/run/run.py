@@ -434,7 +434,7 @@ class Run:
         alone = self.options.directory is None  # then a request to stop need not wait for the end of a step
         reading = self.require_prepared().state.loop.reading()
         with self.span("predict"), reading, evaluation(self, data, model, forward, workers, alone) as opened:
-            return predict(opened, keep, self.strategy, self._session.group, is_main=self.is_main)
+            return predict(opened, keep)
 
     def save(self, *given: Any, wait: bool = False, directory: Path | str | None = None) -> Path | None:
         """Writes a checkpoint of the run as it stands, after checking that all ranks agree. Collective.
