@@ -245,7 +245,7 @@ def test_workers_stay_where_nothing_has_changed():
     data, seen = Curriculum(), set()
     for _ in run.epochs(EPOCHS):
         list(run.batches(data, workers=1))
-        (loader,) = run._loaders._training.values()
+        (loader,) = run._loaders._by_id[id(data)].training.values()
         seen.add(loader._reading._loader._iterator._workers[0].pid)
     run.close()
     assert len(seen) == 1

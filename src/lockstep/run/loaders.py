@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from numbers import Integral
 from typing import Any, Literal
@@ -36,7 +36,43 @@ logger = logging.getLogger(__name__)
 _MOST_SOURCES, _MOST_WORKERS = 8, 4096
 _Kind = Literal["training", "evaluation"]
 _Key = tuple[Hashable, ...]
-"""The id of the data, and how and by whom it is to be read."""
+"""How and by whom data are to be read."""
+
+
+@dataclass
+class _Known:
+    """A data set or DataLoader of the program's, and what was made of it."""
+
+    data: Any
+    """Kept, so that its id stays its own."""
+    source: Source
+    number: int
+    """The same on every rank, and for other loaders of the same set."""
+    notes: Notes | None = None
+    """From when it was read last; None before."""
+    shared: list[bytes] = field(default_factory=list)
+    """The contents of memory that it shared with workers then."""
+    is_checked: bool = False
+    """True if samples need not be read twice, since those before the last change were."""
+    training: dict[_Key, StepLoader] = field(default_factory=dict)
+    evaluation: dict[_Key, EvaluationLoader] = field(default_factory=dict)
+    lately: set[_Key] = field(default_factory=set)
+    """Those of the evaluations since an epoch has ended."""
+    changed: set[_Kind] = field(default_factory=set)
+    """Loaders that were made before the data were changed."""
+
+    @property
+    def is_noted(self) -> bool:
+        """False if it can be changed unseen, so that no worker may read it ahead of the loop."""
+        return self.notes is None or self.notes.are_whole
+
+    def close(self, kind: _Kind, *, forget: bool = True) -> None:
+        """Ends the workers of loaders, and forgets these, so that they are made anew."""
+        made: dict[_Key, Any] = self.training if kind == "training" else self.evaluation
+        for loader in made.values():
+            loader.close()
+        if forget:
+            made.clear()
 
 
 class LoaderCache:
@@ -44,24 +80,10 @@ class LoaderCache:
 
     def __init__(self, options: RunOptions, strategy: Strategy) -> None:
         self._options, self._strategy = options, strategy
-        self._sources: OrderedDict[int, tuple[Source, Any]] = OrderedDict()
-        self._numbers: dict[int, int] = {}
-        self._notes: dict[int, Notes] = {}
-        self._shared: dict[int, list[bytes]] = {}
-        """The contents of memory that data shared with workers when they were last read."""
-        self._checked: set[int] = set()
-        """Ids of sources whose samples need not be read twice, since those before the last change were."""
+        self._by_id: OrderedDict[int, _Known] = OrderedDict()
         self._numbered = 0
-        self._plans: dict[_Key, SamplePlan] = {}
-        self._training: dict[_Key, StepLoader] = {}
-        self._evaluation: dict[_Key, EvaluationLoader] = {}
-        self._lately: set[_Key] = set()
-        self._changed: set[tuple[int, _Kind]] = set()
-        """Loaders that were made before their data were changed."""
         self._told: set[str] = set()
         """Notes that were logged."""
-        self._partly_noted: set[int] = set()
-        """Ids of data that can be changed unseen, so that no worker may read them ahead of the loop."""
         self.clocks: list[ReadTrace] | None = None
         """Gets the notes of every loader that is made from now on about when it reads; None: nothing is noted."""
 
@@ -76,57 +98,39 @@ class LoaderCache:
             Whether it has.
         """
         notes = Notes(data)
-        if id(data) in self._sources and self._notes.get(id(data), notes) != notes:
-            self._checked.discard(id(self._sources[id(data)][0]))
-            source = adopt(data)
-            self._sources[id(data)] = source, data
-            self._checked.add(id(source))
-            self._changed |= {(id(data), "training"), (id(data), "evaluation")}
-        self._notes[id(data)] = notes
-        self._shared[id(data)] = notes.shared()
-        self._partly_noted.discard(id(data))
-        if not notes.are_whole:
-            self._partly_noted.add(id(data))
-            for loader in self._made(loaders, id(data)).values():
-                loader.close()
-        if changed := (id(data), loaders) in self._changed:  # the others may be in use
-            self._changed.remove((id(data), loaders))
-            self._drop(loaders, id(data))
-        return changed
-
-    def _made(self, loaders: _Kind, data: int) -> dict[_Key, StepLoader | EvaluationLoader]:
-        made: Mapping[_Key, StepLoader | EvaluationLoader] = self._training
-        if loaders == "evaluation":
-            made = self._evaluation
-        return {key: loader for key, loader in made.items() if key[0] == data}
-
-    def _drop(self, loaders: _Kind, data: int) -> None:
-        for key, loader in self._made(loaders, data).items():
-            loader.close()
-            (self._training if loaders == "training" else self._evaluation).pop(key)
-        if loaders == "training":
-            self._plans = {key: plan for key, plan in self._plans.items() if key[0] != data}
+        known = self._known(data)
+        if known.notes not in (None, notes):
+            known.source, known.is_checked = adopt(data), True
+            known.changed = {"training", "evaluation"}
+        known.notes, known.shared = notes, notes.shared()
+        if not known.is_noted:
+            known.close(loaders, forget=False)
+        if has_changed := loaders in known.changed:  # the others may be in use
+            known.changed.remove(loaders)
+            known.close(loaders)
+        return has_changed
 
     def source(self, data: Any) -> Source:
         """The source of ``data``: its data set and how to read it; warns once of what is handled differently."""
-        if id(data) not in self._sources:
+        return self._known(data).source
+
+    def _known(self, data: Any) -> _Known:
+        if id(data) not in self._by_id:
             source = adopt(data)
             self._warn(*source.notes)
-            known = next(
-                (i for i, (each, _) in self._sources.items() if each.dataset is source.dataset), None
-            )
-            self._numbers[id(data)] = self._numbered if known is None else self._numbers[known]
-            self._numbered += known is None
-            self._sources[id(data)] = source, data  # the data is kept, so that its id stays its own
-            while len(self._sources) > _MOST_SOURCES:  # a loop may make a new DataLoader in every epoch
-                self._forget(next(iter(self._sources)))
-        self._sources.move_to_end(id(data))
-        return self._sources[id(data)][0]
+            others = self._by_id.values()
+            number = next((each.number for each in others if each.source.dataset is source.dataset), None)
+            if number is None:
+                number, self._numbered = self._numbered, self._numbered + 1
+            self._by_id[id(data)] = _Known(data, source, number)
+            while len(self._by_id) > _MOST_SOURCES:  # a loop may make a new DataLoader in every epoch
+                self._close_oldest()
+        self._by_id.move_to_end(id(data))
+        return self._by_id[id(data)]
 
     def compared(self, data: Any, workers: int | None) -> tuple[int, Callable[[], dict[str, str]]]:
         """A number for the data set, which is the same on every rank and with other loaders of it; gives digests."""
-        self.source(data)
-        return self._numbers[id(data)], partial(self.digests, data, workers)
+        return self._known(data).number, partial(self.digests, data, workers)
 
     def plan(self, data: Any, shuffle: bool, drop_last: bool, smallest: int) -> SamplePlan:
         """The sample plan of a training set; ``smallest`` is the smallest micro-batch that can be computed."""
@@ -138,25 +142,22 @@ class LoaderCache:
             raise ConfigError(
                 "run.batches(..., shuffle=False) was given a DataLoader that shuffles. Make it with shuffle=False."
             )
-        key = (id(data), len(source.dataset), shuffle, drop_last, smallest)
-        if key not in self._plans:
-            self._plans[key] = SamplePlan(
-                samples=len(source.dataset),
-                shape=self._options.shape,
-                seed=self._options.seed,
-                shuffle=shuffle if source.shuffle is None else source.shuffle,
-                drop_last=drop_last or bool(source.drop_last),
-                smallest_micro_batch=smallest,
-            )
-        return self._plans[key]
+        return SamplePlan(
+            samples=len(source.dataset),
+            shape=self._options.shape,
+            seed=self._options.seed,
+            shuffle=shuffle if source.shuffle is None else source.shuffle,
+            drop_last=drop_last or bool(source.drop_last),
+            smallest_micro_batch=smallest,
+        )
 
     def training(
         self, data: Any, shuffle: bool, drop_last: bool, workers: int | None, smallest: int
     ) -> StepLoader:
         """The loader of a training set for this process's micro-batches."""
-        key = (id(data), shuffle, drop_last, workers, self._strategy.share)
-        if key not in self._training:
-            plan, source = self.plan(data, shuffle, drop_last, smallest), self.source(data)
+        known, key = self._known(data), (shuffle, drop_last, workers, self._strategy.share)
+        if key not in known.training:
+            plan, source = self.plan(data, shuffle, drop_last, smallest), known.source
             is_ragged = bool(plan.samples % plan.shape.global_batch)
             side_by_side = source.dataset.sources if isinstance(source.dataset, SideBySide) else []
             self._warn(
@@ -178,37 +179,38 @@ class LoaderCache:
                     f"The last micro-batch of each epoch would hold {plan.dropped_samples} sample, too few for "
                     "BatchNorm: it is left out."
                 )
-            self._training[key] = StepLoader(
+            known.training[key] = StepLoader(
                 source.dataset,
                 plan,
                 share=self._strategy.share,
                 prefetch=self._options.prefetch,
-                **self._reading(source, workers, "loader"),
+                **self._reading(known, workers, "loader"),
             )
-        return self._training[key]
+        return known.training[key]
 
     def evaluation(self, data: Any, workers: int | None) -> EvaluationLoader:
         """The loader of an evaluation set for this process's micro-batches."""
-        key = (id(data), workers, self._evaluation_share)
-        self._lately.add(key)
-        if key not in self._evaluation:
-            source = self.source(data)
-            self._evaluation[key] = EvaluationLoader(
+        known, key = self._known(data), (workers, self._evaluation_share)
+        known.lately.add(key)
+        if key not in known.evaluation:
+            source = known.source
+            known.evaluation[key] = EvaluationLoader(
                 source.dataset,
                 micro_batch_size=self._options.evaluation_batch
                 or source.evaluation_batch
                 or self._options.shape.micro_batch_size,
                 share=self._evaluation_share,
-                **self._reading(source, workers, "loader of evaluation"),
+                **self._reading(known, workers, "loader of evaluation"),
             )
-        return self._evaluation[key]
+        return known.evaluation[key]
 
     def digests(self, data: Any, workers: int | None) -> dict[str, str]:
         """Digests of the first, the middle and the last sample, which every rank reads, and of what wrappers choose.
 
         Empty without checks.
         """
-        source = self.source(data)
+        known = self._known(data)
+        source = known.source
         if self._options.checks == "off":
             return {}
         count = len(source.dataset)
@@ -216,7 +218,7 @@ class LoaderCache:
         is_stream = isinstance(source.dataset, Stream)
         if is_stream:
             some, source.dataset.is_compared = [0], True
-        found = sample_digests(source.dataset, some, **self._reading(source, workers))
+        found = sample_digests(source.dataset, some, **self._reading(known, workers))
         if (
             is_stream
         ):  # equal on all ranks says nothing of what it keeps: a count of its readings is equal, too
@@ -229,22 +231,18 @@ class LoaderCache:
         That is what has been evaluated since the last call, and ``next_epoch``, where one may follow. ``SkipBroken``
         counts by epoch, so of such a set none is read before its epoch has come.
         """
-        for key in self._lately:
-            if key in self._evaluation and key[0] not in self._partly_noted:
-                self._evaluation[key].begin()
-        self._lately.clear()
-        data = next((key[0] for key, each in self._training.items() if each is loader), None)
-        if (
-            loader.has_workers
-            and data in self._notes
-            and self._shared.get(data) != self._notes[data].shared()
-        ):
+        for each in self._by_id.values():
+            for key in each.lately & each.evaluation.keys() if each.is_noted else ():
+                each.evaluation[key].begin()
+            each.lately.clear()
+        known = next((each for each in self._by_id.values() if loader in each.training.values()), None)
+        if loader.has_workers and known and known.notes and known.shared != known.notes.shared():
             self._warn(
                 "Memory that the data set shares with its loader workers, such as a multiprocessing.Value, has changed "
                 "within the epoch. They read ahead, so which samples come under which value is a matter of time. If "
                 "samples depend on it, change it between epochs, before run.batches, or read without workers."
             )
-        if next_epoch is not None and not loader.counts_skipped and data not in self._partly_noted:
+        if next_epoch is not None and not loader.counts_skipped and (known is None or known.is_noted):
             loader.begin(next_epoch)
 
     def _warn(self, *notes: str | None) -> None:
@@ -255,21 +253,17 @@ class LoaderCache:
 
     def close(self) -> None:
         """Ends all worker processes."""
-        for data in list(self._sources):
-            self._forget(data)
+        while self._by_id:
+            self._close_oldest()
 
-    def _forget(self, data: int) -> None:
-        self._checked.discard(id(self._sources[data][0]))
-        del self._sources[data], self._numbers[data]
-        self._notes.pop(data, None)
-        self._shared.pop(data, None)
-        self._partly_noted.discard(data)
-        self._changed -= {(data, "training"), (data, "evaluation")}
-        self._drop("training", data)
-        self._drop("evaluation", data)
+    def _close_oldest(self) -> None:
+        _, known = self._by_id.popitem(last=False)
+        known.close("training")
+        known.close("evaluation")
 
-    def _reading(self, source: Source, workers: int | None, name: str = "") -> ReadingOptions:
+    def _reading(self, known: _Known, workers: int | None, name: str = "") -> ReadingOptions:
         """How a loader reads, and the notes of it where they are asked for and it has a name."""
+        source = known.source
         if workers is not None and not (isinstance(workers, Integral) and 0 <= workers <= _MOST_WORKERS):
             raise ConfigError(
                 f"workers={workers!r:.60} was given. Give the processes that read ahead, from 0 to {_MOST_WORKERS}."
@@ -286,7 +280,7 @@ class LoaderCache:
             gpus=gpus if source.pin_memory is not False else (),
             timeout=source.timeout or self._options.loader_timeout,
             clock=self.clocks[-1] if self.clocks else None,
-            checks=self._options.checks != "off" and id(source) not in self._checked,
+            checks=self._options.checks != "off" and not known.is_checked,
         )
 
     @property
