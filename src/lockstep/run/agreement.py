@@ -31,7 +31,6 @@ from torch import Tensor, nn
 from lockstep.config.options import RunOptions
 from lockstep.core.fingerprint import Context, checksums, combine, differing, digest_tensors
 from lockstep.core.plan import SamplePlan
-from lockstep.data.batch import map_leaves
 from lockstep.data.changes import CHOICE
 from lockstep.distributed.collectives import broadcast_tensors
 from lockstep.errors import CheckpointMismatch, ConfigError, ReplicaError
@@ -44,7 +43,7 @@ from lockstep.run.prepare import (
     hyperparameters,
 )
 from lockstep.run.same_call import by_rank, gather_agreed
-from lockstep.strategies import Strategy, gather_records, one_sided_writes
+from lockstep.strategies import Strategy, one_sided_writes
 from lockstep.text import shorten
 
 if TYPE_CHECKING:
@@ -380,37 +379,6 @@ def _differences(
     keys = dict.fromkeys(key for each in everyone for key in each)
     values = {key: [each.get(key, absent) for each in everyone] for key in keys}
     return {key: found for key, found in values.items() if any(value != found[0] for value in found)}
-
-
-def common_data(own: list[Any], strategy: Strategy, group: dist.ProcessGroup | None) -> list[Any] | None:
-    """The data of rank 0's first micro-batch, on every rank that has one. Collective.
-
-    Args:
-        own: the data of this rank's first micro-batch in a list; empty where it has none.
-        strategy: that trains.
-        group: all ranks.
-
-    Returns:
-        A list of one entry; None where the data are no tensors, or not of one structure on all ranks.
-    """
-    leaves: list[Any] = []
-    structure = repr(map_leaves(own, leaves.append))
-    sendable = all(type(leaf) is Tensor and leaf.layout is torch.strided for leaf in leaves)
-    kinds = (
-        [[list(leaf.shape), str(leaf.dtype).removeprefix("torch.")] for leaf in leaves] if sendable else None
-    )
-    everyone = gather_records(strategy, [structure, kinds], group)
-    structures = {each for each, kinds in everyone if kinds != []}
-    if len(structures) != 1 or not everyone[0][1] or None in (kinds for _, kinds in everyone):
-        return None
-    assert group is not None, "there are several ranks"
-    sent = [torch.empty(size, dtype=getattr(torch, dtype)) for size, dtype in everyone[0][1]]
-    if dist.get_rank(group) == 0:
-        sent = [leaf.clone() for leaf in leaves]
-    sent = [each.to(strategy.device) for each in sent]
-    broadcast_tensors(sent, 0, group)
-    values = iter(each.cpu() for each in sent)
-    return map_leaves(own, lambda _: next(values)) if own else [None]
 
 
 _EVALUATED = "The run evaluates"

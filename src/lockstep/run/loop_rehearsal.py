@@ -22,21 +22,23 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lockstep.config.strategy_options import Level
-from lockstep.core.fingerprint import sum_of_bits
 from lockstep.data.batch import Batch, MicroBatch, map_leaves
 from lockstep.data.keyed import generators_kept
 from lockstep.errors import ConfigError
 from lockstep.numerics.hidden_state import Kind, Snapshot
-from lockstep.run.agreement import common_data
 from lockstep.run.means import deviation_of_parts, has_rows, joined, rows_of
 from lockstep.run.short_step import (
     Buffers,
     CalledModules,
     Findings,
     RehearsalCompute,
+    on_all_ranks,
     parameter_values,
+    put_back,
     shortened,
+    taken_gradients,
     with_own_data,
+    without_gradients,
 )
 from lockstep.run.step import BackwardPass, evaluating, sum_and_weight
 from lockstep.run.step_errors import other_on_ranks
@@ -96,17 +98,19 @@ class LoopRehearsal:
         run.rehearsals.require_equal_draws()
         done = run.rehearsals.done
         done[LoopRehearsal] = done.get(LoopRehearsal, 0) + 1
-        is_first, sent = done[LoopRehearsal] == 1, strategy.bytes_sent
+        is_first = done[LoopRehearsal] == 1
         buffers = Buffers((model, prepared.compute.model))
         roots: dict[str, Any] = {"": model}
         before, by_rank = Snapshot(roots, buffers.tensors), False
         called, findings = CalledModules(prepared, before, roots), Findings()
         short, self._compute = shortened(self._batch, self._opened.compute, strategy.share, 1)
-        prior = {p: p.grad for p in strategy.trainable().values()}
-        for parameter in prior:
-            parameter.grad = None
         try:
-            with run._events.silenced(), generators_kept():
+            with (
+                without_gradients(strategy),
+                put_back(before, buffers),
+                run._events.silenced(),
+                generators_kept(),
+            ):
                 values = parameter_values(model)
                 with called.noting():
                     first = yield from self._pass(short)
@@ -125,12 +129,7 @@ class LoopRehearsal:
                         findings.deviation = yield from self._deviation()
         finally:
             self._is_judged = False
-            before.restore()
-            buffers.restore()
             randomness.leave()
-            for parameter, gradient in prior.items():
-                parameter.grad = gradient
-            strategy.rehearsed_bytes += strategy.bytes_sent - sent
         findings.foreign = called.wrong
         findings.drew = [name for name in changed if later.kinds.get(name) is Kind.GENERATOR]
         for kept in second:
@@ -176,34 +175,18 @@ class LoopRehearsal:
         self._compute.begin(micro_batch)
         yield from self._given(micro_batch)
         self._compute.randomness.leave()
-        trained = strategy.trainable()
-        gradients = {
-            name: None if p.grad is None else int(sum_of_bits(p.grad)) for name, p in trained.items()
-        }
-        for parameter in trained.values():
-            parameter.grad = None
+        gradients = {f"the gradient of {name!r}": each for name, each in taken_gradients(strategy).items()}
         settings = settings_of(self._run.require_prepared().state.parts.optimizers)
-        return (
-            {"the loss": self._losses}
-            | {f"the gradient of {n!r}": g for n, g in gradients.items()}
-            | settings
-        )
+        return {"the loss": self._losses, **gradients, **settings}
 
     def _pass_of_all(self, batch: Batch) -> Generator[MicroBatch, None, bool]:
         """Gives rank 0's micro-batch on every rank; returns whether the losses have other bits."""
-        own: list[Any] = [each.data for each in batch.micro_batches]
-        data = common_data(own, self._strategy, self._group)
-        if data is None:
+        common = on_all_ranks(batch, self._compute, self._strategy, self._group)
+        if common is None:
             return False
-        parts = tuple(
-            replace(each, data=data[0], indices=batch.plan.indices[0]) for each in batch.micro_batches
-        )
-        plan = replace(batch.plan, indices=(batch.plan.indices[0],) * batch.plan.leaves)
-        numbered, compute = self._compute, self._compute
-        first = compute.numbers[0]
-        self._compute = replace(compute, plan=plan, numbers=dict.fromkeys(compute.numbers, first))
-        yield from self._pass(Batch(plan, parts))
-        self._compute = numbered
+        own, (batch, self._compute) = self._compute, common
+        yield from self._pass(batch)
+        self._compute = own
         return any(loss != self._losses[0] for loss in self._losses)
 
     def _deviation(self) -> Generator[MicroBatch, None, str]:

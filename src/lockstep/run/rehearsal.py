@@ -17,6 +17,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
@@ -26,13 +27,14 @@ from torch import nn
 
 from lockstep.config.options import RunOptions
 from lockstep.config.strategy_options import Level
-from lockstep.core.fingerprint import checksums, sum_of_bits
+from lockstep.core.fingerprint import checksums
 from lockstep.data.batch import Batch
 from lockstep.data.keyed import content_of, encoded_states, generators_kept
 from lockstep.errors import ConfigError
 from lockstep.numerics.compilation import fix_graphs
 from lockstep.numerics.hidden_state import Kind, Snapshot, draws_globally, told
-from lockstep.run.agreement import common_data, compared_replicas
+from lockstep.numerics.randomness import KeyedRandomness
+from lockstep.run.agreement import compared_replicas
 from lockstep.run.attributes import is_stored
 from lockstep.run.loop_code import names_reached
 from lockstep.run.means import Deviation, judge_with_model
@@ -42,9 +44,13 @@ from lockstep.run.short_step import (
     CalledModules,
     Findings,
     RehearsalCompute,
+    on_all_ranks,
     parameter_values,
+    put_back,
     shortened,
+    taken_gradients,
     with_own_data,
+    without_gradients,
 )
 from lockstep.run.step import StepCompute, code_of
 from lockstep.run.step_errors import other_on_ranks
@@ -67,6 +73,7 @@ _LATER, _COUNTED = 32, 8
 then after a quarter of them. So is the last step of all, where it is known."""
 _VALUES = (Kind.NUMBER, Kind.TENSOR)
 _GENERATORS = ("torch", "NumPy", "random")
+_STORE_IT = "Make it a registered buffer, or let its module's get_extra_state and set_extra_state store it."
 _TIMES = {"first": 2, "always": math.inf, "off": 1}
 
 
@@ -143,13 +150,11 @@ class Rehearsals:
         self, model: nn.Module, forward: Callable[..., Any] | None, *, resumed: bool = False
     ) -> bool:
         """True for an evaluation that should be rehearsed and was not asked about before."""
-        is_due = self.is_on or (self._is_for_resume and resumed)
-        return is_due and self._is_new((type(model), code_of(forward)))
-
-    def _is_new(self, code: Any) -> bool:
-        seen = code in self._seen
+        code = type(model), code_of(forward)
+        if code in self._seen or not (self.is_on or (self._is_for_resume and resumed)):
+            return False
         self._seen.add(code)
-        return not seen
+        return True
 
     def rehearse_evaluation(
         self, model: nn.Module, forward: Callable[..., Any] | None, compute: Callable[[], Any] | None
@@ -166,17 +171,13 @@ class Rehearsals:
         """
         found: list[Any] = [False, {}]
         if compute is not None:
-            roots = {"": model, **({"forward=": forward} if forward is not None else {})}
+            roots = {"": model, "forward=": forward}
             buffers = Buffers((model,))
             before = Snapshot(roots, buffers.tensors)
-            try:
-                with self._events.silenced(), generators_kept():
-                    first = content_of(compute())
-                    after = Snapshot(roots, buffers.tensors, restorable=False)
-                    found = [content_of(compute()) != first, before.changed(after)]
-            finally:
-                before.restore()
-                buffers.restore()
+            with put_back(before, buffers), self._events.silenced(), generators_kept():
+                first = content_of(compute())
+                after = Snapshot(roots, buffers.tensors, restorable=False)
+                found = [content_of(compute()) != first, before.changed(after)]
         everyone = gather_records(self._strategy, found, self._group)
         changed = next((each for differs, each in everyone if differs), None)
         if changed is not None and self._is_for_resume:
@@ -185,8 +186,8 @@ class Rehearsals:
             what = told(changed, _MOST) if changed else "something that was not found, such as an iterator"
             raise ConfigError(
                 f"The forward pass of the evaluation keeps {what} from one call to the next. The checkpoint does not "
-                "hold it, so this run would evaluate otherwise than without the stop. Make it a registered buffer, or "
-                "let its module's get_extra_state and set_extra_state store it. checks='off' goes on all the same."
+                f"hold it, so this run would evaluate otherwise than without the stop. {_STORE_IT} checks='off' goes "
+                "on all the same."
             )
         if changed is not None:
             raise ConfigError(
@@ -292,60 +293,55 @@ class Rehearsals:
     ) -> Findings:
         strategy, model = self._strategy, prepared.state.parts.model
         strategy.before_step()
-        trained = strategy.trainable()
-        prior = {p: p.grad for p in trained.values()}
-        sent, buffers = strategy.bytes_sent, Buffers((model, prepared.compute.model))
-        roots = {"": model, f"the loss {_words(loss)}": loss}
-        if compute.forward is not None:
-            roots["forward="] = compute.forward
+        buffers = Buffers((model, prepared.compute.model))
+        roots = {"": model, f"the loss {_words(loss)}": loss, "forward=": compute.forward}
         before = Snapshot(roots, buffers.tensors)
         called, findings = CalledModules(prepared, before, roots), Findings()
         begins = self.done[code_of(loss)] <= max(2, self.times)
         starts = self._starts.setdefault(code_of(loss), {})
         short, rehearsal = shortened(batch, compute, strategy.share, 2 if self._are_concurrent else 1)
         judging = replace(rehearsal, judged=None if compute.function is stand_in else [])
-        for parameter in prior:
-            parameter.grad = None
-        try:
-            with self._events.silenced(), generators_kept():
-                values = parameter_values(model)
-                with called.noting(), strategy.watching_writes() as written:
-                    first = self._first_pass(short, rehearsal, scale)
-                findings.written = [
-                    name for name, value in parameter_values(model).items() if value != values[name]
-                ] + sorted(written)
-                after = Snapshot(roots, buffers.tensors, restorable=False)
-                buffers.restore()  # the next step would begin from new running statistics
-                second = self._pass(_turned(short), judging, scale)
-                later = Snapshot(roots, buffers.tensors, restorable=False)
-                is_counting = begins and bool(after.changed(later))
-                others = [second, *self._further_passes(short, rehearsal, scale, buffers, is_counting)]
-                buffers.restore()
-                differs = any(each.differs(first) for each in others)
-                from_start = self._pass_from_start(short, rehearsal, scale, before, buffers, starts, differs)
-                others += from_start
-                # Each time: a loop may give back what a step has left on its rank.
-                if strategy.share.holders > 1:
-                    findings.by_rank = self._pass_of_all(short, rehearsal, scale)
-                    self._places = before.texts
-                is_called_alone = strategy.replicated and not self._are_concurrent
-                with strategy.joined_calls():  # a loss may call the model
-                    deviations = judging.deviations()
-                is_judged = any(each is not Deviation.WITHOUT_ROWS for each in deviations)
-                if is_called_alone and not is_judged:
-                    is_new = self.done[code_of(loss)] == 1 and bool(batch.micro_batches)
-                    deviations = [judge_with_model(compute, batch.micro_batches)] if is_new else []
-        finally:
-            before.restore()
+        compute_again = partial(self._pass, short, rehearsal, scale)
+        with (
+            without_gradients(strategy),
+            put_back(before, buffers),
+            self._events.silenced(),
+            generators_kept(),
+        ):
+            values = parameter_values(model)
+            with called.noting(), strategy.watching_writes() as written:
+                first = self._first_pass(compute_again, compute.randomness)
+            findings.written = [
+                name for name, value in parameter_values(model).items() if value != values[name]
+            ] + sorted(written)
+            after = Snapshot(roots, buffers.tensors, restorable=False)
+            buffers.restore()  # the next step would begin from new running statistics
+            second = self._pass(_turned(short), judging, scale)
+            later = Snapshot(roots, buffers.tensors, restorable=False)
+            is_counting = begins and bool(after.changed(later))
+            others = [second, *self._further_passes(compute_again, buffers, is_counting)]
             buffers.restore()
-            for parameter, gradient in prior.items():
-                parameter.grad = gradient
-            strategy.rehearsed_bytes += strategy.bytes_sent - sent
+            differs = any(each.differs(first) for each in others)
+            from_start = self._pass_from_start(compute_again, before, buffers, starts, differs)
+            others += from_start
+            # Each time: a loop may give back what a step has left on its rank.
+            if strategy.share.holders > 1:
+                findings.by_rank = self._pass_of_all(short, rehearsal, scale)
+                self._places = before.texts
+            is_called_alone = strategy.replicated and not self._are_concurrent
+            with strategy.joined_calls():  # a loss may call the model
+                deviations = judging.deviations()
+            is_judged = any(each is not Deviation.WITHOUT_ROWS for each in deviations)
+            if is_called_alone and not is_judged:
+                is_new = self.done[code_of(loss)] == 1 and bool(batch.micro_batches)
+                deviations = [judge_with_model(compute, batch.micro_batches)] if is_new else []
         findings.foreign = called.wrong
         findings.deviation = next((each.reason for each in deviations if each.reason), "")
         findings.losses_differ = any(each.losses != first.losses for each in others)
         findings.gradients = [
-            name for name in trained if any(each.gradients[name] != first.gradients[name] for each in others)
+            name
+            for name, bits in first.gradients.items()
+            if any(each.gradients[name] != bits for each in others)
         ]
         noted, counting = findings.note_changes(before, after, later)
         self._note_variables(before, {**noted, **counting})
@@ -361,20 +357,20 @@ class Rehearsals:
             findings.changed = {name: pair for name, pair in now.items() if pair[0] != pair[1]}
         return findings
 
-    def _first_pass(self, batch: Batch, compute: StepCompute, scale: float) -> _Result:
+    def _first_pass(self, compute: Callable[[], _Result], randomness: KeyedRandomness) -> _Result:
         """The first computation; done again where it drew from global generators that were not keyed yet."""
-        randomness, (_, *states) = compute.randomness, encoded_states()
-        result = self._pass(batch, compute, scale)
+        _, *states = encoded_states()
+        result = compute()
         fix_graphs()  # a forward pass may load the compiler
         if not randomness.keys_global_generators:
             drew = gather_records(self._strategy, encoded_states()[1:] != states, self._group)
             if any(drew):
                 randomness.key_global_generators()
-                result = self._pass(batch, compute, scale)
+                result = compute()
         return result
 
     def _further_passes(
-        self, batch: Batch, compute: StepCompute, scale: float, buffers: Buffers, is_counting: bool
+        self, compute: Callable[[], _Result], buffers: Buffers, is_counting: bool
     ) -> list[_Result]:
         """More computations where something goes on with each call: its effect may be as small as rounding."""
         if not any(gather_records(self._strategy, is_counting, self._group)):
@@ -382,14 +378,12 @@ class Rehearsals:
         found = []
         for _ in range(_FURTHER):
             buffers.restore()
-            found.append(self._pass(batch, compute, scale))
+            found.append(compute())
         return found
 
     def _pass_from_start(
         self,
-        batch: Batch,
-        compute: StepCompute,
-        scale: float,
+        compute: Callable[[], _Result],
         before: Snapshot,
         buffers: Buffers,
         starts: Mapping[str, tuple[str, Any]],
@@ -404,7 +398,7 @@ class Rehearsals:
             return []
         before.restore()
         before.put({name: value for name, (_, value) in starts.items()})
-        found = self._pass(batch, compute, scale)
+        found = compute()
         before.restore()
         buffers.restore()
         return [found]
@@ -414,16 +408,8 @@ class Rehearsals:
 
         Nothing is found where its data are no tensors, or not alike on all ranks.
         """
-        own: list[Any] = [each.data for each in batch.micro_batches]
-        data = common_data(own, self._strategy, self._group)
-        if data is None:
-            return []
-        parts = tuple(
-            replace(each, data=data[0], indices=batch.plan.indices[0]) for each in batch.micro_batches
-        )
-        plan = replace(batch.plan, indices=(batch.plan.indices[0],) * batch.plan.leaves)
-        numbers = dict.fromkeys(compute.numbers, compute.numbers[0])
-        losses = self._pass(Batch(plan, parts), replace(compute, plan=plan, numbers=numbers), scale).losses
+        common = on_all_ranks(batch, compute, self._strategy, self._group)
+        losses = [] if common is None else self._pass(*common, scale).losses
         return losses if any(loss != losses[0] for loss in losses) else []
 
     def _pass(self, batch: Batch, compute: StepCompute, scale: float) -> _Result:
@@ -431,13 +417,7 @@ class Rehearsals:
         parts = tuple(with_own_data(each) for each in batch.micro_batches)
         result = self._strategy.backward(replace(batch, micro_batches=parts), compute, scale=scale, stop=0)
         compute.randomness.leave()
-        trained = self._strategy.trainable()
-        gradients = {
-            name: None if p.grad is None else int(sum_of_bits(p.grad)) for name, p in trained.items()
-        }
-        for parameter in trained.values():
-            parameter.grad = None
-        return _Result(result.losses.view(torch.int64).tolist(), gradients)
+        return _Result(result.losses.view(torch.int64).tolist(), taken_gradients(self._strategy))
 
     def judge(self, found: Findings, words: str) -> None:
         """Raises or warns; what was found is that of all ranks."""
@@ -472,14 +452,11 @@ class Rehearsals:
             if missed
             else "something that was not found, such as an iterator or a file"
         )
-        remedy = (
-            "Make it a registered buffer, or let its module's get_extra_state and set_extra_state store it."
-        )
         if state.resumed_context:
             raise ConfigError(
                 f"The forward pass or the loss keeps {what} from one call to the next. The checkpoint does not hold "
                 "it, so this run would go on with other bits than without the stop. Begin anew without resume. "
-                f"{remedy} checks='off' goes on all the same."
+                f"{_STORE_IT} checks='off' goes on all the same."
             )
         new = [name for name in missed or [what] if name not in self._warned]
         self._warned |= set(new)
@@ -488,7 +465,7 @@ class Rehearsals:
                 "The forward pass or the loss keeps %s from one call to the next, which no checkpoint holds: after a "
                 "stop, the run cannot be resumed. %s",
                 what,
-                remedy,
+                _STORE_IT,
             )
 
 

@@ -9,16 +9,20 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from lockstep.core.fingerprint import sum_of_bits
 from lockstep.core.plan import Share
 from lockstep.data.batch import Batch, MicroBatch, map_leaves
+from lockstep.distributed.collectives import broadcast_tensors
 from lockstep.errors import ConfigError
 from lockstep.numerics.hidden_state import Kind, Snapshot, told
 from lockstep.run.means import Deviation, Part, checked, copies_of, has_rows
 from lockstep.run.step import StepCompute
+from lockstep.strategies import Strategy, gather_records
 from lockstep.strategies.absent import AbsentParameter, AbsentTensor
 from lockstep.strategies.sharding import value_of
 from lockstep.text import shorten
@@ -222,15 +226,44 @@ class Buffers:
 
 
 @contextmanager
-def unchanged(model: nn.Module, forward: Callable[..., Any] | None) -> Iterator[None]:
-    """Puts back what calls of a model, and of the user's own ``forward``, in the block have changed in them."""
-    buffers = Buffers((model,))
-    before = Snapshot({"": model, "forward=": forward}, buffers.tensors)
+def put_back(before: Snapshot, buffers: Buffers) -> Iterator[None]:
+    """Puts back what calls of the user's code in the block have changed."""
     try:
         yield
     finally:
         before.restore()
         buffers.restore()
+
+
+@contextmanager
+def unchanged(model: nn.Module, forward: Callable[..., Any] | None) -> Iterator[None]:
+    """Puts back what calls of a model, and of the user's own ``forward``, in the block have changed in them."""
+    buffers = Buffers((model,))
+    with put_back(Snapshot({"": model, "forward=": forward}, buffers.tensors), buffers):
+        yield
+
+
+@contextmanager
+def without_gradients(strategy: Strategy) -> Iterator[None]:
+    """Takes the gradients away for a rehearsal in the block, and counts what it sends as such."""
+    prior, sent = {p: p.grad for p in strategy.trainable().values()}, strategy.bytes_sent
+    for parameter in prior:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in prior.items():
+            parameter.grad = gradient
+        strategy.rehearsed_bytes += strategy.bytes_sent - sent
+
+
+def taken_gradients(strategy: Strategy) -> dict[str, int | None]:
+    """A sum of the bits of each gradient, by parameter; the gradients are taken away."""
+    trained = strategy.trainable()
+    found = {name: None if p.grad is None else int(sum_of_bits(p.grad)) for name, p in trained.items()}
+    for parameter in trained.values():
+        parameter.grad = None
+    return found
 
 
 def _values_of(buffer: Tensor | None) -> Tensor | None:
@@ -251,6 +284,38 @@ def shortened(batch: Batch, compute: StepCompute, share: Share, most: int) -> tu
     given = {each.name: getattr(compute, each.name) for each in fields(compute)}
     rehearsal = RehearsalCompute(**{**given, "plan": short, "metrics": None}, numbers=dict(enumerate(first)))
     return Batch(short, own), rehearsal
+
+
+def on_all_ranks(
+    batch: Batch, compute: RehearsalCompute, strategy: Strategy, group: dist.ProcessGroup | None
+) -> tuple[Batch, RehearsalCompute] | None:
+    """The short step with rank 0's first micro-batch in the place of every one, under the same keys. Collective.
+
+    None where the data are no tensors, or not of one structure on all ranks that have some.
+    """
+    leaves: list[Any] = []
+    data = [each.data for each in batch.micro_batches]
+    structure = repr(map_leaves(data, leaves.append))
+    sendable = all(type(leaf) is Tensor and leaf.layout is torch.strided for leaf in leaves)
+    kinds = (
+        [[list(leaf.shape), str(leaf.dtype).removeprefix("torch.")] for leaf in leaves] if sendable else None
+    )
+    everyone = gather_records(strategy, [structure, kinds], group)
+    structures = {each for each, kinds in everyone if kinds != []}
+    if len(structures) != 1 or not everyone[0][1] or None in (kinds for _, kinds in everyone):
+        return None
+    assert group is not None, "there are several ranks"
+    sent = [torch.empty(size, dtype=getattr(torch, dtype)) for size, dtype in everyone[0][1]]
+    if dist.get_rank(group) == 0:
+        sent = [leaf.clone() for leaf in leaves]
+    sent = [each.to(strategy.device) for each in sent]
+    broadcast_tensors(sent, 0, group)
+    values = iter(each.cpu() for each in sent)
+    data, first = map_leaves(data, lambda _: next(values)), batch.plan.indices[0]
+    parts = tuple(replace(each, data=data[0], indices=first) for each in batch.micro_batches)
+    plan = replace(batch.plan, indices=(first,) * batch.plan.leaves)
+    numbers = dict.fromkeys(compute.numbers, compute.numbers[0])
+    return Batch(plan, parts), replace(compute, plan=plan, numbers=numbers)
 
 
 def with_own_data(micro_batch: MicroBatch) -> MicroBatch:
