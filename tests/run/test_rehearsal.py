@@ -404,8 +404,8 @@ def test_input_that_is_written_to_is_read_once():
 def test_kernels_without_a_fixed_order_are_not_compared(device, is_compared):
     """With ``deterministic=False``, two forward passes on a GPU may differ though nothing was kept between them."""
     options = RunOptions.of(global_batch=8, deterministic=False)
-    strategy = SimpleNamespace(device=torch.device(device))
-    rehearsals = Rehearsals(options, strategy, None, StepEvents(), is_main=True)
+    strategy = SimpleNamespace(device=torch.device(device), all_ranks=None)
+    rehearsals = Rehearsals(options, strategy, StepEvents(), is_main=True)
     assert rehearsals.is_new_evaluation(model(), None) is is_compared
 
 

@@ -226,7 +226,7 @@ class LightningTrainer:
             self._batch_idx, log = batch.plan.position, StepLog()
             run.backward_by(run.strategy.backward, batch, _loss, forward, log)
             reasons = self._no_means(module, step, forward, batch.micro_batches, log.values)
-            logged = gathered(step, log.values, reasons, run.strategy, run._session.group)
+            logged = gathered(step, log.values, reasons, run.strategy)
             self._epoch_means.add_all(logged)
             run.extra["logged"] = self._epoch_means.sums
             self.callback_metrics |= logged.means(of_step=True)
@@ -262,7 +262,7 @@ class LightningTrainer:
                         new = {micro_batch.k: (len(micro_batch), output[1])}
                         values |= new
                         reasons |= self._no_means(module, step, forward, (micro_batch,), new)
-            means = gathered(step, values, reasons, run.strategy, run._session.group).means(of_step=False)
+            means = gathered(step, values, reasons, run.strategy).means(of_step=False)
             self.callback_metrics |= means
             found |= means | self._call(module, f"{names}_epoch_end") | self._call(module, f"{names}_end")
         self.validating = self.testing = False

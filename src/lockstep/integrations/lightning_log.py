@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -19,7 +18,7 @@ from lockstep.data.batch import MicroBatch
 from lockstep.errors import ConfigError
 from lockstep.run.means import Deviation, deviation_over
 from lockstep.run.step_metrics import StepMetrics
-from lockstep.strategies import Strategy, gather_records
+from lockstep.strategies import Strategy
 
 STEPS = ("training_step", "validation_step", "test_step")
 _NO_MEAN = (
@@ -161,9 +160,7 @@ class Averages:
         return found
 
 
-def gathered(
-    step: str, values: Values, reasons: Mapping[str, str], strategy: Strategy, group: dist.ProcessGroup | None
-) -> Averages:
+def gathered(step: str, values: Values, reasons: Mapping[str, str], strategy: Strategy) -> Averages:
     """The averages over the micro-batches of all processes. Collective.
 
     Args:
@@ -171,7 +168,6 @@ def gathered(
         values: of this process.
         reasons: see ``unequal_means``.
         strategy: over whose processes.
-        group: all ranks; None for a world of one.
 
     Raises:
         ConfigError: a process has found that a value is no mean over samples.
@@ -188,7 +184,7 @@ def gathered(
         for k, (samples, entries) in values.items()
         for name, each in entries.items()
     ]
-    everyone = gather_records(strategy, [rows, dict(reasons)], group)
+    everyone = strategy.gather_records([rows, dict(reasons)])
     for name, is_what in sorted({item for _, found in everyone for item in found.items()}):
         raise ConfigError(_NO_MEAN.format(name=name, step=step, is_what=is_what))
     averages = Averages()

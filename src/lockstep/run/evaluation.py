@@ -47,7 +47,7 @@ from lockstep.run.short_step import unchanged, with_own_data
 from lockstep.run.step import evaluating, exact, require_function, sum_and_weight
 from lockstep.runtime.control import StopReason
 from lockstep.runtime.heartbeat import Heartbeat
-from lockstep.strategies import Strategy, gather_records
+from lockstep.strategies import Strategy
 from lockstep.text import shorten
 
 if TYPE_CHECKING:
@@ -133,10 +133,6 @@ class OpenEvaluation:
     """True if the user's own function gives outputs from whole micro-batches."""
     rehearse: Callable[[MicroBatch | None], None] | None = None
     """Looks for what the model keeps, on all ranks, with the first micro-batch of each."""
-
-    def gather_records(self, value: Any) -> list[Any]:
-        """The values, which must survive JSON, of all processes. Collective."""
-        return gather_records(self.run.strategy, value, self.run._session.group)
 
     def rounds(self) -> Iterator[tuple[int, MicroBatch | None]]:
         """Numbers the rounds, as many for every holder, with this one's micro-batch in each. See ``EvaluationStop``."""
@@ -251,9 +247,8 @@ def evaluate_all(
     whole = {name: each for name, each in metrics.items() if isinstance(each, SetMetric)}
     means = {name: each for name, each in metrics.items() if not isinstance(each, SetMetric)}
     unchecked = run.rehearsals.new_metrics(means, evaluated=True) & run.rehearsals.new_metrics(means)
-    strategy, group = run.strategy, run._session.group
-    strategy.require_no_calls()
-    require_same_names("The metrics of run.evaluate", metrics, group, strategy.device)
+    run.strategy.require_no_calls()
+    require_same_names("The metrics of run.evaluate", metrics, run.strategy)
     found: dict[str, dict[str, float]] = {}
     if means:
         with evaluation(run, data, *how) as opened:
@@ -328,12 +323,12 @@ def evaluate(opened: OpenEvaluation, metrics: Mapping[str, Metric], unchecked: s
             if micro_batch is not None:
                 compute(place, micro_batch)
     if checks:
-        everyone = opened.gather_records(sample.some())
+        everyone = strategy.gather_records(sample.some())
         with strategy.joined_calls(), opened.autocast():
             found = sample.reasons({name: metrics[name] for name in sorted(checked)}, everyone)
         untold = {each.reason for each in UNTOLD}  # said once
         deviations |= {name: why for name, why in found.items() if name in unchecked or why not in untold}
-        judge_metrics(opened.gather_records([deviations, kept]), warns=opened.run.is_main)
+        judge_metrics(strategy.gather_records([deviations, kept]), warns=opened.run.is_main)
     ordered = gathered_in_order(rows, loader.count, share, strategy).cpu()
     return {name: _mean(name, ordered[:, columns[name]]) for name in metrics}
 
@@ -376,7 +371,7 @@ def evaluate_whole(opened: OpenEvaluation, metrics: Mapping[str, SetMetric]) -> 
         ConfigError: outputs or targets are no tensors with a row for each sample, or a value is no number.
         EvaluationStopped: the ranks have stopped, all after the same number of micro-batches.
     """
-    columns: list[list[Any]] = []
+    columns, strategy = list[list[Any]](), opened.run.strategy
     words = f"The metric {next(iter(metrics))!r}", "Compute it from run.predict(data, keep=...) instead."
 
     def joined(micro_batch: MicroBatch) -> tuple[Tensor, None]:
@@ -385,7 +380,7 @@ def evaluate_whole(opened: OpenEvaluation, metrics: Mapping[str, SetMetric]) -> 
         return torch.cat([each.reshape(len(each), -1).double() for each in pair], 1), None
 
     rows = predict(replace(opened, forward=joined, whole=True), None)
-    (dtype, shape), (target_dtype, target_shape) = next(filter(None, opened.gather_records(columns)))
+    (dtype, shape), (target_dtype, target_shape) = next(filter(None, strategy.gather_records(columns)))
     values = {}
     if rows is not None:
         border = math.prod(shape)
@@ -401,7 +396,7 @@ def evaluate_whole(opened: OpenEvaluation, metrics: Mapping[str, SetMetric]) -> 
             for begin in range(0, len(rows), size):
                 metric.update(outputs[begin : begin + size], targets[begin : begin + size])
             values[name] = _numbers(name, metric.compute())
-    shared: dict[str, dict[str, float]] = next(filter(None, opened.gather_records(values)))
+    shared: dict[str, dict[str, float]] = next(filter(None, strategy.gather_records(values)))
     return shared
 
 
@@ -453,7 +448,7 @@ def predict(opened: OpenEvaluation, keep: Callable[[Any], Any] | None) -> Tensor
             output = None if micro_batch is None else _kept(opened, micro_batch, keep)
         form = None if output is None else [str(output.dtype), list(output.shape[1:])]
         if place == 0:  # a process without a micro-batch learns here what a row is
-            forms = [each for each in opened.gather_records(form) if each is not None]
+            forms = [each for each in strategy.gather_records(form) if each is not None]
             if not forms:
                 raise RankError(
                     "The outputs of the first micro-batch are lost with the process that had them."

@@ -42,7 +42,6 @@ from lockstep.run.short_step import (
 )
 from lockstep.run.step import BackwardPass, evaluating, sum_and_weight
 from lockstep.run.step_errors import other_on_ranks
-from lockstep.strategies import gather_records
 from lockstep.strategies.ddp import Replicated
 
 if TYPE_CHECKING:
@@ -76,7 +75,6 @@ class LoopRehearsal:
 
     def __init__(self, run: Run, strategy: Replicated, batch: Batch, opened: BackwardPass) -> None:
         self._run, self._strategy, self._batch, self._opened = run, strategy, batch, opened
-        self._group = run._session.group
         self._compute: RehearsalCompute
         self._waiting: MicroBatch | None = None
         self._is_judged = False
@@ -135,9 +133,9 @@ class LoopRehearsal:
         for kept in second:
             if second[kept] != first[kept]:
                 raise _keeps(kept, first[kept], second[kept])
-        run.rehearsals.judge(Findings.of_all(gather_records(strategy, vars(findings), self._group)), _NAME)
+        run.rehearsals.judge(Findings.of_all(strategy.gather_records(vars(findings))), _NAME)
         if by_rank:
-            raise other_on_ranks(gather_records(strategy, {}, self._group), _OFF)
+            raise other_on_ranks(strategy.gather_records({}), _OFF)
 
     def backward(self, loss: Any) -> None:
         """Takes the loss of the micro-batch that was given last. Collective.
@@ -181,7 +179,7 @@ class LoopRehearsal:
 
     def _pass_of_all(self, batch: Batch) -> Generator[MicroBatch, None, bool]:
         """Gives rank 0's micro-batch on every rank; returns whether the losses have other bits."""
-        common = on_all_ranks(batch, self._compute, self._strategy, self._group)
+        common = on_all_ranks(batch, self._compute, self._strategy)
         if common is None:
             return False
         own, (batch, self._compute) = self._compute, common

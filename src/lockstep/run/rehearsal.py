@@ -22,7 +22,6 @@ from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from lockstep.config.options import RunOptions
@@ -56,7 +55,7 @@ from lockstep.run.step import StepCompute, code_of
 from lockstep.run.step_errors import other_on_ranks
 from lockstep.run.whole_batch import stand_in
 from lockstep.runtime.events import StepEvents
-from lockstep.strategies import IndependentStrategy, Strategy, gather_records
+from lockstep.strategies import IndependentStrategy, Strategy
 from lockstep.text import shorten
 
 if TYPE_CHECKING:
@@ -83,7 +82,6 @@ class Rehearsals:
     Args:
         options: of the run.
         strategy: that trains.
-        group: all ranks; None for a world of one.
         events: of the run.
         is_main: True for the process that warns.
     """
@@ -92,12 +90,11 @@ class Rehearsals:
         self,
         options: RunOptions,
         strategy: Strategy,
-        group: dist.ProcessGroup | None,
         events: StepEvents,
         *,
         is_main: bool,
     ) -> None:
-        self._strategy, self._group, self._events, self._is_main = strategy, group, events, is_main
+        self._strategy, self._events, self._is_main = strategy, events, is_main
         self.times: float = _TIMES[options.checks]
         """How often each loss function is rehearsed, or at least looked at."""
         self.done: dict[Any, int] = {}
@@ -114,7 +111,7 @@ class Rehearsals:
         self._moved: set[str] = set()
         """The variables that the loss and the model read, and those that calls change or that differ from the start."""
         self._are_concurrent = options.sync_batch_norm
-        alone = options.micro_batches == 1 and group is None
+        alone = options.micro_batches == 1 and strategy.all_ranks is None
         # Otherwise two passes may differ by themselves
         repeats = options.deterministic or strategy.device.type == "cpu"
         self.is_on = repeats and (options.checks == "always" or (options.checks == "first" and not alone))
@@ -125,7 +122,7 @@ class Rehearsals:
         self._warned: set[str] = set()
         self._checks = options.checks != "off"
         self._seen: set[Any] = set()
-        self._replicas_are_new = self._checks and group is not None
+        self._replicas_are_new = self._checks and strategy.all_ranks is not None
 
     def is_first_comparison(self) -> bool:
         """True once, after the first step of a process: what drifts from the start is not left to the interval."""
@@ -178,7 +175,7 @@ class Rehearsals:
                 first = content_of(compute())
                 after = Snapshot(roots, buffers.tensors, restorable=False)
                 found = [content_of(compute()) != first, before.changed(after)]
-        everyone = gather_records(self._strategy, found, self._group)
+        everyone = self._strategy.gather_records(found)
         changed = next((each for differs, each in everyone if differs), None)
         if changed is not None and self._is_for_resume:
             if changed and all(is_stored(name, model) for name in changed):
@@ -238,7 +235,7 @@ class Rehearsals:
         if self._is_for_resume:
             self._judge_resumption(findings, prepared.state)
             return
-        everyone = gather_records(self._strategy, vars(findings), self._group)
+        everyone = self._strategy.gather_records(vars(findings))
         found = Findings.of_all(everyone)
         self.judge(found, _words(loss))
         if found.keeps:
@@ -246,7 +243,7 @@ class Rehearsals:
         if found.by_rank:
             state, device = prepared.state, self._strategy.device
             compared_replicas(state, lambda each: checksums(each, device), device, of_all_modules=False)
-            everyone = gather_records(self._strategy, self._places, self._group)
+            everyone = self._strategy.gather_records(self._places)
             raise other_on_ranks(everyone, OFF)
         self._require_equal_variables(done)
 
@@ -257,7 +254,7 @@ class Rehearsals:
 
     def _require_equal_variables(self, done: int) -> None:
         """Refuses variables that were the same on all ranks at first, and that the loop has made differ since then."""
-        everyone = gather_records(self._strategy, [self._read, sorted(self._moved)], self._group)
+        everyone = self._strategy.gather_records([self._read, sorted(self._moved)])
         self._moved = {name for _, moved in everyone for name in moved}
         first = everyone[0][0]
         names = [name for name in first if any(each.get(name) != first[name] for each, _ in everyone)]
@@ -274,7 +271,7 @@ class Rehearsals:
         """Raises ``ConfigError`` where the loop has drawn random numbers on some ranks only. Collective."""
         states = zip(_GENERATORS, encoded_states(), strict=True)
         mine = {name: hashlib.sha256(repr(state).encode()).hexdigest() for name, state in states}
-        everyone = gather_records(self._strategy, mine, self._group)
+        everyone = self._strategy.gather_records(mine)
         names = [name for name in mine if len({each[name] for each in everyone}) > 1]
         if names:
             raise ConfigError(
@@ -363,7 +360,7 @@ class Rehearsals:
         result = compute()
         fix_graphs()  # a forward pass may load the compiler
         if not randomness.keys_global_generators:
-            drew = gather_records(self._strategy, encoded_states()[1:] != states, self._group)
+            drew = self._strategy.gather_records(encoded_states()[1:] != states)
             if any(drew):
                 randomness.key_global_generators()
                 result = compute()
@@ -373,7 +370,7 @@ class Rehearsals:
         self, compute: Callable[[], _Result], buffers: Buffers, is_counting: bool
     ) -> list[_Result]:
         """More computations where something goes on with each call: its effect may be as small as rounding."""
-        if not any(gather_records(self._strategy, is_counting, self._group)):
+        if not any(self._strategy.gather_records(is_counting)):
             return []
         found = []
         for _ in range(_FURTHER):
@@ -393,7 +390,7 @@ class Rehearsals:
 
         None where other bits were found already, or nothing was changed.
         """
-        everyone = gather_records(self._strategy, [differs, bool(starts)], self._group)
+        everyone = self._strategy.gather_records([differs, bool(starts)])
         if any(found for found, _ in everyone) or not any(changed for _, changed in everyone):
             return []
         before.restore()
@@ -408,7 +405,7 @@ class Rehearsals:
 
         Nothing is found where its data are no tensors, or not alike on all ranks.
         """
-        common = on_all_ranks(batch, compute, self._strategy, self._group)
+        common = on_all_ranks(batch, compute, self._strategy)
         losses = [] if common is None else self._pass(*common, scale).losses
         return losses if any(loss != losses[0] for loss in losses) else []
 

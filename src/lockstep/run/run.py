@@ -86,7 +86,7 @@ class Run:
         options.shape.check_holders(self.strategy.share.holders)
         self.extra: dict[str, Any] = {}
         """Stored in checkpoints and given back on resume; must survive JSON."""
-        self.rehearsals = Rehearsals(options, self.strategy, group, self._events, is_main=self.is_main)
+        self.rehearsals = Rehearsals(options, self.strategy, self._events, is_main=self.is_main)
         self._loop, self._loaders = EpochLoop(self._events), LoaderCache(options, self.strategy)
         self._prepared: PreparedRun | None = None
         self._initial_values = InitialValues(options.seed)
@@ -278,7 +278,7 @@ class Run:
         compute = self.strategy.backward
         with metrics.explained():
             value = self.backward_by(compute, batch, loss, forward, metrics, whole_batch=whole_batch)
-        means = metrics.means(self.strategy, self._session.group, batch.plan, is_main=self.is_main)
+        means = metrics.means(self.strategy, batch.plan, is_main=self.is_main)
         self.rehearsals.note_checked(metrics.checked)
         return value, means
 
@@ -334,7 +334,7 @@ class Run:
                 with events.span("rehearsal"):
                     self.rehearsals.begin(prepared, rehearsed, batch, loss, opened.scale)
             if whole_batch:
-                opened.compute = surrogate(compute, batch, self.strategy, self._session.group)
+                opened.compute = surrogate(compute, batch, self.strategy)
             for begins in events.backward_begin:
                 begins(batch, opened.scale)
             yield opened
@@ -529,7 +529,7 @@ class Run:
         self._writer.release()
         self.strategy.release()
         state = [self._prepared.state] if self._prepared is not None else []
-        drop_process_groups(self._agreed_data, self._skipped, self.rehearsals, *state)
+        drop_process_groups(self.strategy, self._agreed_data, self._skipped, *state)
 
     @property
     def skipped_steps(self) -> int:
@@ -588,7 +588,7 @@ class Run:
     def _leave_process_group(self, strategy: IndependentStrategy, state: RunState) -> None:
         """Leaves the process group for good: from here on the strategy's own exchange is all there is."""
         strategy.leave_process_group(self.position.step, self.world)
-        drop_process_groups(self._agreed_data, self._skipped, self.rehearsals, state)
+        drop_process_groups(self._agreed_data, self._skipped, state)
         self._session.leave_process_group(is_expendable=strategy.is_expendable)
 
     def require_prepared(self) -> PreparedRun:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from lockstep.distributed.collectives import gather_json
 from lockstep.errors import ConfigError
+from lockstep.strategies import Strategy
 from lockstep.text import numbered
 
 _CALLS = {
@@ -53,18 +54,16 @@ def _call() -> tuple[str, str]:
     return _CALLS.get(name, f"run.{name}"), place
 
 
-def require_same_names(
-    argument: str, names: Iterable[object], group: dist.ProcessGroup | None, device: torch.device
-) -> None:
+def require_same_names(argument: str, names: Iterable[object], strategy: Strategy) -> None:
     """Raises ``ConfigError`` where ranks give metrics of other names. Collective.
 
     Args:
         argument: what they are, as in "The metrics of run.evaluate".
         names: of the metrics, in any order.
-        group: all ranks; None for a world of one.
-        device: of the run.
+        strategy: over whose ranks.
     """
-    of_all = [] if group is None else gather_agreed(sorted(map(repr, names)), group, device)
+    group = strategy.all_ranks
+    of_all = [] if group is None else gather_agreed(sorted(map(repr, names)), group, strategy.device)
     if any(each != of_all[0] for each in of_all):
         raise ConfigError(
             f"{argument} are not the same on every rank: {by_rank(of_all)}. Each rank computes them of a part of the "

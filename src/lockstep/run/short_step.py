@@ -22,7 +22,7 @@ from lockstep.errors import ConfigError
 from lockstep.numerics.hidden_state import Kind, Snapshot, told
 from lockstep.run.means import Deviation, Part, checked, copies_of, has_rows
 from lockstep.run.step import StepCompute
-from lockstep.strategies import Strategy, gather_records
+from lockstep.strategies import Strategy
 from lockstep.strategies.absent import AbsentParameter, AbsentTensor
 from lockstep.strategies.sharding import value_of
 from lockstep.text import shorten
@@ -287,7 +287,7 @@ def shortened(batch: Batch, compute: StepCompute, share: Share, most: int) -> tu
 
 
 def on_all_ranks(
-    batch: Batch, compute: RehearsalCompute, strategy: Strategy, group: dist.ProcessGroup | None
+    batch: Batch, compute: RehearsalCompute, strategy: Strategy
 ) -> tuple[Batch, RehearsalCompute] | None:
     """The short step with rank 0's first micro-batch in the place of every one, under the same keys. Collective.
 
@@ -300,10 +300,11 @@ def on_all_ranks(
     kinds = (
         [[list(leaf.shape), str(leaf.dtype).removeprefix("torch.")] for leaf in leaves] if sendable else None
     )
-    everyone = gather_records(strategy, [structure, kinds], group)
+    everyone = strategy.gather_records([structure, kinds])
     structures = {each for each, kinds in everyone if kinds != []}
     if len(structures) != 1 or not everyone[0][1] or None in (kinds for _, kinds in everyone):
         return None
+    group = strategy.all_ranks
     assert group is not None, "there are several ranks"
     sent = [torch.empty(size, dtype=getattr(torch, dtype)) for size, dtype in everyone[0][1]]
     if dist.get_rank(group) == 0:

@@ -31,7 +31,7 @@ from lockstep.run.loop_variables import LoopState
 from lockstep.run.optimizer_step import GradientState, PreparedOptimizer
 from lockstep.run.prepare import Parts, PreparedModel, frozen_parameters
 from lockstep.run.step import ForwardPass
-from lockstep.strategies import IndependentStrategy, Strategy, gather_records
+from lockstep.strategies import IndependentStrategy, Strategy
 from lockstep.strategies.absent import AbsentParameter
 from lockstep.strategies.sharding import is_elementwise
 from lockstep.text import shorten
@@ -69,9 +69,8 @@ class SharedOptimizer:
         names: Mapping[Tensor, str],
         members: Sequence[Sequence[str]],
         strategy: Strategy,
-        group: dist.ProcessGroup | None,
     ) -> SharedOptimizer:
-        """Learns of all state by name. Collective over ``group``.
+        """Learns of all state by name. Collective.
 
         ``names`` are those of the parameters that the optimizer holds here, ``members`` those of its groups in the
         whole model.
@@ -85,7 +84,7 @@ class SharedOptimizer:
                 mine["dtypes"][key] = str(tensor.dtype)
             elif name:
                 mine["values"][key] = _as_json(key, tensor)
-        everyone = gather_records(strategy, mine, group)
+        everyone = strategy.gather_records(mine)
         others = {key: tensor.clone() for key, tensor in tensors.items() if not key.partition("|")[0]}
         others |= {key: _from_json(value) for key, value in _union(everyone, "values").items()}
         groups = [{**each, "parameters": list(own)} for each, own in zip(record["groups"], members)]
@@ -215,7 +214,7 @@ class RunState:
                 tensors, record = optimizer_state(optimizer, self._names())
             else:
                 members = self.model.members[number]
-                shared = SharedOptimizer.of(optimizer, self._names(), members, self.strategy, self.group)
+                shared = SharedOptimizer.of(optimizer, self._names(), members, self.strategy)
                 record = shared.record
                 if rows is None:
                     tensors = shared.gathered(self.strategy, keep=keep)
@@ -259,7 +258,7 @@ class RunState:
             for name, value in unsaved_tensors(optimizer).items()
             if first.get(name) != value
         ]
-        everyone = [mine] if self.strategy.replicated else gather_records(self.strategy, mine, self.group)
+        everyone = [mine] if self.strategy.replicated else self.strategy.gather_records(mine)
         found = sorted({name for names in everyone for name in names})
         if found and not self._has_warned and self.strategy.share.holder == 0:
             logger.warning(

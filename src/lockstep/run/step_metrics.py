@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -31,7 +30,7 @@ from lockstep.run.means import (
 from lockstep.run.same_call import require_same_names
 from lockstep.run.step import exact, sum_and_weight
 from lockstep.runtime.torch_internals import OVERWRITTEN
-from lockstep.strategies import IndependentStrategy, Strategy, gather_records
+from lockstep.strategies import IndependentStrategy, Strategy
 
 
 class LossEntries:
@@ -195,14 +194,11 @@ class StepMetrics:
             raise
 
     @torch.no_grad()
-    def means(
-        self, strategy: Strategy, group: dist.ProcessGroup | None, plan: StepPlan, *, is_main: bool
-    ) -> dict[str, Tensor]:
+    def means(self, strategy: Strategy, plan: StepPlan, *, is_main: bool) -> dict[str, Tensor]:
         """The means over the global batch, float64, 0-dim, equal on every rank, on the device. Collective.
 
         Args:
             strategy: over whose processes they are gathered.
-            group: all ranks; None for a world of one.
             plan: of the step.
             is_main: True for the process that warns.
 
@@ -216,13 +212,11 @@ class StepMetrics:
             )
         share = strategy.share
         if self._unchecked:
-            require_same_names(
-                "The metrics in also= of run.backward", self._functions, group, strategy.device
-            )
+            require_same_names("The metrics in also= of run.backward", self._functions, strategy)
             if plan.leaves > 1 and not self._has_asked_model:
                 for name in self._untold:
                     self._reasons[name] = self._reasons.get(name) or Deviation.WITHOUT_ROWS.reason
-            clear = judge_metrics(gather_records(strategy, [self._reasons, self._kept], group), warns=is_main)
+            clear = judge_metrics(strategy.gather_records([self._reasons, self._kept]), warns=is_main)
             self.checked = [self._given[name] for name in clear]
             if self._entries is not None:
                 self.checked = [self._entries.function] if clear == self._unchecked else []

@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
@@ -29,7 +28,7 @@ from lockstep.run.evaluation import gathered_in_order, require_exact
 from lockstep.run.short_step import with_own_data
 from lockstep.run.step import StepCompute, wide
 from lockstep.run.step_errors import no_gradient, no_value
-from lockstep.strategies import IndependentStrategy, Strategy, gather_records
+from lockstep.strategies import IndependentStrategy, Strategy
 from lockstep.strategies.gradients import variables_of
 
 
@@ -94,16 +93,13 @@ class SurrogateCompute(StepCompute):
         return product - product.detach() + total, torch.full((), weight, device=product.device)
 
 
-def surrogate(
-    compute: StepCompute, batch: Batch, strategy: Strategy, group: dist.ProcessGroup | None
-) -> SurrogateCompute:
+def surrogate(compute: StepCompute, batch: Batch, strategy: Strategy) -> SurrogateCompute:
     """Runs the model on this process's micro-batches without gradients, and the loss on all outputs. Collective.
 
     Args:
         compute: of the step, with the user's loss.
         batch: of the step.
         strategy: over whose processes outputs are gathered.
-        group: all ranks; None for a world of one.
 
     Raises:
         ConfigError: an output cannot be put together, or the loss uses parameters itself.
@@ -117,7 +113,7 @@ def surrogate(
             for buffer, values in kept:  # every micro-batch begins with those of the step
                 buffer.copy_(values)
     held = [(part.k, each) for each, part in zip(computed, batch.micro_batches) if part.k < plan.leaves]
-    everyone = gather_records(strategy, [[k, each.shapes, each.texts] for k, each in held], group)
+    everyone = strategy.gather_records([[k, each.shapes, each.texts] for k, each in held])
     shapes = {k: found for each in everyone for k, found, _ in each}
     texts = [found for each in everyone for _, _, found in each]
     sizes = [len(each) for each in plan.indices]

@@ -12,7 +12,6 @@ from lockstep.strategies.strategy import (
     IndependentStrategy,
     StepResult,
     Strategy,
-    gather_records,
     sum_counts,
 )
 
@@ -27,7 +26,6 @@ __all__ = [
     "Single",
     "StepResult",
     "Strategy",
-    "gather_records",
     "one_sided_writes",
     "open_strategy",
     "sum_counts",

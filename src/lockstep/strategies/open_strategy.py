@@ -52,7 +52,7 @@ def open_strategy(
     require_rules(options, AvailableDevices(world_size, count, device.type))
     mesh = mesh_of(options.strategy, options.mesh, world_size)
     strategy = _OPEN[options.strategy](options, Groups.open(mesh, group, device), device)
-    strategy.events = events
+    strategy.events, strategy.all_ranks = events, group
     if is_gpu(device) and not options.deterministic:
         strategy.level = Level.STATISTICAL
     return strategy

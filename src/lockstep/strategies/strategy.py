@@ -144,6 +144,8 @@ class Strategy(ABC):
     """Why this process has no values of some tensors, which count what the loop asks them to change."""
     writes: LoopWrites | None = None
     """Notices what the loop writes to ``watched`` tensors; None where comparing the values of all ranks shows it."""
+    all_ranks: dist.ProcessGroup | None = None
+    """The process group of the run; None for a world of one, and where processes have left it."""
     events: StepEvents = NO_EVENTS
     """Whose callbacks are told of micro-batches, buckets and exchanges; set before ``setup_model``."""
 
@@ -192,6 +194,10 @@ class Strategy(ABC):
 
     def before_step(self) -> None:  # noqa: B027  # most strategies have gradients where the user sees them
         """Called on every rank before gradients are clipped or stored, and before an optimizer is stepped."""
+
+    def gather_records(self, value: Any) -> list[Any]:
+        """The values, which must survive JSON, of all processes that are left. Collective."""
+        return [value] if self.all_ranks is None else gather_json(value, self.all_ranks, self.device)
 
     def require_no_calls(self) -> None:  # noqa: B027  # most strategies compute a forward pass without other ranks
         """Raises ``ConfigError`` on every rank where some call the model while others are here. Collective."""
@@ -310,29 +316,12 @@ class IndependentStrategy(Strategy):
         """The sum of counts for the log so far, a float64 row of shape (n,), on the main process; waits for nobody."""
 
     @abstractmethod
-    def gather_records(self, value: Any) -> list[Any]:
-        """The values, which must survive JSON, of all processes that are left. Collective."""
-
-    @abstractmethod
     def metrics(self) -> dict[str, float]:
         """Measurements since the last call by name, for the log of the main process."""
 
     @abstractmethod
     def summary(self) -> dict[str, str]:
         """Facts about the whole run by name, on the main process, for its end."""
-
-
-def gather_records(strategy: Strategy, value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """The values, which must survive JSON, of all processes. Collective.
-
-    Args:
-        strategy: whose processes.
-        value: this process's.
-        group: all ranks; None for a world of one.
-    """
-    if isinstance(strategy, IndependentStrategy):
-        return strategy.gather_records(value)
-    return [value] if group is None else gather_json(value, group, strategy.device)
 
 
 def sum_counts(strategy: Strategy, row: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ from lockstep.runtime import Callback
 from lockstep.runtime.control import Stopped, StopReason
 from lockstep.runtime.events import observe_new_runs
 from lockstep.runtime.process_handle import peak_memory
-from lockstep.strategies import IndependentStrategy, StepResult, gather_records
+from lockstep.strategies import IndependentStrategy, StepResult
 from lockstep.trainer import Trainer
 from lockstep.verify.layouts import RUN_FOLDER
 from lockstep.verify.micro_batches import AS_IT_IS, EVALUATING, WITHOUT_BATCH_NORM, FirstStep, Pass
@@ -70,7 +70,7 @@ class Observer(Callback):
 
     def __init__(self, run: Run, label: str, steps: int) -> None:
         self.run, self._saved, self._steps = run, run.require_prepared().state, steps
-        self.model, self._group = self._saved.parts.model, self._saved.group
+        self.model = self._saved.parts.model
         self._seconds: list[float] = []
         self._observing = 0.0
         self._noted: dict[str, Any] = {}
@@ -204,7 +204,7 @@ class Observer(Callback):
         return found
 
     def _gather(self, value: Any) -> list[Any]:
-        return gather_records(self.run.strategy, value, self._group)
+        return self.run.strategy.gather_records(value)
 
 
 def _digest(data: Any) -> str:
