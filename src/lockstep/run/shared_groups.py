@@ -27,7 +27,7 @@ class SharedGroups:
         members: the names of the parameters in each group; gets those of groups that are added.
         parameters: of the prepared model, by name.
         strategy: whose parts.
-        shares_all: True if every process has a part of each trained parameter.
+        shares_all: True if every process has a part of each trained parameter, and so knows what state there is.
     """
 
     def __init__(
@@ -39,14 +39,14 @@ class SharedGroups:
         *,
         shares_all: bool = False,
     ) -> None:
-        self._shares_all = shares_all
-        self._optimizer, self._members, self._parameters = optimizer, members, parameters
-        self._strategy = strategy
+        self.optimizer, self.strategy, self.shares_all = optimizer, strategy, shares_all
+        self._members, self._parameters = members, parameters
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._trained = {name for name, parameter in parameters.items() if parameter.requires_grad}
-        self._absence = Absence(strategy.name, "no process holds it whole")
+        self.absence = Absence(strategy.name, "no process holds it whole")
+        """Counts changes of the state."""
         if not strategy.replicated:
-            strategy.absences = [*strategy.absences, self._absence]
+            strategy.absences = [*strategy.absences, self.absence]
         self.is_whole = strategy.replicated
         """True if the optimizer holds the very parameters that the user sees."""
         self.has_values = all(type(each) is nn.Parameter for each in parameters.values())
@@ -71,24 +71,18 @@ class SharedGroups:
     def groups(self) -> list[Any]:
         """The groups, with the prepared model's parameters."""
         if self.is_whole:
-            return self._optimizer.param_groups
+            return self.optimizer.param_groups
         return FixedList(
             ParameterGroup(own, FixedList(self._parameters[name] for name in names))
-            for own, names in zip(self._optimizer.param_groups, self._members)
+            for own, names in zip(self.optimizer.param_groups, self._members)
         )
 
     def state(self) -> Any:
         """The state, by the prepared model's parameters."""
         if self.is_whole:
-            return self._optimizer.state
+            return self.optimizer.state
         names = [name for names in self._members for name in names if name in self._trained]
-        return SharedState(
-            self._optimizer,
-            {self._parameters[name]: name for name in names},
-            self._strategy,
-            self._absence,
-            shares_all=self._shares_all,
-        )
+        return SharedState(self, {self._parameters[name]: name for name in names})
 
     def forget_gradients(self) -> None:
         """Clears what parameters show as their gradients, where the optimizer holds others."""
@@ -101,7 +95,7 @@ class SharedGroups:
         given = [given] if isinstance(given, Tensor) else list(given)
         names = [self._name(each[1] if isinstance(each, tuple) else each) for each in given]
         known = {name for names in self._members for name in names}
-        held = self._parameters if self.is_whole else self._strategy.trainable()
+        held = self._parameters if self.is_whole else self.strategy.trainable()
         for name in names:
             if name in known:
                 raise ConfigError(
@@ -110,9 +104,9 @@ class SharedGroups:
                 )
         own = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         here = [name for name in names if name in held]
-        has_names = any("param_names" in each for each in self._optimizer.param_groups)
+        has_names = any("param_names" in each for each in self.optimizer.param_groups)
         parts = [(name, held[name]) if has_names else held[name] for name in here]
-        self._optimizer.add_param_group({**own, "params": parts})
+        self.optimizer.add_param_group({**own, "params": parts})
         self._members.append(names)
         self._require_parts(names)
 
@@ -128,12 +122,12 @@ class SharedGroups:
 
     def _require_parts(self, names: list[str]) -> None:
         """Raises ``ConfigError`` where the optimizer, with its new group, must see more than processes hold."""
-        if self._strategy.steps == Unit.MODEL or not set(names) - self._strategy.whole_parameters:
+        if self.strategy.steps == Unit.MODEL or not set(names) - self.strategy.whole_parameters:
             return
         seen = [group["params"] for group in self.groups()]
-        trial = try_optimizer(self._optimizer, self._strategy.device, seen)
-        if trial.unit > self._strategy.steps:
-            raise refused_optimizer(self._optimizer, trial, self._strategy.name)
+        trial = try_optimizer(self.optimizer, self.strategy.device, seen)
+        if trial.unit > self.strategy.steps:
+            raise refused_optimizer(self.optimizer, trial, self.strategy.name)
 
 
 class FixedList(list[Any]):
@@ -184,33 +178,19 @@ class SharedState(MutableMapping[Tensor, Any]):
     """The state of an optimizer by the prepared model's parameters, of which a process has parts at most.
 
     Args:
-        optimizer: with this process's parts.
+        shared: the groups of the optimizer.
         names: of all trained parameters.
-        strategy: whose parts.
-        absence: counts changes.
-        shares_all: True if every process has a part of each, and so knows what state there is.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        names: Mapping[Tensor, str],
-        strategy: Strategy,
-        absence: Absence,
-        *,
-        shares_all: bool,
-    ) -> None:
-        self._own, self._names, self._strategy = optimizer.state, names, strategy
-        self._absence, self._shares_all = absence, shares_all
-        held = strategy.trainable()
+    def __init__(self, shared: SharedGroups, names: Mapping[Tensor, str]) -> None:
+        self._shared, self._own, self._names = shared, shared.optimizer.state, names
+        held = shared.strategy.trainable()
         self._held = {parameter: held.get(name) for parameter, name in names.items()}
 
     def __getitem__(self, parameter: Tensor) -> ParameterState:
         held = self._held[parameter]
         own = None if held is None else self._own[held]
-        return ParameterState(
-            own, self._names[parameter], parameter, self._strategy, self._absence, is_known=self._shares_all
-        )
+        return ParameterState(self._shared, own, self._names[parameter], parameter)
 
     def __setitem__(self, parameter: Tensor, value: Mapping[Any, Any]) -> None:
         state = self[parameter]
@@ -219,13 +199,13 @@ class SharedState(MutableMapping[Tensor, Any]):
 
     def __delitem__(self, parameter: Tensor) -> None:
         held = self._held[parameter]
-        self._absence.note_change(f"the state of {self._names[parameter]}")
+        self._shared.absence.note_change(f"the state of {self._names[parameter]}")
         if held is not None:
             del self._own[held]
 
     def clear(self) -> None:
         """Forgets the state of all parameters."""
-        self._absence.note_change("the state of the optimizer")
+        self._shared.absence.note_change("the state of the optimizer")
         self._own.clear()
 
     def __contains__(self, parameter: object) -> bool:
@@ -242,38 +222,29 @@ class SharedState(MutableMapping[Tensor, Any]):
         return len(list(iter(self)))
 
     def _require_known(self) -> None:
-        if not self._shares_all:
-            raise _state_refused("", self._strategy.name)
+        if not self._shared.shares_all:
+            raise _state_refused("", self._shared.strategy.name)
 
 
 class ParameterState(MutableMapping[Any, Any]):
     """The state of an optimizer for one parameter: tensors can be scaled and cleared, and not read.
 
     Args:
+        shared: the groups of the optimizer.
         own: of this process's part; None where others have all of it.
         name: of the parameter.
         parameter: of the prepared model.
-        strategy: whose part.
-        absence: counts changes.
-        is_known: True if every process knows what there is.
     """
 
     def __init__(
-        self,
-        own: MutableMapping[Any, Any] | None,
-        name: str,
-        parameter: Tensor,
-        strategy: Strategy,
-        absence: Absence,
-        *,
-        is_known: bool,
+        self, shared: SharedGroups, own: MutableMapping[Any, Any] | None, name: str, parameter: Tensor
     ) -> None:
-        self._is_known, self._absence = is_known, absence
-        self._own, self._name, self._parameter, self._strategy = own, name, parameter, strategy
+        self._shared, self._absence = shared, shared.absence
+        self._own, self._name, self._parameter = own, name, parameter
 
     def __getitem__(self, key: Any) -> Any:
         value = None if self._own is None else self._own[key]
-        if value is not None and self._is_known and not (isinstance(value, Tensor) and value.dim()):
+        if value is not None and self._shared.shares_all and not (isinstance(value, Tensor) and value.dim()):
             return value  # a count of steps, the same for every part
         part = value if isinstance(value, Tensor) else None
         return AbsentState(self._parameter, part, self._words(key), self._absence)
@@ -286,7 +257,7 @@ class ParameterState(MutableMapping[Any, Any]):
         if self._own is None:
             return
         if isinstance(value, Tensor) and value.shape == self._parameter.shape and value.dim():
-            value = self._strategy.local_shard(self._name, value)
+            value = self._shared.strategy.local_shard(self._name, value)
         self._own[key] = value
 
     def __delitem__(self, key: Any) -> None:
@@ -313,8 +284,8 @@ class ParameterState(MutableMapping[Any, Any]):
         return f"{key!r} of {self._name!r}"
 
     def _known(self) -> Mapping[Any, Any]:
-        if self._own is None or not self._is_known:
-            raise _state_refused(f"for {self._name!r}", self._strategy.name)
+        if self._own is None or not self._shared.shares_all:
+            raise _state_refused(f"for {self._name!r}", self._shared.strategy.name)
         return self._own
 
 
