@@ -8,8 +8,8 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -265,15 +265,8 @@ class GradientState:
                 f"{type(optimizer).__name__}.step(closure) may evaluate the loss several times, and precision fp16 "
                 "scales it anew for every step. Use precision bf16 or fp32."
             )
-        self._stepping = True
-        try:
-            found = optimizer.step(closure)
-        finally:
-            self._stepping = False
-            self._steps[id(optimizer)] += 1
-            self._stepped.add(id(optimizer))
-            self._holding.discard(id(optimizer))
-        return found
+        with self._in_step(optimizer):
+            return optimizer.step(closure)
 
     def step(self, optimizer: Optimizer) -> bool:
         """Steps the optimizer, unless a scaled gradient was not finite. Collective.
@@ -290,21 +283,27 @@ class GradientState:
                 "rank's own and were not summed over the ranks."
             )
         self._require_no_frozen_gradients()
-        self._stepping, taken = True, True
+        taken = True
+        with self._in_step(optimizer), self.setting_values():
+            self._strategy.before_step()
+            if self._scaler is None:
+                optimizer.step()
+            else:
+                taken = self._step_scaled(optimizer, self._scaler)
+            self._strategy.after_step()
+        return taken
+
+    @contextmanager
+    def _in_step(self, optimizer: Optimizer) -> Iterator[None]:
+        """Around the step of the user's own optimizer, which uses its gradients up."""
+        self._stepping = True
         try:
-            with self.setting_values():
-                self._strategy.before_step()
-                if self._scaler is None:
-                    optimizer.step()
-                else:
-                    taken = self._step_scaled(optimizer, self._scaler)
-                self._strategy.after_step()
+            yield
         finally:
             self._stepping = False
             self._steps[id(optimizer)] += 1
             self._stepped.add(id(optimizer))
             self._holding.discard(id(optimizer))
-        return taken
 
     def _require_no_frozen_gradients(self) -> None:
         """Raises ``ConfigError`` where the loop has given a gradient to a frozen parameter, which nobody would step."""
