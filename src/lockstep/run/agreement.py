@@ -92,7 +92,7 @@ def require_equal_settings(
 
 def require_equal_data(digests: Mapping[str, str], group: dist.ProcessGroup, device: torch.device) -> None:
     """Raises ``ConfigError`` on every rank where samples, given by digests, are not the same everywhere. Collective."""
-    for name, values in _differences(digests, group, device, absent="absent").items():
+    for name, values in _differences(digests, group, device).items():
         remedy = (
             "Choose by numbers that all ranks have, as run.backward and run.evaluate give them: a loss or a metric "
             "keeps those of one rank's samples."
@@ -113,12 +113,12 @@ def require_equal_structure(model: nn.Module, group: dist.ProcessGroup, device: 
         name: f"{tuple(tensor.shape)} {tensor.dtype}{'' if tensor.requires_grad else ' fixed'}"
         for name, tensor in _named_tensors(model).items()
     }
-    for name, shapes in _differences(mine, group, device, absent="absent").items():
+    for name, shapes in _differences(mine, group, device).items():
         raise ConfigError(
             f"The ranks hold different models. The first difference is {name!r}: {by_rank(shapes)}. "
             "Build the model alike on every rank."
         )
-    for orders in _differences({"order": "\n".join(mine)}, group, device, absent="absent").values():
+    for orders in _differences({"order": "\n".join(mine)}, group, device).values():
         of_all = [order.split("\n") for order in orders]
         place = next(n for n in range(len(mine)) if len({names[n] for names in of_all}) > 1)
         raise ConfigError(
@@ -136,11 +136,9 @@ def require_equal_code(models: Sequence[nn.Module], group: dist.ProcessGroup, de
     mine = source_digests()
     for number, model in enumerate(models):
         mine |= {f"{key} of module {number}" if number else key: v for key, v in described(model).items()}
-    if _equal_everywhere(mine, group, device):
-        return
     lines = [
         f"  {key}: {by_rank([_cut(value) for value in values])}"
-        for key, values in _differences(mine, group, device, absent="absent").items()
+        for key, values in _differences(mine, group, device).items()
         # One rank alone may need more modules, for example to draw or to write.
         if not key.startswith(_SOURCE) or len({*values} - {"absent"}) > 1
     ]
@@ -278,9 +276,9 @@ def require_equal_replicas(
     digests: Mapping[str, str], step: int, group: dist.ProcessGroup, device: torch.device
 ) -> None:
     """Raises ``ReplicaError`` naming tensors and ranks where digests differ. Collective."""
-    if _equal_everywhere(digests, group, device):
+    found = _differences(digests, group, device)
+    if not found:
         return
-    found = _differences(digests, group, device, absent="absent")
     names = sorted(found, key=lambda name: (not name.startswith("<"), name))  # a setting explains the tensors
     for prefix, (on, off, calls) in _SWITCHES.items():
         if names[0].startswith(prefix):
@@ -348,10 +346,9 @@ def require_equal_models(
     """Raises ``ConfigError`` where a model beside the trained one has other values on some ranks. Collective."""
     known = {id(tensor) for tensor in _named_tensors(trained).values()}
     own = [(name, tensor) for name, tensor in _named_tensors(model).items() if id(tensor) not in known]
-    mine = checksums(own, device)
-    if _equal_everywhere(mine, group, device):
+    found = _differences(checksums(own, device), group, device)
+    if not found:
         return
-    found = _differences(mine, group, device, absent="absent")
     name = min(found)
     raise ConfigError(
         f"The {type(model).__name__} that is evaluated as model= has other values on other ranks: {name!r} is "
@@ -365,16 +362,16 @@ def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-def _equal_everywhere(mine: Mapping[str, str], group: dist.ProcessGroup, device: torch.device) -> bool:
-    """True if every rank has the same entries: compared by one digest, which is all that is sent. Collective."""
-    totals = gather_agreed(combine(mine), group, device)
-    return all(total == totals[0] for total in totals)
-
-
 def _differences(
-    mine: Mapping[str, Any], group: dist.ProcessGroup, device: torch.device, *, absent: Any
+    mine: Mapping[str, Any], group: dist.ProcessGroup, device: torch.device, *, absent: Any = "absent"
 ) -> dict[str, list[Any]]:
-    """The values by rank of each entry that is not equal on all ranks. Collective."""
+    """The values by rank of each entry that is not equal on all ranks. Collective.
+
+    Where all are equal, one digest is all that is sent.
+    """
+    totals = gather_agreed(combine({name: repr(value) for name, value in mine.items()}), group, device)
+    if all(total == totals[0] for total in totals):
+        return {}
     everyone = gather_agreed(dict(mine), group, device)
     keys = dict.fromkeys(key for each in everyone for key in each)
     values = {key: [each.get(key, absent) for each in everyone] for key in keys}
@@ -491,10 +488,12 @@ class AgreedData:
 
     def require_freezing(self, model: nn.Module) -> None:
         """Raises ``ReplicaError`` where other parameters of the model are frozen on other ranks. Collective."""
-        frozen = dict.fromkeys(frozen_parameters(model), "frozen")
-        if self._group is None or _equal_everywhere(frozen, self._group, self._device):
+        if self._group is None:
             return
+        frozen = dict.fromkeys(frozen_parameters(model), "frozen")
         found = _differences(frozen, self._group, self._device, absent="trained")
+        if not found:
+            return
         name = min(found)
         raise ReplicaError(
             f"{shorten(sorted(found), _MOST_NAMES)} {'is' if len(found) == 1 else 'are'} frozen on some ranks only: "
