@@ -90,7 +90,7 @@ class Run:
         self._loop, self._loaders = EpochLoop(self._events), LoaderCache(options, self.strategy)
         self._prepared: PreparedRun | None = None
         self._initial_values = InitialValues(options.seed)
-        self._writer = Writer(options, world)
+        self._writer = Writer(options, world, self._loop)
         self._results = DeferredResults(self.device, overflow_expected=self._precision.scaler is not None)
         self._agreed_data = AgreedData(group, self.device, self.position, options, warns=self.is_main)
         self._skipped = SkippedSamples(group, self.device, options.seed, self.is_main)
@@ -179,7 +179,7 @@ class Run:
         if resumes:
             self.extra = state.extra
             gradients.resume()
-            self._writer.resumption.begin(state, self._loop)
+            self._writer.resumption.begin(state)
             self._agreed_data.resume(state.data)
         elif self.is_main:
             warn_if_unseeded(parts.model, self._unseeded)
@@ -199,7 +199,7 @@ class Run:
 
     def epochs(self, count: int) -> Iterator[int]:
         """The numbers of the epochs from where the run stands (0, or where it was resumed) to ``count - 1``."""
-        self._writer.resumption.begin_epochs(self._prepared, self._loop)
+        self._writer.resumption.begin_epochs()
         return self._loop.epochs(count, partial(self._writer.resumption.require_nothing_since, "epoch"))
 
     def batches(
@@ -467,7 +467,7 @@ class Run:
             fingerprint, prepared.state.extra = self.fingerprint(), self.extra
             prepared.state.data = self._agreed_data.stored
             folder = self._writer.write(directory, prepared.state, fingerprint, wait=wait)
-            self._writer.resumption.note(prepared.state, self._loop)
+            self._writer.resumption.note(prepared.state)
         for call in self._events.save:
             call(self.position.step, folder)
         return folder

@@ -34,10 +34,10 @@ from lockstep.errors import CheckpointError, ConfigError, LockstepError
 from lockstep.models.weights import compare
 from lockstep.run.epoch_loop import EpochLoop
 from lockstep.run.optimizer_step import has_gradients
-from lockstep.run.prepare import PreparedModel, frozen_parameters, hyperparameters
+from lockstep.run.prepare import Parts, PreparedModel, frozen_parameters, hyperparameters
 from lockstep.run.same_call import gather_agreed
 from lockstep.run.session import returning_freed_memory
-from lockstep.run.state import PreparedRun, RunState
+from lockstep.run.state import RunState
 from lockstep.runtime.control import Stopped, StopReason
 from lockstep.runtime.stop_signals import wait_for_critical_threads
 from lockstep.strategies import IndependentStrategy
@@ -61,43 +61,43 @@ class Resumption:
     resumed within an epoch                    what comes before the steps is repeated: compared there
     """
 
-    def __init__(self) -> None:
+    def __init__(self, loop: EpochLoop) -> None:
+        self._loop = loop
+        self.run: RunState | None = None
+        """Once it is prepared."""
         self._place, self._held = "", dict[str, str]()
-        self._run: tuple[RunState, EpochLoop] | None = None
         self._at_start: dict[str, str] = {}
         self._restored: dict[str, str] = {}
 
-    def begin(self, run: RunState, loop: EpochLoop) -> None:
+    def begin(self, run: RunState) -> None:
         """Notes the run as a checkpoint has restored it."""
-        loop.is_resumed = True
-        self._run, self._restored = (run, loop), _parameters(run)
+        self._loop.is_resumed, self._restored = True, _parameters(run)
 
     def _require_restored(self) -> None:
         """Raises ``ConfigError`` where the script has changed what was restored, before its loop."""
         before, self._restored = self._restored, {}
-        if not before or self._run is None:
+        if not before or self.run is None:
             return
-        run, _ = self._run
-        if changed := [words for words, value in _parameters(run).items() if value != before[words]]:
+        if changed := [words for words, value in _parameters(self.run).items() if value != before[words]]:
             raise ConfigError(
                 f"After run.prepare the script has changed {shorten(changed, 3)}, which this resumed run has from its "
                 "checkpoint: what was trained would be lost. Do it before run.prepare, as loading weights and "
                 "freezing layers; or under 'if not run.position.step:'."
             )
 
-    def begin_epochs(self, prepared: PreparedRun | None, loop: EpochLoop) -> None:
+    def begin_epochs(self) -> None:
         """Notes the run as the loop over epochs finds it, where that goes on within one."""
         self._require_restored()
-        if prepared is not None and loop.is_resumed and loop.position.done:
-            self._run, self._at_start = (prepared.state, loop), _set(prepared.state)
+        if self.run is not None and self._loop.is_resumed and self._loop.position.done:
+            self._at_start = _set(self.run)
 
     def begin_steps(self) -> None:
         """Raises ``ConfigError`` where what comes before the steps of an epoch has changed the run once more."""
         self._require_restored()
         before, self._at_start, self._place = self._at_start, {}, ""
-        if not before or self._run is None:
+        if not before or self.run is None:
             return
-        run, _ = self._run
+        run = self.run
         now = {words: value for words, value in _set(run).items() if before.get(words)}
         if changed := [words for words, value in now.items() if value != before[words]]:
             raise ConfigError(
@@ -106,11 +106,11 @@ class Resumption:
                 "start of the epoch only, so the bits would not continue. Do it under 'if not run.position.done:'."
             )
 
-    def note(self, run: RunState, loop: EpochLoop) -> None:
+    def note(self, run: RunState) -> None:
         """Says that a checkpoint has the run as it stands."""
         independent = isinstance(run.strategy, IndependentStrategy)  # servers go on by themselves
-        self._place, self._run = "" if independent else loop.place, (run, loop)
-        self._held = _held(run, loop) if self._place else {}
+        self._place = "" if independent else self._loop.place
+        self._held = _held(run, self._loop) if self._place else {}
 
     def forget(self) -> None:
         """Says that nothing of what comes would be lost."""
@@ -119,9 +119,9 @@ class Resumption:
     def require_nothing_since(self, place: str) -> None:
         """Raises ``ConfigError`` at the end of a body, with the words for what a resumed run would not do again."""
         saved, self._place = self._place, ""
-        if not saved or self._run is None:
+        if not saved or self.run is None:
             return
-        run, loop = self._run
+        run, loop = self.run, self._loop
         if saved != place and loop.next_epoch is None:
             return  # the training ends here
         lost = ["the end of the loop over its batches, by break"]
@@ -129,13 +129,12 @@ class Resumption:
             now = _held(run, loop)
             lost = [words for words, value in now.items() if value != self._held.get(words)]
         if lost:
-            body = (
-                "the body of the loop over batches" if saved == "body" else "the body of the loop over epochs"
-            )
+            what = "batches" if saved == "body" else "epochs"
             raise ConfigError(
-                f"run.save() came before the end of {body}, and after it the loop has changed {shorten(lost, 3)}. A "
-                "resumed run does not do that again, so it would go on with other bits. Put run.save() at the end of "
-                f"that body. The checkpoint of step {run.position.step} lacks it: do not resume from it."
+                f"run.save() came before the end of the body of the loop over {what}, and after it the loop has "
+                f"changed {shorten(lost, 3)}. A resumed run does not do that again, so it would go on with other bits. "
+                f"Put run.save() at the end of that body. The checkpoint of step {run.position.step} lacks it: do not "
+                "resume from it."
             )
 
 
@@ -153,9 +152,7 @@ def _held(run: RunState, loop: EpochLoop) -> dict[str, str]:
     }
     for number, optimizer in enumerate(parts.optimizers):
         found[f"the gradients of optimizer {number}, as by zero_grad()"] = str(has_gradients(optimizer))
-    for number, scheduler in enumerate(parts.schedulers):
-        found[f"scheduler {number} ({type(scheduler).__name__})"] = str(scheduler.state_dict())
-    return found
+    return found | _schedulers(parts)
 
 
 def _parameters(run: RunState) -> dict[str, str]:
@@ -183,21 +180,27 @@ def _set(run: RunState) -> dict[str, str]:
             for key, value in each.items()
         ]
         found[f"the state of optimizer {number}"] = str(states)
-    for number, scheduler in enumerate(parts.schedulers):
-        found[f"scheduler {number} ({type(scheduler).__name__})"] = str(scheduler.state_dict())
-    return found
+    return found | _schedulers(parts)
+
+
+def _schedulers(parts: Parts) -> dict[str, str]:
+    return {
+        f"scheduler {number} ({type(each).__name__})": str(each.state_dict())
+        for number, each in enumerate(parts.schedulers)
+    }
 
 
 class Writer:
     """Writes the checkpoints of one run, one at a time."""
 
-    def __init__(self, options: RunOptions, world: World) -> None:
+    def __init__(self, options: RunOptions, world: World, loop: EpochLoop) -> None:
         self._options, self._world = options, world
-        self.background, self.resumption = checkpoint.BackgroundWriter(), Resumption()
+        self.background, self.resumption = checkpoint.BackgroundWriter(), Resumption(loop)
         self._group: dist.ProcessGroup | None = None
 
     def join(self, run: RunState) -> None:
-        """Opens a process group for what the writers tell each other, where every process writes. Collective."""
+        """Takes the prepared run; opens a process group for writers, where every process is one. Collective."""
+        self.resumption.run = run
         several = run.group is not None and self._options.directory is not None
         if several and run.strategy.own_rows() is not None:
             self._group = open_group(backend="gloo", timeout=_TIMEOUT)
