@@ -93,12 +93,20 @@ class SharedOptimizer:
 
     def gathered(self, strategy: Strategy, *, keep: bool) -> dict[str, Tensor]:
         """All tensors, whole, on the CPU, where this process keeps them. Collective."""
-        whole = dict(self.others)
-        for key, dtype in self.dtypes.items():
-            found = strategy.gather_full(key.partition("|")[0], self.parts.get(key), _dtype(dtype))
-            if keep:
-                whole[key] = found.detach().to("cpu", copy=True)
-        return whole
+        dtypes = {key: _dtype(name) for key, name in self.dtypes.items()}
+        return self.others | _gathered(strategy, self.parts, dtypes, keep=keep)
+
+
+def _gathered(
+    strategy: Strategy, parts: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype], *, keep: bool
+) -> dict[str, Tensor]:
+    """Whole tensors on the CPU, where this process keeps them, by keys that begin with parameter names. Collective."""
+    whole = {}
+    for key, dtype in dtypes.items():
+        found = strategy.gather_full(key.partition("|")[0], parts.get(key), dtype)
+        if keep:
+            whole[key] = found.detach().to("cpu", copy=True)
+    return whole
 
 
 def _union(everyone: list[Any], kind: str) -> dict[str, Any]:
@@ -260,14 +268,14 @@ class RunState:
         ]
         everyone = [mine] if self.strategy.replicated else self.strategy.gather_records(mine)
         found = sorted({name for names in everyone for name in names})
-        if found and not self._has_warned and self.strategy.share.holder == 0:
+        own, warns = self.loop.unsaved, self.strategy.share.holder == 0 and not self._has_warned
+        if found and warns:
             logger.warning(
                 "No checkpoint holds %s, so a resumed run would be refused. Keep it in self.state[parameter], which "
                 "state_dict() has.",
                 shorten(found, 3),
             )
-        own = self.loop.unsaved
-        if own and not self._has_warned and self.strategy.share.holder == 0:
+        if own and warns:
             logger.warning(
                 "No checkpoint holds the state of %s, which run.prepare was not given, so a resumed run would be "
                 "refused. Make all optimizers before run.prepare, and give it all of them.",
@@ -295,22 +303,14 @@ class RunState:
             if isinstance(self.strategy, IndependentStrategy):  # whose servers clear all gradients
                 stored = {}
             elif rows is None:
-                stored = self._gathered(sorted(others), kept, keep)
+                dtypes = {name: parameter.dtype for name, parameter in self.parts.model.named_parameters()}
+                wanted = {name: dtypes[name] for name in sorted(others)}
+                stored = _gathered(self.strategy, kept, wanted, keep=keep)
             else:
                 stored = {name: gradient for name, gradient in kept.items() if name in rows}
         tensors = {f"{_GRADIENT}{name}": gradient for name, gradient in stored.items() if name not in zeros}
         state.optimizer.update(tensors)
         state.progress.update({"zero_gradients": sorted(zeros)} if zeros else {})
-
-    def _gathered(self, names: Sequence[str], parts: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
-        """Whole gradients on the CPU, where this process keeps them. Collective."""
-        dtypes = {name: parameter.dtype for name, parameter in self.parts.model.named_parameters()}
-        whole = {}
-        for name in names:
-            found = self.strategy.gather_full(name, parts.get(name), dtypes[name])
-            if keep:
-                whole[name] = found.detach().to("cpu", copy=True)
-        return whole
 
     def model_state(self, *, keep: bool) -> dict[str, Tensor]:
         """Copies of whole parameters and buffers, tied ones under each name; none without ``keep``. Collective."""
