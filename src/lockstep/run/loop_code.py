@@ -248,22 +248,10 @@ def _is_within(inner: Any, outer: Any) -> bool:
 _ALL = float("inf")
 _BY_NAME = frozenset(("setattr", "__setattr__", "__dict__", "vars", "update"))
 _CHANGING = frozenset(
-    (
-        *(
-            "add",
-            "append",
-            "appendleft",
-            "extend",
-            "extendleft",
-            "fill",
-            "insert",
-            "put",
-            "setdefault",
-            "update",
-        ),
-        *("clear", "discard", "pop", "popitem", "popleft", "remove", "load_state_dict"),
-        *("move_to_end", "partition", "reverse", "rotate", "sort"),
-    )
+    """
+    add append appendleft extend extendleft fill insert put setdefault update
+    clear discard pop popitem popleft remove load_state_dict move_to_end partition reverse rotate sort
+    """.split()  # noqa: SIM905  a list of literals would be a line of its own for each
 )
 """Methods that change their object in place; so do those whose names end in ``_``."""
 
