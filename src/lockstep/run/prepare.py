@@ -6,9 +6,10 @@ Blocks are compiled one by one, so that the keyed randomness between them stays 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -324,24 +325,11 @@ class PreparedAverage(AveragedModel):
                 "the model that run.prepare returned, or that module of it of which the average is."
             )
         buffer_names = [prefix + name for name, _ in averaged.module.named_buffers()]
-        whole = _WholeValues([own[name] for name in names], [own[name] for name in buffer_names])
+        whole = SimpleNamespace(
+            parameters=lambda: iter([own[name] for name in names]),
+            buffers=lambda: iter([own[name] for name in buffer_names]),
+        )
         averaged.update_parameters(whole)  # type: ignore[arg-type]  # as much of a module as torch reads
-
-
-@dataclass(frozen=True)
-class _WholeValues:
-    """As much of a module as ``AveragedModel.update_parameters`` reads."""
-
-    _parameters: Sequence[Tensor]
-    _buffers: Sequence[Tensor]
-
-    def parameters(self) -> Iterator[Tensor]:
-        """In the order of the model."""
-        return iter(self._parameters)
-
-    def buffers(self) -> Iterator[Tensor]:
-        """In the order of the model."""
-        return iter(self._buffers)
 
 
 def prepare_model(
