@@ -45,17 +45,9 @@ class RehearsalCompute(StepCompute):
     is_number: list[bool] = field(default_factory=list)
     """Gets for each call of the loss whether its value is one number."""
 
-    def begin(self, micro_batch: MicroBatch) -> None:
-        """See ``StepCompute.begin``."""
-        super().begin(self._numbered(micro_batch))
-
-    def resume(self, micro_batch: MicroBatch, phase: str) -> None:
-        """See ``StepCompute.resume``."""
-        super().resume(self._numbered(micro_batch), phase)
-
-    def pause(self, micro_batch: MicroBatch) -> Callable[[], None]:
-        """See ``StepCompute.pause``."""
-        return super().pause(self._numbered(micro_batch))
+    def numbered(self, micro_batch: MicroBatch) -> MicroBatch:
+        """See ``StepCompute.numbered``."""
+        return replace(micro_batch, k=self.numbers.get(micro_batch.k, micro_batch.k))
 
     def value(self, output: Any, target: Any) -> Any:
         """See ``StepCompute.value``."""
@@ -84,9 +76,6 @@ class RehearsalCompute(StepCompute):
                 Deviation.WITHOUT_ROWS if part is None else checked(self.function, *part)
                 for part in self.judged or ()
             ]
-
-    def _numbered(self, micro_batch: MicroBatch) -> MicroBatch:
-        return replace(micro_batch, k=self.numbers.get(micro_batch.k, micro_batch.k))
 
 
 @dataclass

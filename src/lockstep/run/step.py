@@ -367,8 +367,13 @@ class StepCompute:
         self.heartbeat.enter(BACKWARD, micro_batch.k)
         return result
 
+    def numbered(self, micro_batch: MicroBatch) -> MicroBatch:
+        """The micro-batch with its number in the step that keys follow, which a rehearsal takes it from."""
+        return micro_batch
+
     def begin(self, micro_batch: MicroBatch) -> None:
         """Keys what is drawn, and notes where this rank is."""
+        micro_batch = self.numbered(micro_batch)
         for call in self.events.micro_batch_begin:
             call(micro_batch)
         self.heartbeat.enter(FORWARD, micro_batch.k, micro_batch.indices)
@@ -376,6 +381,7 @@ class StepCompute:
 
     def resume(self, micro_batch: MicroBatch, phase: str) -> None:
         """Keys what is drawn in a micro-batch that goes on, and notes where this rank is."""
+        micro_batch = self.numbered(micro_batch)
         for call in self.events.micro_batch_resume:
             call(micro_batch, phase)
         self.heartbeat.enter(PHASES.index(phase), micro_batch.k, micro_batch.indices)
@@ -383,7 +389,7 @@ class StepCompute:
 
     def pause(self, micro_batch: MicroBatch) -> Callable[[], None]:
         """Leaves a micro-batch anywhere in its forward or backward pass; what is returned goes on there."""
-        phase = BACKWARD if in_backward() else FORWARD
+        micro_batch, phase = self.numbered(micro_batch), BACKWARD if in_backward() else FORWARD
         restore = self.randomness.pause()
 
         def resume() -> None:
