@@ -326,8 +326,8 @@ def evaluate(opened: OpenEvaluation, metrics: Mapping[str, Metric], unchecked: s
         everyone = strategy.gather_records(sample.some())
         with strategy.joined_calls(), opened.autocast():
             found = sample.reasons({name: metrics[name] for name in sorted(checked)}, everyone)
-        untold = {each.reason for each in UNTOLD}  # said once
-        deviations |= {name: why for name, why in found.items() if name in unchecked or why not in untold}
+        # What may be a mean or not is said once.
+        deviations |= {name: why for name, why in found.items() if name in unchecked or why not in UNTOLD}
         judge_metrics(strategy.gather_records([deviations, kept]), warns=opened.run.is_main)
     ordered = gathered_in_order(rows, loader.count, share, strategy).cpu()
     return {name: _mean(name, ordered[:, columns[name]]) for name in metrics}

@@ -44,72 +44,60 @@ Sums = tuple[float, float]
 
 
 class Deviation(Enum):
-    """The kinds of functions that are no means over samples."""
+    """The kinds of functions that are no means over samples, and the text after "The metric 'f1' " for each."""
 
-    NONE = 0
-    SUM = 1
-    WEIGHTED = 2
-    FUNCTION = 3
-    OTHER = 4
-    ONE_ENTRY = 5
-    UNKNOWN = 6
-    UNCLEAR = 7
-    PAIR = 8
-    UNTESTED = 9
-    WITHOUT_ROWS = 10
-
-    @property
-    def reason(self) -> str:
-        """The text after "The metric 'f1' "; empty for ``NONE`` and ``UNCLEAR``."""
-        return _REASONS.get(self, "")
-
-
-UNTOLD = (Deviation.UNKNOWN, Deviation.UNTESTED, Deviation.WITHOUT_ROWS)
-"""Those of which a warning tells: they may be means or not."""
-
-_REASONS = {
-    Deviation.SUM: (
+    NONE = ""
+    SUM = (
         "is a sum over the samples of a micro-batch, and would be taken for their mean. Return a mean, one value per "
         "sample, or the pair (sum, number of samples)."
-    ),
-    Deviation.WEIGHTED: (
+    )
+    WEIGHTED = (
         "is no mean over samples, but one over something else, such as unmasked tokens: samples of one micro-batch "
         "would count more than those of another. Return the pair (sum, how many were counted)."
-    ),
-    Deviation.FUNCTION: (
+    )
+    FUNCTION = (
         "is no mean over samples, but the root or the exponential of one. Return the mean, and apply sqrt or exp to "
         "what run.backward or run.evaluate returns."
-    ),
-    Deviation.OTHER: (
+    )
+    OTHER = (
         "is no mean over samples: the mean of its values over two parts of a micro-batch is not its value over the "
         "whole, so an average over micro-batches would be wrong. For a mean over something else, such as unmasked "
         "tokens, return the pair (sum, how many were counted). A loss that compares the samples of a batch with each "
         "other needs run.backward(batch, loss, whole_batch=True)."
-    ),
-    Deviation.ONE_ENTRY: (
+    )
+    ONE_ENTRY = (
         "returns a tensor with one dimension and one entry for all samples of a micro-batch, and an entry counts as "
         "one sample. For the mean over the samples return a tensor without dimensions, such as value.squeeze()."
-    ),
-    Deviation.UNKNOWN: (
+    )
+    UNKNOWN = (
         "fails for a part of a micro-batch, so whether it is a mean over samples is not known. If it compares "
         "the samples of a batch with each other, use run.backward(batch, loss, whole_batch=True)."
-    ),
-    Deviation.PAIR: (
+    )
+    UNCLEAR = None
+    PAIR = (
         "returns a pair, which stands for (sum, how many were counted), and these do not add up over samples: a mean "
         "beside a count, or a loss beside an accuracy, is none. Return the sum, and numbers beside a loss in a dict, "
         "as also= of run.backward has them. One that compares the samples of a batch needs whole_batch=True."
-    ),
-    Deviation.UNTESTED: (
+    )
+    UNTESTED = (
         "is of data without an entry for each sample, such as graphs joined to one, so whether it is a mean over "
         "samples is not known. Return a mean over nodes, boxes or tokens as the pair (sum, how many were counted)."
-    ),
-    Deviation.WITHOUT_ROWS: (
+    )
+    WITHOUT_ROWS = (
         "was given outputs without several rows, one for each sample, so whether it is a mean over samples is not "
         "known. Only a first step or evaluation under a strategy that holds the whole model, without sync_batch_norm, "
         "runs it on parts of a micro-batch to find out. Return a mean over unmasked tokens as the pair (sum, how many "
         "were counted)."
-    ),
-}
+    )
+
+    @property
+    def reason(self) -> str:
+        """The text; empty for ``NONE`` and ``UNCLEAR``."""
+        return self.value or ""
+
+
+UNTOLD = {each.reason for each in (Deviation.UNKNOWN, Deviation.UNTESTED, Deviation.WITHOUT_ROWS)}
+"""Of those of which a warning tells: they may be means or not."""
 
 
 def checked(function: Callable[[Any, Any], Any], output: Any, target: Any, samples: int) -> Deviation:
@@ -249,9 +237,8 @@ def judge_metrics(everyone: Sequence[tuple[Mapping[str, str], Changes]], *, warn
     Raises:
         ConfigError: a process has found that a metric is no mean.
     """
-    untold = {each.reason for each in UNTOLD}
     for name, reason in sorted({(name, why) for found, _ in everyone for name, why in found.items() if why}):
-        if reason in untold:
+        if reason in UNTOLD:
             if warns:
                 logger.warning("The metric %r %s", name, reason)
             continue
