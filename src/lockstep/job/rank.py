@@ -83,7 +83,7 @@ def record(trainer: Trainer, config: JobConfig, folder: Path) -> AuditRecorder |
 
 def _shares(run: Run) -> list[Share]:
     """The share of each rank, by rank. Collective."""
-    group, mine = run.require_prepared().state.group, asdict(run.strategy.share)
+    group, mine = run.strategy.all_ranks, asdict(run.strategy.share)
     everyone = gather_json(mine, group, run.device) if group is not None else [mine]
     return [Share(**each) for each in everyone]
 

@@ -333,20 +333,20 @@ def compared_replicas(
     """
     run.model.require_own_parameters()
     found, step = run.model.with_all_buffers(digests(run.strategy.state())), run.position.step
-    if run.group is not None:
+    if (group := run.strategy.all_ranks) is not None:
         beside = run.parts.digests(run.model.module, of_all_modules=of_all_modules)
-        require_equal_writes(run.strategy, step, run.group)
-        require_equal_replicas({**found, **beside, **more}, step, run.group, device)
+        require_equal_writes(run.strategy, step, group)
+        require_equal_replicas({**found, **beside, **more}, step, group, device)
     return found
 
 
-def require_equal_models(
-    model: nn.Module, trained: nn.Module, group: dist.ProcessGroup, device: torch.device
-) -> None:
+def require_equal_models(model: nn.Module, trained: nn.Module, strategy: Strategy) -> None:
     """Raises ``ConfigError`` where a model beside the trained one has other values on some ranks. Collective."""
+    if (group := strategy.all_ranks) is None:
+        return
     known = {id(tensor) for tensor in _named_tensors(trained).values()}
     own = [(name, tensor) for name, tensor in _named_tensors(model).items() if id(tensor) not in known]
-    found = _differences(checksums(own, device), group, device)
+    found = _differences(checksums(own, strategy.device), group, strategy.device)
     if not found:
         return
     name = min(found)
@@ -389,23 +389,14 @@ class AgreedData:
     """The data sets that all ranks have been asked about, and the one that a checkpoint was reading.
 
     Args:
-        group: all ranks; None for a world of one.
-        device: of the exchanges.
+        strategy: that trains.
         position: notes the size of the current set.
         options: of the run.
         warns: True for the process that warns.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        device: torch.device,
-        position: Position,
-        options: RunOptions,
-        *,
-        warns: bool,
-    ) -> None:
-        self._group, self._device, self._position = group, device, position
+    def __init__(self, strategy: Strategy, position: Position, options: RunOptions, *, warns: bool) -> None:
+        self._strategy, self._position = strategy, position
         self._options, self._warns = options, warns
         self._agreed: set[tuple[int, SamplePlan | int]] = set()
         self._known: dict[tuple[int, SamplePlan], dict[str, str]] = {}
@@ -448,15 +439,15 @@ class AgreedData:
             how = {name: str(getattr(plan, name)) for name in _HOW}
             self._known[number, plan] = {**digests(), **how}
         self.digests = self._known.get((number, plan), {})
-        if self._group is not None and (number, plan) not in self._agreed:
+        if self._strategy.all_ranks is not None and (number, plan) not in self._agreed:
             seen = {
                 "samples": plan.samples,
                 "shuffle": plan.shuffle,
                 "drop_last": plan.drop_last,
                 "pixels of photos": photos,
             }
-            require_equal_settings(seen, self._group, self._device)
-            require_equal_data(self.digests or digests(), self._group, self._device)
+            require_equal_settings(seen, self._strategy.all_ranks, self._strategy.device)
+            require_equal_data(self.digests or digests(), self._strategy.all_ranks, self._strategy.device)
             self._agreed.add((number, plan))
         if before == plan.samples:
             self._compare_with_checkpoint()
@@ -488,10 +479,10 @@ class AgreedData:
 
     def require_freezing(self, model: nn.Module) -> None:
         """Raises ``ReplicaError`` where other parameters of the model are frozen on other ranks. Collective."""
-        if self._group is None:
+        if self._strategy.all_ranks is None:
             return
         frozen = dict.fromkeys(frozen_parameters(model), "frozen")
-        found = _differences(frozen, self._group, self._device, absent="trained")
+        found = _differences(frozen, self._strategy.all_ranks, self._strategy.device, absent="trained")
         if not found:
             return
         name = min(found)
@@ -504,13 +495,15 @@ class AgreedData:
     def require_evaluated(self, samples: int, number: int, digests: Digests, *, has_changed: bool) -> None:
         """The same for a data set of so many samples that is evaluated. Collective."""
         self._forget(number, has_changed)
-        if (number, samples) in self._agreed or not (self._group or self._options.directory):
+        if (number, samples) in self._agreed or not (self._strategy.all_ranks or self._options.directory):
             return
         self._agreed.add((number, samples))
         digest = digests()
-        if self._group is not None:
-            require_equal_settings({"samples that are evaluated": samples}, self._group, self._device)
-            require_equal_data(digest, self._group, self._device)
+        if self._strategy.all_ranks is not None:
+            require_equal_settings(
+                {"samples that are evaluated": samples}, self._strategy.all_ranks, self._strategy.device
+            )
+            require_equal_data(digest, self._strategy.all_ranks, self._strategy.device)
         name, found = f"{_EVALUATED} {samples}", " ".join(sorted(digest.values()))
         before = self._evaluated_before.pop(name, "")
         if self._evaluated.setdefault(name, found) != found:
@@ -527,8 +520,8 @@ class AgreedData:
         return {**self.digests, **self._evaluated}
 
     def _forget(self, number: int, has_changed: bool) -> None:
-        if self._group is not None:
-            has_changed = any(gather_agreed(has_changed, self._group, self._device))
+        if self._strategy.all_ranks is not None:
+            has_changed = any(gather_agreed(has_changed, self._strategy.all_ranks, self._strategy.device))
         if has_changed:
             self._agreed = {each for each in self._agreed if each[0] != number}
             self._known = {key: found for key, found in self._known.items() if key[0] != number}

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -19,6 +18,7 @@ from lockstep.checkpoint.manifest import decode, encode
 from lockstep.core.fingerprint import sum_of_bits
 from lockstep.data.keyed import encoded_state, set_encoded_state
 from lockstep.distributed.collectives import gather_json
+from lockstep.strategies import Strategy
 from lockstep.strategies.absent import AbsentTensor
 
 _OF_TORCH = (
@@ -66,24 +66,19 @@ class Attributes:
         self._optimizers, self._model = optimizers, model
         self._first = self._held()
 
-    def changed(self, group: dist.ProcessGroup | None, device: torch.device) -> dict[str, Any]:
-        """The values that have changed since, as texts by holder and attribute. Collective.
-
-        Args:
-            group: of processes that hold different parts; None where this one has all.
-            device: of the exchange.
-        """
+    def changed(self, strategy: Strategy) -> dict[str, Any]:
+        """The values that have changed since, as texts by holder and attribute. Collective."""
         mine: dict[str, dict[str, dict[str, str]]] = {}
         for kind, holders in self._held().items():
             for name, texts in holders.items():
                 first = self._first[kind].get(name, {})
                 if changed := {key: text for key, text in texts.items() if first.get(key) != text}:
                     mine.setdefault(kind, {})[name] = changed
-        if group is None:
+        if strategy.replicated or strategy.all_ranks is None:
             return mine
         found: dict[str, dict[str, dict[str, str]]] = {}
         # A process that steps no optimizer, as a worker of a parameter server, knows the first numbers only.
-        for theirs in reversed(gather_json(mine, group, device)):
+        for theirs in reversed(gather_json(mine, strategy.all_ranks, strategy.device)):
             for kind, holders in theirs.items():
                 for name, changed in holders.items():
                     found.setdefault(kind, {}).setdefault(name, {}).update(changed)

@@ -190,9 +190,8 @@ def evaluation(
     run.synchronize()
     run.strategy.require_no_calls()
     heartbeat.mark("evaluate", epoch=epoch, step=step)
-    group = run._session.group
     can_stop = repeatable and (
-        run.options.directory is None or (run._loop.can_go_back and not prepared.gradients.anywhere(group))
+        run.options.directory is None or (run._loop.can_go_back and not prepared.gradients.anywhere())
     )
     stop = EvaluationStop(run.strategy, heartbeat) if can_stop else None
     loader = run._loaders.evaluation(data, workers)
@@ -201,8 +200,8 @@ def evaluation(
             raise ConfigError("The evaluation was given an empty data set. Look at how it was split.")
         compared = run._loaders.compared(data, workers)
         run._agreed_data.require_evaluated(loader.samples, *compared, has_changed=has_changed)
-        if group is not None and evaluated is not compute.model:
-            require_equal_models(evaluated, compute.model, group, run.device)
+        if evaluated is not compute.model:
+            require_equal_models(evaluated, compute.model, run.strategy)
         run.compare_replicas()
         resumed = bool(prepared.state.resumed_context)
         is_new = run.rehearsals.is_new_evaluation(evaluated, forward, resumed=resumed)

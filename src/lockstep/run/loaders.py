@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from lockstep.config.options import RunOptions
@@ -302,8 +301,7 @@ class SkippedSamples:
     A sample counts at the step that holds it, however far ahead it was read, and in each epoch anew.
     """
 
-    group: dist.ProcessGroup | None
-    device: torch.device
+    strategy: Strategy
     seed: int
     says: bool
     """True for the process that logs."""
@@ -321,7 +319,7 @@ class SkippedSamples:
         def steps(epoch: int, first: int) -> Iterator[Batch]:
             found: set[int] = set()
             for batch in read(epoch, first):
-                new = set(_everyones(_skipped(batch, inner), self.group, self.device)) - found
+                new = set(_everyones(_skipped(batch, inner), self.strategy)) - found
                 if new:
                     found |= new
                     self._report(inner, new, found, epoch)
@@ -352,8 +350,9 @@ def _skipped(batch: Batch, dataset: SkipBroken) -> list[int]:
     return [int(index) for index in dataset.skipped(np.concatenate(held))] if held else []
 
 
-def _everyones(mine: list[int], group: dist.ProcessGroup | None, device: torch.device) -> list[int]:
+def _everyones(mine: list[int], strategy: Strategy) -> list[int]:
     """The numbers of all processes; they say first whether there are any, which is the cheap and usual case."""
+    group, device = strategy.all_ranks, strategy.device
     if group is None:
         return mine
     if not int(all_reduce_max(torch.tensor([len(mine)], device=device), group)):

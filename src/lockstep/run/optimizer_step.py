@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
@@ -85,8 +84,9 @@ class GradientState:
         """True while some optimizer that was not stepped in this batch holds gradients."""
         return any(has_gradients(o) and id(o) not in self._stepped for o in self._held)
 
-    def anywhere(self, group: dist.ProcessGroup | None) -> bool:
+    def anywhere(self) -> bool:
         """The same for the optimizers of all ranks, which hold different parameters in a pipeline. Collective."""
+        group = self._strategy.all_ranks
         return bool(self) if group is None else any(gather_agreed(bool(self), group, self._strategy.device))
 
     @property
@@ -98,9 +98,9 @@ class GradientState:
         held = [o for o in self._held if id(o) in self._stepped]
         return [p for o in held for group in o.param_groups for p in group["params"] if p.grad is not None]
 
-    def require_stepped(self, group: dist.ProcessGroup | None = None) -> None:
+    def require_stepped(self) -> None:
         """Raises ``ConfigError`` where a checkpoint would lose gradients, or a loop not go on from it. Collective."""
-        if self.anywhere(group):
+        if self.anywhere():
             raise ConfigError(
                 "run.save() between run.backward and optimizer.step() is refused: a loop that goes on from it does not "
                 "begin there. Save where every optimizer with gradients has made its step, or clear the others' with "

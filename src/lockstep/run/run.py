@@ -92,8 +92,8 @@ class Run:
         self._initial_values = InitialValues(options.seed)
         self._writer = Writer(options, world, self._loop)
         self._results = DeferredResults(self.device, overflow_expected=self._precision.scaler is not None)
-        self._agreed_data = AgreedData(group, self.device, self.position, options, warns=self.is_main)
-        self._skipped = SkippedSamples(group, self.device, options.seed, self.is_main)
+        self._agreed_data = AgreedData(self.strategy, self.position, options, warns=self.is_main)
+        self._skipped = SkippedSamples(self.strategy, options.seed, self.is_main)
         self._session.before_close = self._release
         self._unseeded = seed_generators(options.seed)
         self._session.heartbeat.will_poll()
@@ -150,7 +150,7 @@ class Run:
         self.strategy.initial_values = self._initial_values
         placed = prepare_model(parts, self.options, self.strategy, self._precision, self.device)
         state = RunState(
-            parts, placed, self.strategy, group, self._precision, self.position, context, self.world.run_id
+            parts, placed, self.strategy, self._precision, self.position, context, self.world.run_id
         )
         compute = ForwardPass(
             placed.module, self._precision, self.device, self.options.channels_last, self._events
@@ -185,7 +185,7 @@ class Run:
             warn_if_unseeded(parts.model, self._unseeded)
             warn_if_begun(stepped)
         if isinstance(self.strategy, IndependentStrategy):
-            self._leave_process_group(self.strategy, state)
+            self._leave_process_group(self.strategy)
         if self.options.profile:
             profiled = timeline.open_timeline(self.options, self.world, self.device)
             self._loaders.clocks = profiled.clocks
@@ -455,7 +455,7 @@ class Run:
         prepared, directory = self.require_prepared(), directory or self.options.directory
         if directory is None:
             raise ConfigError("run.save() needs the run folder: lockstep.init(..., directory='runs/NAME').")
-        prepared.gradients.require_stepped(self._session.group)
+        prepared.gradients.require_stepped()
         prepared.state.parts.require_all_saved(prepared.wrapped_optimizers.values())
         with self.span("save"):
             self._results.read()
@@ -528,8 +528,7 @@ class Run:
         self._writer.background.finish()
         self._writer.release()
         self.strategy.release()
-        state = [self._prepared.state] if self._prepared is not None else []
-        drop_process_groups(self.strategy, self._agreed_data, self._skipped, *state)
+        drop_process_groups(self.strategy)
 
     @property
     def skipped_steps(self) -> int:
@@ -568,7 +567,7 @@ class Run:
         if is_due and not gradients and self.options.directory is not None:
             self.save()
             self._writer.resumption.forget()
-        if self._results.stop and not gradients.anywhere(self._session.group):
+        if self._results.stop and not gradients.anywhere():
             save.save_and_stop(self, self._results.stop)
         self._session.heartbeat.await_data(position.epoch, position.step)
 
@@ -585,10 +584,9 @@ class Run:
         if isinstance(self.strategy, IndependentStrategy):
             self.strategy.synchronize()
 
-    def _leave_process_group(self, strategy: IndependentStrategy, state: RunState) -> None:
+    def _leave_process_group(self, strategy: IndependentStrategy) -> None:
         """Leaves the process group for good: from here on the strategy's own exchange is all there is."""
         strategy.leave_process_group(self.position.step, self.world)
-        drop_process_groups(self._agreed_data, self._skipped, state)
         self._session.leave_process_group(is_expendable=strategy.is_expendable)
 
     def require_prepared(self) -> PreparedRun:

@@ -201,7 +201,7 @@ class Writer:
     def join(self, run: RunState) -> None:
         """Takes the prepared run; opens a process group for writers, where every process is one. Collective."""
         self.resumption.run = run
-        several = run.group is not None and self._options.directory is not None
+        several = run.strategy.all_ranks is not None and self._options.directory is not None
         if several and run.strategy.own_rows() is not None:
             self._group = open_group(backend="gloo", timeout=_TIMEOUT)
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -140,7 +139,6 @@ class RunState:
     parts: Parts
     model: PreparedModel
     strategy: Strategy
-    group: dist.ProcessGroup | None
     precision: Precision
     position: Position
     context: Context
@@ -231,8 +229,7 @@ class RunState:
                     tensors |= shared.others if keep else {}
             state.optimizer_records[str(number)] = record
             state.optimizer.update({f"{number}|{key}": tensor for key, tensor in tensors.items()})
-        others = None if self.strategy.replicated else self.group
-        state.progress.update(self._attributes.changed(others, self.strategy.device))
+        state.progress.update(self._attributes.changed(self.strategy))
         frozen = sorted({*frozen_parameters(self.model.module)} - self.parts.frozen)
         found = {"frozen": frozen, "unsaved": self._unsaved(), "unsaved_optimizers": self.loop.unsaved}
         state.progress.update({name: values for name, values in found.items() if values})
@@ -297,7 +294,8 @@ class RunState:
         stored = kept if keep else {}
         if not self.strategy.replicated:
             mine = [sorted(kept.keys() - zeros), sorted(kept)]
-            everyone = [mine] if self.group is None else gather_json(mine, self.group, self.strategy.device)
+            group, device = self.strategy.all_ranks, self.strategy.device
+            everyone = [mine] if group is None else gather_json(mine, group, device)
             others, known = ({name for names in of_ranks for name in names} for of_ranks in zip(*everyone))
             zeros = known - others  # on a rank without rows, or with some, there may be nothing but zeros
             if isinstance(self.strategy, IndependentStrategy):  # whose servers clear all gradients

@@ -47,8 +47,8 @@ def digest_gradients(run: Run) -> tuple[dict[str, str], float]:
     held = strategy.trainable()
     mine = [name for name, parameter in held.items() if parameter.grad is not None]
     used = set(mine)
-    if not strategy.replicated and saved.group is not None:
-        used = {name for names in gather_json(mine, saved.group, run.device) for name in names}
+    if not strategy.replicated and (group := strategy.all_ranks) is not None:
+        used = {name for names in gather_json(mine, group, run.device) for name in names}
     digests, squares = {}, 0.0
     for name in sorted(used):
         part = held[name].grad if name in held else None
@@ -95,7 +95,7 @@ class MicroBatchWatch(Callback):
 
         Each is of the gradient of the sum of the micro-batch's losses, without the loss scale.
         """
-        group, mine = self._saved.group, {str(k): digests for k, digests in self._found.items()}
+        group, mine = self._run.strategy.all_ranks, {str(k): digests for k, digests in self._found.items()}
         everyone = gather_json(mine, group, self._run.device) if group is not None else [mine]
         merged: dict[int, dict[str, str]] = {}
         for each in everyone:
