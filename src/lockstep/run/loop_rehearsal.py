@@ -11,9 +11,7 @@ updated, and the model is put back.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,11 +20,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lockstep.config.strategy_options import Level
-from lockstep.data.batch import Batch, MicroBatch, map_leaves
+from lockstep.data.batch import Batch, MicroBatch
 from lockstep.data.keyed import generators_kept
 from lockstep.errors import ConfigError
 from lockstep.numerics.hidden_state import Kind, Snapshot
-from lockstep.run.means import deviation_of_parts, has_rows, joined, rows_of
+from lockstep.run.means import deviation_of_parts, has_rows, leaves_of, own_rows, together
 from lockstep.run.short_step import (
     Buffers,
     CalledModules,
@@ -47,7 +45,7 @@ from lockstep.strategies.ddp import Replicated
 if TYPE_CHECKING:
     from lockstep.run.run import Run
 
-_LEAST_ROWS, _MOST_JOINED = 4, 8
+_LEAST_ROWS = 4
 _OFF = "checks='off' lets it run, with results that depend on the number of processes."
 _NAME = "of the loop"
 
@@ -190,37 +188,26 @@ class LoopRehearsal:
     def _deviation(self) -> Generator[MicroBatch, None, str]:
         """Gives some rows, the same again, and two parts of them; returns why the loss is no mean, or nothing."""
         given = self._batch.micro_batches
-        parts = list(given[: 1 if len(given[0]) >= _LEAST_ROWS else _MOST_JOINED])
-        leaves: list[Any] = []
-        with suppress(Exception):  # micro-batches may have several lengths
-            leaves = joined([_leaves(each.data) for each in parts])
-        numbers = np.concatenate([each.indices for each in parts])
-        if len(numbers) < _LEAST_ROWS or not leaves or not has_rows(leaves, len(numbers)):
+        try:
+            data, samples = together(given, _LEAST_ROWS)
+        except Exception:  # micro-batches may have several lengths
             return ""
+        leaves = leaves_of(data)
+        if samples < _LEAST_ROWS or not leaves or not has_rows(leaves, samples):
+            return ""
+        numbers = np.concatenate([each.indices for each in given])[:samples]
         self._is_judged = True
         found: list[tuple[float, float]] = []
-        half = len(numbers) // 2
+        half = samples // 2
         for place, rows in enumerate((slice(None), slice(None), slice(half), slice(half, None))):
-            some = iter(rows_of(leaves, rows))
-            data = map_leaves(parts[0].data, partial(_next_of, some))
             # Other keys in every pass, so that a loop which draws is not judged.
             self._compute.randomness.begin_micro_batch(self._batch.plan.step, place)
-            yield from self._given(replace(parts[0], data=data, indices=numbers[rows]))
+            yield from self._given(replace(given[0], data=own_rows(data, rows), indices=numbers[rows]))
             found.append(self._value)
         self._is_judged = False
         whole, again, first, second = found
         most = 0.1 if torch.is_autocast_enabled(self._strategy.device.type) else 1e-4
         return "" if whole != again else deviation_of_parts(whole, first, second, most).reason
-
-
-def _next_of(leaves: Iterator[Any], _: object) -> Any:
-    return next(leaves)
-
-
-def _leaves(data: Any) -> list[Any]:
-    found: list[Any] = []
-    map_leaves(data, found.append)
-    return found
 
 
 def _keeps(what: str, first: Any, second: Any) -> ConfigError:

@@ -388,7 +388,7 @@ def deviation_with_model(
     """
     data, samples = together(micro_batches)
     data = _with_columns(data, samples)
-    if not has_rows(_leaves(data), samples):
+    if not has_rows(leaves_of(data), samples):
         output, target = forward(own_rows(data, slice(None)), 0)
         is_cut = all(has_rows(each, samples) for each in tree_leaves(output) if isinstance(each, Tensor))
         value = None if is_cut else function(output, target)
@@ -429,10 +429,10 @@ def judge_with_model(compute: StepCompute, micro_batches: Sequence[MicroBatch]) 
     return found
 
 
-def together(micro_batches: Sequence[MicroBatch]) -> tuple[Any, int]:
-    """The data of the first micro-batch, or of some of one row each, and how many rows that is; see ``joined``."""
-    parts = micro_batches[: 1 if len(micro_batches[0]) > 1 else _MOST_JOINED]
-    whole = iter(joined([_leaves(each.data) for each in parts]))
+def together(micro_batches: Sequence[MicroBatch], least: int = 2) -> tuple[Any, int]:
+    """The data of the first micro-batch, or of some with fewer rows than ``least``, and how many rows they have."""
+    parts = micro_batches[: 1 if len(micro_batches[0]) >= least else _MOST_JOINED]
+    whole = iter(joined([leaves_of(each.data) for each in parts]))
     return map_leaves(parts[0].data, lambda _: next(whole)), sum(map(len, parts))
 
 
@@ -449,7 +449,8 @@ def _with_columns(data: Any, samples: int) -> Any:
     return type(data)(map(column, data)) if type(data) in (list, tuple) else data
 
 
-def _leaves(data: Any) -> list[Any]:
+def leaves_of(data: Any) -> list[Any]:
+    """The leaves of a micro-batch's data, as ``map_leaves`` finds them."""
     found: list[Any] = []
     map_leaves(data, found.append)
     return found
