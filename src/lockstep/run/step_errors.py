@@ -114,13 +114,10 @@ def explain_loss(error: Exception, output: Any, target: Any) -> None:
     """Adds what a loss was given to its error; raises ``ConfigError`` instead where the mistake is known."""
     if isinstance(error, LockstepError):
         return
-    asked = _arguments(error, _OF_CLASSES)
-    said = _wrong_classes(*asked) if asked else ""
-    if not said:
-        asked = _arguments(error, _OF_PROBABILITIES)
-        said = _wrong_probabilities(*asked) if asked else ""
-    if said:
-        raise ConfigError(f"The loss cannot be computed. {said}") from error
+    for codes, fault_of in ((_OF_CLASSES, _wrong_classes), (_OF_PROBABILITIES, _wrong_probabilities)):
+        given = _arguments(error, codes)
+        if given is not None and (fault := fault_of(*given)):
+            raise ConfigError(f"The loss cannot be computed. {fault}") from error
     error.add_note(
         f"run.backward called the loss as loss(output, target), with the output {shown(output)} and the target "
         f"{shown(target)}."
