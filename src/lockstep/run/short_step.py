@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -270,9 +270,8 @@ def shortened(batch: Batch, compute: StepCompute, share: Share, most: int) -> tu
         replace(each, k=k)
         for each, k in zip(batch.micro_batches[:most], share.of(short.leaves), strict=False)
     )
-    given = {each.name: getattr(compute, each.name) for each in fields(compute)}
-    rehearsal = RehearsalCompute(**{**given, "plan": short, "metrics": None}, numbers=dict(enumerate(first)))
-    return Batch(short, own), rehearsal
+    numbers = dict(enumerate(first))
+    return Batch(short, own), RehearsalCompute.taking(compute, plan=short, metrics=None, numbers=numbers)
 
 
 def on_all_ranks(

@@ -14,9 +14,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
@@ -356,6 +356,11 @@ class StepCompute:
     """Added to the numbers of micro-batches in their keys: a second backward pass of a step draws other numbers."""
     metrics: StepMetrics | None = None
     """Numbers that are computed beside the loss."""
+
+    @classmethod
+    def taking(cls, compute: StepCompute, **others: Any) -> Self:
+        """One of this class with the fields of another, beside those that are given."""
+        return cls(**{each.name: getattr(compute, each.name) for each in fields(StepCompute)} | others)
 
     def __call__(self, micro_batch: MicroBatch, model: nn.Module | None = None) -> tuple[Tensor, Tensor]:
         """Forward pass and loss of a whole model."""

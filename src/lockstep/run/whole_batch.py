@@ -12,7 +12,7 @@ bits do not depend on the number of processes, and the gradient is that of one u
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
@@ -130,7 +130,7 @@ def surrogate(compute: StepCompute, batch: Batch, strategy: Strategy) -> Surroga
             )
     gathered = _gathered([each for _, each in held], form, sizes, plan, strategy)
     if not computed:  # a process without a micro-batch has nothing that a gradient would be for
-        return _of(compute, torch.zeros((), device=strategy.device), [])
+        return SurrogateCompute.taking(compute, total=torch.zeros((), device=strategy.device))
     are_common = [bool(column[0]) and len(set(column)) == 1 for column in zip_longest(*texts)]
     return _surrogate(compute, computed[0].with_common(are_common), gathered, form, sizes)
 
@@ -287,12 +287,8 @@ def _surrogate(
         else:  # of what is the same for all, as if micro-batch 0 alone had it
             gradient = wide(gradient)
             columns.append([gradient, *[torch.zeros_like(gradient)] * (len(sizes) - 1)])
-    return _of(compute, total.detach(), [list(column) for column in zip(*columns)])
-
-
-def _of(compute: StepCompute, total: Tensor, gradients: list[list[Tensor | None]]) -> SurrogateCompute:
-    given = {each.name: getattr(compute, each.name) for each in fields(StepCompute)}
-    return SurrogateCompute(**given, total=total, gradients=gradients)
+    gradients = [list(column) for column in zip(*columns)]
+    return SurrogateCompute.taking(compute, total=total.detach(), gradients=gradients)
 
 
 def _require_outputs_only(total: Tensor, inputs: Sequence[Tensor], model: nn.Module) -> None:
