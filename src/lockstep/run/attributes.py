@@ -5,6 +5,7 @@ numbers, texts, lists, tuples, deques and dicts of such, and the states of gener
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -55,12 +56,7 @@ def decoded(attributes: Mapping[str, str]) -> dict[str, bool | int | float]:
 
 
 class Attributes:
-    """The values that optimizers and modules keep in attributes, beside what they kept when this was made.
-
-    Args:
-        optimizers: the user's own.
-        model: of whose modules.
-    """
+    """The values that optimizers and modules keep in attributes, beside what they kept when this was made."""
 
     def __init__(self, optimizers: Sequence[Optimizer], model: nn.Module) -> None:
         self._optimizers, self._model = optimizers, model
@@ -68,20 +64,14 @@ class Attributes:
 
     def changed(self, strategy: Strategy) -> dict[str, Any]:
         """The values that have changed since, as texts by holder and attribute. Collective."""
-        mine: dict[str, dict[str, dict[str, str]]] = {}
-        for kind, holders in self._held().items():
-            for name, texts in holders.items():
-                first = self._first[kind].get(name, {})
-                if changed := {key: text for key, text in texts.items() if first.get(key) != text}:
-                    mine.setdefault(kind, {})[name] = changed
-        if strategy.replicated or strategy.all_ranks is None:
-            return mine
+        mine = [[*place, text] for place, text in self._held().items() if self._first.get(place) != text]
+        everyone = [mine]
+        if not strategy.replicated and strategy.all_ranks is not None:
+            everyone = gather_json(mine, strategy.all_ranks, strategy.device)
         found: dict[str, dict[str, dict[str, str]]] = {}
         # A process that steps no optimizer, as a worker of a parameter server, knows the first numbers only.
-        for theirs in reversed(gather_json(mine, strategy.all_ranks, strategy.device)):
-            for kind, holders in theirs.items():
-                for name, changed in holders.items():
-                    found.setdefault(kind, {}).setdefault(name, {}).update(changed)
+        for kind, holder, name, text in itertools.chain(*reversed(everyone)):
+            found.setdefault(kind, {}).setdefault(holder, {})[name] = text
         return found
 
     def restore(self, stored: Mapping[str, Any]) -> None:
@@ -98,13 +88,14 @@ class Attributes:
         optimizers = {f"optimizer {number}": each for number, each in enumerate(self._optimizers)}
         return optimizers | {f"module {name}": each for name, each in self._model.named_modules()}
 
-    def _held(self) -> dict[str, dict[str, dict[str, str]]]:
-        """The numbers of all, and what else is plain there, as texts by holder and attribute."""
-        holders = self._holders()
+    def _held(self) -> dict[tuple[str, str, str], str]:
+        """The numbers of all, and what else is plain there, as texts by kind, holder and attribute."""
+        kinds = {"attributes": numbers_of, "values": values_of, "generators": generators_of}
         return {
-            "attributes": {name: numbers_of(holder) for name, holder in holders.items()},
-            "values": {name: values_of(holder) for name, holder in holders.items()},
-            "generators": {name: generators_of(holder) for name, holder in holders.items()},
+            (kind, name, key): text
+            for kind, texts_of in kinds.items()
+            for name, holder in self._holders().items()
+            for key, text in texts_of(holder).items()
         }
 
 
