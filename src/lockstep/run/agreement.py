@@ -324,12 +324,7 @@ def compared_replicas(
 ) -> dict[str, str]:
     """The digests of the model's state, after checking that all ranks agree on them. Collective.
 
-    Args:
-        run: with the model.
-        digests: gives them of named tensors.
-        device: of the exchanges.
-        of_all_modules: see ``Parts.digests``.
-        more: texts that have to be equal on all ranks, by name in angle brackets.
+    ``of_all_modules``: see ``Parts.digests``; ``more``: other texts that have to be equal, by name in angle brackets.
     """
     run.model.require_own_parameters()
     found, step = run.model.with_all_buffers(digests(run.strategy.state())), run.position.step
@@ -386,14 +381,7 @@ Digests = Callable[[], Mapping[str, str]]
 
 
 class AgreedData:
-    """The data sets that all ranks have been asked about, and the one that a checkpoint was reading.
-
-    Args:
-        strategy: that trains.
-        position: notes the size of the current set.
-        options: of the run.
-        warns: True for the process that warns.
-    """
+    """The data sets that all ranks have been asked about, and the one that a checkpoint was reading."""
 
     def __init__(self, strategy: Strategy, position: Position, options: RunOptions, *, warns: bool) -> None:
         self._strategy, self._position = strategy, position

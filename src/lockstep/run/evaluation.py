@@ -229,13 +229,7 @@ def evaluation(
 def evaluate_all(
     run: Run, metric: Metric | SetMetric | Mapping[str, Metric | SetMetric], data: Any, *how: Any
 ) -> float | dict[str, float]:
-    """The values of metrics over all samples: means, and those of a whole set. Collective.
-
-    Args:
-        run: of the model.
-        metric: one, or several by name.
-        data, how: as for ``evaluation``.
-    """
+    """The values of metrics over all samples: means, and those of a whole set; see ``evaluation``. Collective."""
     metrics = metric if isinstance(metric, Mapping) else {"metric": metric}
     for name, each in metrics.items():
         if not (callable(each) or isinstance(each, SetMetric)):
@@ -362,10 +356,6 @@ def evaluate_whole(opened: OpenEvaluation, metrics: Mapping[str, SetMetric]) -> 
 
     The main process updates the metrics, with one micro-batch after the other in the order of the data set.
 
-    Args:
-        opened: the samples and the model.
-        metrics: the objects by name.
-
     Raises:
         ConfigError: outputs or targets are no tensors with a row for each sample, or a value is no number.
         EvaluationStopped: the ranks have stopped, all after the same number of micro-batches.
@@ -426,11 +416,8 @@ def predict(opened: OpenEvaluation, keep: Callable[[Any], Any] | None) -> Tensor
     """The outputs of all samples, in order, on the CPU of the main process. Collective.
 
     Each round, every holder gives the outputs of one micro-batch as float64, which holds every value of the dtypes that
-    are taken. Only what belongs to one round is in the memory of all.
-
-    Args:
-        opened: the samples and the model.
-        keep: makes a tensor with a row for each sample of an output; None where the output is that.
+    are taken. Only what belongs to one round is in the memory of all. ``keep`` makes a tensor with a row for each
+    sample of an output; None where the output is that.
 
     Raises:
         ConfigError: the outputs are no tensors of one row for each sample, or rows have several shapes or dtypes.

@@ -337,11 +337,7 @@ def users_frames() -> Iterator[FrameType]:
 
 
 def changed_since(offsets: Mapping[FrameType, int]) -> set[str]:
-    """The names that the user's frames that are running may have changed since then; see ``changed_names``.
-
-    Args:
-        offsets: of the frames' instructions then.
-    """
+    """The names that the user's frames that are running may have changed since these ``offsets`` of instructions."""
     frames = list(users_frames())
     functions = functions_by_name([space for each in frames for space in (each.f_globals, each.f_locals)])
     parts = [(each.f_code, offsets.get(each, -1), each.f_lasti) for each in frames]

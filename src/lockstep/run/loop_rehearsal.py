@@ -62,14 +62,7 @@ def settings_of(optimizers: Sequence[Optimizer]) -> dict[str, str]:
 
 
 class LoopRehearsal:
-    """The rehearsal of one step. Iterating gives micro-batches; for each, ``backward`` must be called once.
-
-    Args:
-        run: that trains.
-        strategy: of the run.
-        batch: of the step, with a micro-batch on every process.
-        opened: the backward pass of the step.
-    """
+    """The rehearsal of one step. Iterating gives micro-batches; for each, ``backward`` must be called once."""
 
     def __init__(self, run: Run, strategy: Replicated, batch: Batch, opened: BackwardPass) -> None:
         self._run, self._strategy, self._batch, self._opened = run, strategy, batch, opened
@@ -136,11 +129,7 @@ class LoopRehearsal:
             raise other_on_ranks(strategy.gather_records({}), _OFF)
 
     def backward(self, loss: Any) -> None:
-        """Takes the loss of the micro-batch that was given last. Collective.
-
-        Args:
-            loss: see ``OwnPasses.backward``.
-        """
+        """Takes the loss of the micro-batch that was given last, as ``OwnPasses.backward`` does. Collective."""
         micro_batch, self._waiting = self._waiting, None
         if micro_batch is None:
             raise ConfigError("backward(loss) was called twice for one micro-batch. Add the losses up.")

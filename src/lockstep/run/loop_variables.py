@@ -298,12 +298,7 @@ def _digest(content: bytes) -> str:
 
 
 class LoopState:
-    """The state that the loop keeps, over a stop and a resume.
-
-    Args:
-        known: the ids of objects that checkpoints hold.
-        is_main: True for the process that warns.
-    """
+    """The state that the loop keeps, over a stop and a resume; ``known``: the ids of objects that checkpoints hold."""
 
     def __init__(self, known: Collection[int], *, is_main: bool) -> None:
         self._known, self._is_main = known, is_main

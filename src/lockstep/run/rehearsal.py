@@ -77,23 +77,9 @@ _TIMES = {"first": 2, "always": math.inf, "off": 1}
 
 
 class Rehearsals:
-    """The rehearsals of one run, for the setting ``checks``.
+    """The rehearsals of one run, for the setting ``checks``."""
 
-    Args:
-        options: of the run.
-        strategy: that trains.
-        events: of the run.
-        is_main: True for the process that warns.
-    """
-
-    def __init__(
-        self,
-        options: RunOptions,
-        strategy: Strategy,
-        events: StepEvents,
-        *,
-        is_main: bool,
-    ) -> None:
+    def __init__(self, options: RunOptions, strategy: Strategy, events: StepEvents, *, is_main: bool) -> None:
         self._strategy, self._events, self._is_main = strategy, events, is_main
         self.times: float = _TIMES[options.checks]
         """How often each loss function is rehearsed, or at least looked at."""
@@ -158,10 +144,7 @@ class Rehearsals:
     ) -> None:
         """Computes the output for one micro-batch of an evaluation twice, and puts everything back. Collective.
 
-        Args:
-            model: that is evaluated.
-            forward: see ``Run.evaluate``.
-            compute: gives the output; None on a process without a micro-batch.
+        ``compute`` gives the output; None on a process without a micro-batch.
 
         Raises:
             ConfigError: the second output has other bits.
@@ -206,12 +189,7 @@ class Rehearsals:
     ) -> None:
         """Looks at what a backward pass will call, and rehearses it if that is asked for. Collective.
 
-        Args:
-            prepared: of the run.
-            compute: of the step.
-            batch: of the step.
-            loss: as the user gave it.
-            scale: see ``Strategy.backward``.
+        ``loss`` is as the user gave it; ``scale``: see ``Strategy.backward``.
 
         Raises:
             ConfigError: the result would depend on the number of processes.

@@ -175,12 +175,7 @@ class ParameterGroup(MutableMapping[str, Any]):
 
 
 class SharedState(MutableMapping[Tensor, Any]):
-    """The state of an optimizer by the prepared model's parameters, of which a process has parts at most.
-
-    Args:
-        shared: the groups of the optimizer.
-        names: of all trained parameters.
-    """
+    """The state of an optimizer by the prepared model's parameters, of which a process has parts at most."""
 
     def __init__(self, shared: SharedGroups, names: Mapping[Tensor, str]) -> None:
         self._shared, self._own, self._names = shared, shared.optimizer.state, names
@@ -229,11 +224,7 @@ class SharedState(MutableMapping[Tensor, Any]):
 class ParameterState(MutableMapping[Any, Any]):
     """The state of an optimizer for one parameter: tensors can be scaled and cleared, and not read.
 
-    Args:
-        shared: the groups of the optimizer.
-        own: of this process's part; None where others have all of it.
-        name: of the parameter.
-        parameter: of the prepared model.
+    ``own`` is that of this process's part; None where others have all of it.
     """
 
     def __init__(

@@ -335,10 +335,7 @@ def parameter_values(model: nn.Module) -> dict[str, tuple[int, int]]:
 class CalledModules:
     """Notes the modules that a forward pass or a loss calls and that do not belong to the prepared model.
 
-    Args:
-        prepared: the run.
-        before: the state of ``roots``, to which what is called is added.
-        roots: what user code is looked at, by name.
+    They are added to ``roots``, the user's code that is looked at, and to its state ``before``.
     """
 
     def __init__(self, prepared: PreparedRun, before: Snapshot, roots: dict[str, Any]) -> None:

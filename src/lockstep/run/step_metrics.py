@@ -34,12 +34,7 @@ from lockstep.strategies import IndependentStrategy, Strategy
 
 
 class LossEntries:
-    """A loss function that returns a dict, as one that returns its entry ``"loss"`` and keeps the others.
-
-    Args:
-        function: of (output, target), as the user gave it.
-        names: of the other entries.
-    """
+    """A loss function that returns a dict, as one that returns its entry ``"loss"`` and keeps the ``names``."""
 
     def __init__(self, function: Callable[..., Any], names: Collection[str]) -> None:
         self.function, self.names = function, names
@@ -196,11 +191,6 @@ class StepMetrics:
     @torch.no_grad()
     def means(self, strategy: Strategy, plan: StepPlan, *, is_main: bool) -> dict[str, Tensor]:
         """The means over the global batch, float64, 0-dim, equal on every rank, on the device. Collective.
-
-        Args:
-            strategy: over whose processes they are gathered.
-            plan: of the step.
-            is_main: True for the process that warns.
 
         Raises:
             ConfigError: one is no mean over samples, or processes do not wait for each other.

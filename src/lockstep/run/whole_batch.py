@@ -96,11 +96,6 @@ class SurrogateCompute(StepCompute):
 def surrogate(compute: StepCompute, batch: Batch, strategy: Strategy) -> SurrogateCompute:
     """Runs the model on this process's micro-batches without gradients, and the loss on all outputs. Collective.
 
-    Args:
-        compute: of the step, with the user's loss.
-        batch: of the step.
-        strategy: over whose processes outputs are gathered.
-
     Raises:
         ConfigError: an output cannot be put together, or the loss uses parameters itself.
     """
