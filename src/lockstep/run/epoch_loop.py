@@ -211,7 +211,8 @@ class EpochLoop:
     def _steps(self, read: Read, after: Callable[[], None]) -> Generator[Batch]:
         position = self.position
         self.count_step()
-        self._require_first_pass()
+        if self.in_epochs and self._finished_epoch == position.epoch:
+            raise self._all_steps_done()
         if self.is_resumed and position.epoch and not self.in_epochs:
             logger.warning(
                 "The run was resumed in epoch %d, in a loop of the script's own. One over range(N) begins at 0 and "
@@ -242,7 +243,10 @@ class EpochLoop:
                 after()
         except GeneratorExit:
             if walk == self._walk and not self._is_finalizing():
-                self._leave_early()
+                self.count_step()
+                self._is_rest = True
+                if self.in_epochs:
+                    position.inside, self._left_early = False, True
                 self._end_steps()
             raise
         if is_rest:
@@ -319,16 +323,6 @@ class EpochLoop:
         position = self.position
         position.epoch, position.done, position.inside = position.epoch + 1, 0, False
         self._left_early = self._is_rest = False
-
-    def _leave_early(self) -> None:
-        self.count_step()
-        self._is_rest = True
-        if self.in_epochs:
-            self.position.inside, self._left_early = False, True
-
-    def _require_first_pass(self) -> None:
-        if self.in_epochs and self._finished_epoch == self.position.epoch:
-            raise self._all_steps_done()
 
     def _all_steps_done(self) -> ConfigError:
         remedy = (
