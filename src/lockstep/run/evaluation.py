@@ -126,9 +126,6 @@ class OpenEvaluation:
     forward: Forward
     stop: EvaluationStop | None
     """How the ranks agree to stop early; None: they stay to the end."""
-    autocast: Callable[[], AbstractContextManager[object]]
-    """Gives the context of the metrics: that of a training's loss."""
-    tell_other_mean: Callable[[Any, Any, Any, Any, MicroBatch], None]
     whole: bool
     """True if the user's own function gives outputs from whole micro-batches."""
     rehearse: Callable[[MicroBatch | None], None] | None = None
@@ -212,8 +209,6 @@ def evaluation(
                 unchanged=partial(unchanged, evaluated, forward),
                 forward=output_and_target,
                 stop=stop,
-                autocast=compute.autocast,
-                tell_other_mean=compute.tell_other_mean,
                 whole=forward is not None,
                 rehearse=rehearse if is_new else None,
             )
@@ -273,6 +268,7 @@ def evaluate(opened: OpenEvaluation, metrics: Mapping[str, Metric], unchecked: s
         EvaluationStopped: they have stopped, all after the same number of micro-batches.
     """
     loader, share, strategy = opened.loader, opened.loader.share, opened.run.strategy
+    forward_pass = opened.run.require_prepared().compute
     checks = opened.run.options.checks != "off"
     longest = share.longest(loader.count)
     rows = torch.zeros(longest, len(metrics), 2, dtype=torch.float64, device=strategy.device)
@@ -306,18 +302,18 @@ def evaluate(opened: OpenEvaluation, metrics: Mapping[str, Metric], unchecked: s
                     strategy.replicated or has_rows((output, target), len(micro_batch))
                 ):
                     deviations[name] = Deviation.WITHOUT_ROWS.reason
-                opened.tell_other_mean(metric, value, output, target, micro_batch)
+                forward_pass.tell_other_mean(metric, value, output, target, micro_batch)
             total, weight = sum_and_weight(value, len(micro_batch))
             rows[place, column, 0], rows[place, column, 1] = total, weight
         kept.update(before.changed(held_by(metrics, unchecked if place == 0 else ())))
 
     for place, micro_batch in opened.rounds():
-        with strategy.joined_calls(), opened.autocast():  # a metric may call the model
+        with strategy.joined_calls(), forward_pass.autocast():  # a metric may call the model
             if micro_batch is not None:
                 compute(place, micro_batch)
     if checks:
         everyone = strategy.gather_records(sample.some())
-        with strategy.joined_calls(), opened.autocast():
+        with strategy.joined_calls(), forward_pass.autocast():
             found = sample.reasons({name: metrics[name] for name in sorted(checked)}, everyone)
         # What may be a mean or not is said once.
         deviations |= {name: why for name, why in found.items() if name in unchecked or why not in UNTOLD}

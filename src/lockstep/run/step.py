@@ -261,9 +261,9 @@ class ForwardPass:
         events: StepEvents = NO_EVENTS,
     ) -> None:
         self.model, self.device, self._events = model, device, events
-        self.autocast, self._transfer = precision.forward, DeviceTransfer(device, events)
+        self.autocast = precision.forward
         """Gives the context of the forward pass and the loss."""
-        self._transfers = {device: self._transfer}
+        self._transfers = {device: DeviceTransfer(device, events)}
         self._layout = torch.channels_last if channels_last else torch.preserve_format
         self.device_transform: Prepare | None = None
         """Applied to the input on the device, such as a normalisation of uint8 images."""
@@ -309,7 +309,7 @@ class ForwardPass:
         """The output of ``model``, or of ``forward``, on a micro-batch's data, and its target."""
         with self.autocast():
             if forward is not None:
-                data = self._transfer(data)
+                data = self._transfers[self.device](data)
                 return forward(data), data
             inputs, named, target = self.inputs(data, device_transform)
             try:
@@ -322,16 +322,13 @@ class ForwardPass:
         self, data: Any, device_transform: Prepare | None, device: torch.device | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
         """Positional and named arguments of the model and the target, on the device, from a micro-batch's data."""
-        inputs, named, target = split_batch(self._transfer_to(device)(data))
-        if device_transform is not None and inputs:
-            inputs = (device_transform(inputs[0]), *inputs[1:])
-        return tuple(self._laid_out(value) for value in inputs), named, target
-
-    def _transfer_to(self, device: torch.device | None) -> DeviceTransfer:
         device = self.device if device is None else device
         if device not in self._transfers:
             self._transfers[device] = DeviceTransfer(device, self._events)
-        return self._transfers[device]
+        inputs, named, target = split_batch(self._transfers[device](data))
+        if device_transform is not None and inputs:
+            inputs = (device_transform(inputs[0]), *inputs[1:])
+        return tuple(self._laid_out(value) for value in inputs), named, target
 
     def _laid_out(self, value: Any) -> Any:
         if self._layout is torch.channels_last and isinstance(value, Tensor) and value.dim() == 4:
