@@ -23,16 +23,15 @@ from lockstep.config.strategy_options import Level
 from lockstep.data.batch import Batch, MicroBatch
 from lockstep.data.keyed import generators_kept
 from lockstep.errors import ConfigError
-from lockstep.numerics.hidden_state import Kind, Snapshot
+from lockstep.numerics.hidden_state import Kind
 from lockstep.run.means import deviation_of_parts, has_rows, leaves_of, own_rows, together
 from lockstep.run.short_step import (
-    Buffers,
     CalledModules,
     Findings,
     RehearsalCompute,
+    Watched,
     on_all_ranks,
     parameter_values,
-    put_back,
     shortened,
     taken_gradients,
     with_own_data,
@@ -88,15 +87,13 @@ class LoopRehearsal:
         done = run.rehearsals.done
         done[LoopRehearsal] = done.get(LoopRehearsal, 0) + 1
         is_first = done[LoopRehearsal] == 1
-        buffers = Buffers((model, prepared.compute.model))
-        roots: dict[str, Any] = {"": model}
-        before, by_rank = Snapshot(roots, buffers.tensors), False
-        called, findings = CalledModules(prepared, before, roots), Findings()
+        watched, by_rank = Watched({"": model}, (model, prepared.compute.model)), False
+        called, findings = CalledModules(prepared, watched), Findings()
         short, self._compute = shortened(self._batch, self._opened.compute, strategy.share, 1)
         try:
             with (
                 without_gradients(strategy),
-                put_back(before, buffers),
+                watched.restored(),
                 run._events.silenced(),
                 generators_kept(),
             ):
@@ -106,11 +103,11 @@ class LoopRehearsal:
                 findings.written = [
                     name for name, value in parameter_values(model).items() if value != values[name]
                 ]
-                after = Snapshot(roots, buffers.tensors, restorable=False)
-                buffers.restore()
+                after = watched.now()
+                watched.buffers.restore()
                 second = yield from self._pass(short)
-                changed = after.changed(later := Snapshot(roots, buffers.tensors, restorable=False))
-                buffers.restore()
+                changed = after.changed(later := watched.now())
+                watched.buffers.restore()
                 if is_first and strategy.share.holders > 1:
                     by_rank = yield from self._pass_of_all(short)
                 if is_first:

@@ -43,9 +43,9 @@ from lockstep.run.short_step import (
     CalledModules,
     Findings,
     RehearsalCompute,
+    Watched,
     on_all_ranks,
     parameter_values,
-    put_back,
     shortened,
     taken_gradients,
     with_own_data,
@@ -151,13 +151,11 @@ class Rehearsals:
         """
         found: list[Any] = [False, {}]
         if compute is not None:
-            roots = {"": model, "forward=": forward}
-            buffers = Buffers((model,))
-            before = Snapshot(roots, buffers.tensors)
-            with put_back(before, buffers), self._events.silenced(), generators_kept():
+            watched = Watched({"": model, "forward=": forward}, (model,))
+            with watched.restored(), self._events.silenced(), generators_kept():
                 first = content_of(compute())
-                after = Snapshot(roots, buffers.tensors, restorable=False)
-                found = [content_of(compute()) != first, before.changed(after)]
+                after = watched.now()
+                found = [content_of(compute()) != first, watched.before.changed(after)]
         everyone = self._strategy.gather_records(found)
         changed = next((each for differs, each in everyone if differs), None)
         if changed is not None and self._is_for_resume:
@@ -268,10 +266,10 @@ class Rehearsals:
     ) -> Findings:
         strategy, model = self._strategy, prepared.state.parts.model
         strategy.before_step()
-        buffers = Buffers((model, prepared.compute.model))
         roots = {"": model, f"the loss {_words(loss)}": loss, "forward=": compute.forward}
-        before = Snapshot(roots, buffers.tensors)
-        called, findings = CalledModules(prepared, before, roots), Findings()
+        watched = Watched(roots, (model, prepared.compute.model))
+        before, buffers = watched.before, watched.buffers
+        called, findings = CalledModules(prepared, watched), Findings()
         begins = self.done[code_of(loss)] <= max(2, self.times)
         starts = self._starts.setdefault(code_of(loss), {})
         short, rehearsal = shortened(batch, compute, strategy.share, 2 if self._are_concurrent else 1)
@@ -279,7 +277,7 @@ class Rehearsals:
         compute_again = partial(self._pass, short, rehearsal, scale)
         with (
             without_gradients(strategy),
-            put_back(before, buffers),
+            watched.restored(),
             self._events.silenced(),
             generators_kept(),
         ):
@@ -289,15 +287,17 @@ class Rehearsals:
             findings.written = [
                 name for name, value in parameter_values(model).items() if value != values[name]
             ] + sorted(written)
-            after = Snapshot(roots, buffers.tensors, restorable=False)
+            after = watched.now()
             buffers.restore()  # the next step would begin from new running statistics
-            second = self._pass(_turned(short), judging, scale)
-            later = Snapshot(roots, buffers.tensors, restorable=False)
+            # Those that run side by side find what others keep in the other order.
+            turned = replace(short, micro_batches=short.micro_batches[::-1])
+            second = self._pass(turned, judging, scale)
+            later = watched.now()
             is_counting = begins and bool(after.changed(later))
             others = [second, *self._further_passes(compute_again, buffers, is_counting)]
             buffers.restore()
             differs = any(each.differs(first) for each in others)
-            from_start = self._pass_from_start(compute_again, before, buffers, starts, differs)
+            from_start = self._pass_from_start(compute_again, watched, starts, differs)
             others += from_start
             # Each time: a loop may give back what a step has left on its rank.
             if strategy.share.holders > 1:
@@ -359,8 +359,7 @@ class Rehearsals:
     def _pass_from_start(
         self,
         compute: Callable[[], _Result],
-        before: Snapshot,
-        buffers: Buffers,
+        watched: Watched,
         starts: Mapping[str, tuple[str, Any]],
         differs: bool,
     ) -> list[_Result]:
@@ -371,11 +370,10 @@ class Rehearsals:
         everyone = self._strategy.gather_records([differs, bool(starts)])
         if any(found for found, _ in everyone) or not any(changed for _, changed in everyone):
             return []
-        before.restore()
-        before.put({name: value for name, (_, value) in starts.items()})
+        watched.before.restore()
+        watched.before.put({name: value for name, (_, value) in starts.items()})
         found = compute()
-        before.restore()
-        buffers.restore()
+        watched.restore()
         return [found]
 
     def _pass_of_all(self, batch: Batch, compute: RehearsalCompute, scale: float) -> list[int]:
@@ -453,11 +451,6 @@ class _Result:
 
     def differs(self, other: _Result) -> bool:
         return self.losses != other.losses or self.gradients != other.gradients
-
-
-def _turned(batch: Batch) -> Batch:
-    """The same, its micro-batches in the other order: those that run side by side find what others keep."""
-    return replace(batch, micro_batches=batch.micro_batches[::-1])
 
 
 def _words(function: Any) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -214,22 +214,39 @@ class Buffers:
                         buffer.detach().copy_(values)
 
 
-@contextmanager
-def put_back(before: Snapshot, buffers: Buffers) -> Iterator[None]:
-    """Puts back what calls of the user's code in the block have changed."""
-    try:
-        yield
-    finally:
-        before.restore()
-        buffers.restore()
+class Watched:
+    """Models and functions of the user's, whose state is put back after calls.
+
+    Args:
+        roots: they, by the words for them; see ``Snapshot``.
+        models: whose buffers are looked after.
+    """
+
+    def __init__(self, roots: dict[str, Any], models: Sequence[nn.Module]) -> None:
+        self.roots, self.buffers = roots, Buffers(models)
+        self.before = Snapshot(roots, self.buffers.tensors)
+
+    def now(self) -> Snapshot:
+        """The state as it is now, for a comparison."""
+        return Snapshot(self.roots, self.buffers.tensors, restorable=False)
+
+    def restore(self) -> None:
+        """Puts everything back."""
+        self.before.restore()
+        self.buffers.restore()
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Puts back what calls in the block have changed."""
+        try:
+            yield
+        finally:
+            self.restore()
 
 
-@contextmanager
-def unchanged(model: nn.Module, forward: Callable[..., Any] | None) -> Iterator[None]:
+def unchanged(model: nn.Module, forward: Callable[..., Any] | None) -> AbstractContextManager[None]:
     """Puts back what calls of a model, and of the user's own ``forward``, in the block have changed in them."""
-    buffers = Buffers((model,))
-    with put_back(Snapshot({"": model, "forward=": forward}, buffers.tensors), buffers):
-        yield
+    return Watched({"": model, "forward=": forward}, (model,)).restored()
 
 
 @contextmanager
@@ -335,16 +352,16 @@ def parameter_values(model: nn.Module) -> dict[str, tuple[int, int]]:
 class CalledModules:
     """Notes the modules that a forward pass or a loss calls and that do not belong to the prepared model.
 
-    They are added to ``roots``, the user's code that is looked at, and to its state ``before``.
+    They are added to what is ``watched``.
     """
 
-    def __init__(self, prepared: PreparedRun, before: Snapshot, roots: dict[str, Any]) -> None:
+    def __init__(self, prepared: PreparedRun, watched: Watched) -> None:
         parts = prepared.state.parts
         own = (parts.model, prepared.compute.model)
         self._own = {id(module) for each in own for module in each.modules()}
         self._parameters = {id(parameter) for each in own for parameter in each.parameters()}
         self._kept = {id(module) for each in parts.modules for module in each.modules()}
-        self._before, self._roots = before, roots
+        self._watched = watched
         self._is_compiled = any("forward" in vars(module) for each in own for module in each.modules())
         self._seen: dict[int, nn.Module] = {}
         self.wrong: dict[str, str] = {}
@@ -366,11 +383,11 @@ class CalledModules:
         if id(module) in self._own or id(module) in self._seen:
             return
         self._seen[id(module)] = module
-        name = self._before.name_of(module)
+        name = self._watched.before.name_of(module)
         if not name:
             name = f"a {type(module).__qualname__}"
-            self._before.add(name, module)
-            self._roots[name] = module
+            self._watched.before.add(name, module)
+            self._watched.roots[name] = module
         if isinstance(module, _NormBase) and module.training and module.running_mean is not None:
             self.wrong[name] = (
                 f"changes its running statistics (a {type(module).__qualname__} in training mode)"
