@@ -150,13 +150,11 @@ class LoaderCache:
             smallest_micro_batch=smallest,
         )
 
-    def training(
-        self, data: Any, shuffle: bool, drop_last: bool, workers: int | None, smallest: int
-    ) -> StepLoader:
+    def training(self, data: Any, plan: SamplePlan, workers: int | None) -> StepLoader:
         """The loader of a training set for this process's micro-batches."""
-        known, key = self._known(data), (shuffle, drop_last, workers, self._strategy.share)
+        known, key = self._known(data), (plan, workers, self._strategy.share)
         if key not in known.training:
-            plan, source = self.plan(data, shuffle, drop_last, smallest), known.source
+            source = known.source
             is_ragged = bool(plan.samples % plan.shape.global_batch)
             side_by_side = source.dataset.sources if isinstance(source.dataset, SideBySide) else []
             self._warn(

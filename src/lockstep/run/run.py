@@ -229,7 +229,7 @@ class Run:
         compared = self._loaders.compared(data, workers)
         self._agreed_data.require(plan, photos, *compared, has_changed=has_changed)
         prepared.state.reads_photos(photos)
-        loader = self._loaders.training(data, shuffle, drop_last, workers, smallest)
+        loader = self._loaders.training(data, plan, workers)
         prepared.compute.device_transform = source.device_transform
         self._session.heartbeat.mark("data", epoch=self.position.epoch, step=self.position.step)
         batches = partial(
