@@ -115,19 +115,23 @@ Part = tuple[Any, Any, int]
 """Copies of output and target of a micro-batch, into which a function may write, and how many rows it has."""
 
 
+def _together(parts: Sequence[Part]) -> Part:
+    """The rows of all parts; an error where they are not alike, as where micro-batches have several lengths."""
+    return *joined([part[:2] for part in parts]), sum(part[2] for part in parts)
+
+
 def reasons(functions: Mapping[str, Callable[[Any, Any], Any]], parts: Sequence[Part]) -> dict[str, str]:
     """Why functions are no means over samples, or may be none, by name; without those that nothing tells of yet.
 
     ``parts`` are the micro-batches of a process so far. Where they have one row each, they are put together.
     """
-    output, target, samples = parts[-1]
-    if samples < 2:
+    part = parts[-1]
+    if part[2] < 2:
         try:
-            output, target = joined([part[:2] for part in parts])
-        except Exception:  # they may have several lengths
+            part = _together(parts)
+        except Exception:
             return {}
-        samples = sum(part[2] for part in parts)
-    found = {name: checked(function, output, target, samples) for name, function in functions.items()}
+    found = {name: checked(function, *part) for name, function in functions.items()}
     return {name: each.reason for name, each in found.items() if each is not Deviation.UNCLEAR}
 
 
@@ -177,7 +181,7 @@ class RowSample:
     def some(self) -> list[Any]:
         """The leaves of some of the rows as lists, for the other processes; none where they are large."""
         with suppress(Exception):
-            pair, samples = self._whole()
+            *pair, samples = _together(self._parts)
             step = max(1, samples // _MOST_SENT)
             leaves = tree_leaves(rows_of(pair, slice(0, step * _MOST_SENT, step)))
             tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -193,19 +197,15 @@ class RowSample:
         A process may have a single row, or those of one class.
         """
         parts = list(self._parts)
-        with suppress(Exception):  # they may have several lengths
-            (output, target), samples = self._whole()
-            parts = [parts[0], *([(output, target, samples)] if len(parts) > 1 else [])]
-            leaves, others = tree_leaves((output, target)), [given for given in everyone if given]
+        with suppress(Exception):
+            whole = _together(parts)
+            parts = [parts[0], *([whole] if len(parts) > 1 else [])]
+            leaves, others = tree_leaves(whole[:2]), [given for given in everyone if given]
             if len(others) > 1:
                 rows = [_rows_like(leaf, column) for leaf, column in zip(leaves, zip(*others), strict=True)]
-                both = tree_unflatten(rows, tree_structure((output, target)))
+                both = tree_unflatten(rows, tree_structure(whole[:2]))
                 parts.append((*both, next(len(each) for each in rows if isinstance(each, Tensor))))
         return {name: why for part in parts for name, why in reasons(functions, [part]).items() if why}
-
-    def _whole(self) -> tuple[Any, int]:
-        """Output and target of all rows, and how many there are; an error where they are not alike."""
-        return joined([part[:2] for part in self._parts]), sum(part[2] for part in self._parts)
 
 
 def _rows_like(leaf: Any, parts: Sequence[Any]) -> Any:

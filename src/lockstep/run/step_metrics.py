@@ -140,17 +140,21 @@ class StepMetrics:
 
     def judge(self, *how: Any) -> None:
         """Notes which are no means where outputs have no row for each sample; see ``deviation_with_model``."""
-        waiting = sorted(name for name in self._unchecked if not self._reasons.get(name))
-        self._reasons |= reasons_with_model({name: self._given[name] for name in waiting}, *how)
+        self._reasons |= reasons_with_model(self._waiting(), *how)
         self._has_asked_model = True
+
+    def _waiting(self) -> dict[str, Callable[..., Any]]:
+        """Those that are to be checked and of which no fault is known."""
+        names = sorted(name for name in self._unchecked if not self._reasons.get(name))
+        return {name: self._given[name] for name in names}
 
     @torch.no_grad()
     def note(self, output: Any, target: Any, micro_batch: MicroBatch) -> None:
         """Computes them for one micro-batch of this process."""
         samples = len(micro_batch)
-        if waiting := sorted(name for name in self._unchecked if not self._reasons.get(name)):
+        if waiting := self._waiting():
             self._seen.append((*copies_of((output, target)), samples))
-            self._reasons |= reasons({name: self._given[name] for name in waiting}, self._seen)
+            self._reasons |= reasons(waiting, self._seen)
         if self._entries is None:
             looked_at = () if self._sums else self._unchecked
             before = held_by(self._given, looked_at)
