@@ -1,7 +1,7 @@
 """The state of a run that a checkpoint covers: captured whole by name, and restored on any number of processes.
 
 ``RunState`` captures and restores model, optimizers, schedulers and position. Where parameters are shared out over
-processes, ``SharedOptimizer`` gathers the optimizer's state for a checkpoint.
+processes, the optimizer's state is gathered for a checkpoint.
 """
 
 from __future__ import annotations
@@ -48,52 +48,40 @@ _OF_OBJECTS = frozenset({"lr_lambdas", "_scale_fn_custom"})
 _MOST_LINES, _MOST_CHARACTERS = 5, 60
 
 
-@dataclass(frozen=True)
-class SharedOptimizer:
-    """The state of an optimizer whose parameters are shared out over processes."""
+def _shared_state(
+    optimizer: Optimizer,
+    names: Mapping[Tensor, str],
+    members: Sequence[Sequence[str]],
+    strategy: Strategy,
+    rows: Collection[str] | None,
+    *,
+    keep: bool,
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """As ``checkpoint.optimizer_state`` of one whose parameters are shared out over processes. Collective.
 
-    parts: dict[str, Tensor]
-    """This process's part of the state tensors that are shaped like their parameters, by key."""
-    dtypes: dict[str, str]
-    """Of all state tensors that are shaped like their parameters, in the order of their keys."""
-    others: dict[str, Tensor]
-    """All other tensors, such as step counters, on every process."""
-    record: dict[str, Any]
-    """As ``checkpoint.optimizer_state`` gives it of the whole."""
-
-    @classmethod
-    def of(
-        cls,
-        optimizer: Optimizer,
-        names: Mapping[Tensor, str],
-        members: Sequence[Sequence[str]],
-        strategy: Strategy,
-    ) -> SharedOptimizer:
-        """Learns of all state by name. Collective.
-
-        ``names`` are those of the parameters that the optimizer holds here, ``members`` those of its groups in the
-        whole model.
-        """
-        tensors, record = optimizer_state(optimizer, names)
-        shapes = {names[p]: p.shape for each in optimizer.param_groups for p in each["params"]}
-        mine: dict[str, Any] = {"state": record["state"], "dtypes": {}, "values": {}}
-        for key, tensor in tensors.items():
-            name = key.partition("|")[0]
-            if name in shapes and tensor.shape == shapes[name]:
-                mine["dtypes"][key] = str(tensor.dtype)
-            elif name:
-                mine["values"][key] = _as_json(key, tensor)
-        everyone = strategy.gather_records(mine)
-        others = {key: tensor.clone() for key, tensor in tensors.items() if not key.partition("|")[0]}
-        others |= {key: _from_json(value) for key, value in _union(everyone, "values").items()}
-        groups = [{**each, "parameters": list(own)} for each, own in zip(record["groups"], members)]
-        whole = {**record, "groups": groups, "state": _union(everyone, "state")}
-        return cls({key: tensors[key] for key in mine["dtypes"]}, _union(everyone, "dtypes"), others, whole)
-
-    def gathered(self, strategy: Strategy, *, keep: bool) -> dict[str, Tensor]:
-        """All tensors, whole, on the CPU, where this process keeps them. Collective."""
-        dtypes = {key: _dtype(name) for key, name in self.dtypes.items()}
-        return self.others | _gathered(strategy, self.parts, dtypes, keep=keep)
+    ``names`` are those of the parameters that the optimizer holds here, ``members`` those of its groups in the whole
+    model; ``rows`` and ``keep``: see ``RunState.capture``.
+    """
+    tensors, record = optimizer_state(optimizer, names)
+    shapes = {names[p]: p.shape for each in optimizer.param_groups for p in each["params"]}
+    mine: dict[str, Any] = {"state": record["state"], "dtypes": {}, "values": {}}
+    for key, tensor in tensors.items():
+        name = key.partition("|")[0]
+        if name in shapes and tensor.shape == shapes[name]:
+            mine["dtypes"][key] = str(tensor.dtype)
+        elif name:
+            mine["values"][key] = _as_json(key, tensor)
+    everyone = strategy.gather_records(mine)
+    groups = [{**each, "parameters": list(own)} for each, own in zip(record["groups"], members)]
+    whole = {**record, "groups": groups, "state": _union(everyone, "state")}
+    others = {key: tensor.clone() for key, tensor in tensors.items() if not key.partition("|")[0]}
+    others |= {key: _from_json(value) for key, value in _union(everyone, "values").items()}
+    parts = {key: tensors[key] for key in mine["dtypes"]}
+    if rows is not None:
+        own = {key: part for key, part in parts.items() if key.partition("|")[0] in rows}
+        return own | (others if keep else {}), whole
+    dtypes = {key: _dtype(name) for key, name in _union(everyone, "dtypes").items()}
+    return others | _gathered(strategy, parts, dtypes, keep=keep), whole
 
 
 def _gathered(
@@ -220,13 +208,9 @@ class RunState:
                 tensors, record = optimizer_state(optimizer, self._names())
             else:
                 members = self.model.members[number]
-                shared = SharedOptimizer.of(optimizer, self._names(), members, self.strategy)
-                record = shared.record
-                if rows is None:
-                    tensors = shared.gathered(self.strategy, keep=keep)
-                else:
-                    tensors = {k: part for k, part in shared.parts.items() if k.partition("|")[0] in rows}
-                    tensors |= shared.others if keep else {}
+                tensors, record = _shared_state(
+                    optimizer, self._names(), members, self.strategy, rows, keep=keep
+                )
             state.optimizer_records[str(number)] = record
             state.optimizer.update({f"{number}|{key}": tensor for key, tensor in tensors.items()})
         state.progress.update(self._attributes.changed(self.strategy))
