@@ -15,7 +15,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, repeat
@@ -387,10 +387,8 @@ def evaluate_whole(opened: OpenEvaluation, metrics: Mapping[str, SetMetric]) -> 
 
 def _numbers(name: str, value: Any) -> dict[str, float]:
     """The result of ``compute()``: a number under the metric's name, or several under ``name_key`` or ``name_0``."""
-    try:
+    with suppress(TypeError, ValueError, RuntimeError):
         return {name: float(value)}
-    except (TypeError, ValueError, RuntimeError):
-        pass
     try:
         parts = value if isinstance(value, Mapping) else dict(enumerate(value))
         return {f"{name}_{key}": float(each) for key, each in parts.items()}

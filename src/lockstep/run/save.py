@@ -368,18 +368,15 @@ def weights_of_main(
 ) -> dict[str, Tensor]:
     """Rank 0's weights on every rank, under all names; ``ConfigError`` where they are not of this model. Collective."""
     wanted, is_main = model.tensors, group is None or dist.get_rank(group) == 0
-    is_table, problem = isinstance(weights, Mapping), ""
-    given = (
-        {name: each for name, each in weights.items() if name not in model.aliases}
-        if is_main and is_table
-        else {}
-    )
-    if is_main and not is_table:
+    problem, given = "", dict[str, Any]()
+    if is_main and not isinstance(weights, Mapping):
         problem = f"  a {type(weights).__name__} instead of tensors by name"
-    elif is_main and (odd := [name for name, each in given.items() if not _is_dense(each)]):
-        problem = f"  no dense tensors with values ({len(odd)}): {shorten(odd, 5)}"
-    elif is_main and (differences := compare(given, wanted)):
-        problem = differences.describe()
+    elif is_main:
+        given = {name: each for name, each in weights.items() if name not in model.aliases}
+        if odd := [name for name, each in given.items() if not _is_dense(each)]:
+            problem = f"  no dense tensors with values ({len(odd)}): {shorten(odd, 5)}"
+        elif differences := compare(given, wanted):
+            problem = differences.describe()
     if group is not None:
         problem = gather_agreed(problem, group, device)[0]
     if problem:
