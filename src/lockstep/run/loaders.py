@@ -292,67 +292,54 @@ def smallest_micro_batch(model: nn.Module) -> int:
     return 2 if has_batch_norm(model) else 1
 
 
-@dataclass
-class SkippedSamples:
-    """Counts what the processes of a run skip.
+def counting_skipped(read: Read, dataset: Any, strategy: Strategy, seed: int, *, says: bool) -> Read:
+    """The same steps; of a ``SkipBroken`` set, what was skipped is counted before each, which is collective.
 
-    A sample counts at the step that holds it, however far ahead it was read, and in each epoch anew.
+    A sample counts at the step that holds it, however far ahead it was read, and in each epoch anew. ``says``: True for
+    the process that logs.
     """
+    inner, numbers = unwrap_subset(dataset)
+    if not isinstance(inner, SkipBroken):
+        return read
+    if numbers is not None:
+        raise ConfigError(
+            "SkipBroken belongs around Subset, not inside it: SkipBroken(Subset(dataset, ...))."
+        )
 
-    strategy: Strategy
-    seed: int
-    says: bool
-    """True for the process that logs."""
+    def steps(epoch: int, first: int) -> Iterator[Batch]:
+        found: set[int] = set()
+        for batch in read(epoch, first):
+            if new := _skipped(batch, inner, strategy) - found:
+                found |= new
+                named = {index: inner.named(seed, epoch, index) for index in sorted(found)}
+                _require_few(inner, list(named.values()), epoch)
+                for index in sorted(new) if says else ():
+                    logger.warning(
+                        "In epoch %d %s could not be read and was skipped (%d so far, at most %d).",
+                        *(epoch, named[index], len(found), inner.limit),
+                    )
+            yield batch
 
-    def counted(self, read: Read, dataset: Any) -> Read:
-        """The same steps; of a ``SkipBroken`` set, what was skipped is counted before each, which is collective."""
-        inner, numbers = unwrap_subset(dataset)
-        if not isinstance(inner, SkipBroken):
-            return read
-        if numbers is not None:
-            raise ConfigError(
-                "SkipBroken belongs around Subset, not inside it: SkipBroken(Subset(dataset, ...))."
-            )
-
-        def steps(epoch: int, first: int) -> Iterator[Batch]:
-            found: set[int] = set()
-            for batch in read(epoch, first):
-                new = set(_everyones(_skipped(batch, inner), self.strategy)) - found
-                if new:
-                    found |= new
-                    self._report(inner, new, found, epoch)
-                yield batch
-
-        return steps
-
-    def _report(self, dataset: SkipBroken, new: set[int], found: set[int], epoch: int) -> None:
-        named = {index: dataset.named(self.seed, epoch, index) for index in sorted(found)}
-        if len(found) > dataset.limit:
-            raise DataError(
-                f"{len(found)} of {len(dataset)} samples could not be read in epoch {epoch}, and at most "
-                f"{dataset.limit} ({dataset.most:.3g} of them) may be skipped: "
-                f"{shorten(named.values(), 10)}. Repair or remove them."
-            )
-        for index in sorted(new) if self.says else ():
-            logger.warning(
-                "In epoch %d %s could not be read and was skipped (%d so far, at most %d).",
-                epoch,
-                named[index],
-                len(found),
-                dataset.limit,
-            )
+    return steps
 
 
-def _skipped(batch: Batch, dataset: SkipBroken) -> list[int]:
-    held = [part.indices for part in batch.micro_batches]
-    return [int(index) for index in dataset.skipped(np.concatenate(held))] if held else []
+def _require_few(dataset: SkipBroken, found: list[str], epoch: int) -> None:
+    if len(found) > dataset.limit:
+        raise DataError(
+            f"{len(found)} of {len(dataset)} samples could not be read in epoch {epoch}, and at most {dataset.limit} "
+            f"({dataset.most:.3g} of them) may be skipped: {shorten(found, 10)}. Repair or remove them."
+        )
 
 
-def _everyones(mine: list[int], strategy: Strategy) -> list[int]:
-    """The numbers of all processes; they say first whether there are any, which is the cheap and usual case."""
-    group, device = strategy.all_ranks, strategy.device
+def _skipped(batch: Batch, dataset: SkipBroken, strategy: Strategy) -> set[int]:
+    """The samples of a step that any process has skipped. Collective.
+
+    They say first whether there are any, which is the cheap and usual case.
+    """
+    held, group, device = [part.indices for part in batch.micro_batches], strategy.all_ranks, strategy.device
+    mine = [int(index) for index in dataset.skipped(np.concatenate(held))] if held else []
     if group is None:
-        return mine
+        return set(mine)
     if not int(all_reduce_max(torch.tensor([len(mine)], device=device), group)):
-        return []
-    return [index for each in gather_json(mine, group, device) for index in each]
+        return set()
+    return {index for each in gather_json(mine, group, device) for index in each}

@@ -29,7 +29,7 @@ from lockstep.run import agreement, save
 from lockstep.run.agreement import AgreedData
 from lockstep.run.epoch_loop import EpochLoop, EpochSteps, Position
 from lockstep.run.evaluation import Metric, SetMetric, evaluate_all, evaluation, predict
-from lockstep.run.loaders import LoaderCache, SkippedSamples, smallest_micro_batch
+from lockstep.run.loaders import LoaderCache, counting_skipped, smallest_micro_batch
 from lockstep.run.optimizer_step import GradientState, PreparedOptimizer
 from lockstep.run.prepare import Parts, describe, prepare_model, stepped_before
 from lockstep.run.rehearsal import Rehearsals
@@ -93,7 +93,6 @@ class Run:
         self._writer = Writer(options, world, self._loop)
         self._results = DeferredResults(self.device, overflow_expected=self._precision.scaler is not None)
         self._agreed_data = AgreedData(self.strategy, self.position, options, warns=self.is_main)
-        self._skipped = SkippedSamples(self.strategy, options.seed, self.is_main)
         self._session.before_close = self._release
         self._unseeded = seed_generators(options.seed)
         self._session.heartbeat.will_poll()
@@ -235,7 +234,8 @@ class Run:
         batches = partial(
             loader.batches, at_end=lambda: self._loaders.read_ahead(loader, self._loop.next_epoch)
         )
-        read = self._skipped.counted(batches, source.dataset)
+        seed, says = self.options.seed, self.is_main
+        read = counting_skipped(batches, source.dataset, self.strategy, seed, says=says)
         left = self._loop.steps_left(plan.steps_per_epoch)
         return EpochSteps(self._loop.steps(read, self._between_steps), left)
 
