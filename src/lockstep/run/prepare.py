@@ -68,10 +68,10 @@ class Parts:
         _require_plain_model(model)
         if not keep_empty:
             initial_values.fill(empty_tensors(model), torch.device("cpu"))
-        for module in (model, *(each for each in others if isinstance(each, nn.Module))):
-            _require_own_memory(module, initial_values if module is model else None)
         optimizers = tuple(each for each in others if isinstance(each, Optimizer))
         modules = tuple(each for each in others if isinstance(each, nn.Module))
+        for module in (model, *modules):
+            _require_own_memory(module, initial_values if module is model else None)
         schedulers = tuple(each for each in others if not isinstance(each, Optimizer | nn.Module))
         for each in schedulers:
             if isinstance(each, type):
@@ -86,7 +86,7 @@ class Parts:
         _require_own_parameters(optimizers, list(model.parameters()))
         _require_trainable(model, optimizers)
         _require_own_optimizers(schedulers, optimizers)
-        frozen = frozenset(name for name, p in model.named_parameters() if not p.requires_grad)
+        frozen = frozenset(frozen_parameters(model))
         start = initial_values.digest() if any(True for _ in empty_tensors(model)) else ""
         return cls(model, optimizers, schedulers, modules, frozen, start)
 
