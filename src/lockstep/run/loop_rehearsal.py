@@ -26,12 +26,11 @@ from lockstep.errors import ConfigError
 from lockstep.numerics.hidden_state import Kind
 from lockstep.run.means import deviation_of_parts, has_rows, leaves_of, own_rows, together
 from lockstep.run.short_step import (
-    CalledModules,
     Findings,
     RehearsalCompute,
     Watched,
+    noting_mistakes,
     on_all_ranks,
-    parameter_values,
     shortened,
     taken_gradients,
     with_own_data,
@@ -88,7 +87,7 @@ class LoopRehearsal:
         done[LoopRehearsal] = done.get(LoopRehearsal, 0) + 1
         is_first = done[LoopRehearsal] == 1
         watched, by_rank = Watched({"": model}, (model, prepared.compute.model)), False
-        called, findings = CalledModules(prepared, watched), Findings()
+        findings = Findings()
         short, self._compute = shortened(self._batch, self._opened.compute, strategy.share, 1)
         try:
             with (
@@ -97,12 +96,8 @@ class LoopRehearsal:
                 run._events.silenced(),
                 generators_kept(),
             ):
-                values = parameter_values(model)
-                with called.noting():
+                with noting_mistakes(prepared, watched, strategy, findings):
                     first = yield from self._pass(short)
-                findings.written = [
-                    name for name, value in parameter_values(model).items() if value != values[name]
-                ]
                 after = watched.now()
                 watched.buffers.restore()
                 second = yield from self._pass(short)
@@ -116,12 +111,11 @@ class LoopRehearsal:
         finally:
             self._is_judged = False
             randomness.leave()
-        findings.foreign = called.wrong
         findings.drew = [name for name in changed if later.kinds.get(name) is Kind.GENERATOR]
         for kept in second:
             if second[kept] != first[kept]:
                 raise _keeps(kept, first[kept], second[kept])
-        run.rehearsals.judge(Findings.of_all(strategy.gather_records(vars(findings))), _NAME)
+        run.rehearsals.judge(findings.of_all_ranks(strategy), _NAME)
         if by_rank:
             raise other_on_ranks(strategy.gather_records({}), _OFF)
 

@@ -40,12 +40,11 @@ from lockstep.run.means import Deviation, judge_with_model
 from lockstep.run.short_step import (
     OFF,
     Buffers,
-    CalledModules,
     Findings,
     RehearsalCompute,
     Watched,
+    noting_mistakes,
     on_all_ranks,
-    parameter_values,
     shortened,
     taken_gradients,
     with_own_data,
@@ -211,8 +210,7 @@ class Rehearsals:
         if self._is_for_resume:
             self._judge_resumption(findings, prepared.state)
             return
-        everyone = self._strategy.gather_records(vars(findings))
-        found = Findings.of_all(everyone)
+        found = findings.of_all_ranks(self._strategy)
         self.judge(found, _words(loss))
         if found.keeps:
             self.due[code] = *self.due[code][:2], max(_COUNTED, step + step // 4)
@@ -269,7 +267,7 @@ class Rehearsals:
         roots = {"": model, f"the loss {_words(loss)}": loss, "forward=": compute.forward}
         watched = Watched(roots, (model, prepared.compute.model))
         before, buffers = watched.before, watched.buffers
-        called, findings = CalledModules(prepared, watched), Findings()
+        findings = Findings()
         begins = self.done[code_of(loss)] <= max(2, self.times)
         starts = self._starts.setdefault(code_of(loss), {})
         short, rehearsal = shortened(batch, compute, strategy.share, 2 if self._are_concurrent else 1)
@@ -281,12 +279,8 @@ class Rehearsals:
             self._events.silenced(),
             generators_kept(),
         ):
-            values = parameter_values(model)
-            with called.noting(), strategy.watching_writes() as written:
+            with noting_mistakes(prepared, watched, strategy, findings):
                 first = self._first_pass(compute_again, compute.randomness)
-            findings.written = [
-                name for name, value in parameter_values(model).items() if value != values[name]
-            ] + sorted(written)
             after = watched.now()
             buffers.restore()  # the next step would begin from new running statistics
             # Those that run side by side find what others keep in the other order.
@@ -310,7 +304,6 @@ class Rehearsals:
             if is_called_alone and not is_judged:
                 is_new = self.done[code_of(loss)] == 1 and bool(batch.micro_batches)
                 deviations = [judge_with_model(compute, batch.micro_batches)] if is_new else []
-        findings.foreign = called.wrong
         findings.deviation = next((each.reason for each in deviations if each.reason), "")
         findings.losses_differ = any(each.losses != first.losses for each in others)
         findings.gradients = [

@@ -102,11 +102,10 @@ class Findings:
     lost: list[str] = field(default_factory=list)
     """Variables of the loop that the loss or the model reads, and that are not what they were before a stop."""
 
-    @classmethod
-    def of_all(cls, everyone: Sequence[Mapping[str, Any]]) -> Findings:
-        """The findings of all ranks together."""
-        whole = cls()
-        for each in everyone:
+    def of_all_ranks(self, strategy: Strategy) -> Findings:
+        """The findings of all ranks together. Collective."""
+        whole = Findings()
+        for each in strategy.gather_records(vars(self)):
             whole.losses_differ |= each["losses_differ"]
             whole.keeps |= each["keeps"]
             whole.deviation = whole.deviation or each["deviation"]
@@ -347,6 +346,19 @@ def parameter_values(model: nn.Module) -> dict[str, tuple[int, int]]:
         for name, parameter in model.named_parameters()
         if not isinstance(parameter, AbsentParameter) and not parameter.is_meta
     }
+
+
+@contextmanager
+def noting_mistakes(
+    prepared: PreparedRun, watched: Watched, strategy: Strategy, findings: Findings
+) -> Iterator[None]:
+    """Notes what calls in the block do to modules and parameters that makes a step wrong on any layout."""
+    model, called = prepared.state.parts.model, CalledModules(prepared, watched)
+    values = parameter_values(model)
+    with called.noting(), strategy.watching_writes() as written:
+        yield
+    changed = [name for name, value in parameter_values(model).items() if value != values[name]]
+    findings.foreign, findings.written = called.wrong, changed + sorted(written)
 
 
 class CalledModules:
