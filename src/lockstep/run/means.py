@@ -415,8 +415,7 @@ def judge_with_model(compute: StepCompute, micro_batches: Sequence[MicroBatch]) 
 
     def forward(part: Any, number: int) -> tuple[Any, Any]:
         compute.randomness.begin_micro_batch(compute.plan.step, number)
-        given = compute.forward, compute.compute.model, compute.compute.device_transform
-        return compute.compute.output_and_target(part, *given)
+        return compute.output_and_target(part)
 
     found = Deviation.NONE
     with evaluating(compute.compute.model), compute.autocast():

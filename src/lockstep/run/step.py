@@ -202,10 +202,9 @@ def sum_and_weight(value: Any, samples: int) -> tuple[Tensor, Tensor]:
         samples: rows of the micro-batch.
     """
     if isinstance(value, tuple) and len(value) == 2:
-        total = (
-            value[0] if isinstance(value[0], Tensor) else torch.tensor(float(value[0]), dtype=torch.float64)
-        )
-        weight = value[1]
+        total, weight = value
+        if not isinstance(total, Tensor):
+            total = torch.tensor(float(total), dtype=torch.float64)
         if not isinstance(weight, Tensor):  # torch.tensor would copy to the device, which waits for it
             weight = torch.full((), float(weight), device=total.device)
         if weight.requires_grad:
@@ -362,12 +361,15 @@ class StepCompute:
     def __call__(self, micro_batch: MicroBatch, model: nn.Module | None = None) -> tuple[Tensor, Tensor]:
         """Forward pass and loss of a whole model."""
         self.begin(micro_batch)
-        output, target = self.compute.output_and_target(
-            micro_batch.data, self.forward, model or self.compute.model, self.compute.device_transform
-        )
+        output, target = self.output_and_target(micro_batch.data, model)
         result = self.loss(output, target, micro_batch)
         self.heartbeat.enter(BACKWARD, micro_batch.k)
         return result
+
+    def output_and_target(self, data: Any, model: nn.Module | None = None) -> tuple[Any, Any]:
+        """The output of the model, or of the user's own ``forward``, on a micro-batch's data, and its target."""
+        given = self.forward, model or self.compute.model, self.compute.device_transform
+        return self.compute.output_and_target(data, *given)
 
     def numbered(self, micro_batch: MicroBatch) -> MicroBatch:
         """The micro-batch with its number in the step that keys follow, which a rehearsal takes it from."""
@@ -453,9 +455,8 @@ class StepCompute:
                 if weight or not trained:
                     raise no_gradient(output)
                 # Nothing counts in this micro-batch, as where no token is unmasked: all its gradients are zero.
-                total = (
-                    total + torch.stack([each.flatten()[:0].sum().to(total.dtype) for each in trained]).sum()
-                )
+                zeros = [each.flatten()[:0].sum().to(total.dtype) for each in trained]
+                total = total + torch.stack(zeros).sum()
             if self.metrics is not None and micro_batch.k < self.plan.leaves:
                 self.metrics.note(output, target, micro_batch)
             return total, weight

@@ -183,19 +183,15 @@ def _text(leaf: Any) -> str:
     text = repr(leaf)
     if " at 0x" not in text:
         return text
-    return (
-        "" if isinstance(leaf, list | tuple) else type(leaf).__qualname__
-    )  # an object may serve all of them
+    # An object may serve all of them.
+    return "" if isinstance(leaf, list | tuple) else type(leaf).__qualname__
 
 
 def _output(compute: StepCompute, micro_batch: MicroBatch) -> _Output:
-    model = compute.compute.model
     compute.begin(micro_batch)
     with torch.no_grad():
         own = with_own_data(micro_batch).data  # the model runs on the data once more
-        output, target = compute.compute.output_and_target(
-            own, compute.forward, model, compute.compute.device_transform
-        )
+        output, target = compute.output_and_target(own)
     compute.randomness.leave()
     if compute.forward is not None or isinstance(own, Mapping):
         target = None
