@@ -255,8 +255,7 @@ class EpochLoop:
         self._back = replace(position, inside=True)
         position.inside, self._finished_epoch = False, position.epoch
         self._key("epoch end", position.epoch)
-        if not self.in_epochs:
-            self._next_epoch()
+        self.end_epoch()
 
     def _tell_begun_anew(self, batch: Batch) -> None:
         steps, place = self._walked(), batch.plan.position
@@ -273,7 +272,7 @@ class EpochLoop:
             self._variables.end_steps()
 
     def end_epoch(self) -> None:
-        """Ends an epoch whose steps were left early, unless a loop over ``epochs`` does so."""
+        """Ends an epoch whose steps are over, or were left early, unless a loop over ``epochs`` does so."""
         if not self.in_epochs:
             self._next_epoch()
 
