@@ -168,9 +168,8 @@ def _is_plain(value: Any, depth: int = 4) -> bool:
     kind = type(value)
     if kind in (list, tuple, dict, deque):
         values = [*value.keys(), *value.values()] if kind is dict else value
-        return (
-            len(value) <= _MOST_ENTRIES and depth > 0 and all(_is_plain(each, depth - 1) for each in values)
-        )
+        is_small = len(value) <= _MOST_ENTRIES and depth > 0
+        return is_small and all(_is_plain(each, depth - 1) for each in values)
     return kind in (bool, int, float, str, type(None))
 
 

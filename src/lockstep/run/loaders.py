@@ -216,9 +216,8 @@ class LoaderCache:
         if is_stream:
             some, source.dataset.is_compared = [0], True
         found = sample_digests(source.dataset, some, **self._reading(known, workers))
-        if (
-            is_stream
-        ):  # equal on all ranks says nothing of what it keeps: a count of its readings is equal, too
+        if is_stream:
+            # Equal on all ranks says nothing of what it keeps: a count of its readings is equal, too.
             source.dataset.is_compared = False
         return {**found, **choices(source.dataset)}
 

@@ -413,11 +413,7 @@ class Rehearsals:
         depends = found.losses_differ or found.gradients or found.foreign or found.drew
         if not depends or (kept and not missed):
             return
-        what = (
-            shorten(missed, _MOST)
-            if missed
-            else "something that was not found, such as an iterator or a file"
-        )
+        what = shorten(missed, _MOST) or "something that was not found, such as an iterator or a file"
         if state.resumed_context:
             raise ConfigError(
                 f"The forward pass or the loss keeps {what} from one call to the next. The checkpoint does not hold "

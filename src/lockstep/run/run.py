@@ -192,9 +192,9 @@ class Run:
         for call in self._events.prepare_end:
             call(self)
         returned = {**wrapped, **placed.averages}
-        return (
-            (placed.module, *(returned.get(id(each), each) for each in others)) if others else placed.module
-        )
+        if not others:
+            return placed.module
+        return placed.module, *(returned.get(id(each), each) for each in others)
 
     def epochs(self, count: int) -> Iterator[int]:
         """The numbers of the epochs from where the run stands (0, or where it was resumed) to ``count - 1``."""

@@ -63,9 +63,8 @@ class RehearsalCompute(StepCompute):
         has_several = rows > 1 and has_rows((output, target), rows)
         part = (*copies_of((output, target)), rows) if has_several else None  # the loss may write into them
         result = super().loss(output, target, micro_batch)
-        if has_several or (
-            self.is_number[-1] and rows == max(map(len, self.plan.indices))
-        ):  # a larger one tells
+        is_largest = rows == max(map(len, self.plan.indices))  # otherwise a larger one tells
+        if has_several or (self.is_number[-1] and is_largest):
             self.judged.append(part)
         return result
 
@@ -214,12 +213,7 @@ class Buffers:
 
 
 class Watched:
-    """Models and functions of the user's, whose state is put back after calls.
-
-    Args:
-        roots: they, by the words for them; see ``Snapshot``.
-        models: whose buffers are looked after.
-    """
+    """Models and functions of the user's by the words for them (``roots``), whose state is put back after calls."""
 
     def __init__(self, roots: dict[str, Any], models: Sequence[nn.Module]) -> None:
         self.roots, self.buffers = roots, Buffers(models)
@@ -395,22 +389,19 @@ class CalledModules:
         if id(module) in self._own or id(module) in self._seen:
             return
         self._seen[id(module)] = module
-        name = self._watched.before.name_of(module)
+        name, kind = self._watched.before.name_of(module), type(module).__qualname__
         if not name:
-            name = f"a {type(module).__qualname__}"
+            name = f"a {kind}"
             self._watched.before.add(name, module)
             self._watched.roots[name] = module
         if isinstance(module, _NormBase) and module.training and module.running_mean is not None:
-            self.wrong[name] = (
-                f"changes its running statistics (a {type(module).__qualname__} in training mode)"
-            )
-        trained = [
-            key
-            for key, each in module.named_parameters(recurse=False)
-            if each.requires_grad
-            and id(each) not in self._parameters  # a copy.copy of a module has the model's
-        ]
-        if trained and torch.is_grad_enabled() and id(module) not in self._kept:
-            self.wrong[name] = (
-                f"has parameters that require gradients ({trained[0]}), which nobody sums or updates"
-            )
+            self.wrong[name] = f"changes its running statistics (a {kind} in training mode)"
+        if id(module) in self._kept or not torch.is_grad_enabled():
+            return
+        for key, each in module.named_parameters(recurse=False):
+            if (
+                each.requires_grad and id(each) not in self._parameters
+            ):  # a copy.copy of a module has the model's
+                what = f"has parameters that require gradients ({key}), which nobody sums or updates"
+                self.wrong[name] = what
+                return

@@ -228,16 +228,9 @@ class RunState:
         models = self.parts.model, self.model.module, *self.parts.modules, *self.model.averages.values()
         modules = [each for model in models for each in model.modules()]
         tensors = [each for model in models for each in (*model.parameters(), *model.buffers())]
-        optimizers = [
-            *self.parts.optimizers,
-            *(
-                held
-                for each in self.parts.optimizers
-                for held in vars(each).values()
-                if isinstance(held, Optimizer)
-            ),
-        ]
-        return frozenset(map(id, [*modules, *tensors, *optimizers, *self.parts.schedulers]))
+        optimizers = self.parts.optimizers
+        wrapped = [each for one in optimizers for each in vars(one).values() if isinstance(each, Optimizer)]
+        return frozenset(map(id, [*modules, *tensors, *optimizers, *wrapped, *self.parts.schedulers]))
 
     def _unsaved(self) -> list[str]:
         """The values that optimizers have changed and no ``state_dict()`` has; warns once. Collective."""
