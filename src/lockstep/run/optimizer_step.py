@@ -8,9 +8,10 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -44,8 +45,8 @@ class GradientState:
         optimizers: the user's own; a step of one that does not go through ``step`` is refused.
         strategy: knows who else holds a part of the gradients.
         precision: with the scaler of the loss; None where none is needed.
-        frozen: parameters that required no gradient when the run was prepared, with their names.
-        trained: those that did.
+        parameters: of the prepared model, by name.
+        frozen: the names of those that required no gradient when the run was prepared.
     """
 
     def __init__(
@@ -53,12 +54,13 @@ class GradientState:
         optimizers: Sequence[Optimizer],
         strategy: Strategy,
         precision: Precision | None = None,
-        frozen: Sequence[tuple[str, Tensor]] = (),
-        trained: Sequence[Tensor] = (),
+        parameters: Mapping[str, Tensor] = MappingProxyType({}),
+        frozen: Collection[str] = (),
     ) -> None:
         self._optimizers, self._strategy, self._precision = list(optimizers), strategy, precision
         self._scaler = scaler = None if precision is None else precision.scaler
-        self._frozen, self._trained = frozen, trained
+        self._frozen = [(name, each) for name, each in parameters.items() if name in frozen]
+        self._trained = [each for name, each in parameters.items() if name not in frozen]
         is_watched = strategy.writes is not None or strategy.absences
         self.setting_values = partial(setting_values, strategy) if is_watched else nullcontext
         """A context in which the run itself sets values, not the loop."""

@@ -154,13 +154,8 @@ class Run:
         compute = ForwardPass(
             placed.module, self._precision, self.device, self.options.channels_last, self._events
         )
-        frozen = parts.frozen
         gradients = GradientState(
-            parts.optimizers,
-            self.strategy,
-            self._precision,
-            [(name, each) for name, each in placed.parameters.items() if name in frozen],
-            [each for name, each in placed.parameters.items() if name not in frozen],
+            parts.optimizers, self.strategy, self._precision, placed.parameters, parts.frozen
         )
         wrapped = {
             id(each): PreparedOptimizer(
