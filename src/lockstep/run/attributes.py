@@ -44,15 +44,14 @@ def numbers_of(holder: Any) -> dict[str, str]:
 
 def decoded(attributes: Mapping[str, str]) -> dict[str, bool | int | float]:
     """The numbers again."""
-    words = {"True": True, "False": False}
-    return {
-        name: words[text]
-        if text in words
-        else int(text, 0)
-        if text.lstrip("-").startswith("0x") or text.lstrip("-").isdigit()
-        else float(text)
-        for name, text in attributes.items()
-    }
+    return {name: _number(text) for name, text in attributes.items()}
+
+
+def _number(text: str) -> bool | int | float:
+    if text in ("True", "False"):
+        return text == "True"
+    digits = text.lstrip("-")
+    return int(text, 0) if digits.startswith("0x") or digits.isdigit() else float(text)
 
 
 class Attributes:

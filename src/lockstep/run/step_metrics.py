@@ -43,18 +43,16 @@ class LossEntries:
 
     def __call__(self, output: Any, target: Any) -> Any:
         """The loss."""
-        found = self.function(output, target)
-        missing = (
-            [name for name in ("loss", *self.names) if name not in found]
-            if isinstance(found, Mapping)
-            else []
-        )
-        if missing or not isinstance(found, Mapping):
-            said = f"has no {missing[0]!r}" if missing else f"is a {type(found).__name__}"
-            names = ", ".join(map(repr, ("loss", *self.names)))
+        found, names, said = self.function(output, target), ("loss", *self.names), ""
+        if not isinstance(found, Mapping):
+            said = f"is a {type(found).__name__}"
+        elif missing := [name for name in names if name not in found]:
+            said = f"has no {missing[0]!r}"
+        if said:
             raise ConfigError(
                 f"also={list(self.names)!r} of run.backward names entries of the dict that the loss returns, and what "
-                f"it returned {said}. Return a dict with {names}, or give functions: also={{'name': function}}."
+                f"it returned {said}. Return a dict with {', '.join(map(repr, names))}, or give functions: "
+                "also={'name': function}."
             )
         self._kept[threading.get_ident()] = found
         return found["loss"]
