@@ -406,6 +406,14 @@ def waits_and_races(kit: Kit) -> Iterator[Check]:
 
     for layout in ("single", "dp 2", "ddp 2", "fsdp 2", "pipeline 2", "parameter_server 3"):
         yield f"set_sync_debug_mode: {layout}", "0 waits in a step", partial(waits, layout)
+
+    def workers() -> tuple[str, str]:
+        (inline,), (read,) = (
+            kit.machine.run(tasks.read_by_workers, 1, each, timeout=240.0) for each in (0, 3)
+        )
+        return ("equal" if read == inline else "not equal"), _verdict(read == inline)
+
+    yield "batches of loader workers, and of none", "0 waits, one fingerprint", workers
     yield "sanitizer: a race that was made on purpose", "raised", finds_a_race
     for layout in ("single", "ddp 2", "fsdp 2"):
         yield f"sanitizer: {layout}", "0 races", partial(races, layout)

@@ -263,6 +263,27 @@ class Rows(torch.utils.data.Dataset[tuple[torch.Tensor, Any]]):
         return self._samples
 
 
+def read_by_workers(world: Any, workers: int) -> str:
+    """The fingerprint of a training on pictures, in whose steps, after the first ones, a wait of the host raises.
+
+    With workers, copies to the device read the memory that the workers write: they must neither wait nor come too late.
+    """
+    torch.manual_seed(0)
+    run = open_run(world, "single", fingerprint_every=0, micro_batches=2)
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 64 * 64, 10))
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    data = Rows(torch.randn(64, 3, 64, 64, generator=torch.Generator().manual_seed(1)), 16 * 60)
+    for _ in run.epochs(1):
+        for step, batch in enumerate(run.batches(data, workers=workers)):
+            run.backward(batch, lambda output, target: torch.nn.functional.cross_entropy(output, target % 10))
+            optimizer.step()
+            optimizer.zero_grad()
+            torch.cuda.set_sync_debug_mode("error" if 33 <= step < 57 else "default")
+    found = run.fingerprint()
+    run.close()
+    return found
+
+
 # Epochs are longer than what is timed, so that no loop pays for the begin of one within.
 def _resnet(batch: int) -> tuple[torch.nn.Module, Any]:
     from lockstep.models import resnet50
