@@ -94,6 +94,13 @@ def test_one_value_per_token_counts_tokens():
     assert (float(total), float(weight)) == (10.0, 10.0)
 
 
+def test_a_loss_or_metric_may_write_its_numbers_into_the_same_tensors_again():
+    """They are added up when all micro-batches are done, and were then all like the last one of this process."""
+    total, weight = torch.zeros(()), torch.zeros(())
+    found = [sum_and_weight((total.fill_(n), weight.fill_(2 * n)), 3) for n in (1.0, 2.0)]
+    assert found == [(1.0, 2.0), (2.0, 4.0)]
+
+
 def test_a_weight_that_depends_on_parameters_is_refused():
     """Its gradient was left out without a word, in a mean with learned weights, or for a loss that returns two."""
     values = torch.ones(3, requires_grad=True)

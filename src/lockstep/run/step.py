@@ -210,7 +210,8 @@ def sum_and_weight(value: Any, samples: int) -> tuple[Tensor, Tensor]:
         if weight.requires_grad:
             raise trained_weight()
         total = wide(total)
-        return total.sum() if total.dim() else total, weight.sum() if weight.dim() else weight
+        # A copy of a single number: the function may write its next one into the same tensor
+        return total.sum() if total.dim() else total.clone(), weight.sum() if weight.dim() else weight.clone()
     if not isinstance(value, Tensor):
         raise no_value(value)
     value = wide(value)
