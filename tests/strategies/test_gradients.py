@@ -132,6 +132,30 @@ def test_what_a_backward_pass_that_raised_left_behind_is_no_part_of_the_next_ste
     assert torch.equal(model.weight.grad, expected)
 
 
+@pytest.mark.parametrize("is_collecting", [False, True])
+def test_a_backward_pass_that_raised_leaves_the_gradients_that_were_there(is_collecting):
+    """Of a step that is accumulated: what one micro-batch had left was stepped in their place."""
+    model = nn.Linear(3, 2)
+    strategy, batch = without_hooks(model)
+    if not is_collecting:
+        strategy = Single(CPU, 2)
+        strategy.setup_model(model)
+    strategy.backward(batch, SquaredOutputs(model), scale=1.0, stop=0)
+    before = {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    def refuse(gradient):
+        raise ValueError("from a hook")
+
+    hook = model.weight.register_hook(refuse)
+    with pytest.raises(ValueError, match="from a hook"):
+        strategy.backward(batch, SquaredOutputs(model), scale=1.0, stop=0)
+    strategy.abandon()
+    hook.remove()
+    assert all(torch.equal(p.grad, before[name]) for name, p in model.named_parameters())
+    strategy.abandon()  # of an error before the next step began
+    assert all(torch.equal(p.grad, before[name]) for name, p in model.named_parameters())
+
+
 def test_a_loss_that_begins_to_compute_gradients_itself_is_refused_by_name():
     model = nn.Linear(3, 2)
     strategy, batch = without_hooks(model)

@@ -336,6 +336,8 @@ class Run:
         except Exception as error:
             if self._session.group is not None:
                 gradients.fail(plan.step, error)
+            else:
+                self.strategy.abandon()
             note_data(error, batch, prepared.compute.model)
             raise
         for ends in events.backward_end:

@@ -110,6 +110,10 @@ class Replicated(Strategy):
         compute.exchange()
         return self._sums.reduce(self._losses, self._weights, stop)
 
+    def abandon(self) -> None:
+        """See ``Strategy.abandon``."""
+        self._sums.tree.abandon()
+
     def before_step(self) -> None:
         """See ``Strategy.before_step``: gradients are where the user sees them."""
 

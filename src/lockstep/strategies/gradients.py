@@ -329,6 +329,15 @@ class GradientTree:
             slot.stack, slot.early = [], {}
         self._merges = ()
 
+    def abandon(self) -> None:
+        """Leaves a step whose backward pass has raised: gradients are what they were before it."""
+        if self._merges:
+            for slot in self.slots:
+                slot.parameter.grad = None
+            for parameter, before in self._prior:
+                parameter.grad = before
+            self.end()
+
     def _take(self, slot: Slot, parameter: Tensor) -> None:
         gradient = parameter.grad
         if gradient is None or not self._merges or parameter is not slot.parameter:

@@ -195,6 +195,9 @@ class Strategy(ABC):
     def before_step(self) -> None:  # noqa: B027  # most strategies have gradients where the user sees them
         """Called on every rank before gradients are clipped or stored, and before an optimizer is stepped."""
 
+    def abandon(self) -> None:  # noqa: B027  # with several processes no program goes on after that
+        """Puts gradients back to what they were before a ``backward`` that raised."""
+
     def gather_records(self, value: Any) -> list[Any]:
         """The values, which must survive JSON, of all processes that are left. Collective."""
         return [value] if self.all_ranks is None else gather_json(value, self.all_ranks, self.device)
