@@ -176,6 +176,29 @@ def test_tensors_of_any_kind_arrive_as_they_were_sent():
     loader.close()
 
 
+class Views(Structured):
+    """Samples that are views of others in torch's ways: conjugated, negated, without strides."""
+
+    def __getitem__(self, index):
+        values = torch.complex(torch.ones(LARGE), torch.full((LARGE,), index + 1.0))
+        rows = torch.eye(4).to_sparse_csr()
+        return values.conj(), values.conj().imag, rows
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_views_whose_signs_torch_keeps_beside_the_numbers_arrive_with_them(workers):
+    loader = loader_of(Views(), 8, workers=workers, collate=lambda samples: samples[0])
+    for batch in loader.batches(0):
+        for part in batch.micro_batches:
+            conjugated, negated, rows = part.data
+            assert bool((conjugated.imag == negated).all()) and bool(
+                (negated == -(part.indices[0] + 1.0)).all()
+            )
+            assert torch.equal(rows.to_dense(), torch.eye(4))
+    loader.close()
+
+
 def test_a_tensor_that_is_too_large_or_lies_otherwise_is_sent_by_torch():
     buffer = SharedBuffers(workers=1, each=1).buffer(0)
     turned, graded = torch.ones(200, 300).T, torch.ones(LARGE, requires_grad=True)

@@ -27,7 +27,7 @@ _MATRIX_INSTRUCTIONS = ("avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16")
 
 def digest_tensor(tensor: Tensor) -> str:
     """SHA-256 of a tensor's type, shape and values, in hexadecimal; memory layout and device do not matter."""
-    values = tensor.detach().to("cpu").contiguous().reshape(-1)
+    values = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous().reshape(-1)
     digest = hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
     digest.update(values.view(torch.uint8).numpy().data)
     return digest.hexdigest()

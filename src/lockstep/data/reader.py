@@ -50,6 +50,11 @@ ALIGNMENT = 64
 """Bytes that the first element of a tensor is to be a multiple of."""
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Returns whether the values of a tensor are numbers at strides in memory."""
+    return tensor.layout is torch.strided and not tensor.is_quantized
+
+
 def aligned(data: Any) -> Any:
     """The same values, each CPU tensor at a multiple of 64 bytes; copied only where it is not.
 
@@ -59,8 +64,14 @@ def aligned(data: Any) -> Any:
 
 
 def _aligned(value: Any) -> Any:
-    is_here = isinstance(value, Tensor) and value.device.type == "cpu" and value.layout is torch.strided
+    is_here = isinstance(value, Tensor) and value.device.type == "cpu" and is_dense(value)
     return value.clone() if is_here and value.data_ptr() % ALIGNMENT and not value.is_pinned() else value
+
+
+def _resolved(value: Any) -> Any:
+    """The values of views such as ``x.conj()``, whose sign torch would lose on the way from a worker."""
+    is_view = isinstance(value, Tensor) and (value.is_conj() or value.is_neg())
+    return value.resolve_conj().resolve_neg() if is_view else value
 
 
 @dataclass(frozen=True)
@@ -342,10 +353,8 @@ class SampleReader:
         if self._unchecked:
             self._unchecked = False
             self._require_repeatable(SampleKeys(self._seed, epoch, indices[:_MOST_COMPARED]))
-        if self._clock is None:
-            return self._read(SampleKeys(self._seed, epoch, indices))
-        with self._clock.noting(epoch, indices):
-            return self._read(SampleKeys(self._seed, epoch, indices))
+        with nullcontext() if self._clock is None else self._clock.noting(epoch, indices):
+            return map_leaves(self._read(SampleKeys(self._seed, epoch, indices)), _resolved)
 
     def _require_repeatable(self, keys: SampleKeys) -> None:
         """Reads samples twice under the same keys, also of the sets in this one; see ``Rereading``."""

@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from lockstep.data.batch import map_leaves
-from lockstep.data.reader import ALIGNMENT, GroupedBatch
+from lockstep.data.reader import ALIGNMENT, GroupedBatch, is_dense
 from lockstep.runtime.devices import page_lock, page_unlock, passing, wait_for
 
 logger = logging.getLogger(__name__)
@@ -198,7 +198,7 @@ class SharedBuffer:
     def _sent(self, tensor: Tensor) -> Tensor | _Sent:
         if type(tensor) is not Tensor or tensor.device.type != "cpu" or tensor.requires_grad:
             return tensor
-        if not tensor.is_contiguous() or not tensor.numel():
+        if not is_dense(tensor) or not tensor.is_contiguous() or not tensor.numel():
             return tensor
         shape, size = tuple(tensor.shape), tensor.nbytes
         if size <= _SMALL:
