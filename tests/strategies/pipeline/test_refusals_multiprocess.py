@@ -66,6 +66,19 @@ class OwnDraws(nn.Module):
         return self.second(nn.functional.dropout(self.first(x), 0.1))
 
 
+class Skips(nn.Module):
+    """Calls one layer more if an attribute says so."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+        self.is_deep = True
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.last(self.inner(x) if self.is_deep else x)
+
+
 class Growing(nn.Module):
     """Gives another shape in every call."""
 
@@ -171,11 +184,16 @@ REFUSED = {
         {"patched": True},
         r"The forward of 'the model' was replaced after run.prepare, and strategy 'pipeline' calls what is in it",
     ),
+    "another way": (
+        Skips,
+        {"skipped": True},
+        r"'is_deep' of 'the model' was changed after run.prepare, and its forward calls other modules now",
+    ),
     "own forward": (layers, {"forward": True}, r"a forward of your own, which calls the whole model"),
 }
 
 
-OF_LOOP = ("forward", "average", "decay", "again", "replaced", "patched")
+OF_LOOP = ("forward", "average", "decay", "again", "replaced", "patched", "skipped")
 """What the loop does differently; all else is an option."""
 
 
@@ -232,6 +250,11 @@ def one_step(world, case):
         loss = lambda output, target: output.square().mean() + model(torch.ones(2, 4)).square().mean()  # noqa: E731
     if given.get("replaced"):
         model[1] = nn.GELU()
+    if given.get("skipped"):
+        model.used = True  # names that its forward does not read, and values that change nothing
+        model.is_deep = 1
+        model(torch.ones(2, 4))
+        model.is_deep = False
     if given.get("patched"):
         original.forward = lambda x: 2 * nn.Sequential.forward(original, x)
     for _ in run.epochs(1):

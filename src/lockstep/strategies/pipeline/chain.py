@@ -14,6 +14,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from inspect import iscode, isfunction
 from typing import Any
 
 import numpy as np
@@ -102,6 +104,49 @@ def _inner(module: nn.Module) -> list[ChainLink] | None:
     called = {each.module for each in links}
     idle = [child for child in module.children() if child not in called]
     return None if any(True for child in idle for _ in (*child.parameters(), *child.buffers())) else links
+
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+
+def attributes_of(module: nn.Module) -> dict[str, Any]:
+    """Those attributes of a module that its forward may look at; what is no plain value stands for itself."""
+    cls: Any = type(module)
+    named = _names_in(cls)
+    found = {
+        key: value for key, value in vars(module).items() if key in named and key not in _OF_EVERY_MODULE
+    }
+    return {
+        key: repr(value) if isinstance(value, (*_PLAIN, list, tuple, dict)) else id(value)
+        for key, value in found.items()
+    }
+
+
+@cache
+def _names_in(cls: type) -> frozenset[str]:
+    """All names in the methods of a class of modules."""
+    own = cls.__mro__[: cls.__mro__.index(nn.Module)]
+    waiting: list[Any] = [each.__code__ for base in own for each in vars(base).values() if isfunction(each)]
+    names: set[str] = set()
+    while waiting:
+        code = waiting.pop()
+        names.update(code.co_names)
+        waiting += [each for each in code.co_consts if iscode(each)]
+    return frozenset(names)
+
+
+def what_it_calls(module: nn.Module) -> list[tuple[Any, ...]] | None:
+    """What the forward of an opened module does now, in an order that can be compared."""
+    links = _traced(module, training=module.training)
+    if links is None:
+        return None
+    return [
+        (each.name, *(vars(each.module)[key] for key in ("_function", "_arguments", "_named")))
+        if isinstance(each.module, FunctionLink)
+        else (each.name,)
+        for each in links
+    ]
 
 
 def draws_without_key(module: nn.Module) -> str | None:

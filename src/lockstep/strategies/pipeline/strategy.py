@@ -45,6 +45,7 @@ from lockstep.strategies.absent import (
 from lockstep.strategies.gradients import StepSums
 from lockstep.strategies.loop_writes import LoopWrites, setting_values
 from lockstep.strategies.optimizer_trial import Unit
+from lockstep.strategies.pipeline.chain import attributes_of, what_it_calls
 from lockstep.strategies.pipeline.channels import PipelineChannel
 from lockstep.strategies.pipeline.links import OTHER_FREEZING
 from lockstep.strategies.pipeline.loss_reads import LossReads
@@ -106,6 +107,7 @@ class PlacedPipeline(nn.Module):
         absences: of what is not here, which know whether a step is being computed.
         whole: a context in which the stages have whole parameters; where they are shared out, the ranks that share
             them must call the model together too.
+        require_called: raises ``ConfigError`` where the stages are not what the model's forward would call.
     """
 
     def __init__(
@@ -115,14 +117,24 @@ class PlacedPipeline(nn.Module):
         answers: dict[int, PipelineChannel],
         absences: Sequence[Absence],
         whole: Callable[[], AbstractContextManager[None]] = nullcontext,
+        require_called: Callable[[], object] = bool,
     ) -> None:
         super().__init__()
-        vars(self).update(_model=model, training=model.training)  # not a child: its children are
         self._modules, self._parameters, self._buffers = model._modules, model._parameters, model._buffers
         self._passes, self._answers, self._absences, self._whole = passes, answers, absences, whole
+        self._require_called = require_called
+        vars(self).update(_model=model, training=model.training)  # not a child: its children are
 
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self)["_model"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets an attribute of the user's model, whose modules read it."""
+        model = vars(self).get("_model")
+        if model is None or name in vars(self):
+            super().__setattr__(name, value)
+        else:
+            setattr(model, name, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PlacedPipeline:
         """Refuses a copy, which would have the values of some stages only."""
@@ -166,6 +178,7 @@ class PlacedPipeline(nn.Module):
                 "once (torch.cat) and take the output apart in the loss, call it before run.backward, or use strategy "
                 "'ddp' or 'fsdp'."
             )
+        self._require_called()
         kind = (self.training, *kind_of((args, kwargs)))
         output = None
         with self._whole(), torch.no_grad():
@@ -277,7 +290,9 @@ class Pipeline(Strategy):
                 names_of = {id(tensor): name for name, tensor in _tensors(model)}
                 for module in others:
                     _empty(module, names_of, absence)
-        placed = PlacedPipeline(model, self._passes, self._answers, self.absences, self._whole_stages)
+        placed = PlacedPipeline(
+            *(model, self._passes, self._answers, self.absences, self._whole_stages, self._require_called)
+        )
         self._present: tuple[Sequence[int], Tensor] = (), torch.empty(0)
         """Which gradients there are here after a step, and why to stop; the same on the device."""
         self._whole_parameters = list(placed.parameters())
@@ -287,6 +302,8 @@ class Pipeline(Strategy):
         self._read = [
             (name, each, _forward_of(each), dict(each._modules)) for name, each in self._opened.items()
         ]
+        self._attributes = {name: attributes_of(each) for name, each in self._opened.items()}
+        self._calls = {name: what_it_calls(each) for name, each in self._opened.items() if each is not placed}
         self._require_called()
         return placed
 
@@ -456,6 +473,15 @@ class Pipeline(Strategy):
                     f"{self.name!r} calls what is in it in several processes. Replace it before run.prepare, which "
                     "then keeps the module in one stage, or use strategy 'ddp'."
                 )
+            if (now := attributes_of(module)) != (before := self._attributes[name]):
+                self._attributes[name] = now
+                if self._calls.get(name) != what_it_calls(module):
+                    changed = next(key for key in (*now, *before) if now.get(key) != before.get(key))
+                    raise ConfigError(
+                        f"{changed!r} of {name or 'the model'!r} was changed after run.prepare, and its forward calls "
+                        f"other modules now than those that strategy {self.name!r} has put into stages. Set it before "
+                        "run.prepare, or use strategy 'ddp' or 'layers'."
+                    )
         if self._hooks_seen == hooks_made():
             return
         self._hooks_seen, self._steps = hooks_made(), 0
