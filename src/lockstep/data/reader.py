@@ -354,7 +354,8 @@ class SampleReader:
             self._unchecked = False
             self._require_repeatable(SampleKeys(self._seed, epoch, indices[:_MOST_COMPARED]))
         with nullcontext() if self._clock is None else self._clock.noting(epoch, indices):
-            return map_leaves(self._read(SampleKeys(self._seed, epoch, indices)), _resolved)
+            found = self._read(SampleKeys(self._seed, epoch, indices))
+        return found if self._read == self._read_tensors else map_leaves(found, _resolved)
 
     def _require_repeatable(self, keys: SampleKeys) -> None:
         """Reads samples twice under the same keys, also of the sets in this one; see ``Rereading``."""

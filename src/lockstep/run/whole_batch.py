@@ -29,7 +29,7 @@ from lockstep.run.short_step import with_own_data
 from lockstep.run.step import StepCompute, wide
 from lockstep.run.step_errors import no_gradient, no_value
 from lockstep.strategies import IndependentStrategy, Strategy
-from lockstep.strategies.gradients import variables_of
+from lockstep.strategies.dp import variables_of
 
 
 def require_whole_models(strategy: Strategy, *, sync_batch_norm: bool) -> None:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
@@ -48,7 +48,7 @@ from lockstep.numerics.randomness import draws_in_forward
 from lockstep.numerics.running_buffers import RunningBuffers
 from lockstep.runtime.devices import selected
 from lockstep.strategies.ddp import Replicated
-from lockstep.strategies.gradients import GradientTree, variables_of
+from lockstep.strategies.gradients import GradientTree
 from lockstep.strategies.strategy import Compute, StepResult
 from lockstep.text import shorten
 
@@ -356,3 +356,17 @@ class DataParallel(Replicated):
             slots[0].stack = [total]
             for slot in slots[1:]:
                 slot.stack = []
+
+
+def variables_of(loss: Tensor) -> Iterator[Tensor]:
+    """The leaves of the graph that a loss was computed from: parameters, and other tensors that require gradients."""
+    seen: set[Any] = {None}
+    waiting: list[Any] = [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        waiting += [each for each, _ in node.next_functions]
+        if (variable := getattr(node, "variable", None)) is not None:
+            yield variable

@@ -10,9 +10,8 @@ statistics to that, for a model or one stage of it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -239,9 +238,8 @@ class GradientTree:
 
         They run one after the other, unless ``go_on_with`` says which one runs.
         """
-        if self._merges and not self._handles:  # the last step was left within a backward pass
-            for slot in self.slots:
-                slot.parameter.grad = None
+        if not self._handles:
+            self.abandon()  # where the last step was left by an interrupt
         self._merges = merges_after_leaf(start, stop, leaves)
         self._leaf = 0
         self._waiting = [len(members) for members in self._members]
@@ -524,20 +522,6 @@ def thawed(name: str) -> ConfigError:
         f"{name!r} was frozen at run.prepare and requires a gradient now. Call run.prepare while every "
         "parameter that will be trained requires a gradient, and freeze it afterwards."
     )
-
-
-def variables_of(loss: Tensor) -> Iterator[Tensor]:
-    """The leaves of the graph that a loss was computed from: parameters, and other tensors that require gradients."""
-    seen: set[Any] = {None}
-    waiting: list[Any] = [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        waiting += [each for each, _ in node.next_functions]
-        if (variable := getattr(node, "variable", None)) is not None:
-            yield variable
 
 
 def all_finite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
