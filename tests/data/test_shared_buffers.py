@@ -199,6 +199,23 @@ def test_views_whose_signs_torch_keeps_beside_the_numbers_arrive_with_them(worke
     loader.close()
 
 
+@pytest.mark.parametrize("size", [8, LARGE])
+def test_a_tensor_that_is_there_twice_arrives_as_one(size):
+    """An input that is its own target, and is changed in place: the bits depended on whether workers had read it."""
+
+    def collate(samples):
+        x = torch.stack([each["x"][:size] for each in samples]).float()
+        return x, {"target": x}
+
+    for workers in (0, 1):
+        loader = loader_of(Blocks(), 4, workers=workers, collate=collate)
+        for batch in loader.batches(0):
+            for part in batch.micro_batches:
+                part.data[0].fill_(3.0)
+                assert bool((part.data[1]["target"] == 3.0).all())
+        loader.close()
+
+
 def test_a_tensor_that_is_too_large_or_lies_otherwise_is_sent_by_torch():
     buffer = SharedBuffers(workers=1, each=1).buffer(0)
     turned, graded = torch.ones(200, 300).T, torch.ones(LARGE, requires_grad=True)

@@ -121,7 +121,8 @@ class SharedBuffers:
         content = self._held[answer.buffer] = self._bytes(answer.buffer)
         end = partial(_leave, self._leaving, self._gpus) if self._gpus else partial(_free, self._taken)
         weakref.finalize(content, end, answer.buffer, self._rank).atexit = False
-        found = answer.found.map(lambda data: _changed(data, _Sent, lambda sent: _received(sent, content)))
+        receive = _once(lambda sent: _received(sent, content))
+        found = answer.found.map(lambda data: _changed(data, _Sent, receive))
         if not self._gpus:
             return found
         self._lock(content.ctypes.data, answer.used)
@@ -192,7 +193,7 @@ class SharedBuffer:
     def answer(self, found: GroupedBatch) -> WorkerResult:
         """The result to send; tensors that are not in the buffer yet are copied into it."""
         self._taken[self._number] = 1
-        sent = found.map(lambda data: _changed(data, Tensor, self._sent))
+        sent = found.map(lambda data: _changed(data, Tensor, _once(self._sent)))
         return WorkerResult(self._number, self._used, sent)
 
     def _sent(self, tensor: Tensor) -> Tensor | _Sent:
@@ -266,9 +267,21 @@ def _free(taken: Bytes, buffer: int, rank: int) -> None:
 
 def _received(sent: _Sent, content: Bytes) -> Tensor:
     if isinstance(sent.place, bytes):
-        return torch.frombuffer(bytearray(sent.place), dtype=sent.dtype).view(sent.shape)
+        return torch.frombuffer(bytearray(sent.place), dtype=sent.dtype).view(sent.shape).clone()  # aligned
     size = int(np.prod(sent.shape, dtype=np.int64)) * sent.dtype.itemsize
     return torch.from_numpy(content[sent.place : sent.place + size]).view(sent.dtype).view(sent.shape)
+
+
+def _once(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The same, once for each object: a tensor that is there twice is one tensor also when it has arrived."""
+    known: dict[int, tuple[Any, Any]] = {}
+
+    def changed(value: Any) -> Any:
+        if id(value) not in known:
+            known[id(value)] = value, change(value)
+        return known[id(value)][1]
+
+    return changed
 
 
 def _changed(data: Any, kind: type, change: Callable[[Any], Any]) -> Any:
