@@ -464,3 +464,25 @@ def test_a_call_that_only_some_ranks_make_is_named_with_the_others(call, where, 
     said = rf"different calls of the run: run\.{call} \({file}:\d+\) on rank 0; {others} \({file}:\d+\) on ranks 1, 2"
     for message in found:
         assert re.search(said, message), message
+
+
+def left_early(world):
+    """What each rank raises where one leaves the loop before its last step, which is rehearsed."""
+    run, _, optimizer = begin()
+    last = 2 * run.steps_per_epoch(dataset()) - 1
+    try:
+        for _ in run.epochs(2):
+            for batch in run.batches(dataset()):
+                if not run.is_main and batch.plan.step == last:
+                    break
+                train_step(run, batch, optimizer)
+        run.fingerprint()
+    except ConfigError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_rank_that_leaves_the_loop_before_its_last_step_is_named():
+    """The other one ended in a TypeError."""
+    for message in run_ranks(left_early, 2):
+        assert re.search(r"run\.backward .* on rank 0; run\.fingerprint .* on rank 1", message), message

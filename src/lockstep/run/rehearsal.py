@@ -37,6 +37,7 @@ from lockstep.run.agreement import compared_replicas
 from lockstep.run.attributes import is_stored
 from lockstep.run.loop_code import names_reached
 from lockstep.run.means import Deviation, judge_with_model
+from lockstep.run.same_call import gather_agreed
 from lockstep.run.short_step import (
     OFF,
     Buffers,
@@ -245,7 +246,10 @@ class Rehearsals:
         """Raises ``ConfigError`` where the loop has drawn random numbers on some ranks only. Collective."""
         states = zip(_GENERATORS, encoded_states(), strict=True)
         mine = {name: hashlib.sha256(repr(state).encode()).hexdigest() for name, state in states}
-        everyone = self._strategy.gather_records(mine)
+        strategy, group = self._strategy, self._strategy.all_ranks
+        everyone = (
+            strategy.gather_records(mine) if group is None else gather_agreed(mine, group, strategy.device)
+        )
         names = [name for name in mine if len({each[name] for each in everyone}) > 1]
         if names:
             raise ConfigError(
