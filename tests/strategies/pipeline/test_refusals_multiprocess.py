@@ -66,17 +66,21 @@ class OwnDraws(nn.Module):
         return self.second(nn.functional.dropout(self.first(x), 0.1))
 
 
+SHALLOW = {"last": False}
+
+
 class Skips(nn.Module):
     """Calls one layer more if an attribute says so."""
 
     def __init__(self):
         super().__init__()
         self.first, self.inner, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
-        self.is_deep = True
+        self.is_deep, self.inner.is_left_out = True, False
 
     def forward(self, x):
         x = self.first(x)
-        return self.last(self.inner(x) if self.is_deep else x)
+        is_deep = self.is_deep and not self.inner.is_left_out and not SHALLOW["last"]
+        return self.last(self.inner(x) if is_deep else x)
 
 
 class Growing(nn.Module):
@@ -187,8 +191,10 @@ REFUSED = {
     "another way": (
         Skips,
         {"skipped": True},
-        r"'is_deep' of 'the model' was changed after run.prepare, and its forward calls other modules now",
+        r"'is_deep' was changed after run.prepare, and the forward of 'the model' calls other modules now",
     ),
+    "another way by a child": (Skips, {"skipped": "inner"}, r"'inner.is_left_out' was changed after"),
+    "another way by a variable": (Skips, {"skipped": "file"}, r"'SHALLOW' was changed after"),
     "own forward": (layers, {"forward": True}, r"a forward of your own, which calls the whole model"),
 }
 
@@ -254,7 +260,12 @@ def one_step(world, case):
         model.used = True  # names that its forward does not read, and values that change nothing
         model.is_deep = 1
         model(torch.ones(2, 4))
-        model.is_deep = False
+        if given["skipped"] == "inner":
+            model.inner.is_left_out = True
+        elif given["skipped"] == "file":
+            SHALLOW["last"] = True
+        else:
+            model.is_deep = False
     if given.get("patched"):
         original.forward = lambda x: 2 * nn.Sequential.forward(original, x)
     for _ in run.epochs(1):

@@ -12,7 +12,7 @@ calls its children under ``torch.no_grad``, ``torch.autocast`` or hooks on saved
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from dataclasses import dataclass
 from functools import cache
 from inspect import iscode, isfunction
@@ -107,25 +107,31 @@ def _inner(module: nn.Module) -> list[ChainLink] | None:
 
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), list, tuple, dict)
 
 
 def attributes_of(module: nn.Module) -> dict[str, Any]:
-    """Those attributes of a module that its forward may look at; what is no plain value stands for itself."""
+    """What a module's forward may look at: attributes of it and of its children, and plain variables of its file.
+
+    What is no plain value stands for itself.
+    """
     cls: Any = type(module)
-    named = _names_in(cls)
-    found = {
-        key: value for key, value in vars(module).items() if key in named and key not in _OF_EVERY_MODULE
-    }
+    named, variables = _names_in(cls)
+    found = {key: variables[key] for key in named & variables.keys() if isinstance(variables[key], _PLAIN)}
+    for prefix, each in (("", module), *((f"{name}.", child) for name, child in module.named_children())):
+        own = vars(each)
+        found |= {f"{prefix}{key}": own[key] for key in named & own.keys() - _OF_EVERY_MODULE}
     return {
-        key: repr(value) if isinstance(value, (*_PLAIN, list, tuple, dict)) else id(value)
+        key: repr(value)
+        if isinstance(value, _PLAIN) and not (isinstance(value, Sized) and len(value) > 1000)
+        else id(value)
         for key, value in found.items()
     }
 
 
 @cache
-def _names_in(cls: type) -> frozenset[str]:
-    """All names in the methods of a class of modules."""
+def _names_in(cls: type) -> tuple[frozenset[str], dict[str, Any]]:
+    """All names in the methods of a class of modules, and the variables of the file that has its forward."""
     own = cls.__mro__[: cls.__mro__.index(nn.Module)]
     waiting: list[Any] = [each.__code__ for base in own for each in vars(base).values() if isfunction(each)]
     names: set[str] = set()
@@ -133,7 +139,7 @@ def _names_in(cls: type) -> frozenset[str]:
         code = waiting.pop()
         names.update(code.co_names)
         waiting += [each for each in code.co_consts if iscode(each)]
-    return frozenset(names)
+    return frozenset(names), getattr(cls.forward, "__globals__", {})  # type: ignore[attr-defined]  # of a module
 
 
 def what_it_calls(module: nn.Module) -> list[tuple[Any, ...]] | None:

@@ -478,7 +478,7 @@ class Pipeline(Strategy):
                 if self._calls.get(name) != what_it_calls(module):
                     changed = next(key for key in (*now, *before) if now.get(key) != before.get(key))
                     raise ConfigError(
-                        f"{changed!r} of {name or 'the model'!r} was changed after run.prepare, and its forward calls "
+                        f"{changed!r} was changed after run.prepare, and the forward of {name or 'the model'!r} calls "
                         f"other modules now than those that strategy {self.name!r} has put into stages. Set it before "
                         "run.prepare, or use strategy 'ddp' or 'layers'."
                     )
