@@ -114,6 +114,20 @@ def without_hooks(model):
     return strategy, batch
 
 
+@pytest.mark.parametrize("after", [0, _PASSES_WATCHED + 2])
+def test_hooks_of_the_user_see_no_gradients_of_other_parameters_in_any_pass(after):
+    """Under 'ddp' they see none: what they did to one would be done on one device alone."""
+    model, seen = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)), []
+    strategy, batch = Single(CPU, 2), batch_of(torch.randn(4, 3), 2, 2)
+    strategy.setup_model(model)
+    for number in range(_PASSES_WATCHED + 6):
+        if number == after:
+            model[0].weight.register_hook(lambda _: seen.append(model[1].weight.grad))
+        strategy.backward(batch, SquaredOutputs(model), scale=1.0, stop=0)
+        model.zero_grad()
+    assert seen and all(each is None for each in seen)
+
+
 def test_what_a_backward_pass_that_raised_left_behind_is_no_part_of_the_next_step():
     model = nn.Linear(3, 2)
     strategy, batch = without_hooks(model)

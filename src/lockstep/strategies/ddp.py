@@ -25,6 +25,7 @@ from lockstep.config.strategy_options import Level
 from lockstep.core.plan import Share
 from lockstep.data.batch import Batch, MicroBatch
 from lockstep.distributed.collectives import all_gather_rows, drop_process_groups
+from lockstep.numerics.hooks import first_hooked, hooked_globally
 from lockstep.numerics.running_buffers import RunningBuffers
 from lockstep.reduce import Reducer
 from lockstep.strategies.gradients import StepSums
@@ -72,9 +73,14 @@ class Replicated(Strategy):
         self._sums = StepSums(
             *(self._trainable, self._buffers, self._reducer, self.share, self._micro_batches, self.device),
             events=self.events,
-            collects=self._runs_one_by_one and self._reducer is None,
+            may_collect=self._may_collect,
         )
         return self._model
+
+    def _may_collect(self) -> bool:
+        """Returns whether nobody needs, or could look at, gradients within a backward pass: neither hooks nor ranks."""
+        is_alone = self._runs_one_by_one and self._reducer is None
+        return is_alone and first_hooked(self._model) is None and not hooked_globally()
 
     def backward(self, batch: Batch, compute: Compute, *, scale: float, stop: int) -> StepResult:
         """Runs this process's micro-batches and reduces. See ``Strategy.backward``."""

@@ -10,7 +10,7 @@ statistics to that, for a model or one stage of it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lockstep.core.plan import Share
 from lockstep.core.summation_tree import TreeStack, fold_rows, merges_after_leaf, push_leaf, push_leaves
 from lockstep.errors import ConfigError
+from lockstep.numerics.hooks import hooks_made
 from lockstep.numerics.running_buffers import RunningBuffers
 from lockstep.reduce import BucketShape, Reducer
 from lockstep.reduce.reducer import most_slots
@@ -133,6 +134,10 @@ class Slot:
         self.total: Tensor | None = None
 
 
+def _never() -> bool:
+    return False
+
+
 class GradientTree:
     """The gradients of one rank's micro-batches, added in the tree's order.
 
@@ -142,9 +147,8 @@ class GradientTree:
         held: where a reducer gives each rank a part of every sum, the parameters that get it, by name; by default the
             parameters themselves.
         events: whose callbacks are told of buckets that start.
-        collects: whether gradients are taken after each backward pass, since micro-batches run one after the other and
-            nobody waits for single gradients. Hooks of Python make autograd's thread wait for whatever other threads
-            do, such as those of a loader.
+        may_collect: tells whether gradients may be taken after each backward pass, of which none begins before another
+            has ended. Hooks of Python make autograd's thread wait for other threads, such as those of a loader.
     """
 
     def __init__(
@@ -154,7 +158,7 @@ class GradientTree:
         held: Mapping[str, nn.Parameter] | None = None,
         events: StepEvents = NO_EVENTS,
         *,
-        collects: bool = False,
+        may_collect: Callable[[], bool] = _never,
     ) -> None:
         held = parameters if held is None else held
         self.slots = [Slot(name, parameter, held[name]) for name, parameter in parameters.items()]
@@ -166,8 +170,12 @@ class GradientTree:
         self._members: list[list[Slot]] = _fill_buckets(self.slots)
         self._own_references: list[int] = []
         """To the memory of each bucket's sum, of which the gradients are views."""
-        self._watched = _PASSES_WATCHED if collects else math.inf
+        self._may_collect, self._hooks_seen, self._watched = may_collect, 0, _PASSES_WATCHED
         """Passes in which hooks take gradients still: a second one in a pass is seen by them alone."""
+        self._register()
+
+    def _register(self) -> None:
+        """Lets hooks take the gradients."""
         self._handles = [
             slot.parameter.register_post_accumulate_grad_hook(partial(self._take, slot))  # type: ignore[no-untyped-call]  # torch's stub
             for slot in self.slots
@@ -240,6 +248,10 @@ class GradientTree:
         """
         if not self._handles:
             self.abandon()  # where the last step was left by an interrupt
+            if self._hooks_seen != hooks_made():
+                self._hooks_seen = hooks_made()
+                if not self._may_collect():
+                    self._register()
         self._merges = merges_after_leaf(start, stop, leaves)
         self._leaf = 0
         self._waiting = [len(members) for members in self._members]
@@ -272,8 +284,9 @@ class GradientTree:
                 self._add_leaf(slot, torch.zeros_like(slot.parameter))
         self._leaf += 1
         self._watched -= 1
-        if self._watched == 0:
+        if self._watched == 0 and self._may_collect():
             self.remove()
+            self._hooks_seen = hooks_made()
 
     def _collect(self) -> None:
         """Takes all gradients of a backward pass."""
@@ -392,7 +405,7 @@ class StepSums:
         share: which micro-batches this holder runs.
         micro_batches: K of the recipe.
         device: of the losses.
-        held, collects: see ``GradientTree``.
+        held, may_collect: see ``GradientTree``.
         events: whose callbacks are told of buckets and exchanges.
     """
 
@@ -407,9 +420,9 @@ class StepSums:
         held: Mapping[str, nn.Parameter] | None = None,
         events: StepEvents = NO_EVENTS,
         *,
-        collects: bool = False,
+        may_collect: Callable[[], bool] = _never,
     ) -> None:
-        self.tree = GradientTree(parameters, reducer, held, events, collects=collects)
+        self.tree = GradientTree(parameters, reducer, held, events, may_collect=may_collect)
         self._buffers, self._reducer, self._events = buffers, reducer, events
         self._header = StepHeader(share, micro_batches, len(parameters), buffers.counters, flags=1)
         self._no_advance = torch.zeros(buffers.counters, dtype=torch.int64, device=device)
@@ -513,14 +526,6 @@ def _second(name: str) -> ConfigError:
         f"{name!r} got two gradients in one backward pass, as re-entrant activation checkpointing does: use "
         "torch.utils.checkpoint.checkpoint(..., use_reentrant=False). A loss function must not call backward() "
         "itself: return the loss, or use torch.autograd.grad."
-    )
-
-
-def thawed(name: str) -> ConfigError:
-    """The error of a parameter that was frozen when the run was prepared, and requires a gradient."""
-    return ConfigError(
-        f"{name!r} was frozen at run.prepare and requires a gradient now. Call run.prepare while every "
-        "parameter that will be trained requires a gradient, and freeze it afterwards."
     )
 
 

@@ -51,12 +51,12 @@ from lockstep.numerics.hooks import share_hooks
 from lockstep.reduce import BucketShape, NodeLayout
 from lockstep.reduce.ordered import OrderedBucket, OrderedReducer
 from lockstep.strategies.absent import Absence, AbsentParameter
-from lockstep.strategies.gradients import StepSums, thawed
+from lockstep.strategies.gradients import StepSums
 from lockstep.strategies.optimizer_trial import Unit
 from lockstep.strategies.pipeline import Pipeline
 from lockstep.strategies.pipeline.stage import Stage
 from lockstep.strategies.sharding import gather_rows, require_rows, rows_of, squares_of_rows, value_of
-from lockstep.strategies.strategy import Compute, StepResult
+from lockstep.strategies.strategy import Compute, StepResult, thawed
 
 
 class ShardedPipeline(Pipeline):

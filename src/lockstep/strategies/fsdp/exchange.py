@@ -25,8 +25,9 @@ from lockstep.errors import ConfigError
 from lockstep.numerics.blocks import blocks_of
 from lockstep.runtime.devices import current_stream, is_gpu
 from lockstep.strategies.absent import Absence, AbsentParameter
-from lockstep.strategies.gradients import one_dense, thawed
+from lockstep.strategies.gradients import one_dense
 from lockstep.strategies.sharding import value_of
+from lockstep.strategies.strategy import thawed
 
 _SMALLEST = 1024
 """Parameters below which gathering a module alone costs more than it saves; it is gathered with the rest."""
