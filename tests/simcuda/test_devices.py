@@ -247,7 +247,10 @@ def settings(world):
 
     from lockstep.core.fingerprint import device_model
 
+    torch.backends.fp32_precision = "tf32"
     open_run(world, "single").close()
+    operators = torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn
+    assert [each.fp32_precision for each in operators] == ["ieee"] * 3
     filled = torch.utils.deterministic.fill_uninitialized_memory
     assert re.search(
         r"\(132 multiprocessors\) CUDA 13\.0 .*cuBLAS .+ cuDNN ", device_model(torch.device("cuda", 0))

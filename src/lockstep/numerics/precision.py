@@ -96,6 +96,15 @@ class Precision:
         self._shortages = memory_shortages()
         torch.backends.cuda.matmul.allow_tf32 = self.name == "tf32"
         torch.backends.cudnn.allow_tf32 = self.name == "tf32"
+        wanted, cudnn = "tf32" if self.name == "tf32" else "ieee", torch.backends.cudnn
+        places: list[Any] = [
+            torch.backends.cuda.matmul,
+            getattr(cudnn, "conv", None),
+            getattr(cudnn, "rnn", None),
+        ]
+        for place in places:  # torch's newer names for it, which a script may have set
+            if getattr(place, "fp32_precision", "none") not in ("none", wanted):
+                place.fp32_precision = wanted
         torch.backends.cudnn.benchmark = False
         if not self.is_deterministic:
             torch.set_deterministic_debug_mode("default")
