@@ -95,7 +95,7 @@ class SharedBuffers:
         if gpus:
             end = partial(_unlock, self._locked, self._leaving)
             weakref.finalize(self._whole, end, self._gpus, self._rank).atexit = False
-            _kept[:] = [each for each in _kept if not _are_left(each[0])]
+            _kept[:] = [each for each in _kept if not _all_passed(each[0])]
         self._taken: Bytes = np.frombuffer(mmap.mmap(-1, workers * each), dtype=np.uint8)
         self._held: weakref.WeakValueDictionary[int, Bytes] = weakref.WeakValueDictionary()
         """In the rank: the buffers that have tensors."""
@@ -244,7 +244,7 @@ def _leave(leaving: _Leaving, gpus: Sequence[torch.device], buffer: int, rank: i
             leaving.append((passing(gpus), buffer))
 
 
-def _are_left(leaving: _Leaving) -> bool:
+def _all_passed(leaving: _Leaving) -> bool:
     return all(has_passed() for has_passed, _ in leaving)
 
 
@@ -253,7 +253,7 @@ def _unlock(locked: dict[int, int], leaving: _Leaving, gpus: Sequence[torch.devi
     if os.getpid() != rank or not locked:
         return
     with suppress(RuntimeError):
-        for gpu in () if _are_left(leaving) else gpus:
+        for gpu in () if _all_passed(leaving) else gpus:
             wait_for(gpu)
         for address in locked:
             page_unlock(address)

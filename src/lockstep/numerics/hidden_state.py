@@ -354,7 +354,7 @@ class Snapshot:
         for values in (function.__defaults__, function.__kwdefaults__):
             self._value(values, f"a default of {words}")
         self._slots(vars(function), words)
-        names = frozenset(_names(code))
+        names = frozenset(names_in(code))
         for key in names & function.__globals__.keys():
             self._global(function.__globals__, key, names)
 
@@ -393,12 +393,12 @@ def draws_globally(*roots: Any) -> bool:
     return found.draws_globally
 
 
-def _names(code: CodeType) -> Iterator[str]:
+def names_in(code: CodeType) -> Iterator[str]:
     """The globals and attributes that code names, that of inner functions included."""
     yield from code.co_names
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
-            yield from _names(inner)
+            yield from names_in(inner)
 
 
 def is_plain(value: Any) -> bool:

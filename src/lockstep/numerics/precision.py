@@ -96,12 +96,9 @@ class Precision:
         self._shortages = memory_shortages()
         torch.backends.cuda.matmul.allow_tf32 = self.name == "tf32"
         torch.backends.cudnn.allow_tf32 = self.name == "tf32"
-        wanted, cudnn = "tf32" if self.name == "tf32" else "ieee", torch.backends.cudnn
-        places: list[Any] = [
-            torch.backends.cuda.matmul,
-            getattr(cudnn, "conv", None),
-            getattr(cudnn, "rnn", None),
-        ]
+        wanted = "tf32" if self.name == "tf32" else "ieee"
+        of_cudnn = [getattr(torch.backends.cudnn, name, None) for name in ("conv", "rnn")]
+        places: list[Any] = [torch.backends.cuda.matmul, *of_cudnn]
         for place in places:  # torch's newer names for it, which a script may have set
             if getattr(place, "fp32_precision", "none") not in ("none", wanted):
                 place.fp32_precision = wanted
@@ -136,6 +133,7 @@ class Precision:
             )
 
 
+_TF32 = "whether matmul and cuDNN may use TF32"
 _REMEDIES = {
     "torch.get_num_threads()": (
         "Leave torch.set_num_threads out, and give lockstep.init(threads=...) a number that does not hang on how many "
@@ -148,7 +146,7 @@ _REMEDIES = {
     "torch.get_deterministic_debug_mode()": (
         "Leave torch.use_deterministic_algorithms out, or give lockstep.init(deterministic=False)."
     ),
-    "whether matmul and cuDNN may use TF32": (
+    _TF32: (
         "Leave torch.set_float32_matmul_precision, allow_tf32 and fp32_precision out, and give "
         "lockstep.init(precision='tf32')."
     ),
@@ -164,12 +162,12 @@ def _settings(device: torch.device, is_deterministic: bool) -> dict[str, Any]:
         found["torch.backends.cudnn.benchmark"] = torch.backends.cudnn.benchmark
         found["torch.get_deterministic_debug_mode()"] = torch.get_deterministic_debug_mode()
     try:
-        found["whether matmul and cuDNN may use TF32"] = (
+        found[_TF32] = (
             torch.backends.cuda.matmul.allow_tf32,
             torch.backends.cudnn.allow_tf32,
         )
     except RuntimeError:  # torch's newer names for it have been set beside the older ones
-        found["whether matmul and cuDNN may use TF32"] = "set under torch's new names"
+        found[_TF32] = "set under torch's new names"
     return found
 
 

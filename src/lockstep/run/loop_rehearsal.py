@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 
 from lockstep.config.strategy_options import Level
 from lockstep.data.batch import Batch, MicroBatch
-from lockstep.data.keyed import generators_kept
 from lockstep.errors import ConfigError
 from lockstep.numerics.hidden_state import Kind
 from lockstep.run.means import deviation_of_parts, has_rows, leaves_of, own_rows, together
@@ -31,10 +30,10 @@ from lockstep.run.short_step import (
     Watched,
     noting_mistakes,
     on_all_ranks,
+    put_back,
     shortened,
     taken_gradients,
     with_own_data,
-    without_gradients,
 )
 from lockstep.run.step import BackwardPass, evaluating, sum_and_weight
 from lockstep.run.step_errors import other_on_ranks
@@ -90,12 +89,7 @@ class LoopRehearsal:
         findings = Findings()
         short, self._compute = shortened(self._batch, self._opened.compute, strategy.share, 1)
         try:
-            with (
-                without_gradients(strategy),
-                watched.restored(),
-                run._events.silenced(),
-                generators_kept(),
-            ):
+            with put_back(strategy, watched, run._events):
                 with noting_mistakes(prepared, watched, strategy, findings):
                     first = yield from self._pass(short)
                 after = watched.now()

@@ -46,10 +46,10 @@ from lockstep.run.short_step import (
     Watched,
     noting_mistakes,
     on_all_ranks,
+    put_back,
     shortened,
     taken_gradients,
     with_own_data,
-    without_gradients,
 )
 from lockstep.run.step import StepCompute, code_of
 from lockstep.run.step_errors import other_on_ranks
@@ -277,12 +277,7 @@ class Rehearsals:
         short, rehearsal = shortened(batch, compute, strategy.share, 2 if self._are_concurrent else 1)
         judging = replace(rehearsal, judged=None if compute.function is stand_in else [])
         compute_again = partial(self._pass, short, rehearsal, scale)
-        with (
-            without_gradients(strategy),
-            watched.restored(),
-            self._events.silenced(),
-            generators_kept(),
-        ):
+        with put_back(strategy, watched, self._events):
             with noting_mistakes(prepared, watched, strategy, findings):
                 first = self._first_pass(compute_again, compute.randomness)
             after = watched.now()

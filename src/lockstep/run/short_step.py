@@ -17,11 +17,13 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from lockstep.core.fingerprint import sum_of_bits
 from lockstep.core.plan import Share
 from lockstep.data.batch import Batch, MicroBatch, map_leaves
+from lockstep.data.keyed import generators_kept
 from lockstep.distributed.collectives import broadcast_tensors
 from lockstep.errors import ConfigError
 from lockstep.numerics.hidden_state import Kind, Snapshot, told
 from lockstep.run.means import Deviation, Part, checked, copies_of, has_rows
 from lockstep.run.step import StepCompute
+from lockstep.runtime.events import StepEvents
 from lockstep.strategies import Strategy
 from lockstep.strategies.absent import AbsentParameter, AbsentTensor
 from lockstep.strategies.sharding import value_of
@@ -243,13 +245,17 @@ def unchanged(model: nn.Module, forward: Callable[..., Any] | None) -> AbstractC
 
 
 @contextmanager
-def without_gradients(strategy: Strategy) -> Iterator[None]:
-    """Takes the gradients away for a rehearsal in the block, and counts what it sends as such."""
+def put_back(strategy: Strategy, watched: Watched, events: StepEvents) -> Iterator[None]:
+    """Puts back what a rehearsal in the block changes: gradients, what is watched, and generators of random numbers.
+
+    No callbacks are called, and what is sent counts as that of a rehearsal.
+    """
     prior, sent = {p: p.grad for p in strategy.trainable().values()}, strategy.bytes_sent
     for parameter in prior:
         parameter.grad = None
     try:
-        yield
+        with watched.restored(), events.silenced(), generators_kept():
+            yield
     finally:
         for parameter, gradient in prior.items():
             parameter.grad = gradient

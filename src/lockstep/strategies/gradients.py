@@ -170,7 +170,8 @@ class GradientTree:
         self._members: list[list[Slot]] = _fill_buckets(self.slots)
         self._own_references: list[int] = []
         """To the memory of each bucket's sum, of which the gradients are views."""
-        self._may_collect, self._hooks_seen, self._watched = may_collect, 0, _PASSES_WATCHED
+        self._may_collect, self._hooks_seen = may_collect, 0
+        self._watched = _PASSES_WATCHED
         """Passes in which hooks take gradients still: a second one in a pass is seen by them alone."""
         self._register()
 

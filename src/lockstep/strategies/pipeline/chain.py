@@ -15,7 +15,7 @@ import random
 from collections.abc import Callable, Sized
 from dataclasses import dataclass
 from functools import cache
-from inspect import iscode, isfunction
+from inspect import isfunction
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from lockstep.numerics.blocks import CONTAINERS
 from lockstep.numerics.compilation import is_compiled
-from lockstep.numerics.hidden_state import Snapshot
+from lockstep.numerics.hidden_state import Snapshot, names_in
 
 _FUNCTIONS = (
     torch.flatten,
@@ -111,7 +111,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), list, tuple, dict)
 
 
 def attributes_of(module: nn.Module) -> dict[str, Any]:
-    """What a module's forward may look at: attributes of it and of its children, and plain variables of its file.
+    """The attributes of a module and its children, and the plain variables of its file, that its forward may look at.
 
     What is no plain value stands for itself.
     """
@@ -133,17 +133,13 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
 def _names_in(cls: type) -> tuple[frozenset[str], dict[str, Any]]:
     """All names in the methods of a class of modules, and the variables of the file that has its forward."""
     own = cls.__mro__[: cls.__mro__.index(nn.Module)]
-    waiting: list[Any] = [each.__code__ for base in own for each in vars(base).values() if isfunction(each)]
-    names: set[str] = set()
-    while waiting:
-        code = waiting.pop()
-        names.update(code.co_names)
-        waiting += [each for each in code.co_consts if iscode(each)]
-    return frozenset(names), getattr(cls.forward, "__globals__", {})  # type: ignore[attr-defined]  # of a module
+    methods = [each for base in own for each in vars(base).values() if isfunction(each)]
+    names = frozenset(name for method in methods for name in names_in(method.__code__))
+    return names, getattr(cls.forward, "__globals__", {})  # type: ignore[attr-defined]  # of a module
 
 
 def what_it_calls(module: nn.Module) -> list[tuple[Any, ...]] | None:
-    """What the forward of an opened module does now, in an order that can be compared."""
+    """The calls that the forward of an opened module makes now, in an order that can be compared."""
     links = _traced(module, training=module.training)
     if links is None:
         return None

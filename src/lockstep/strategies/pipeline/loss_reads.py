@@ -12,12 +12,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import CodeType, FunctionType, MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 from torch import Tensor, nn
 
 from lockstep.errors import ConfigError
+from lockstep.numerics.hidden_state import names_in
 
 _DEEPEST, _MOST = 6, 2000
 """How far, and how many values, are looked at."""
@@ -124,7 +125,7 @@ def _read_by(function: FunctionType, names: set[str]) -> list[tuple[str, Any]]:
     """The values that a function can read: cells, globals that it mentions, and defaults."""
     if (function.__module__ or "").split(".")[0] in _LIBRARIES and not function.__closure__:
         return []
-    mentioned = set(_mentioned(function.__code__))
+    mentioned = set(names_in(function.__code__))
     names |= mentioned
     found = []
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
@@ -137,14 +138,6 @@ def _read_by(function: FunctionType, names: set[str]) -> list[tuple[str, Any]]:
     ]
     found += [(f"default {number}", each) for number, each in enumerate(function.__defaults__ or ())]
     return found + list((function.__kwdefaults__ or {}).items())
-
-
-def _mentioned(code: CodeType) -> Iterator[str]:
-    """The names of globals and attributes in some code, and in functions that it makes."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _mentioned(constant)
 
 
 def _attributes(label: str, value: Any, names: set[str]) -> list[tuple[str, Any]]:
