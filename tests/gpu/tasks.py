@@ -20,7 +20,7 @@ import numpy
 import torch
 import torch.distributed as dist
 from PIL import Image
-from tests.simcuda.trainings import MISTAKES, Trained, job_of, open_run, saving, train
+from tests.simcuda.trainings import MISTAKES, Trained, job_of, open_run, saving, steps_of, train
 
 from lockstep.core.summation_tree import merges_after_leaf, push_leaf
 from lockstep.data import ImageFolder, RandomResizedCrop
@@ -592,27 +592,21 @@ def fails(world: Any, shared: dict[str, str], how: str) -> None:
 
     _share(shared)
     run = open_run(world, "ddp" if world.world_size > 1 else "single", timeout=30.0)
-    model, data, loss_fn = job_of("perceptron")
-    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    for _ in run.epochs(9):
-        for batch in run.batches(data):
-            run.backward(batch, loss_fn)
-            optimizer.step()
-            optimizer.zero_grad()
-            if batch.plan.step < 1 or world.rank + 1 < world.world_size:
-                continue
-            if how == "killed":
-                os.kill(os.getpid(), signal.SIGKILL)
-            elif how == "spins":
-                torch.cuda._sleep(_SPIN_CYCLES)
-            elif how == "fills":
-                if cuda.is_simulated():
-                    cuda.limit_memory(0, 1 << 20)
-                kept = []
-                while True:
-                    kept.append(torch.empty(1 << 28, device="cuda"))
-            else:
-                torch.zeros(3, device="cuda")[torch.tensor([5], device="cuda")].sum().item()
+    for batch in steps_of(run, "perceptron", 9):
+        if batch.plan.step < 1 or world.rank + 1 < world.world_size:
+            continue
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif how == "spins":
+            torch.cuda._sleep(_SPIN_CYCLES)
+        elif how == "fills":
+            if cuda.is_simulated():
+                cuda.limit_memory(0, 1 << 20)
+            kept = []
+            while True:
+                kept.append(torch.empty(1 << 28, device="cuda"))
+        else:
+            torch.zeros(3, device="cuda")[torch.tensor([5], device="cuda")].sum().item()
 
 
 def left_memory(world: Any, shared: dict[str, str], *arguments: Any) -> int:

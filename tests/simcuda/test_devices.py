@@ -12,7 +12,7 @@ import pytest
 import torch
 from tests.simcuda import cuda, nccl
 from tests.simcuda.layouts import require
-from tests.simcuda.trainings import job_of, open_run, train
+from tests.simcuda.trainings import job_of, open_run, steps_of, train
 
 from lockstep.errors import ConfigError, NonFiniteError, RankError
 
@@ -260,25 +260,17 @@ def settings(world):
 
 def changed_settings(world, change):
     """What is said of a setting that user code changes between two steps."""
-    run = open_run(world, "single")
-    model, data, loss_fn = job_of("perceptron")
-    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    said = ""
-    for _ in run.epochs(1):
-        for batch in run.batches(data):
-            try:
-                run.backward(batch, loss_fn)
-            except ConfigError as error:
-                return str(error)
-            optimizer.step()
-            optimizer.zero_grad()
+    try:
+        for _ in steps_of(open_run(world, "single"), "perceptron", 1):
             if change == "benchmark":
                 torch.backends.cudnn.benchmark = True
             elif change == "deterministic":
                 torch.use_deterministic_algorithms(False)
             elif change == "tf32":
                 torch.set_float32_matmul_precision("high")
-    return said
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 @pytest.mark.parametrize(
@@ -300,23 +292,16 @@ def test_settings_that_change_the_bits_are_refused_after_init(machine, change, s
 def short_of_memory(world):
     """The warnings of a run in which an operator finds no memory and goes on in another way."""
     said = []
-    logging.getLogger("lockstep").addFilter(lambda record: said.append(record.getMessage()) or True)
     logging.getLogger("lockstep.numerics.precision").addFilter(
         lambda record: said.append(record.getMessage()) or True
     )
     run = open_run(world, "single")
-    model, data, loss_fn = job_of("perceptron")
-    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    for _ in run.epochs(2):
-        for batch in run.batches(data):
-            run.backward(batch, loss_fn)
-            optimizer.step()
-            optimizer.zero_grad()
-            cuda.limit_memory(0, 1 << 20)
-            try:
-                torch.empty(1 << 28, device="cuda")
-            except torch.OutOfMemoryError:
-                cuda.limit_memory(0, 1 << 34)
+    for _ in steps_of(run, "perceptron", 2):
+        cuda.limit_memory(0, 1 << 20)
+        try:
+            torch.empty(1 << 28, device="cuda")
+        except torch.OutOfMemoryError:
+            cuda.limit_memory(0, 1 << 34)
     run.fingerprint()
     return [each for each in said if "had too little memory" in each]
 

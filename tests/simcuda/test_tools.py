@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.simcuda import cuda, nccl
 from tests.simcuda.layouts import functions_of
-from tests.simcuda.trainings import job_of, open_run, rehearse_no_more, saving, train, trained_for
+from tests.simcuda.trainings import job_of, open_run, rehearse_no_more, saving, steps_of, train, trained_for
 
 from lockstep.data import ImageArrays, Normalize
 
@@ -129,14 +129,8 @@ def timed(world, strategy):
 
     run = open_run(world, strategy)
     observer = StepObserver(run)
-    model, data, loss_fn = job_of("perceptron")
-    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    for _ in run.epochs(2):
-        for batch in run.batches(data):
-            run.backward(batch, loss_fn)
-            optimizer.step()
-            optimizer.zero_grad()
-            observer.end_step()
+    for _ in steps_of(run, "perceptron", 2):
+        observer.end_step()
     run.close()
     return len(observer.clock.steps)
 

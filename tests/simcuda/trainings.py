@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from lockstep.core.world import World
+from lockstep.data.batch import Batch
 from lockstep.models import lstm, resnet18, transformer
 from lockstep.reduce.ordered import OrderedBucket
 from lockstep.run import Run, RunOptions
@@ -205,6 +207,18 @@ def train(
         run.close()
     found.races = dict(start.races + later.races)
     return found
+
+
+def steps_of(run: Run, name: str, epochs: int) -> Iterator[Batch]:
+    """Trains a job of ``job_of`` by SGD; gives each batch after its step."""
+    model, data, loss_fn = job_of(name)
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in run.epochs(epochs):
+        for batch in run.batches(data):
+            run.backward(batch, loss_fn)
+            optimizer.step()
+            optimizer.zero_grad()
+            yield batch
 
 
 def trained_for(world: World, strategy: str, options: dict[str, Any], steps: int, **further: Any) -> str:

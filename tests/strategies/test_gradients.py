@@ -128,20 +128,25 @@ def test_hooks_of_the_user_see_no_gradients_of_other_parameters_in_any_pass(afte
     assert seen and all(each is None for each in seen)
 
 
+def raise_in_backward(strategy, batch, model, parameter):
+    """A backward pass that raises where it has come to a parameter."""
+
+    def refuse(gradient):
+        raise ValueError("from a hook")
+
+    hook = parameter.register_hook(refuse)
+    with pytest.raises(ValueError, match="from a hook"):
+        strategy.backward(batch, SquaredOutputs(model), scale=1.0, stop=0)
+    hook.remove()
+
+
 def test_what_a_backward_pass_that_raised_left_behind_is_no_part_of_the_next_step():
     model = nn.Linear(3, 2)
     strategy, batch = without_hooks(model)
     strategy.backward(batch, SquaredOutputs(model), scale=1.0, stop=0)
     expected = model.weight.grad
     model.zero_grad()
-
-    def refuse(gradient):
-        raise ValueError("from a hook")
-
-    hook = model.bias.register_hook(refuse)
-    with pytest.raises(ValueError, match="from a hook"):
-        strategy.backward(batch, SquaredOutputs(model), scale=1.0, stop=0)
-    hook.remove()
+    raise_in_backward(strategy, batch, model, model.bias)
     strategy.backward(batch, SquaredOutputs(model), scale=1.0, stop=0)
     assert torch.equal(model.weight.grad, expected)
 
@@ -156,15 +161,8 @@ def test_a_backward_pass_that_raised_leaves_the_gradients_that_were_there(is_col
         strategy.setup_model(model)
     strategy.backward(batch, SquaredOutputs(model), scale=1.0, stop=0)
     before = {name: p.grad.clone() for name, p in model.named_parameters()}
-
-    def refuse(gradient):
-        raise ValueError("from a hook")
-
-    hook = model.weight.register_hook(refuse)
-    with pytest.raises(ValueError, match="from a hook"):
-        strategy.backward(batch, SquaredOutputs(model), scale=1.0, stop=0)
+    raise_in_backward(strategy, batch, model, model.weight)
     strategy.abandon()
-    hook.remove()
     assert all(torch.equal(p.grad, before[name]) for name, p in model.named_parameters())
     strategy.abandon()  # of an error before the next step began
     assert all(torch.equal(p.grad, before[name]) for name, p in model.named_parameters())
