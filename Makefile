@@ -20,7 +20,7 @@ BENCHMARKS := step/run.py launch/run.py order/run.py strategies/run.py strategie
 	pipeline/bubble.py reducers/run.py parameter_server/run.py saves/run.py start/run.py loading/run.py heartbeat/run.py
 PHOTOS ?=
 
-.PHONY: train test test-all course course-pages notebooks docs chaos gpu ports portable audit check house format bench bench-photos curves figures clean
+.PHONY: train test test-all course course-pages notebooks docs chaos gpu ports portable audit check house files format bench bench-photos curves figures clean
 
 train: $(VENV)/.train
 	$(BIN)/lockstep train $(JOB) $(ARGS)
@@ -86,6 +86,10 @@ audit: $(VENV)/.check
 # Counts what tests/test_house.py holds: files, lines, small files, class names twice, ...; ARGS=-v names the places.
 house: $(VENV)/.train
 	$(BIN)/python tests/house.py $(ARGS)
+
+# Writes docs/files.md, one sentence about each source file, out of their docstrings.
+files: $(VENV)/.train
+	$(BIN)/python tests/house.py --files
 
 format: $(VENV)/.check
 	$(BIN)/ruff format .

@@ -1,4 +1,7 @@
-"""The house rules of ``src/lockstep``, counted: ``make house`` prints them, and a test holds them."""
+"""The house rules of ``src/lockstep``, counted: ``make house`` prints them, and a test holds them.
+
+``make files`` writes docs/files.md, the list of all files, out of their docstrings.
+"""
 
 from __future__ import annotations
 
@@ -161,8 +164,41 @@ def compared_file_names(parsed):
     return found
 
 
+FILES_PAGE = ROOT / "docs" / "files.md"
+_INTRODUCTION = """# Source files
+
+One sentence about each file of `src/lockstep`: the first of its docstring, from which `make files` makes this page.
+[Architecture](architecture.md) says how the packages depend on each other, and follows a step, a checkpoint, a failure
+and a flag through them.
+"""
+
+
+def first_sentence(docstring):
+    """The first sentence of a docstring, on one line, with the backticks of Markdown."""
+    paragraph = " ".join(docstring.partition("\n\n")[0].split())
+    return re.split(r"(?<=\.) (?=[A-Z])", paragraph)[0].replace("``", "`")
+
+
+def files_page():
+    """The text of docs/files.md: a table for each package, in alphabetical order."""
+    tables = collections.defaultdict(list)
+    for name, path in modules().items():
+        package = path.parent.relative_to(PACKAGE)
+        sentence = first_sentence(ast.get_docstring(trees()[name]))
+        if path.name == "__init__.py":
+            title = "" if path.parent == PACKAGE else f"## {package}\n\n"
+            tables[package].insert(0, f"{title}{sentence}\n\n| file | subject |\n|---|---|")
+        else:
+            tables[package].append(f"| `{path.name}` | {sentence.replace('|', chr(92) + '|')} |")
+    parts = ["\n".join(table) for _, table in sorted(tables.items())]
+    return "\n\n".join([_INTRODUCTION.rstrip(), *parts]) + "\n"
+
+
 def main():
-    """Prints the counts."""
+    """Prints the counts, or writes the list of files."""
+    if "--files" in sys.argv:
+        FILES_PAGE.write_text(files_page())
+        return
     parsed = trees()
     lines = sum(path.read_text().count("\n") for path in modules().values())
     print(f"files                      {len(parsed):>7,}   at most {MOST_FILES}")

@@ -59,7 +59,7 @@ def train(world, strategy="single", micro_batches=8, dropout=0.2, **options):
     model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9))
     losses, said, handler = [], [], logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("lockstep.run.rehearsal").addHandler(handler)
+    logging.getLogger("lockstep.run.checks.rehearsal").addHandler(handler)
     for _ in run.epochs(2):
         for batch in run.batches(pairs()):  # the last step has two micro-batches, of three samples and one
             losses.append(float(run.backward(batch, clip, whole_batch=True)))

@@ -1,4 +1,4 @@
-"""Commands on data sets.
+"""``lockstep data`` and ``lockstep download``: looks at the data of a job, and downloads published data sets.
 
 lockstep data       shows the classes of a job's data, samples that cannot be read, and a step: its pictures and readers
 lockstep download   downloads a published data set and checks it

@@ -1,4 +1,4 @@
-"""Commands that draw.
+"""``lockstep explain`` and ``lockstep compare``: draw what ranks do, and the curves of several runs.
 
 lockstep explain   who reads, adds, sends and computes what, for given numbers
 lockstep compare   the settings in which several runs differ, their fingerprints and their curves

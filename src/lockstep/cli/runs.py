@@ -1,4 +1,4 @@
-"""Commands on this user's runs on this host.
+"""``lockstep ps``, ``stacks``, ``stop`` and ``clean``: this user's runs on this host.
 
 lockstep ps       lists the runs with their position, and their processes with their memory; --check: are they well?
 lockstep stacks   prints the stack of every rank of a run, which continues undisturbed

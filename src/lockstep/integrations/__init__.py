@@ -1,1 +1,1 @@
-"""Scripts of other libraries with Lockstep's order and sums: ``accelerate``, ``transformers``, ``lightning``."""
+"""Scripts of other libraries, with the order and sums of Lockstep: accelerate, transformers, lightning, ray."""

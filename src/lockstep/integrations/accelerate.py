@@ -11,7 +11,7 @@ a micro-batch, and ``accelerator.step_loss`` that of a step. Evaluations (loops 
 checkpoints of the run, which go on with any number of processes.
 
 The first two steps are rehearsed: the body gets a few micro-batches more, which do not count, to find what it keeps
-from one to the next, and whether its loss is a mean over samples. See ``lockstep.run.loop_rehearsal``.
+from one to the next, and whether its loss is a mean over samples. See ``lockstep.run.own_passes``.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ from lockstep.distributed.collectives import gather_json
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.integrations.accelerate_parts import AtLast, Batches
 from lockstep.run import Run, init, save
-from lockstep.run.loop_rehearsal import settings_of
-from lockstep.run.own_passes import OwnPasses
+from lockstep.run.own_passes import OwnPasses, settings_of
 
 _PRECISIONS = {None: "fp32", "no": "fp32", "bf16": "bf16", "fp16": "fp16"}
 _PARTS = "global_batch is what one optimizer step sees, and micro_batches in how many parts it is computed."

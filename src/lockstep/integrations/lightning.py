@@ -40,9 +40,9 @@ from lockstep.integrations.lightning_log import (
 )
 from lockstep.numerics.hidden_state import Snapshot
 from lockstep.run import Run, init
+from lockstep.run.checks.means import own_rows, together
+from lockstep.run.checks.short_step import Buffers
 from lockstep.run.evaluation import evaluation
-from lockstep.run.means import own_rows, together
-from lockstep.run.short_step import Buffers
 from lockstep.run.step import evaluating
 from lockstep.runtime.events import Callback
 from lockstep.strategies.ddp import Replicated

@@ -16,7 +16,7 @@ from torchmetrics import Metric
 
 from lockstep.data.batch import MicroBatch
 from lockstep.errors import ConfigError
-from lockstep.run.means import Deviation, deviation_over
+from lockstep.run.checks.means import Deviation, deviation_over
 from lockstep.run.step_metrics import StepMetrics
 from lockstep.strategies import Strategy
 

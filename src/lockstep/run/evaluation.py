@@ -30,8 +30,8 @@ from lockstep.data.batch import MicroBatch
 from lockstep.data.loader import EvaluationLoader
 from lockstep.errors import ConfigError, RankError
 from lockstep.numerics.compilation import fix_graphs
-from lockstep.run.agreement import require_equal_models
-from lockstep.run.means import (
+from lockstep.run.checks.agreement import require_equal_models
+from lockstep.run.checks.means import (
     UNTOLD,
     Changes,
     Deviation,
@@ -41,9 +41,9 @@ from lockstep.run.means import (
     judge_metrics,
     reasons_with_model,
 )
-from lockstep.run.same_call import require_same_names
+from lockstep.run.checks.same_call import require_same_names
+from lockstep.run.checks.short_step import unchanged, with_own_data
 from lockstep.run.save import save_and_stop
-from lockstep.run.short_step import unchanged, with_own_data
 from lockstep.run.step import evaluating, exact, require_function, sum_and_weight
 from lockstep.runtime.control import StopReason
 from lockstep.runtime.heartbeat import Heartbeat

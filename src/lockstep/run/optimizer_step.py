@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from lockstep.errors import ConfigError, NonFiniteError
 from lockstep.numerics.hooks import is_users
 from lockstep.numerics.precision import Precision
-from lockstep.run.same_call import gather_agreed
+from lockstep.run.checks.same_call import gather_agreed
 from lockstep.run.shared_groups import SharedGroups
 from lockstep.strategies import IndependentStrategy, Strategy
 from lockstep.strategies.loop_writes import setting_values

@@ -1,22 +1,53 @@
-"""The micro-batches of a step for a loop that runs the model itself, as scripts written for other libraries do."""
+"""The micro-batches of a step for a loop that runs the model itself, as scripts written for other libraries do.
+
+The first steps are rehearsed, by giving the body of the loop micro-batches that do not count:
+
+    [first micro-batch of each process] -> loss, gradients, settings     twice: what differs, the body has kept
+    [that of rank 0, on every process]  -> losses, which must be equal
+    [some rows], [the same], [two halves], without dropout -> is the loss a mean over samples?
+
+The body is the caller, so it runs once for each of them, and what it counts or adds up, it does then too. Nothing is
+updated, and the model is put back.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
+from lockstep.config.strategy_options import Level
 from lockstep.data.batch import Batch, MicroBatch
 from lockstep.errors import ConfigError
-from lockstep.run.loop_rehearsal import LoopRehearsal
-from lockstep.run.step import sum_and_weight
+from lockstep.numerics.hidden_state import Kind
+from lockstep.run.checks.means import deviation_of_parts, has_rows, leaves_of, own_rows, together
+from lockstep.run.checks.short_step import (
+    Findings,
+    RehearsalCompute,
+    Watched,
+    noting_mistakes,
+    on_all_ranks,
+    put_back,
+    shortened,
+    taken_gradients,
+    with_own_data,
+)
+from lockstep.run.step import BackwardPass, evaluating, sum_and_weight
+from lockstep.run.step_errors import other_on_ranks
 from lockstep.strategies.ddp import DistributedDataParallel, Replicated, Single
 
 if TYPE_CHECKING:
     from lockstep.run.run import Run
+
+_LEAST_ROWS = 4
+_OFF = "checks='off' lets it run, with results that depend on the number of processes."
+_NAME = "of the loop"
 
 
 def _given_by_the_loop(*_: object) -> Tensor:
@@ -113,3 +144,152 @@ class OwnPasses:
             self._pass.result = self._strategy.reduce(self._pass.compute, self._pass.stop)
             self.loss = self._pass.result.loss
             self._stack.close()
+
+
+def settings_of(optimizers: Sequence[Optimizer]) -> dict[str, str]:
+    """The settings of all parameter groups, such as learning rates, by the words for them."""
+    return {
+        f"the setting {name!r} of group {number} of {type(optimizer).__name__}": repr(value)
+        for optimizer in optimizers
+        for number, group in enumerate(optimizer.param_groups)
+        for name, value in group.items()
+        if name != "params" and not isinstance(value, Tensor)
+    }
+
+
+class LoopRehearsal:
+    """The rehearsal of one step. Iterating gives micro-batches; for each, ``backward`` must be called once."""
+
+    def __init__(self, run: Run, strategy: Replicated, batch: Batch, opened: BackwardPass) -> None:
+        self._run, self._strategy, self._batch, self._opened = run, strategy, batch, opened
+        self._compute: RehearsalCompute
+        self._waiting: MicroBatch | None = None
+        self._is_judged = False
+        self._losses: list[int] = []
+        self._value = (0.0, 0.0)
+
+    @staticmethod
+    def is_due(run: Run, batch: Batch) -> bool:
+        """True if this step is to be rehearsed; alike on all ranks."""
+        rehearsals, strategy = run.rehearsals, run.strategy
+        done = rehearsals.done.get(LoopRehearsal, 0)
+        if not rehearsals.is_on or done >= rehearsals.times or strategy.level is Level.STATISTICAL:
+            return False
+        return batch.plan.leaves >= strategy.share.holders
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        run, strategy, prepared = self._run, self._strategy, self._run.require_prepared()
+        model, randomness = prepared.state.parts.model, self._opened.compute.randomness
+        run.rehearsals.require_equal_draws()
+        done = run.rehearsals.done
+        done[LoopRehearsal] = done.get(LoopRehearsal, 0) + 1
+        is_first = done[LoopRehearsal] == 1
+        watched, by_rank = Watched({"": model}, (model, prepared.compute.model)), False
+        findings = Findings()
+        short, self._compute = shortened(self._batch, self._opened.compute, strategy.share, 1)
+        try:
+            with put_back(strategy, watched, run._events):
+                with noting_mistakes(prepared, watched, strategy, findings):
+                    first = yield from self._pass(short)
+                after = watched.now()
+                watched.buffers.restore()
+                second = yield from self._pass(short)
+                changed = after.changed(later := watched.now())
+                watched.buffers.restore()
+                if is_first and strategy.share.holders > 1:
+                    by_rank = yield from self._pass_of_all(short)
+                if is_first:
+                    with evaluating(model), torch.enable_grad():
+                        findings.deviation = yield from self._deviation()
+        finally:
+            self._is_judged = False
+            randomness.leave()
+        findings.drew = [name for name in changed if later.kinds.get(name) is Kind.GENERATOR]
+        for kept in second:
+            if second[kept] != first[kept]:
+                raise _keeps(kept, first[kept], second[kept])
+        run.rehearsals.judge(findings.of_all_ranks(strategy), _NAME)
+        if by_rank:
+            raise other_on_ranks(strategy.gather_records({}), _OFF)
+
+    def backward(self, loss: Any) -> None:
+        """Takes the loss of the micro-batch that was given last, as ``OwnPasses.backward`` does. Collective."""
+        micro_batch, self._waiting = self._waiting, None
+        if micro_batch is None:
+            raise ConfigError("backward(loss) was called twice for one micro-batch. Add the losses up.")
+        total, weight = sum_and_weight(loss, len(micro_batch))
+        if self._is_judged:
+            self._value = float(total.detach()), float(weight)
+            return
+        with torch.autocast(total.device.type, enabled=False):
+            self._strategy.end_forward(micro_batch, total, weight, self._opened.scale)
+        self._losses = self._strategy.reduce(self._compute, 0).losses.view(torch.int64).tolist()
+
+    def _given(self, micro_batch: MicroBatch) -> Generator[MicroBatch, None, None]:
+        """Gives one micro-batch to the loop's body, on data of its own: the body may write into them."""
+        self._waiting = with_own_data(micro_batch)
+        with self._compute.autocast():
+            yield self._waiting
+        if self._waiting is not None:
+            raise ConfigError(
+                "The loop's body ended without backward(loss) for the first micro-batch of step "
+                f"{self._batch.plan.step}. Call it once for each; to evaluate, call model.eval() before the loop."
+            )
+
+    def _pass(self, batch: Batch) -> Generator[MicroBatch, None, dict[str, Any]]:
+        """Gives the micro-batch of a short step; returns what came of it, by the words for it."""
+        strategy, (micro_batch,) = self._strategy, batch.micro_batches
+        strategy.begin_backward(batch)
+        strategy.begin_forward()
+        self._compute.begin(micro_batch)
+        yield from self._given(micro_batch)
+        self._compute.randomness.leave()
+        gradients = {f"the gradient of {name!r}": each for name, each in taken_gradients(strategy).items()}
+        settings = settings_of(self._run.require_prepared().state.parts.optimizers)
+        return {"the loss": self._losses, **gradients, **settings}
+
+    def _pass_of_all(self, batch: Batch) -> Generator[MicroBatch, None, bool]:
+        """Gives rank 0's micro-batch on every rank; returns whether the losses have other bits."""
+        common = on_all_ranks(batch, self._compute, self._strategy)
+        if common is None:
+            return False
+        own, (batch, self._compute) = self._compute, common
+        yield from self._pass(batch)
+        self._compute = own
+        return any(loss != self._losses[0] for loss in self._losses)
+
+    def _deviation(self) -> Generator[MicroBatch, None, str]:
+        """Gives some rows, the same again, and two parts of them; returns why the loss is no mean, or nothing."""
+        given = self._batch.micro_batches
+        try:
+            data, samples = together(given, _LEAST_ROWS)
+        except Exception:  # micro-batches may have several lengths
+            return ""
+        leaves = leaves_of(data)
+        if samples < _LEAST_ROWS or not leaves or not has_rows(leaves, samples):
+            return ""
+        numbers = np.concatenate([each.indices for each in given])[:samples]
+        self._is_judged = True
+        found: list[tuple[float, float]] = []
+        half = samples // 2
+        for place, rows in enumerate((slice(None), slice(None), slice(half), slice(half, None))):
+            # Other keys in every pass, so that a loop which draws is not judged.
+            self._compute.randomness.begin_micro_batch(self._batch.plan.step, place)
+            yield from self._given(replace(given[0], data=own_rows(data, rows), indices=numbers[rows]))
+            found.append(self._value)
+        self._is_judged = False
+        whole, again, first, second = found
+        most = 0.1 if torch.is_autocast_enabled(self._strategy.device.type) else 1e-4
+        return "" if whole != again else deviation_of_parts(whole, first, second, most).reason
+
+
+def _keeps(what: str, first: Any, second: Any) -> ConfigError:
+    values = "" if isinstance(first, int | list | None) else f" ({first}, then {second})"
+    return ConfigError(
+        f"The loop's body was given one micro-batch twice, and {what} is not the same the second time{values}: it "
+        "keeps something from one pass to the next, such as a hidden state, a count of its passes or a generator of "
+        "its own. Each process makes as many passes in a step as it has micro-batches, so each number of processes "
+        "would give another result. Begin with a fresh state in every pass; take counts from "
+        "accelerator.run.position.step, and a learning rate from a scheduler that accelerator.prepare was given. "
+        f"{_OFF}"
+    )

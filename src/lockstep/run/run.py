@@ -25,14 +25,15 @@ from lockstep.numerics.initial_values import InitialValues
 from lockstep.numerics.portable import make_portable
 from lockstep.numerics.precision import Precision
 from lockstep.profile import timeline
-from lockstep.run import agreement, save
-from lockstep.run.agreement import AgreedData
+from lockstep.run import save
+from lockstep.run.checks import agreement
+from lockstep.run.checks.agreement import AgreedData
+from lockstep.run.checks.rehearsal import Rehearsals
 from lockstep.run.epoch_loop import EpochLoop, EpochSteps, Position
 from lockstep.run.evaluation import Metric, SetMetric, evaluate_all, evaluation, predict
 from lockstep.run.loaders import LoaderCache, counting_skipped, smallest_micro_batch
 from lockstep.run.optimizer_step import GradientState, PreparedOptimizer
 from lockstep.run.prepare import Parts, describe, prepare_model, stepped_before
-from lockstep.run.rehearsal import Rehearsals
 from lockstep.run.save import Writer
 from lockstep.run.session import RunSession, seed_generators, warn_if_begun, warn_if_unseeded
 from lockstep.run.shared_groups import SharedGroups

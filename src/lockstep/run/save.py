@@ -32,10 +32,10 @@ from lockstep.distributed.collectives import (
 from lockstep.distributed.process_group import open_group
 from lockstep.errors import CheckpointError, ConfigError, LockstepError
 from lockstep.models.weights import compare
+from lockstep.run.checks.same_call import gather_agreed
 from lockstep.run.epoch_loop import EpochLoop
 from lockstep.run.optimizer_step import has_gradients
 from lockstep.run.prepare import Parts, PreparedModel, frozen_parameters, hyperparameters
-from lockstep.run.same_call import gather_agreed
 from lockstep.run.session import returning_freed_memory
 from lockstep.run.state import RunState
 from lockstep.runtime.control import Stopped, StopReason

@@ -23,8 +23,8 @@ from lockstep.data.images.decoding import jpeg_decoder
 from lockstep.distributed.collectives import gather_json
 from lockstep.errors import CheckpointError, CheckpointMismatch, ConfigError
 from lockstep.numerics.precision import Precision
-from lockstep.run.agreement import source_digests
 from lockstep.run.attributes import Attributes, unsaved_tensors
+from lockstep.run.checks.agreement import source_digests
 from lockstep.run.epoch_loop import Position
 from lockstep.run.loop_variables import LoopState
 from lockstep.run.optimizer_step import GradientState, PreparedOptimizer

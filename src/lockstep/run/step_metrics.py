@@ -15,8 +15,7 @@ from lockstep.core.plan import StepPlan
 from lockstep.core.summation_tree import fold_rows
 from lockstep.data.batch import MicroBatch
 from lockstep.errors import ConfigError
-from lockstep.run.evaluation import gathered_in_order, in_columns
-from lockstep.run.means import (
+from lockstep.run.checks.means import (
     Changes,
     Deviation,
     Part,
@@ -27,7 +26,8 @@ from lockstep.run.means import (
     reasons,
     reasons_with_model,
 )
-from lockstep.run.same_call import require_same_names
+from lockstep.run.checks.same_call import require_same_names
+from lockstep.run.evaluation import gathered_in_order, in_columns
 from lockstep.run.step import exact, sum_and_weight
 from lockstep.runtime.torch_internals import OVERWRITTEN
 from lockstep.strategies import IndependentStrategy, Strategy

@@ -24,8 +24,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from lockstep.core.plan import StepPlan
 from lockstep.data.batch import Batch, MicroBatch
 from lockstep.errors import ConfigError
+from lockstep.run.checks.short_step import with_own_data
 from lockstep.run.evaluation import gathered_in_order, require_exact
-from lockstep.run.short_step import with_own_data
 from lockstep.run.step import StepCompute, wide
 from lockstep.run.step_errors import no_gradient, no_value
 from lockstep.strategies import IndependentStrategy, Strategy

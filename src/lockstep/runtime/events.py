@@ -1,4 +1,6 @@
-"""Events of a run, which call the methods of its callbacks; in the order within a step:
+"""Events of a run, which call the methods of its callbacks.
+
+In the order within a step:
 
     prepare_end
     step_begin                                                      one batch of run.batches

@@ -1,5 +1,4 @@
-"""The result of ``lockstep scale``, with one sentence on what limits scaling: for the terminal, as JSON, as one
-self-contained HTML page, and its bar chart.
+"""The result of ``lockstep scale``, with one sentence on what limits scaling: as text, JSON, an HTML page and a chart.
 
 The chart shows seconds per epoch over devices: a group of bars for each number of devices, a colour for each strategy,
 and a line at the top of each bar from the fastest to the slowest round.

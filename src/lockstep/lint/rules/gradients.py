@@ -1,5 +1,6 @@
-"""Rules on gradients: added up over batches (LS031 to LS033), scaled by GradScaler (LS030, LS037, LS038), and
-exchanged and clipped over ranks (LS034 to LS036, LS039).
+"""Rules on gradients: accumulation over batches, GradScaler, exchange and clipping over ranks.
+
+Accumulation: LS031 to LS033. GradScaler: LS030, LS037, LS038. Exchange and clipping: LS034 to LS036, LS039.
 """
 
 from __future__ import annotations

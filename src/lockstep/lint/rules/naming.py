@@ -1,5 +1,6 @@
-"""Rules on names: options of the command line (LS061, LS062), keywords of torch's functions (LS063), and names that are
-modules or nothing at all (LS064, LS065).
+"""Rules on names: options of the command line, keywords of torch's functions, names that are modules or undefined.
+
+Options: LS061, LS062. Keywords: LS063. Names: LS064, LS065.
 """
 
 from __future__ import annotations

@@ -33,12 +33,11 @@ from lockstep.errors import ConfigError
 from lockstep.numerics.compilation import fix_graphs
 from lockstep.numerics.hidden_state import Kind, Snapshot, draws_globally, told
 from lockstep.numerics.randomness import KeyedRandomness
-from lockstep.run.agreement import compared_replicas
 from lockstep.run.attributes import is_stored
-from lockstep.run.loop_code import names_reached
-from lockstep.run.means import Deviation, judge_with_model
-from lockstep.run.same_call import gather_agreed
-from lockstep.run.short_step import (
+from lockstep.run.checks.agreement import compared_replicas
+from lockstep.run.checks.means import Deviation, judge_with_model
+from lockstep.run.checks.same_call import gather_agreed
+from lockstep.run.checks.short_step import (
     OFF,
     Buffers,
     Findings,
@@ -51,6 +50,7 @@ from lockstep.run.short_step import (
     taken_gradients,
     with_own_data,
 )
+from lockstep.run.loop_code import names_reached
 from lockstep.run.step import StepCompute, code_of
 from lockstep.run.step_errors import other_on_ranks
 from lockstep.run.whole_batch import stand_in

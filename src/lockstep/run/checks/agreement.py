@@ -34,6 +34,7 @@ from lockstep.core.plan import SamplePlan
 from lockstep.data.changes import CHOICE
 from lockstep.distributed.collectives import broadcast_tensors
 from lockstep.errors import CheckpointMismatch, ConfigError, ReplicaError
+from lockstep.run.checks.same_call import by_rank, gather_agreed
 from lockstep.run.epoch_loop import Position
 from lockstep.run.prepare import (
     EVALUATING,
@@ -42,7 +43,6 @@ from lockstep.run.prepare import (
     frozen_parameters,
     hyperparameters,
 )
-from lockstep.run.same_call import by_rank, gather_agreed
 from lockstep.strategies import Strategy, one_sided_writes
 from lockstep.text import shorten
 

@@ -7,7 +7,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy,
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 import lockstep
-from lockstep.run.means import Deviation, deviation, judge_metrics, reasons
+from lockstep.run.checks.means import Deviation, deviation, judge_metrics, reasons
 from lockstep.run.step import exact
 
 NONE, SUM, WEIGHTED, FUNCTION, OTHER, ONE_ENTRY, UNKNOWN, UNCLEAR, PAIR, *_ = Deviation

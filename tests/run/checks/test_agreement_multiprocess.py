@@ -18,7 +18,7 @@ from torch.utils.data import Subset, TensorDataset
 
 import lockstep
 from lockstep.errors import ConfigError, NonFiniteError, ReplicaError
-from lockstep.run.agreement import require_equal_code, source_digests
+from lockstep.run.checks.agreement import require_equal_code, source_digests
 
 
 def messages(body, world_size, *args):
@@ -225,7 +225,7 @@ def test_two_hosts_with_other_scripts_are_refused_under_a_foreign_launcher(tmp_p
 def test_digests_are_of_sources_and_not_of_installed_packages():
     found = source_digests()
     assert f"source of {__name__}" in found
-    assert "source of lockstep.run.agreement" in found
+    assert "source of lockstep.run.checks.agreement" in found
     assert not {"source of torch", "source of pytest", "source of json"} & found.keys()
 
 

@@ -21,7 +21,7 @@ from lockstep.data.keyed import generators_kept
 from lockstep.distributed.collectives import broadcast_tensors
 from lockstep.errors import ConfigError
 from lockstep.numerics.hidden_state import Kind, Snapshot, told
-from lockstep.run.means import Deviation, Part, checked, copies_of, has_rows
+from lockstep.run.checks.means import Deviation, Part, checked, copies_of, has_rows
 from lockstep.run.step import StepCompute
 from lockstep.runtime.events import StepEvents
 from lockstep.strategies import Strategy

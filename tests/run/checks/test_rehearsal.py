@@ -17,7 +17,7 @@ from lockstep.core.world import World
 from lockstep.errors import ConfigError
 from lockstep.explain.timeline import explain_timeline
 from lockstep.run import Run, RunOptions
-from lockstep.run.rehearsal import Rehearsals
+from lockstep.run.checks.rehearsal import Rehearsals
 from lockstep.runtime import Callback
 from lockstep.runtime.events import StepEvents
 from lockstep.scale.rank import StepObserver
