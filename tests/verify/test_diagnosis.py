@@ -114,6 +114,13 @@ def test_an_operator_is_named_where_the_reference_does_not_repeat_itself():
     assert diagnose(trace(draws=True), other, repeats=False).cause is Cause.OPERATOR
 
 
+def test_another_recipe_is_named_before_the_samples_that_follow_from_it():
+    context = trace().context
+    other = changed(put("samples", "0", "other"), context={**context, "micro_batches": "4"})
+    found = diagnose(trace(context={**context, "micro_batches": "2"}), other)
+    assert (found.cause, found.step, found.detail) == (Cause.RECIPE, -1, "micro_batches: 2 and 4")
+
+
 @pytest.mark.parametrize(("key", "cause"), [("threads", Cause.THREADS), ("optimizers", Cause.OPTIMIZER)])
 def test_another_context_explains_other_numbers_but_not_other_samples(key, cause):
     other = changed(scaled(1.0 + 1e-7))

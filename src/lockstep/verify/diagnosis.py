@@ -22,6 +22,7 @@ class Cause(Enum):
     START = "the parameters began differently: they were not made alike, or not broadcast"
     RESUMED = "it is not what the run without a stop had there: rounded before the stop, or not kept by the checkpoint"
     STALE = "values changed between two steps: something was restored, loaded or set outside of the update"
+    RECIPE = "an argument of lockstep.init depends on the number of processes, so each trains another model"
     THREADS = "another number of threads, which decides how a CPU adds"
     SOFTWARE = "other software or another device"
     OPTIMIZER = "another optimizer, implementation or hyperparameter"
@@ -126,6 +127,8 @@ def diagnose(reference: Trace, other: Trace, *, repeats: bool | None = None) -> 
         repeats: whether a second run of the reference gave the same bits; None if there was none.
     """
     found = _context(reference, other)
+    if found is not None and found.cause is Cause.RECIPE:
+        return found
     name = _first_difference(reference.start, other.start)
     if found is None and name:
         if other.first:
@@ -152,13 +155,21 @@ _EXPLAINED_BY_CONTEXT = (
 )
 
 
+_CONDITIONS = {
+    "threads": Cause.THREADS,
+    "optimizers": Cause.OPTIMIZER,
+    **dict.fromkeys(("device", "cpu", "torch", "photos"), Cause.SOFTWARE),
+}
+"""What differs in the conditions of two runs; all others are the recipe."""
+
+
 def _context(reference: Trace, other: Trace) -> Diagnosis | None:
-    for key in sorted(reference.context):
+    """The first difference of the conditions, of the recipe before others."""
+    for key in sorted(reference.context, key=lambda key: (key in _CONDITIONS, key)):
         mine, theirs = reference.context[key], other.context.get(key, "")
         if mine != theirs:
-            detail = f"{key}: {mine} and {theirs}"
-            cause = {"threads": Cause.THREADS, "optimizers": Cause.OPTIMIZER}.get(key, Cause.SOFTWARE)
-            return Diagnosis(cause, -1, key, detail)
+            cause = _CONDITIONS.get(key, Cause.RECIPE)
+            return Diagnosis(cause, -1, key, f"{key}: {mine} and {theirs}")
     return None
 
 

@@ -85,7 +85,7 @@ class Observer(Callback):
             ranks=run.world.world_size,
             level=strategy.level.value,
             independent=isinstance(strategy, IndependentStrategy),
-            context={key: str(context[key]) for key in ("threads", "device", "torch", "optimizers")},
+            context={key: str(value) for key, value in context.items()},
             start=self._state()[0],
             unit=torch.finfo(coarsest_type(run.options)).eps,
             draws=draws_in_forward(self.model),

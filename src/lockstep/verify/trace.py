@@ -65,7 +65,7 @@ class Trace:
     level: str
     """The level that the strategy promises: A, B or C."""
     context: dict[str, str] = field(default_factory=dict)
-    """Conditions that the bits depend on: threads, device, torch, optimizer implementation."""
+    """The recipe, and other conditions that the bits depend on, as checkpoints have them."""
     first: int = 0
     """The number of the first step; more than 0 in a run that was resumed."""
     start: dict[str, str] = field(default_factory=dict)

@@ -290,6 +290,42 @@ def world_size_by_rank(script: Script) -> Iterator[Hit]:
             )
 
 
+_OF_THE_RECIPE = ("global_batch", "micro_batches", "seed")
+_COUNTS = (
+    "world_size",
+    "get_world_size",
+    "num_processes",
+    "nproc_per_node",
+    "num_gpus",
+    "n_gpus",
+    "ngpus",
+    "device_count",
+)
+
+
+@rule(
+    "LS068",
+    "A setting that decides the result of a run of Lockstep is computed from the number of processes.",
+)
+def recipe_by_world_size(script: Script) -> Iterator[Hit]:
+    """`global_batch`, `micro_batches` and `seed` of `lockstep.init`, and `lr` of optimizers in the same file."""
+    made = [call for call in script.calls if script.name(call) == "lockstep.init"]
+    given = [(call, name) for call in made for name in _OF_THE_RECIPE]
+    given += [(call, "lr") for call in script.calls if made and script.name(call).startswith("torch.optim.")]
+    for call, name in given:
+        value = argument(call, name)
+        if any(_counts_processes(part) for part in script.sources(value)):
+            yield Hit(
+                call,
+                f"{name}={script.text(value)} is another value on each number of processes, so each trains another model.",
+                f"{name}=...  # one value, for all processes together",
+            )
+
+
+def _counts_processes(part: ast.expr) -> bool:
+    return constant(part) == "WORLD_SIZE" or lower_name(part) in _COUNTS
+
+
 def _worlds(script: Script) -> Iterator[tuple[ast.Call, ast.expr | None, ast.expr | None]]:
     """(call, number of processes, rank) of each call that takes them."""
     for call in script.torch_calls("init_process_group"):
