@@ -314,10 +314,10 @@ def recipe_by_world_size(script: Script) -> Iterator[Hit]:
     given += [(call, "lr") for call in script.calls if made and script.name(call).startswith("torch.optim.")]
     for call, name in given:
         value = argument(call, name)
-        if any(_counts_processes(part) for part in script.sources(value)):
+        if value is not None and any(_counts_processes(part) for part in script.sources(value)):
             yield Hit(
                 call,
-                f"{name}={script.text(value)} is another value on each number of processes, so each trains another model.",
+                f"{name}={script.text(value)} is another value on each number of processes, so each has another result.",
                 f"{name}=...  # one value, for all processes together",
             )
 
