@@ -317,7 +317,7 @@ def recipe_by_world_size(script: Script) -> Iterator[Hit]:
         if value is not None and any(_counts_processes(part) for part in script.sources(value)):
             yield Hit(
                 call,
-                f"{name}={script.text(value)} is another value on each number of processes, so each has another result.",
+                f"{name}={script.text(value)} is another value on each number of processes, so each ends otherwise.",
                 f"{name}=...  # one value, for all processes together",
             )
 
