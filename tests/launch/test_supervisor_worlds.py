@@ -140,7 +140,7 @@ def test_a_forgotten_destroy_never_turns_a_good_run_into_a_failure(command):
     assert [command.start(script).end() for _ in range(100)] == [(0, [])] * 100
 
 
-def test_a_script_under_torchrun_joins_its_world(tmp_path):
+def under_torchrun(*words):
     agent = [
         sys.executable,
         "-m",
@@ -150,7 +150,7 @@ def test_a_script_under_torchrun_joins_its_world(tmp_path):
         "--no-python",
     ]
     done = subprocess.run(
-        [*agent, *COMMAND, str(LOOP), str(tmp_path), "5"],
+        [*agent, *COMMAND, *map(str, words)],
         capture_output=True,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -158,6 +158,31 @@ def test_a_script_under_torchrun_joins_its_world(tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr
+    return done
+
+
+ABORTS_LATE = """
+import atexit, os, sys
+
+class Group:  # as gloo's may, where it is destroyed after its threads
+    def __del__(self):
+        os.abort()
+
+sys.kept = Group()
+atexit.register(lambda: print(f"rank {os.environ['RANK']} done"))
+sys.exit()
+"""
+
+
+def test_a_script_under_torchrun_ends_without_the_destructors_that_may_abort_it(tmp_path):
+    script = tmp_path / "late.py"
+    script.write_text(ABORTS_LATE)
+    found = re.findall(r"rank \d done", under_torchrun(script).stdout)
+    assert sorted(found) == ["rank 0 done", "rank 1 done"]
+
+
+def test_a_script_under_torchrun_joins_its_world(tmp_path):
+    done = under_torchrun(LOOP, tmp_path, 5)
     # two ranks write into one pipe, so their lines may run into each other
     assert sorted(re.findall(r"rank \d done", done.stdout)) == ["rank 0 done", "rank 1 done"]
 

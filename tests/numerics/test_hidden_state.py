@@ -3,6 +3,7 @@
 import random
 from collections import OrderedDict, defaultdict, deque
 from functools import partial
+from random import gauss, getstate
 
 import numpy as np
 import pytest
@@ -173,8 +174,29 @@ class DrawsInMethod(nn.Module):
         return x + random.gauss(0, 1)
 
 
+def names_a_method(x):
+    return x + gauss(0, 1)
+
+
+def takes_the_state(x):
+    return getstate() and x
+
+
+def holds_numpys(x, generator=np.random.mtrand._rand):
+    return x + generator.rand()
+
+
+def test_the_global_generators_are_no_state_that_a_function_keeps():
+    """They are seeded for each micro-batch, by whatever name they are drawn from."""
+    for function in (names_a_method, takes_the_state, holds_numpys):
+        found = Snapshot({"f": function, "torch": torch.default_generator}, restorable=False)
+        assert found.draws_globally
+        assert Kind.GENERATOR not in found.kinds.values()
+
+
 @pytest.mark.parametrize(
-    "root", [names_numpy, names_random, calls_another, DrawsInMethod(), lambda x: names_random(x)]
+    "root",
+    [names_numpy, names_random, names_a_method, calls_another, DrawsInMethod(), lambda x: names_random(x)],
 )
 def test_code_that_names_a_global_generator_is_found(root):
     assert draws_globally(root)

@@ -28,7 +28,7 @@ from lockstep.core.world import PROFILE, World, make_environment_portable, threa
 from lockstep.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED
 from lockstep.launch import LaunchOptions, ScriptTarget, parse_devices, supervise
 from lockstep.launch.options import RESTART_WORLDS
-from lockstep.launch.rank_process import run_script
+from lockstep.launch.rank_process import end_process, run_script
 from lockstep.runtime.parent_death import arm_future_children, tie_to_launcher
 
 _PRELOAD = {
@@ -126,7 +126,7 @@ def _of_script(target: ScriptTarget, options: LaunchOptions) -> list[tuple[str, 
     ]
 
 
-def _join(target: ScriptTarget, world: World, arguments: argparse.Namespace) -> int:
+def _join(target: ScriptTarget, world: World, arguments: argparse.Namespace) -> NoReturn:
     """Runs the script in this process, which torchrun, SLURM or MPI started as a rank."""
     tie_to_launcher(world)
     arm_future_children()
@@ -144,8 +144,8 @@ def _join(target: ScriptTarget, world: World, arguments: argparse.Namespace) -> 
     except SystemExit as ending:
         if ending.code not in (None, EXIT_DONE, EXIT_PREEMPTED, EXIT_INTERRUPTED):
             _end_at_once(ending)
-        raise
-    return EXIT_DONE
+        end_process(int(ending.code or EXIT_DONE))
+    end_process(EXIT_DONE)
 
 
 def _end_at_once(ending: SystemExit) -> NoReturn:

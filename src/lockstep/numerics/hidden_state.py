@@ -187,6 +187,8 @@ class Snapshot:
             self._tensor(value, name)
         elif isinstance(value, np.ndarray):
             self._array(value, name)
+        elif _is_global_generator(value):
+            self.draws_globally = True
         elif (state := _generator_state(value)) is not None:
             self._note(name, f"state {state[0]}", Kind.GENERATOR)
             self._remember(state[1])
@@ -268,7 +270,7 @@ class Snapshot:
         elif isinstance(value, FunctionType):
             self._function(value, name)
         elif isinstance(value, BuiltinFunctionType):
-            self.draws_globally |= _is_global_generator(value)
+            self.draws_globally |= _is_global_generator(value.__self__)
         elif isinstance(value, nn.Module):
             self._module(value, name)
         elif not is_closed(value):
@@ -427,9 +429,10 @@ def is_closed(value: Any) -> bool:
     return issubclass(kind, _CLOSED) or kind.__module__.partition(".")[0] in _CLOSED_PACKAGES
 
 
-def _is_global_generator(function: Any) -> bool:
-    owner = getattr(function, "__self__", None)
-    return owner is random._inst or owner is np.random.mtrand._rand
+def _is_global_generator(value: Any) -> bool:
+    """True for the generators that ``random.random()`` and the like draw from, whose state is keyed in a step."""
+    known = (random._inst, np.random.mtrand._rand, torch.default_generator, *torch.cuda.default_generators)
+    return any(value is each for each in known)
 
 
 def _generator_state(value: Any) -> tuple[str, Callable[[], None]] | None:
