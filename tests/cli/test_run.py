@@ -1,4 +1,5 @@
 import argparse
+import os
 import sys
 
 import pytest
@@ -77,18 +78,23 @@ def test_options_behind_a_script_that_does_not_mention_them_are_told(
     assert ("stands after" in heard and f"lockstep run {words[0].partition('=')[0]} ..." in heard) == told
 
 
+def joined(monkeypatch, *words):
+    """The exit status of ``lockstep run`` in a rank of another launcher, which it ends."""
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(run, "arm_future_children", lambda: None)  # it would stay for the whole test process
+    monkeypatch.setattr(run, "end_process", sys.exit)
+    with pytest.raises(SystemExit) as ended:
+        run.main(parse(*map(str, words)))
+    return ended.value.code
+
+
 def test_a_script_runs_in_the_rank_that_another_launcher_started(tmp_path, monkeypatch, capsys):
     script = tmp_path / "train.py"
     script.write_text("import sys, os\nprint(__name__, sys.argv[1:], os.getpid())")
     for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
-    import os
-    import sys
-
-    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
-    monkeypatch.setattr(sys, "argv", list(sys.argv))
-    monkeypatch.setattr(run, "arm_future_children", lambda: None)  # it would stay for the whole test process
-    assert run.main(parse(str(script), "--lr", "1")) == 0
+    assert joined(monkeypatch, script, "--lr", "1") == 0
     assert capsys.readouterr().out == f"__main__ ['--lr', '1'] {os.getpid()}\n"
 
 
@@ -109,10 +115,7 @@ def test_the_steps_of_a_timeline_reach_the_ranks_of_any_launcher(tmp_path, monke
     assert seen[0].profile == "3:2"
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCKSTEP_PROFILE", "")):
         monkeypatch.setenv(name, value)
-    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
-    monkeypatch.setattr(sys, "argv", list(sys.argv))
-    monkeypatch.setattr(run, "arm_future_children", lambda: None)
-    assert run.main(parse("--profile", "3:2", str(script))) == 0
+    assert joined(monkeypatch, "--profile", "3:2", script) == 0
     assert capsys.readouterr().out == "3:2\n"
 
 
