@@ -288,17 +288,13 @@ class AbsentState(AbsentTensor):
     def __new__(cls, parameter: Tensor, part: Tensor | None, name: str, absence: Absence) -> AbsentState:
         """Makes one like ``parameter``."""
         with torch._C.DisableTorchFunctionSubclass():
-            shape, dtype = parameter.shape, parameter.dtype
-        made = torch.Tensor._make_subclass(cls, torch.empty(shape, dtype=dtype, device="meta"), False)
-        made._part, made.parameter_name = part, name
+            form = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+        device = torch.device("cpu") if part is None else part.device
+        made = cls.make(form, name, device, absence)
+        made._part = part
         if isinstance(parameter, AbsentTensor):
             made.part_of = parameter.part_of
-        made.parameter_device = torch.device("cpu") if part is None else part.device
-        made.absence = absence
         return made
-
-    def __init__(self, parameter: Tensor, part: Tensor | None, name: str, absence: Absence) -> None:
-        """See ``__new__``."""
 
     @property
     def held_part(self) -> Tensor | None:

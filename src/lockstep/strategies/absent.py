@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -20,22 +20,11 @@ from lockstep.errors import ConfigError
 from lockstep.numerics.initial_values import without_values
 from lockstep.runtime.torch_internals import NO_VALUES_HERE
 
-_METADATA = frozenset(
+_KNOWN = frozenset(
     {
-        *(
-            "shape",
-            "dtype",
-            "device",
-            "layout",
-            "requires_grad",
-            "grad",
-            "is_leaf",
-            "ndim",
-            "grad_fn",
-            "nbytes",
-        ),
-        *("itemsize", "_version", "is_sparse", "is_quantized", "is_nested"),
-        *("is_mkldnn", "is_sparse_csr", "names", "_backward_hooks", "_post_accumulate_grad_hooks", "_base"),
+        *("shape", "dtype", "layout", "requires_grad", "is_leaf", "ndim", "grad_fn", "nbytes", "itemsize"),
+        *("_version", "names", "_backward_hooks", "_post_accumulate_grad_hooks", "_base", "is_sparse"),
+        *("is_quantized", "is_nested", "is_mkldnn", "is_sparse_csr"),
         *("is_xpu", "is_mps", "is_xla", "is_hpu", "is_ipu", "is_maia", "is_vulkan", "is_mtia", "is_ort"),
         *("size", "dim", "numel", "nelement", "stride", "ndimension", "element_size", "storage_offset"),
         *("is_contiguous", "is_floating_point", "is_complex", "is_signed", "has_names"),
@@ -43,7 +32,7 @@ _METADATA = frozenset(
         *("register_hook", "register_post_accumulate_grad_hook"),
     }
 )
-"""The attributes and methods of a parameter that need no values."""
+"""The attributes and methods of a parameter that need no values, and are the same wherever these are."""
 
 
 _WHERE: dict[str, Callable[[torch.device], Any]] = {
@@ -56,29 +45,13 @@ _WHERE: dict[str, Callable[[torch.device], Any]] = {
 """The attributes that tell code where to put its own tensors."""
 
 
-_ALWAYS_KNOWN = _METADATA - _WHERE.keys() - {"grad"}
-"""Those that are the same wherever the values are."""
-
-_SCALED = frozenset(
-    {
-        "copy_",
-        "mul_",
-        "div_",
-        "true_divide_",
-        "clamp_",
-        "clip_",
-        "clamp_min_",
-        "clamp_max_",
-        "neg_",
-        "negative_",
-        "zero_",
-    }
-    | {"sign_", "sgn_", "nan_to_num_", "fill_", "__imul__", "__idiv__", "__itruediv__"}
-)
-"""Changes of each number by itself, exact wherever it lies: what a process holds of an absent tensor gets them."""
-
-
 _FACTORS = frozenset({"mul_", "div_", "true_divide_", "__imul__", "__idiv__", "__itruediv__"})
+
+_SCALED = _FACTORS | {
+    *("copy_", "clamp_", "clip_", "clamp_min_", "clamp_max_", "neg_", "negative_", "zero_", "sign_", "sgn_"),
+    *("nan_to_num_", "fill_"),
+}
+"""Changes of each number by itself, exact wherever it lies: what a process holds of an absent tensor gets them."""
 
 
 @dataclass
@@ -132,6 +105,13 @@ class AbsentTensor(torch.Tensor):
     part_of: Callable[[Tensor], Tensor] = staticmethod(lambda whole: whole)
     """Gives the part that ``held_part`` has of a tensor of its shape."""
 
+    @classmethod
+    def make(cls, form: Tensor, name: str, device: torch.device, absence: Absence) -> Self:
+        """Makes one of the shape, strides and type of ``form``; see the attributes."""
+        made = torch.Tensor._make_subclass(cls, form, False)
+        made.parameter_name, made.parameter_device, made.absence = name, device, absence
+        return made
+
     @property
     def held_part(self) -> Tensor | None:
         """The part of it that this process has."""
@@ -163,7 +143,7 @@ class AbsentTensor(torch.Tensor):
         if asked in ("__get__", "__set__", "__delete__"):
             key = getattr(func, "__self__", func).__name__
             asked = f"{asked.strip('_')} {key}"
-        if key in _ALWAYS_KNOWN:
+        if key in _KNOWN:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if func is torch.autograd.grad:
@@ -267,7 +247,7 @@ class AbsentParameter(AbsentTensor, nn.Parameter):
                 rows.grad = None
             return None
         if asked == "set grad" and args[1] is not None:
-            if isinstance(args[1], AbsentGradient) and args[1].parameter is self:
+            if isinstance(args[1], AbsentGradient) and args[1].of is self:
                 return None  # as p.grad *= 0.5 does
             raise self.absence.gradient(self.parameter_name)
         if asked == "set data":
@@ -277,26 +257,33 @@ class AbsentParameter(AbsentTensor, nn.Parameter):
         return NotImplemented
 
 
-class AbsentGradient(AbsentTensor):
-    """The gradient of a parameter whose values this process does not have."""
+class _Belonging(AbsentTensor):
+    """The gradient or the ``.data`` of an absent tensor."""
 
-    parameter: AbsentParameter
+    of: AbsentTensor
 
-    def __new__(cls, parameter: AbsentParameter) -> AbsentGradient:
-        """Makes one like ``parameter``."""
-        made = torch.Tensor._make_subclass(cls, without_values(parameter), False)
-        made.parameter, made.parameter_name = parameter, parameter.parameter_name
-        made.part_of = parameter.part_of
-        made.parameter_device, made.absence = parameter.parameter_device, parameter.absence
+    def __new__(cls, of: AbsentTensor) -> Self:
+        """Makes one like ``of``."""
+        made = cls.make(without_values(of), of.parameter_name, of.parameter_device, of.absence)
+        made.of, made.part_of = of, of.part_of
         return made
 
-    def __init__(self, parameter: AbsentParameter) -> None:
-        """See ``__new__``."""
+    def answer(self, asked: str, args: Sequence[Any]) -> Any:
+        """See ``AbsentTensor``: it needs no graph."""
+        if asked == "get data":
+            return AbsentData(self)
+        return self if asked in ("detach", "detach_") else NotImplemented
+
+
+class AbsentGradient(_Belonging):
+    """The gradient of a parameter whose values this process does not have."""
+
+    of: AbsentParameter
 
     @property
     def held_part(self) -> Tensor | None:
         """See ``AbsentTensor``."""
-        rows = self.parameter.parameter_rows
+        rows = self.of.parameter_rows
         return None if rows is None else rows.grad
 
     @property
@@ -308,27 +295,9 @@ class AbsentGradient(AbsentTensor):
         """See ``AbsentTensor``."""
         return self.absence.gradient(names)
 
-    def answer(self, asked: str, args: Sequence[Any]) -> Any:
-        """See ``AbsentTensor``: it needs no graph."""
-        if asked == "get data":
-            return AbsentData(self)
-        return self if asked in ("detach", "detach_") else NotImplemented
 
-
-class AbsentData(AbsentTensor):
+class AbsentData(_Belonging):
     """``.data`` of a parameter or gradient: where the values are, no version counts what is written to that."""
-
-    of: AbsentTensor
-
-    def __new__(cls, of: AbsentTensor) -> AbsentData:
-        """Makes one like ``of``."""
-        made = torch.Tensor._make_subclass(cls, without_values(of), False)
-        made.of, made.parameter_name, made.part_of = of, of.parameter_name, of.part_of
-        made.parameter_device, made.absence = of.parameter_device, of.absence
-        return made
-
-    def __init__(self, of: AbsentTensor) -> None:
-        """See ``__new__``."""
 
     @property
     def held_part(self) -> Tensor | None:
@@ -348,10 +317,6 @@ class AbsentData(AbsentTensor):
         """See ``AbsentTensor``: a bound may have nothing to change, a factor has."""
         return changed in _FACTORS and isinstance(args[1], int | float) and args[1] != 1
 
-    def answer(self, asked: str, args: Sequence[Any]) -> Any:
-        """See ``AbsentTensor``."""
-        return self if asked in ("get data", "detach", "detach_") else NotImplemented
-
 
 def gradient_of(name: str) -> str:
     """The name of a parameter's gradient, in messages and counts."""
@@ -361,14 +326,9 @@ def gradient_of(name: str) -> str:
 class AbsentBuffer(AbsentTensor):
     """A buffer whose values this process does not have."""
 
-    def __new__(cls, whole: Tensor, name: str, absence: Absence) -> AbsentBuffer:
+    def __new__(cls, whole: Tensor, name: str, absence: Absence) -> Self:
         """Makes one like ``whole``."""
-        made = torch.Tensor._make_subclass(cls, without_values(whole), False)
-        made.parameter_name, made.parameter_device, made.absence = name, whole.device, absence
-        return made
-
-    def __init__(self, whole: Tensor, name: str, absence: Absence) -> None:
-        """See ``__new__``."""
+        return cls.make(without_values(whole), name, whole.device, absence)
 
     def refusal(self, names: str) -> ConfigError:
         """See ``AbsentTensor``."""
@@ -380,37 +340,22 @@ class AbsentBuffer(AbsentTensor):
         return ""
 
 
-class GradientElsewhere(AbsentTensor):
+class GradientElsewhere(AbsentGradient):
     """Stands for the gradient of a parameter that a process has, where servers have the gradient."""
 
     holder: nn.Parameter | None
 
-    def __new__(
-        cls, whole: nn.Parameter, name: str, holder: nn.Parameter | None, absence: Absence
-    ) -> GradientElsewhere:
+    def __new__(cls, whole: nn.Parameter, name: str, holder: nn.Parameter | None, absence: Absence) -> Self:
         """Makes one like ``whole``, without memory of its own; ``holder`` has this process's part, if any."""
-        values = torch.zeros((), dtype=whole.dtype, device=whole.device).expand(whole.shape)
-        made = torch.Tensor._make_subclass(cls, values, False)
-        made.parameter_name, made.parameter_device, made.absence = name, whole.device, absence
+        form = torch.zeros((), dtype=whole.dtype, device=whole.device).expand(whole.shape)
+        made = cls.make(form, name, whole.device, absence)
         made.holder = holder
         return made
-
-    def __init__(self, whole: nn.Parameter, name: str, holder: nn.Parameter | None, absence: Absence) -> None:
-        """See ``__new__``."""
 
     @property
     def held_part(self) -> Tensor | None:
         """See ``AbsentTensor``."""
         return None if self.holder is None else self.holder.grad
-
-    @property
-    def counted_name(self) -> str:
-        """See ``AbsentTensor``."""
-        return gradient_of(self.parameter_name)
-
-    def refusal(self, names: str) -> ConfigError:
-        """See ``AbsentTensor``."""
-        return self.absence.gradient(names)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch's stub lacks the function
@@ -421,10 +366,6 @@ class GradientElsewhere(AbsentTensor):
             f"{absent.absence.strategy!r} {absent.absence.where}. Call optimizer.zero_grad() before it, without "
             "set_to_none=False, make it part of the loss of run.backward, or use strategy 'ddp'."
         )
-
-    def answer(self, asked: str, args: Sequence[Any]) -> Any:
-        """See ``AbsentTensor``: it needs no graph."""
-        return self if asked in ("get data", "detach", "detach_") else NotImplemented
 
 
 @contextmanager
