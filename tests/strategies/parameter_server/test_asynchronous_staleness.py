@@ -1,10 +1,11 @@
-"""The bound on staleness, without a process."""
+"""The bound on staleness, and the barriers that each process has reached, without a process."""
 
+import math
 import random
 
 import pytest
 
-from lockstep.strategies.parameter_server.asynchronous_staleness import Clock, Staleness
+from lockstep.strategies.parameter_server.asynchronous_staleness import BarrierTracker, Clock, Staleness
 
 
 def test_a_worker_more_than_the_staleness_ahead_of_the_slowest_waits():
@@ -60,3 +61,33 @@ def test_staleness_is_counted_since_the_last_reading_and_over_the_run():
     stale.add([0])
     assert stale.recent() == {"staleness": 0.0, "staleness_max": 0.0}
     assert (stale.mean, stale.most) == (0.75, 2)
+
+
+def test_all_wait_at_a_barrier_until_it_is_over():
+    tracker = BarrierTracker()
+    assert not tracker.all_wait([1, 2])
+    tracker.arrive(1, 1)
+    assert not tracker.all_wait([1, 2])
+    tracker.arrive(2, 1)
+    assert tracker.all_wait([1, 2])
+    assert tracker.begin() == 1
+    tracker.end()
+    assert not tracker.all_wait([1, 2]), "the first barrier is over: they continue"
+    tracker.arrive(1, 2)
+    tracker.arrive(2, math.inf)
+    assert tracker.all_wait([1, 2])
+
+
+def test_a_worker_is_awaited_while_the_server_is_at_a_barrier_that_it_has_not_reached():
+    """The picture of the module, of barriers."""
+    tracker = BarrierTracker()
+    tracker.passed = 3
+    for worker in (1, 2):
+        tracker.arrive(worker, 3)
+    assert [tracker.is_awaited(worker) for worker in (1, 2)] == [False, False], "the server is at none"
+    tracker.begin()
+    tracker.arrive(1, 4)
+    assert [tracker.is_awaited(worker) for worker in (1, 2)] == [False, True]
+    tracker.end()
+    tracker.begin()
+    assert [tracker.is_awaited(worker) for worker in (1, 2)] == [True, True], "the shutdown waits for all"

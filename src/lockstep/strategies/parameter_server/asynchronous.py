@@ -34,7 +34,6 @@ from lockstep.distributed.rendezvous import meeting_address
 from lockstep.errors import ConfigError
 from lockstep.numerics.running_buffers import RunningBuffers
 from lockstep.strategies.optimizer_trial import Unit
-from lockstep.strategies.parameter_server.asynchronous_participant import Participant
 from lockstep.strategies.parameter_server.asynchronous_server import Server
 from lockstep.strategies.parameter_server.asynchronous_staleness import Clock
 from lockstep.strategies.parameter_server.asynchronous_transport import (
@@ -83,7 +82,7 @@ class AsynchronousParameterServer(IndependentStrategy):
         self._servers = list(range(options.servers))
         self._declared = running_buffers
         self._set_workers(list(range(options.servers, ranks)))
-        self._participant: Participant | None = None
+        self._participant: Server | Worker | None = None
         self.save_every = options.snapshot_every
 
     def setup_model(self, model: nn.Module) -> nn.Module:
@@ -101,7 +100,6 @@ class AsynchronousParameterServer(IndependentStrategy):
             ConfigError: the ranks are on several hosts, and no supervisor has given them a key.
         """
         self._participant = self._connect(self._transport_settings(world), step)
-        self._participant.events = self.events
         dist.barrier(self._group)
         drop_process_groups(self)
 
@@ -121,7 +119,7 @@ class AsynchronousParameterServer(IndependentStrategy):
         host = data_address(*rendezvous, os.environ)
         return TransportSettings(self._rank, key, self._timeout, host, is_signed=True)
 
-    def _connect(self, settings: TransportSettings, step: int) -> Participant:
+    def _connect(self, settings: TransportSettings, step: int) -> Server | Worker:
         """This process's part in the run, connected. Collective."""
         shards, buffers, rank = self._shards, self._buffers, self._rank
         sent = sum(tensor.nbytes for tensor in buffers.tensors())
@@ -131,7 +129,7 @@ class AsynchronousParameterServer(IndependentStrategy):
         addresses = gather_json(own, self._group, self.device)
         if transport is None:
             served = {server: addresses[server] for server in self._servers}
-            return Worker(settings, served, shards, buffers, step)
+            return Worker(settings, served, shards, buffers, step, self.events)
         for other in self._servers[:rank]:
             transport.join(other, addresses[other])
         clock = Clock(self._members, self._options.staleness, step)
@@ -193,12 +191,14 @@ class AsynchronousParameterServer(IndependentStrategy):
 
     def gradients(self) -> Iterable[Tensor]:
         """The mean gradient of a worker's part: each worker clips its own."""
-        return self._connected.gradients()
+        participant = self._connected
+        return participant.gradients() if isinstance(participant, Worker) else ()
 
     def squares(self) -> Tensor:
         """Of ``gradients``; nothing is exchanged."""
-        found = self._connected.squares()
-        return torch.zeros(1, dtype=torch.float64, device=self.device) if found is None else found
+        if isinstance(participant := self._connected, Worker):
+            return participant.squares()
+        return torch.zeros(1, dtype=torch.float64, device=self.device)
 
     def all_reduce_max(self, flags: Tensor) -> Tensor:
         """The largest of each entry over the living ranks. Collective."""
@@ -241,11 +241,13 @@ class AsynchronousParameterServer(IndependentStrategy):
 
     def metrics(self) -> dict[str, float]:
         """Staleness since the last call."""
-        return self._connected.metrics()
+        participant = self._connected
+        return participant.metrics() if isinstance(participant, Server) else {}
 
     def summary(self) -> dict[str, str]:
         """Staleness over the run, and the lost workers."""
-        return self._connected.summary()
+        participant = self._connected
+        return participant.summary() if isinstance(participant, Server) else {}
 
     @property
     def all_bytes_sent(self) -> int:
@@ -253,7 +255,7 @@ class AsynchronousParameterServer(IndependentStrategy):
         return self._participant.bytes_sent if self._participant is not None else 0
 
     @property
-    def _connected(self) -> Participant:
+    def _connected(self) -> Server | Worker:
         assert self._participant is not None, "run.prepare connects workers with servers"
         return self._participant
 

@@ -25,17 +25,19 @@ from lockstep.data.batch import Batch
 from lockstep.distributed.authentication import Refused
 from lockstep.errors import NonFiniteError, RankError
 from lockstep.numerics.running_buffers import RunningBuffers
-from lockstep.strategies.parameter_server.asynchronous_participant import (
+from lockstep.strategies.gradients import all_finite
+from lockstep.strategies.parameter_server.asynchronous_staleness import (
     Barrier,
     BarrierTracker,
-    Participant,
+    Clock,
+    Staleness,
     Stop,
     require_same,
 )
-from lockstep.strategies.parameter_server.asynchronous_staleness import Clock, GradientAccumulator, Staleness
 from lockstep.strategies.parameter_server.asynchronous_transport import (
     ServerMessage,
     ServerTransport,
+    from_bytes,
     server_ended,
 )
 from lockstep.strategies.parameter_server.asynchronous_worker import (
@@ -50,7 +52,7 @@ logger = logging.getLogger(__name__)
 _SHUTDOWN_SECONDS = 5.0
 
 
-class Server(Participant):
+class Server:
     """Holds values, and lets the training loop step the optimizer on the gradients that were pushed.
 
     Args:
@@ -91,6 +93,8 @@ class Server(Participant):
         self._is_ending = self._has_collected = self._is_update = False
         self._loss = 0.0
         self.stop = Stop()
+        self.bytes_sent = 0
+        """Bytes of values that were sent."""
 
     def backward(self, batch: Batch, compute: Compute, *, scale: float, stop: int) -> StepResult:
         """Waits for the pushes of one update, and sets their mean gradient on what is held here."""
@@ -171,7 +175,13 @@ class Server(Participant):
             self.stop.adopt({"stop_at": self.clock.farthest + 2, "stop_reason": reason})
 
     def barrier(self, label: str, value: Any, body: bytes | memoryview = b"") -> Barrier:
-        """See ``Participant.barrier``."""
+        """Waits for all living processes and exchanges a value of each. Collective.
+
+        Args:
+            label: names the barrier; must be the same on every rank.
+            value: must survive JSON.
+            body: sent to the first server only.
+        """
         sent = {"label": label, "number": self.barriers.begin(), "value": value}
         if self._rank != self._servers[0]:
             self._ask(self._servers[0], ServerMessage("barrier", sent, body))
@@ -345,3 +355,74 @@ class Server(Participant):
                 "shared by the %d remaining workers.",
                 *(rank, self.version, len(self.clock.living)),
             )
+
+
+class GradientAccumulator:
+    """Adds pushes: gradients weighted by samples, and on the first server the statistics of forward passes.
+
+    Args:
+        shards: of this server.
+        statistics: values of running buffers in a push; 0 on other servers.
+        counters: numbers that tell which buffers were used.
+        statistics_type: of those values.
+    """
+
+    def __init__(
+        self, shards: ParameterShards, statistics: int, counters: int, statistics_type: torch.dtype
+    ) -> None:
+        self._shards, self._statistics_type = shards, statistics_type
+        self._numel = shards.numel(shards.server)
+        self._total = torch.zeros(self._numel, dtype=shards.dtype, device=shards.device)
+        self.statistics = torch.zeros(statistics, dtype=statistics_type, device=shards.device)
+        """Sum over micro-batches."""
+        self.counters = torch.zeros(counters, dtype=torch.int64, device=shards.device)
+        self.pushes = self.leaves = 0
+        """Pushes, and their micro-batches."""
+        self.weight = self.loss = 0.0
+        self.versions: list[int] = []
+        """The version of the values that each gradient was computed on."""
+        self._used: set[str] = set()
+
+    def add(self, push: ServerMessage) -> None:
+        """Adds a push. Raises ``Refused`` where a worker of this model would not send it."""
+        content = _checked(push.content)
+        gradient_bytes = self._numel * self._shards.dtype.itemsize
+        size = gradient_bytes + self.statistics.numel() * self._statistics_type.itemsize
+        if len(push.body) != (size if content["leaves"] else 0):
+            raise Refused(f"the push has {len(push.body)} bytes, expected {size}")
+        if self.statistics.numel() and len(content["counters"]) != self.counters.numel():
+            raise Refused(
+                f"the push counts {len(content['counters'])} buffers, expected {self.counters.numel()}"
+            )
+        self.pushes += 1
+        if not content["leaves"]:
+            return
+        body, device = memoryview(push.body), self._shards.device
+        self._total.add_(
+            from_bytes(body[:gradient_bytes], self._shards.dtype, device), alpha=content["weight"]
+        )
+        self.statistics.add_(from_bytes(body[gradient_bytes:], self._statistics_type, device))
+        if self.statistics.numel():
+            self.counters.add_(torch.tensor(content["counters"], device=device))
+        self.leaves, self.weight = self.leaves + content["leaves"], self.weight + content["weight"]
+        self.loss += content["loss"]
+        self.versions.append(content["version"])
+        self._used |= self._shards.own.keys() - set(content["unused"])
+
+    def set_gradients(self) -> Tensor:
+        """Sets the mean gradient of this server's parameters; returns whether it is finite, 0-dim bool."""
+        if self.weight:
+            self._total.div_(self.weight)
+        for name, gradient in self._shards.views(self._total).items():
+            self._shards.own[name].grad = gradient if name in self._used else None
+        return all_finite([self._total], self._total.device)
+
+
+def _checked(content: dict[str, Any]) -> dict[str, Any]:
+    kinds = {"leaves": int, "version": int, "weight": float, "loss": float, "unused": list, "counters": list}
+    wrong = [name for name, kind in kinds.items() if not isinstance(content.get(name), kind)]
+    if wrong or not 0.0 <= content["weight"] < math.inf or content["leaves"] < 0:
+        raise Refused(f"the push has a wrong or missing field: {', '.join(wrong) or 'weight or leaves'}")
+    if not all(isinstance(count, int) for count in content["counters"]):
+        raise Refused("the push has counters that are not integers")
+    return content

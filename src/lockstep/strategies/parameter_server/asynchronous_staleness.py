@@ -1,4 +1,4 @@
-"""The counts of an asynchronous server: pushes, the progress of each worker, and staleness.
+"""Staleness and its bound, and how far the processes of an asynchronous run have come: steps, barriers, the stop.
 
 The clock is that of stale synchronous parallel training:
 
@@ -8,21 +8,23 @@ The clock is that of stale synchronous parallel training:
 A worker that has done ``c`` steps may begin its next while the slowest living worker has done at least ``c`` minus the
 staleness (Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", 2013). With a
 staleness of 0 all compute on the same values.
+
+Barriers are numbered, and a tracker keeps the number that each process has reached:
+
+    barriers passed here   3      entered here   4      worker 1 reached 4: it waits, or has already passed it
+                                                        worker 2 reached 3: it has steps to do before it arrives
+
+A server learns that a barrier is over after some workers do. A worker that has reached the barrier which the server has
+entered may therefore push again before the server collects again; a worker that has not still needs answers.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from lockstep.distributed.authentication import Refused
-from lockstep.strategies.gradients import all_finite
-from lockstep.strategies.parameter_server.asynchronous_transport import ServerMessage, from_bytes
-from lockstep.strategies.parameter_server.shards import ParameterShards
+from lockstep.errors import ConfigError
 
 
 class Clock:
@@ -99,72 +101,75 @@ class Staleness:
         return found
 
 
-class GradientAccumulator:
-    """Adds pushes: gradients weighted by samples, and on the first server the statistics of forward passes.
+@dataclass(frozen=True)
+class Barrier:
+    """The result of a barrier of all living processes."""
 
-    Args:
-        shards: of this server.
-        statistics: values of running buffers in a push; 0 on other servers.
-        counters: numbers that tell which buffers were used.
-        statistics_type: of those values.
-    """
+    values: list[Any]
+    """The value of each rank; None for a rank that has ended."""
+    living: list[int]
+    """Ranks of the living workers."""
+    bodies: dict[int, bytes | bytearray | memoryview] = field(default_factory=dict)
+    """Bodies that ranks sent; on the first server only."""
 
-    def __init__(
-        self, shards: ParameterShards, statistics: int, counters: int, statistics_type: torch.dtype
-    ) -> None:
-        self._shards, self._statistics_type = shards, statistics_type
-        self._numel = shards.numel(shards.server)
-        self._total = torch.zeros(self._numel, dtype=shards.dtype, device=shards.device)
-        self.statistics = torch.zeros(statistics, dtype=statistics_type, device=shards.device)
-        """Sum over micro-batches."""
-        self.counters = torch.zeros(counters, dtype=torch.int64, device=shards.device)
-        self.pushes = self.leaves = 0
-        """Pushes, and their micro-batches."""
-        self.weight = self.loss = 0.0
-        self.versions: list[int] = []
-        """The version of the values that each gradient was computed on."""
-        self._used: set[str] = set()
 
-    def add(self, push: ServerMessage) -> None:
-        """Adds a push. Raises ``Refused`` where a worker of this model would not send it."""
-        content = _checked(push.content)
-        gradient_bytes = self._numel * self._shards.dtype.itemsize
-        size = gradient_bytes + self.statistics.numel() * self._statistics_type.itemsize
-        if len(push.body) != (size if content["leaves"] else 0):
-            raise Refused(f"the push has {len(push.body)} bytes, expected {size}")
-        if self.statistics.numel() and len(content["counters"]) != self.counters.numel():
-            raise Refused(
-                f"the push counts {len(content['counters'])} buffers, expected {self.counters.numel()}"
-            )
-        self.pushes += 1
-        if not content["leaves"]:
-            return
-        body, device = memoryview(push.body), self._shards.device
-        self._total.add_(
-            from_bytes(body[:gradient_bytes], self._shards.dtype, device), alpha=content["weight"]
+def require_same(rank: int, theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
+    """Raises ``ConfigError`` where ``label`` or ``number`` of a rank's barrier are not those of this rank's."""
+    if (theirs.get("label"), theirs.get("number")) != (mine["label"], mine["number"]):
+        raise ConfigError(
+            f"Rank {rank} is at barrier {theirs.get('number')} ({theirs.get('label')}) while this rank is at barrier "
+            f"{mine['number']} ({mine['label']}). Every rank must make the same calls in the same order."
         )
-        self.statistics.add_(from_bytes(body[gradient_bytes:], self._statistics_type, device))
-        if self.statistics.numel():
-            self.counters.add_(torch.tensor(content["counters"], device=device))
-        self.leaves, self.weight = self.leaves + content["leaves"], self.weight + content["weight"]
-        self.loss += content["loss"]
-        self.versions.append(content["version"])
-        self._used |= self._shards.own.keys() - set(content["unused"])
-
-    def set_gradients(self) -> Tensor:
-        """Sets the mean gradient of this server's parameters; returns whether it is finite, 0-dim bool."""
-        if self.weight:
-            self._total.div_(self.weight)
-        for name, gradient in self._shards.views(self._total).items():
-            self._shards.own[name].grad = gradient if name in self._used else None
-        return all_finite([self._total], self._total.device)
 
 
-def _checked(content: dict[str, Any]) -> dict[str, Any]:
-    kinds = {"leaves": int, "version": int, "weight": float, "loss": float, "unused": list, "counters": list}
-    wrong = [name for name, kind in kinds.items() if not isinstance(content.get(name), kind)]
-    if wrong or not 0.0 <= content["weight"] < math.inf or content["leaves"] < 0:
-        raise Refused(f"the push has a wrong or missing field: {', '.join(wrong) or 'weight or leaves'}")
-    if not all(isinstance(count, int) for count in content["counters"]):
-        raise Refused("the push has counters that are not integers")
-    return content
+class BarrierTracker:
+    """The last barrier that each process has reached, and those that this server has entered and passed."""
+
+    def __init__(self) -> None:
+        self._reached: dict[int, float] = {}
+        self.passed = 0
+        """Barriers that this server has passed."""
+        self.entered = 0
+        """Barriers that this server has entered; its shutdown is the last one."""
+
+    def begin(self) -> int:
+        """Enters this server's next barrier and returns its number, from 1."""
+        self.entered = self.passed + 1
+        return self.entered
+
+    def end(self) -> None:
+        """Marks the barrier that was entered as passed."""
+        self.passed = self.entered
+
+    def arrive(self, rank: int, number: float) -> None:
+        """Notes that a process has reached a barrier; infinity where it has finished."""
+        self._reached[rank] = number
+
+    def all_wait(self, workers: Iterable[int]) -> bool:
+        """Returns whether all of these already wait at this server's next barrier, and so push nothing before it."""
+        return all(self._reached.get(worker, 0) > self.passed for worker in workers)
+
+    def is_awaited(self, worker: int) -> bool:
+        """Returns whether this server is at a barrier that the worker has not reached."""
+        return self._reached.get(worker, 0) < self.entered
+
+
+@dataclass
+class Stop:
+    """The step at which all ranks stop, and the reason code; zeros until a stop is requested."""
+
+    at: int = 0
+    reason: int = 0
+
+    def adopt(self, content: Mapping[str, Any]) -> None:
+        """Takes the stop of a message, unless one is known already."""
+        if not self.at:
+            self.at, self.reason = int(content["stop_at"]), int(content["stop_reason"])
+
+    def as_content(self) -> dict[str, int]:
+        """Fields of a message."""
+        return {"stop_at": self.at, "stop_reason": self.reason}
+
+    def reason_after(self, steps: int) -> int:
+        """The reason to stop after this many steps; 0 to continue."""
+        return self.reason if self.at and steps >= self.at else 0

@@ -14,8 +14,9 @@ from lockstep.data.batch import Batch
 from lockstep.distributed.authentication import Refused
 from lockstep.errors import ConfigError
 from lockstep.numerics.running_buffers import RunningBuffers
+from lockstep.runtime.events import StepEvents
 from lockstep.strategies.gradients import GradientTree
-from lockstep.strategies.parameter_server.asynchronous_participant import Barrier, Participant, Stop
+from lockstep.strategies.parameter_server.asynchronous_staleness import Barrier, Stop
 from lockstep.strategies.parameter_server.asynchronous_transport import (
     ServerMessage,
     TransportSettings,
@@ -44,7 +45,7 @@ def set_values(shards: ParameterShards, buffers: RunningBuffers, server: int, bo
         tensor.copy_(from_bytes(bytearray(part), tensor.dtype, tensor.device))
 
 
-class Worker(Participant):
+class Worker:
     """Computes gradients on the values it pulled last, connected with all servers; asks and waits, without threads.
 
     Args:
@@ -53,6 +54,7 @@ class Worker(Participant):
         shards: which server holds what.
         buffers: the model's running buffers.
         step: steps that the run has done.
+        events: whose callbacks are told of micro-batches.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class Worker(Participant):
         shards: ParameterShards,
         buffers: RunningBuffers,
         step: int,
+        events: StepEvents,
     ) -> None:
         self._shards, self._parameters, self._buffers = shards, shards.parameters, buffers
         self._buffer_bytes = sum(tensor.nbytes for tensor in buffers.tensors())
@@ -69,6 +72,9 @@ class Worker(Participant):
         self._channels = [connect(address, settings) for address in addresses.values()]
         self._tree = GradientTree(self._parameters, None)
         self._step, self._version, self._barriers = step, 0, 0
+        self._events = events
+        self.bytes_sent = 0
+        """Bytes of gradients that were sent."""
         self._stop = Stop()
         self._report: dict[str, Any] | None = None
         self._statistics = torch.empty(0)
@@ -94,7 +100,7 @@ class Worker(Participant):
             loss.backward()  # type: ignore[no-untyped-call]  # torch's own stub
             self._tree.end_micro_batch()
             losses[micro_batch.k], weights[micro_batch.k] = loss.detach(), weight
-            for call in self.events.micro_batch_end:
+            for call in self._events.micro_batch_end:
                 call(micro_batch)
         finite = self._finish(batch, losses, weights.sum(), advanced)
         self._statistics = statistics
@@ -119,7 +125,7 @@ class Worker(Participant):
         self.fetch()
 
     def barrier(self, label: str, value: Any, body: bytes | memoryview = b"") -> Barrier:
-        """See ``Participant.barrier``."""
+        """See ``Server.barrier``."""
         if self._report is not None:
             raise ConfigError(
                 "A rank of an asynchronous parameter server reached a barrier, for example to evaluate or to save, "
