@@ -27,8 +27,7 @@ from lockstep.run.checks.same_call import gather_agreed
 from lockstep.run.shared_groups import SharedGroups
 from lockstep.strategies import IndependentStrategy, Strategy
 from lockstep.strategies.loop_writes import setting_values
-from lockstep.strategies.sharding import is_elementwise
-from lockstep.strategies.strategy import thawed
+from lockstep.strategies.sharding import is_elementwise, thawed
 
 _SMALLEST_SCALE = 2.0**-24
 _MOST_LIMITS = 1_000

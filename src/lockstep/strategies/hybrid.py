@@ -9,14 +9,6 @@
 A stage is whole on each of its ranks from its first pass to its last. Parameters, gradients and optimizer state are
 shared out by rows otherwise, and so is the update. Why FSDP2 is not underneath: docs/decisions/0015-sharded-stages.md.
 
-``StageRows`` holds this rank's rows between steps and gathers whole parameters while the stage computes:
-
-    between steps      the modules have stand-ins without values, the optimizer this rank's rows
-    gather             memory for whole parameters -> rows of all ranks, a few MB at a time -> into the modules
-    free               the stand-ins go back into the modules, the memory of the whole parameters is freed
-
-The whole parameters stay the same objects, so hooks on them last.
-
 ``OrderedRowReducer`` sums gradients in the tree's order and leaves each rank its rows of every sum:
 
     [1] all_to_all: every rank sends, of each of its nodes, rows to the rank that holds them
@@ -29,11 +21,10 @@ after each step.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from itertools import chain
 from math import prod
-from operator import itemgetter
 
 import torch
 import torch.distributed as dist
@@ -43,10 +34,9 @@ from lockstep.core.summation_tree import fold_in_place
 from lockstep.data.batch import Batch
 from lockstep.distributed.collectives import (
     all_gather_flat,
-    all_gather_rows,
     all_reduce_max,
-    drop_process_groups,
 )
+from lockstep.distributed.rank_exchange import GroupExchange, RankExchange
 from lockstep.numerics.hooks import share_hooks
 from lockstep.reduce import BucketShape, NodeLayout
 from lockstep.reduce.ordered import OrderedBucket, OrderedReducer
@@ -55,8 +45,16 @@ from lockstep.strategies.gradients import StepSums
 from lockstep.strategies.optimizer_trial import Unit
 from lockstep.strategies.pipeline import Pipeline
 from lockstep.strategies.pipeline.stage import Stage
-from lockstep.strategies.sharding import gather_rows, require_rows, rows_of, squares_of_rows, value_of
-from lockstep.strategies.strategy import Compute, StepResult, thawed
+from lockstep.strategies.sharding import (
+    GatheredBlock,
+    GatheredParameter,
+    gather_rows,
+    require_rows,
+    rows_of,
+    squares_of_rows,
+    watching_writes,
+)
+from lockstep.strategies.strategy import Compute, StepResult
 
 
 class ShardedPipeline(Pipeline):
@@ -68,13 +66,14 @@ class ShardedPipeline(Pipeline):
     name = "hybrid"
     steps = Unit.ELEMENT
     axis = "fsdp"
-    _rows: Sequence[StageRows] = ()
+    _blocks: Sequence[GatheredBlock] = ()
 
     def setup_model(self, model: nn.Module) -> nn.Module:
         """Keeps this rank's rows of its stages. Collective."""
         require_rows(model, self.name)
         # Every holder evaluates equally often, since its ranks gather the parameters each time.
         self.evaluation_share = replace(self.share, rounds=True)
+        self._between_holders = GroupExchange(self._line)
         self._shared = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         return super().setup_model(model)
 
@@ -83,15 +82,9 @@ class ShardedPipeline(Pipeline):
         with self._whole_stages():
             return super().backward(batch, compute, scale=scale, stop=stop)
 
-    @contextmanager
-    def watching_writes(self) -> Iterator[set[str]]:
+    def watching_writes(self) -> AbstractContextManager[set[str]]:
         """See ``Strategy.watching_writes``."""
-        written: set[str] = set()
-        for rows in self._rows:
-            rows.written = written
-        yield written
-        for rows in self._rows:
-            rows.written = None
+        return watching_writes(self._blocks)
 
     def watched(self) -> Mapping[str, Tensor]:
         """See ``Strategy.watched``: nothing, as no rank has whole parameters when the loop's code runs."""
@@ -100,7 +93,7 @@ class ShardedPipeline(Pipeline):
     def release(self) -> None:
         """See ``Strategy.release``."""
         super().release()
-        drop_process_groups(*self._rows)
+        self._between_holders.release()
 
     def all_reduce_max(self, flags: Tensor) -> Tensor:
         """The largest of each entry over all ranks. Collective."""
@@ -140,15 +133,25 @@ class ShardedPipeline(Pipeline):
     def _make_sums(
         self, stage: Stage, local: int, held: Mapping[str, nn.Parameter] | None = None
     ) -> StepSums:
-        self.absences.append(Absence(self.name, "no process holds it whole"))
-        rows = StageRows(stage, self._line, self.absences[-1])
-        self._rows = (*self._rows, rows)
-        sums = super()._make_sums(stage, local, rows.held)
-        rows.free()
+        absence = Absence(self.name, "no process holds it whole")
+        self.absences.append(absence)
+        parameters = [self._share_out(name, p, absence) for name, p in stage.named_parameters()]
+        self._blocks = (*self._blocks, *_in_blocks(parameters, self._between_holders, self.device))
+        sums = super()._make_sums(stage, local, {each.name: each.held for each in parameters})
+        for each in parameters:
+            each.free()
         reducer = self._reducers[local]
         assert isinstance(reducer, OrderedRowReducer)
         reducer.free_staging()
         return sums
+
+    def _share_out(self, name: str, parameter: nn.Parameter, absence: Absence) -> GatheredParameter:
+        ranks, rank = self._between_holders.ranks, self._between_holders.rank
+        parameter.data = parameter.detach().clone()  # in memory of its own, which can be given back
+        rows = [rows_of(parameter.shape[0], ranks, each) for each in range(ranks)]
+        shared = GatheredParameter(name, parameter, rows, rank, absence)
+        share_hooks(parameter, shared.held)
+        return shared
 
     def _held_of(self, stage: Stage) -> dict[str, Tensor]:
         held = super()._held_of(stage)
@@ -157,12 +160,14 @@ class ShardedPipeline(Pipeline):
     @contextmanager
     def _whole_stages(self) -> Iterator[None]:
         try:
-            for rows in self._rows:
-                rows.gather()
+            for block in self._blocks:
+                block.gather(keep=True)
             yield
         finally:
-            for rows in self._rows:
-                rows.free()
+            for block in self._blocks:
+                for each in block.parameters if block.is_whole else ():
+                    each.whole.grad = None  # of a backward pass that has raised
+                block.free()
 
     @property
     def _line(self) -> dist.ProcessGroup:
@@ -175,92 +180,20 @@ _BUCKET_BYTES = 8 << 20
 """About so much is gathered at once."""
 
 
-@dataclass(frozen=True, eq=False)
-class _Parameter:
-    """A parameter of a stage: the user's own object, which is an ``AbsentParameter`` between steps."""
-
-    whole: nn.Parameter
-    held: nn.Parameter
-    padded: int
-    """Numbers that each rank gives to the others: as many as the one with the most rows."""
-    kind: type[nn.Parameter]
-    """The user's class."""
-
-
-class StageRows:
-    """Shares the parameters of a stage out over the ranks of a group; they are whole after this, until ``free``."""
-
-    def __init__(self, stage: nn.Module, group: dist.ProcessGroup, absence: Absence) -> None:
-        self._group, self._ranks = group, dist.get_world_size(group)
-        names = {parameter: name for name, parameter in stage.named_parameters()}
-        self._parameters = {name: self._share_out(p, name, absence) for p, name in names.items()}
-        self._buckets = _buckets(self._parameters.values())
-        self.written: set[str] | None = None
-        """Gets the names of parameters that were written to while they were whole; None: nobody asks."""
-        self._values: dict[str, tuple[int, int]] = {}
-
-    @property
-    def held(self) -> Mapping[str, nn.Parameter]:
-        """This rank's rows of every parameter by its first name, as ordinary parameters."""
-        return {name: each.held for name, each in self._parameters.items()}
-
-    def gather(self) -> None:
-        """Makes the parameters whole. Collective: every rank of the group must call this."""
-        for name, each in self._parameters.items():
-            each.whole.__class__ = each.kind
-            if each.whole.requires_grad and not each.held.requires_grad:
-                raise thawed(name)
-        for bucket in self._buckets:
-            self._gather(bucket)
-        for name, each in self._parameters.items():
-            if self.written is not None:
-                self._values[name] = value_of(each.whole)
-
-    def free(self) -> None:
-        """Takes the whole parameters out of the modules and gives their memory back."""
-        for name, each in self._parameters.items():
-            if self.written is not None and self._values.pop(name, None) not in (None, value_of(each.whole)):
-                self.written.add(name)
-            each.whole.grad = None
-            each.whole.untyped_storage().resize_(0)
-            each.whole.__class__ = AbsentParameter
-
-    def _share_out(self, parameter: nn.Parameter, name: str, absence: Absence) -> _Parameter:
-        rows = rows_of(parameter.shape[0], self._ranks, dist.get_rank(self._group))
-        trained = parameter.requires_grad
-        values = parameter.detach()
-        held = nn.Parameter(values[rows].clone(), requires_grad=trained)
-        parameter.data = values.clone()  # in memory of its own, which can be given back
-        AbsentParameter.describe(parameter, name, held, absence, itemgetter(rows))
-        share_hooks(parameter, held)
-        padded = -(-parameter.shape[0] // self._ranks) * prod(parameter.shape[1:])
-        return _Parameter(parameter, held, padded, type(parameter))
-
-    def _gather(self, bucket: list[_Parameter]) -> None:
-        sizes = [each.padded for each in bucket]
-        mine = bucket[0].held.new_zeros(sum(sizes), requires_grad=False)
-        for each, part in zip(bucket, torch.split(mine, sizes)):
-            part[: each.held.numel()] = each.held.detach().view(-1)
-        everyone = all_gather_rows(mine, self._group)
-        for each, parts in zip(bucket, torch.split(everyone, sizes, dim=1)):
-            storage, shape = each.whole.untyped_storage(), each.whole.shape
-            storage.resize_(each.whole.numel() * each.whole.element_size())
-            size = -(-shape[0] // self._ranks)  # not -1: there may be no elements
-            rows = parts.reshape(self._ranks * size, *shape[1:])[: shape[0]]
-            each.whole.detach().copy_(rows)
-
-
-def _buckets(parameters: Iterable[_Parameter]) -> list[list[_Parameter]]:
-    """The parameters in groups that are gathered at once: of one type, and up to a few MB."""
-    found: list[list[_Parameter]] = []
+def _in_blocks(
+    parameters: Iterable[GatheredParameter], exchange: RankExchange, device: torch.device
+) -> list[GatheredBlock]:
+    """The parameters of a stage in groups that are gathered at once: of one type, and up to a few MB."""
+    found: list[list[GatheredParameter]] = []
     size = 0
     for each in parameters:
-        size += each.whole.nbytes
-        if not found or size > _BUCKET_BYTES or found[-1][0].whole.dtype != each.whole.dtype:
+        nbytes = sum(each.counts) * each.held.element_size()
+        size += nbytes
+        if not found or size > _BUCKET_BYTES or found[-1][0].held.dtype != each.held.dtype:
             found.append([])
-            size = each.whole.nbytes
+            size = nbytes
         found[-1].append(each)
-    return found
+    return [GatheredBlock("", members, exchange, device) for members in found]
 
 
 class OrderedRowReducer(OrderedReducer):

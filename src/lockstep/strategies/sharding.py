@@ -1,4 +1,4 @@
-"""Helpers for parameters that ranks hold in parts: rows, elementwise optimizers, and loading.
+"""Parameters that ranks hold in parts: their rows, and the whole ones, which are gathered while modules compute.
 
 Tensors are sharded by rows (dim 0), as in FSDP2: ceil(rows / ranks) consecutive rows each, fewer on the last ranks.
 """
@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import prod
+from operator import itemgetter
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,17 +22,11 @@ from lockstep.config.strategy_options import ELEMENTWISE
 from lockstep.core.fingerprint import sum_of_bits
 from lockstep.core.summation_tree import fold_rows, row_squares
 from lockstep.distributed.collectives import all_gather_rows
+from lockstep.distributed.rank_exchange import RankExchange
 from lockstep.errors import ConfigError
+from lockstep.strategies.absent import Absence, AbsentParameter
 
-
-def users_of_parameters(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
-    """The modules that have each parameter, with its name there."""
-    users: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for key, parameter in module._parameters.items():
-            if parameter is not None:
-                users.setdefault(parameter, []).append((module, key))
-    return users
+_Gathered = TypeVar("_Gathered", bound="GatheredParameter")
 
 
 def rows_of(rows: int, ranks: int, rank: int) -> slice:
@@ -159,3 +157,175 @@ def load_model_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     # Without the version metadata, torch would take every module's state for one of its oldest format.
     given._metadata = getattr(model.state_dict(), "_metadata", None)  # type: ignore[attr-defined]  # torch's
     model.load_state_dict(given, strict=False)  # names were compared; extra state is the run's to load
+
+
+class GatheredParameter:
+    """One parameter: this rank's rows, which stay, and the whole, which has memory only while it is gathered.
+
+    The whole one is the user's own object, so that it is found wherever the user has put it, and hooks on it last.
+    While it has no memory it is an ``AbsentParameter``.
+
+    Args:
+        name: its first name in the whole model.
+        parameter: the user's, in memory of its own.
+        rows: of each rank; all of them of one, where an optimizer must see the whole.
+        rank: this one.
+        absence: why no process holds it, for messages.
+        dtype: to gather and compute in; None for the parameter's own.
+        offload: True to keep the rows in the CPU's memory.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        parameter: nn.Parameter,
+        rows: Sequence[slice],
+        rank: int,
+        absence: Absence,
+        dtype: torch.dtype | None = None,
+        *,
+        offload: bool = False,
+    ) -> None:
+        self.name, self.shape, self.rows, self._absence = name, parameter.shape, rows, absence
+        width = prod(self.shape[1:])
+        self.counts: list[int] = [(each.stop - each.start) * width for each in rows]
+        """Numbers that each rank holds."""
+        values, trained = parameter.detach(), parameter.requires_grad
+        own = values[rows[rank]].clone(memory_format=torch.contiguous_format)
+        self.held = nn.Parameter(own.cpu() if offload else own, requires_grad=trained)
+        """An ordinary parameter with this rank's rows, for optimizers."""
+        dtype = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+        parameter.data = values.to(dtype)
+        self.whole, self._class = parameter, type(parameter)
+        self.whole_dtype, self._is_contiguous = dtype, parameter.is_contiguous()
+        AbsentParameter.describe(parameter, name, self.held, absence, itemgetter(rows[rank]))
+        self.values: tuple[int, int] | None = None
+        """Of the whole one as it was gathered, where writes are watched."""
+
+    @property
+    def owner(self) -> int | None:
+        """The rank that holds all of it, alone; None where the ranks share it."""
+        holders = [rank for rank, count in enumerate(self.counts) if count]
+        return holders[0] if len(holders) == 1 else None
+
+    def take_memory(self) -> None:
+        """Gives the whole one memory, without values; ``ConfigError`` if it was frozen and requires a gradient now."""
+        self.show()
+        self.whole.untyped_storage().resize_(self.whole.numel() * self.whole.element_size())
+
+    def show(self) -> None:
+        """Makes the whole one an ordinary parameter; ``ConfigError`` as ``take_memory``."""
+        self.whole.__class__ = self._class
+        if self.whole.requires_grad and not self.held.requires_grad:
+            raise thawed(self.name)
+
+    def hide(self) -> None:
+        """Makes the whole one an ``AbsentParameter``, which keeps its memory."""
+        self.whole.__class__ = AbsentParameter
+
+    def places(self) -> Sequence[Tensor]:
+        """Where each rank's rows go, flat: in the whole one, or in memory of their own if it has its rows elsewhere."""
+        whole = self.whole.detach()
+        flat = whole.view(-1) if self._is_contiguous else whole.new_empty(whole.numel())
+        return flat.split_with_sizes(self.counts)
+
+    def copy_from(self, places: Sequence[Tensor]) -> None:
+        """Copies the rows to the whole one where ``places`` were not in it."""
+        if not self._is_contiguous:
+            self.whole.detach().copy_(torch.cat(list(places)).view(self.shape))
+
+    def free(self) -> None:
+        """Takes the whole one's memory back."""
+        self.whole.__class__ = self._class
+        self.whole.untyped_storage().resize_(0)
+        self.hide()
+
+
+class GatheredBlock:
+    """The parameters that are gathered together.
+
+    Args:
+        name: of the module; "" for what belongs to no block.
+        parameters: of it, in order.
+        exchange: between the ranks that hold rows.
+        device: where the whole parameters are.
+    """
+
+    def __init__(
+        self, name: str, parameters: Sequence[GatheredParameter], exchange: RankExchange, device: torch.device
+    ) -> None:
+        self.name, self.parameters = name, parameters
+        self._exchange, self._device = exchange, device
+        self._all = by_dtype(parameters)
+        self.bytes_sent = 0
+        self.is_whole = False
+        self.is_aside = False
+        """True while it has its values and is not used: gathered ahead, or kept for its next use."""
+        self.written: set[str] | None = None
+        """Gets the names of parameters that were written to while they were whole; None: nobody asks."""
+
+    def gather(self, keep: bool) -> None:
+        """Gives every rank the rows of all; one that does not ``keep`` them only takes part. Collective."""
+        keep = keep and not self.is_whole and not self.is_aside
+        for members in self._all.values():
+            own = [each.held.detach().view(-1).to(self._device, each.whole_dtype) for each in members]
+            for each in members if keep else ():
+                each.take_memory()
+            places = list(zip(*(each.places() for each in members))) if keep else []
+            counts = list(zip(*(each.counts for each in members)))
+            self._exchange.gather_parts(own, places, counts)
+            self.bytes_sent += max(map(sum, counts)) * own[0].element_size() * self._exchange.copies
+            for each, found in zip(members, zip(*places)):
+                each.copy_from(found)
+            for each in members if keep and self.written is not None else ():
+                each.values = value_of(each.whole)
+        self.is_whole |= keep
+
+    def set_aside(self) -> None:
+        """Keeps the values, and lets nobody use them."""
+        for each in self.parameters:
+            each.hide()
+        self.is_whole, self.is_aside = False, True
+
+    def take_back(self) -> None:
+        """Makes what was set aside whole again; ``ConfigError`` as ``ShardedParameter.take_memory``."""
+        for each in self.parameters:
+            each.show()
+        self.is_whole, self.is_aside = True, False
+
+    def free(self) -> None:
+        """Frees the whole parameters."""
+        if self.is_whole or self.is_aside:
+            for each in self.parameters:
+                if self.written is not None and each.values not in (None, value_of(each.whole)):
+                    self.written.add(each.name)
+                each.values = None
+                each.free()
+            self.is_whole = self.is_aside = False
+
+
+@contextmanager
+def watching_writes(blocks: Sequence[GatheredBlock]) -> Iterator[set[str]]:
+    """Collects the names of parameters that are written to while they are whole; see ``Strategy.watching_writes``."""
+    written: set[str] = set()
+    for block in blocks:
+        block.written = written
+    yield written
+    for block in blocks:
+        block.written = None
+
+
+def by_dtype(parameters: Sequence[_Gathered]) -> dict[torch.dtype, list[_Gathered]]:
+    """The parameters of each number type."""
+    found: dict[torch.dtype, list[_Gathered]] = {}
+    for each in parameters:
+        found.setdefault(each.held.dtype, []).append(each)
+    return found
+
+
+def thawed(name: str) -> ConfigError:
+    """The error of a parameter that was frozen when the run was prepared, and requires a gradient."""
+    return ConfigError(
+        f"{name!r} was frozen at run.prepare and requires a gradient now. Call run.prepare while every "
+        "parameter that will be trained requires a gradient, and freeze it afterwards."
+    )

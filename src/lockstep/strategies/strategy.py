@@ -30,7 +30,6 @@ from lockstep.core.summation_tree import sum_of_squares
 from lockstep.core.world import World
 from lockstep.data.batch import Batch, MicroBatch
 from lockstep.distributed.collectives import gather_json
-from lockstep.errors import ConfigError
 from lockstep.numerics.initial_values import InitialValues
 from lockstep.runtime.events import NO_EVENTS, StepEvents
 from lockstep.strategies.absent import Absence
@@ -336,11 +335,3 @@ def sum_counts(strategy: Strategy, row: Tensor) -> Tensor:
     if isinstance(strategy, IndependentStrategy):
         return strategy.sum_counts(row)
     return strategy.gather(row).sum(0)
-
-
-def thawed(name: str) -> ConfigError:
-    """The error of a parameter that was frozen when the run was prepared, and requires a gradient."""
-    return ConfigError(
-        f"{name!r} was frozen at run.prepare and requires a gradient now. Call run.prepare while every "
-        "parameter that will be trained requires a gradient, and freeze it afterwards."
-    )

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from math import prod
-from operator import itemgetter
 
 import torch
 from torch import Tensor, nn
@@ -24,99 +22,26 @@ from lockstep.distributed.rank_exchange import RankExchange
 from lockstep.errors import ConfigError
 from lockstep.numerics.blocks import blocks_of
 from lockstep.runtime.devices import current_stream, is_gpu
-from lockstep.strategies.absent import Absence, AbsentParameter
 from lockstep.strategies.gradients import one_dense
-from lockstep.strategies.sharding import value_of
-from lockstep.strategies.strategy import thawed
+from lockstep.strategies.sharding import GatheredBlock, GatheredParameter, by_dtype
 
 _SMALLEST = 1024
 """Parameters below which gathering a module alone costs more than it saves; it is gathered with the rest."""
 
 
-class ShardedParameter:
-    """One parameter: this rank's rows, which stay, and the whole, which has memory only while it is gathered.
+class ShardedParameter(GatheredParameter):
+    """A parameter that is gathered, and its gradient of a micro-batch; see ``GatheredParameter`` for the arguments."""
 
-    The whole one is the user's own object, so that it is found wherever the user has put it. While it has no memory it
-    is an ``AbsentParameter``.
+    gradient: Tensor | None = None
+    """Of the micro-batch, until it is sent."""
+    was_taken = False
+    """True once the micro-batch's backward pass has given a gradient."""
+    used = 0
+    """In how many of the step's micro-batches of this rank it had a gradient."""
 
-    Args:
-        name: its first name in the whole model.
-        parameter: the user's, in memory of its own.
-        users: the modules that have it, with its name there.
-        rows: of each rank; all of them of one, where an optimizer must see the whole.
-        rank: this one.
-        dtype: to gather and compute in; None for the parameter's own.
-        offload: True to keep the rows in the CPU's memory.
-        absence: why no process holds it, for messages.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        parameter: nn.Parameter,
-        users: Sequence[tuple[nn.Module, str]],
-        rows: Sequence[slice],
-        rank: int,
-        dtype: torch.dtype | None,
-        offload: bool,
-        absence: Absence,
-    ) -> None:
-        self.name, self.shape, self.users, self.rows = name, parameter.shape, users, rows
-        width = prod(self.shape[1:])
-        self.counts: list[int] = [(each.stop - each.start) * width for each in rows]
-        """Numbers that each rank holds."""
-        values, trained = parameter.detach(), parameter.requires_grad
-        own = values[rows[rank]].clone(memory_format=torch.contiguous_format)
-        self.held = nn.Parameter(own.cpu() if offload else own, requires_grad=trained)
-        """An ordinary parameter with this rank's rows, for optimizers."""
-        dtype = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
-        parameter.data = values.to(dtype)
-        self.whole, self._class = parameter, type(parameter)
-        self.whole_dtype, self._is_contiguous = dtype, parameter.is_contiguous()
-        self._absence = absence
-        AbsentParameter.describe(parameter, name, self.held, absence, itemgetter(rows[rank]))
-        self.gradient: Tensor | None = None
-        """Of the micro-batch, until it is sent."""
-        self.was_taken = False
-        """True once the micro-batch's backward pass has given a gradient."""
-        self.values: tuple[int, int] | None = None
-        """Of the whole one as it was gathered, where writes are watched."""
-        self.used = 0
-        """In how many of the step's micro-batches of this rank it had a gradient."""
-        if trained:
-            self.whole.register_post_accumulate_grad_hook(self._take)  # type: ignore[no-untyped-call]  # torch's stub
-
-    @property
-    def owner(self) -> int | None:
-        """The rank that holds all of it, alone; None where the ranks share it."""
-        holders = [rank for rank, count in enumerate(self.counts) if count]
-        return holders[0] if len(holders) == 1 else None
-
-    def take_memory(self) -> None:
-        """Gives the whole one memory, without values; ``ConfigError`` if it was frozen and requires a gradient now."""
-        self.show()
-        self.whole.untyped_storage().resize_(self.whole.numel() * self.whole.element_size())
-
-    def show(self) -> None:
-        """Makes the whole one an ordinary parameter; ``ConfigError`` as ``take_memory``."""
-        self.whole.__class__ = self._class
-        if self.whole.requires_grad and not self.held.requires_grad:
-            raise thawed(self.name)
-
-    def hide(self) -> None:
-        """Makes the whole one an ``AbsentParameter``, which keeps its memory."""
-        self.whole.__class__ = AbsentParameter
-
-    def places(self) -> Sequence[Tensor]:
-        """Where each rank's rows go, flat: in the whole one, or in memory of their own if it has its rows elsewhere."""
-        whole = self.whole.detach()
-        flat = whole.view(-1) if self._is_contiguous else whole.new_empty(whole.numel())
-        return flat.split_with_sizes(self.counts)
-
-    def copy_from(self, places: Sequence[Tensor]) -> None:
-        """Copies the rows to the whole one where ``places`` were not in it."""
-        if not self._is_contiguous:
-            self.whole.detach().copy_(torch.cat(list(places)).view(self.shape))
+    def take_gradients(self) -> None:
+        """Takes the gradient of the whole one whenever a backward pass has given it."""
+        self.whole.register_post_accumulate_grad_hook(self._take)  # type: ignore[no-untyped-call]  # torch's stub
 
     def gradient_parts(self) -> Sequence[Tensor]:
         """Each rank's rows of the gradient, flat; zeros where there is none."""
@@ -124,12 +49,6 @@ class ShardedParameter:
             zeros = torch.zeros(sum(self.counts), dtype=self.held.dtype, device=self.whole.device)
             return zeros.split_with_sizes(self.counts)
         return self.gradient.to(self.held.dtype).reshape(-1).split_with_sizes(self.counts)
-
-    def free(self) -> None:
-        """Takes the whole one's memory back."""
-        self.whole.__class__ = self._class
-        self.whole.untyped_storage().resize_(0)
-        self.hide()
 
     def begin_micro_batch(self) -> None:
         """Forgets the gradient of the one before."""
@@ -148,78 +67,27 @@ class ShardedParameter:
         self.gradient, self.was_taken = gradient, True
 
 
-class ShardedBlock:
-    """The parameters that are gathered together. Every method but ``free`` and ``take`` is collective, or local.
-
-    Args:
-        name: of the module; "" for what belongs to no block.
-        parameters: of it, in order.
-        exchange: between the ranks that hold rows.
-        device: where the whole parameters are.
-    """
+class ShardedBlock(GatheredBlock):
+    """A block whose gradients are exchanged. Every method but ``free`` and ``take`` is collective, or local."""
 
     def __init__(
-        self, name: str, parameters: list[ShardedParameter], exchange: RankExchange, device: torch.device
+        self, name: str, parameters: Sequence[ShardedParameter], exchange: RankExchange, device: torch.device
     ) -> None:
-        self.name, self.parameters = name, parameters
-        self._exchange, self._device = exchange, device
+        super().__init__(name, parameters, exchange, device)
         self._ranks, self._rank = exchange.ranks, exchange.rank
         self._trained = [each for each in parameters if each.held.requires_grad]
-        self._all, self._members = _by_dtype(parameters), _by_dtype(self._trained)
+        for each in self._trained:
+            each.take_gradients()
+        self._members = by_dtype(self._trained)
         self._received: dict[torch.dtype, Tensor] = {}
         self._stacks: dict[torch.dtype, list[Tensor]] = {}
         self._merges: Iterator[int] = iter(())
         self._skipped: list[int] = []
-        self.bytes_sent = 0
-        self.is_whole = False
-        self.is_aside = False
-        """True while it has its values and is not used: gathered ahead, or kept for its next use."""
-        self.written: set[str] | None = None
-        """Gets the names of parameters that were written to while they were whole; None: nobody asks."""
 
     @property
     def has_gradients(self) -> bool:
         """True if some gradient of the micro-batch has not been sent."""
         return any(each.gradient is not None for each in self._trained)
-
-    def gather(self, keep: bool) -> None:
-        """Gives every rank the rows of all; one that does not ``keep`` them only takes part. Collective."""
-        keep = keep and not self.is_whole and not self.is_aside
-        for members in self._all.values():
-            own = [each.held.detach().view(-1).to(self._device, each.whole_dtype) for each in members]
-            for each in members if keep else ():
-                each.take_memory()
-            places = list(zip(*(each.places() for each in members))) if keep else []
-            counts = list(zip(*(each.counts for each in members)))
-            self._exchange.gather_parts(own, places, counts)
-            self.bytes_sent += max(map(sum, counts)) * own[0].element_size() * self._exchange.copies
-            for each, found in zip(members, zip(*places)):
-                each.copy_from(found)
-            for each in members if keep and self.written is not None else ():
-                each.values = value_of(each.whole)
-        self.is_whole |= keep
-
-    def set_aside(self) -> None:
-        """Keeps the values, and lets nobody use them."""
-        for each in self.parameters:
-            each.hide()
-        self.is_whole, self.is_aside = False, True
-
-    def take_back(self) -> None:
-        """Makes what was set aside whole again; ``ConfigError`` as ``ShardedParameter.take_memory``."""
-        for each in self.parameters:
-            each.show()
-        self.is_whole, self.is_aside = True, False
-
-    def free(self) -> None:
-        """Frees the whole parameters."""
-        if self.is_whole or self.is_aside:
-            for each in self.parameters:
-                if self.written is not None and each.values not in (None, value_of(each.whole)):
-                    self.written.add(each.name)
-                each.values = None
-                each.free()
-            self.is_whole = self.is_aside = False
 
     def begin_step(self, leaves: int) -> None:
         """Starts a step of ``leaves`` micro-batches."""
@@ -300,10 +168,3 @@ def large_blocks(model: nn.Module) -> dict[str, nn.Module]:
         owners.setdefault(parameter, set()).add(owner)
     shared = {owner for names in owners.values() if len(names) > 1 for owner in names}
     return {name: module for name, module in blocks.items() if name not in shared}
-
-
-def _by_dtype(parameters: Sequence[ShardedParameter]) -> dict[torch.dtype, list[ShardedParameter]]:
-    found: dict[torch.dtype, list[ShardedParameter]] = {}
-    for each in parameters:
-        found.setdefault(each.held.dtype, []).append(each)
-    return found

@@ -40,7 +40,7 @@ from lockstep.numerics.randomness import OwnHook, in_backward
 from lockstep.runtime.devices import current_stream, new_stream, on_stream
 from lockstep.strategies.absent import Absence
 from lockstep.strategies.fsdp.exchange import ShardedBlock, ShardedParameter, large_blocks
-from lockstep.strategies.sharding import rows_of, users_of_parameters
+from lockstep.strategies.sharding import rows_of
 from lockstep.text import numbered
 
 _NOTHING = -1
@@ -84,7 +84,6 @@ class Gathering:
         self._keep_for_step = keep_for_step
         self._host = host
         modules = large_blocks(model)
-        users_of = users_of_parameters(model)
         ranks = exchange.ranks
         loads = [0] * ranks
         self.absence = absence = Absence("fsdp", "no process holds it whole")
@@ -100,9 +99,7 @@ class Gathering:
                 initial_values.fill([(name, parameter)], device)
             else:
                 parameter.data = parameter.detach().clone()  # in memory of its own, which is given back
-            each = ShardedParameter(
-                *(name, parameter, users_of[parameter], rows, exchange.rank, dtype, offload, absence)
-            )
+            each = ShardedParameter(name, parameter, rows, exchange.rank, absence, dtype, offload=offload)
             each.free()
             self.parameters[name] = each
             members[next((block for block in modules if name.startswith(f"{block}.")), "")].append(each)
@@ -124,7 +121,8 @@ class Gathering:
             for inner in _inner_entrances(module):
                 self._watch(inner, block, is_inner=True)
         compiled = compiled_around(model)
-        users = [module for each in self._rest.parameters for module, _ in each.users]
+        rest = {each.whole for each in self._rest.parameters}
+        users = [module for module in model.modules() if rest.intersection(module._parameters.values())]
         for module in dict.fromkeys([model, *(compiled.get(module, module) for module in users)]):
             self._watch(module, self._rest)
 
@@ -132,16 +130,6 @@ class Gathering:
     def bytes_sent(self) -> int:
         """Bytes of parameters and gradients that this rank has sent."""
         return sum(block.bytes_sent for block in self.blocks)
-
-    @contextmanager
-    def watching_writes(self) -> Iterator[set[str]]:
-        """See ``Strategy.watching_writes``."""
-        written: set[str] = set()
-        for block in self.blocks:
-            block.written = written
-        yield written
-        for block in self.blocks:
-            block.written = None
 
     def begin_step(self, leaves: int) -> None:
         """Starts a step of ``leaves`` micro-batches."""

@@ -34,7 +34,13 @@ from lockstep.runtime.torch_internals import NO_SAVED_TENSORS_HOOKS
 from lockstep.strategies.fsdp.gathering import Gathering
 from lockstep.strategies.gradients import StepHeader, add_prior, all_finite
 from lockstep.strategies.optimizer_trial import Unit
-from lockstep.strategies.sharding import gather_rows, require_plain_state, require_rows, squares_of_rows
+from lockstep.strategies.sharding import (
+    gather_rows,
+    require_plain_state,
+    require_rows,
+    squares_of_rows,
+    watching_writes,
+)
 from lockstep.strategies.strategy import Compute, StepResult, Strategy
 
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -188,7 +194,7 @@ class FullyShardedDataParallel(Strategy):
 
     def watching_writes(self) -> AbstractContextManager[set[str]]:
         """See ``Strategy.watching_writes``."""
-        return self._gathering.watching_writes()
+        return watching_writes(self._gathering.blocks)
 
     def all_reduce_max(self, flags: Tensor) -> Tensor:
         """The largest of each entry over the ranks. Collective."""
