@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import MappingProxyType
@@ -221,16 +221,12 @@ class GradientState:
             strategy.before_step()
             norm = strategy.squares().cumsum(0)[-1].sqrt()
             factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).float()
-            gradients: Iterable[Tensor | None] = (p.grad for p in strategy.trainable().values())
-            if isinstance(strategy, IndependentStrategy):
-                gradients = strategy.gradients()
             factors: dict[tuple[torch.device, torch.dtype], Tensor] = {}
-            for gradient in gradients:
-                if gradient is not None:
-                    kind = gradient.device, gradient.dtype
-                    if kind not in factors:
-                        factors[kind] = factor.to(*kind)
-                    gradient.mul_(factors[kind])
+            for gradient in strategy.gradients():
+                kind = gradient.device, gradient.dtype
+                if kind not in factors:
+                    factors[kind] = factor.to(*kind)
+                gradient.mul_(factors[kind])
         return norm
 
     def calls(self) -> dict[str, str]:

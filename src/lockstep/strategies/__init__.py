@@ -12,7 +12,6 @@ from lockstep.strategies.strategy import (
     IndependentStrategy,
     StepResult,
     Strategy,
-    sum_counts,
 )
 
 __all__ = [
@@ -28,5 +27,4 @@ __all__ = [
     "Strategy",
     "one_sided_writes",
     "open_strategy",
-    "sum_counts",
 ]

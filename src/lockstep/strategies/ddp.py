@@ -14,22 +14,20 @@ fires no hook on a rank without a micro-batch, and must be told about unused par
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.checkpoint.state import tensor_state
 from lockstep.config.strategy_options import Level
 from lockstep.core.plan import Share
 from lockstep.data.batch import Batch, MicroBatch
-from lockstep.distributed.collectives import all_gather_rows, drop_process_groups
+from lockstep.distributed.collectives import all_gather_rows
 from lockstep.numerics.hooks import first_hooked, hooked_globally
 from lockstep.numerics.running_buffers import RunningBuffers
 from lockstep.reduce import Reducer
 from lockstep.strategies.gradients import StepSums
-from lockstep.strategies.sharding import load_model_state
 from lockstep.strategies.strategy import Compute, StepResult, Strategy
 
 
@@ -120,12 +118,6 @@ class Replicated(Strategy):
         """See ``Strategy.abandon``."""
         self._sums.tree.abandon()
 
-    def before_step(self) -> None:
-        """See ``Strategy.before_step``: gradients are where the user sees them."""
-
-    def after_step(self) -> None:
-        """Does nothing: every process has stepped the whole replica."""
-
     def _move(self, model: nn.Module) -> nn.Module:
         """Puts the model where it is trained."""
         return model.to(self.device)
@@ -142,21 +134,13 @@ class Replicated(Strategy):
 
     def release(self) -> None:
         """See ``Strategy.release``."""
-        drop_process_groups(self)
+        super().release()
         if self._reducer is not None:
             self._reducer.release()
 
     def trainable(self) -> Mapping[str, nn.Parameter]:
         """The parameters that require a gradient."""
         return self._trainable
-
-    def state(self) -> Iterator[tuple[str, Tensor]]:
-        """The model's own state."""
-        yield from ((name, value.detach()) for name, value in tensor_state(self._model).items())
-
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Copies the values into the model's own tensors."""
-        load_model_state(self._model, state)
 
     @property
     def all_bytes_sent(self) -> int:

@@ -34,7 +34,6 @@ from lockstep.core.summation_tree import fold_in_place
 from lockstep.data.batch import Batch
 from lockstep.distributed.collectives import (
     all_gather_flat,
-    all_reduce_max,
 )
 from lockstep.distributed.rank_exchange import GroupExchange, RankExchange
 from lockstep.numerics.hooks import share_hooks
@@ -73,6 +72,7 @@ class ShardedPipeline(Pipeline):
         require_rows(model, self.name)
         # Every holder evaluates equally often, since its ranks gather the parameters each time.
         self.evaluation_share = replace(self.share, rounds=True)
+        self.model_group = self._groups.world
         self._between_holders = GroupExchange(self._line)
         self._shared = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         return super().setup_model(model)
@@ -94,11 +94,6 @@ class ShardedPipeline(Pipeline):
         """See ``Strategy.release``."""
         super().release()
         self._between_holders.release()
-
-    def all_reduce_max(self, flags: Tensor) -> Tensor:
-        """The largest of each entry over all ranks. Collective."""
-        assert self._groups.world is not None
-        return all_reduce_max(flags, self._groups.world)
 
     def own_rows(self) -> Mapping[str, Tensor]:
         """This rank's rows of each parameter; buffers from the first of the ranks with a stage."""

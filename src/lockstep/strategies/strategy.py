@@ -24,17 +24,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.checkpoint.state import tensor_state
 from lockstep.config.strategy_options import Level
 from lockstep.core.plan import Share
 from lockstep.core.summation_tree import sum_of_squares
 from lockstep.core.world import World
 from lockstep.data.batch import Batch, MicroBatch
-from lockstep.distributed.collectives import gather_json
+from lockstep.distributed.collectives import all_reduce_max, drop_process_groups, gather_json
 from lockstep.numerics.initial_values import InitialValues
 from lockstep.runtime.events import NO_EVENTS, StepEvents
 from lockstep.strategies.absent import Absence
 from lockstep.strategies.loop_writes import LoopWrites
 from lockstep.strategies.optimizer_trial import Unit
+from lockstep.strategies.sharding import load_model_state
 
 
 class Compute(Protocol):
@@ -146,8 +148,12 @@ class Strategy(ABC):
     """Notices what the loop writes to ``watched`` tensors; None where comparing the values of all ranks shows it."""
     all_ranks: dist.ProcessGroup | None = None
     """The process group of the run; None for a world of one, and where processes have left it."""
+    model_group: dist.ProcessGroup | None = None
+    """The ranks that share one model; None where each has all of it."""
     events: StepEvents = NO_EVENTS
     """Whose callbacks are told of micro-batches, buckets and exchanges; set before ``setup_model``."""
+    _model: nn.Module
+    """The user's, where it is trained; set by ``setup_model``."""
 
     @abstractmethod
     def setup_model(self, model: nn.Module) -> nn.Module:
@@ -185,8 +191,9 @@ class Strategy(ABC):
         Where several ranks make up one holder, the row of the one that computes losses counts.
         """
 
-    def release(self) -> None:  # noqa: B027  # most strategies hold nothing
+    def release(self) -> None:
         """Drops process groups, at the end of the run."""
+        drop_process_groups(self)
 
     @abstractmethod
     def trainable(self) -> Mapping[str, nn.Parameter]:
@@ -212,8 +219,7 @@ class Strategy(ABC):
         """
         return nullcontext()
 
-    @abstractmethod
-    def after_step(self) -> None:
+    def after_step(self) -> None:  # noqa: B027  # in most strategies every rank has stepped what it holds
         """Called on every rank when an optimizer has been stepped, or its step was skipped. Collective."""
 
     def squares(self) -> Tensor:
@@ -231,18 +237,37 @@ class Strategy(ABC):
 
     def all_reduce_max(self, flags: Tensor) -> Tensor:
         """The largest of each entry over the ranks that share one model. Collective."""
-        return flags
+        return flags if self.model_group is None else all_reduce_max(flags, self.model_group)
 
-    @abstractmethod
+    def gradients(self) -> Iterable[Tensor]:
+        """The gradients that this process clips; ``squares`` are of these."""
+        return [p.grad for p in self.trainable().values() if p.grad is not None]
+
+    def sum_counts(self, row: Tensor) -> Tensor:
+        """The sum over the holders of counts for the log, a float64 row of shape (n,), on the main process. Collective.
+
+        Where processes are independent it waits for nobody, and counts may come later.
+        """
+        return self.gather(row).sum(0)
+
+    def metrics(self) -> dict[str, float]:
+        """Measurements since the last call by name, for the log of the main process."""
+        return {}
+
+    def summary(self) -> dict[str, str]:
+        """Facts about the whole run by name, on the main process, for its end."""
+        return {}
+
     def state(self) -> Iterator[tuple[str, Tensor]]:
         """Whole parameters and buffers by name, in the order of the model's ``state_dict``, tied ones under each name.
 
         One at a time: a tensor holds until the next is asked for. Collective: every rank must go through all of them.
         """
+        yield from ((name, value.detach()) for name, value in tensor_state(self._model).items())
 
-    @abstractmethod
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Sets all parameters and buffers that are held here from whole ones. Collective."""
+        load_model_state(self._model, state)
 
     def own_rows(self) -> Mapping[str, Tensor] | None:
         """This process's part of a checkpoint that all processes write: tensors of the whole model by name.
@@ -309,29 +334,3 @@ class IndependentStrategy(Strategy):
     @abstractmethod
     def synchronize(self) -> None:
         """Brings all processes to the same values, and shares samples out over those that are left. Collective."""
-
-    @abstractmethod
-    def gradients(self) -> Iterable[Tensor]:
-        """The gradients that this process clips; ``squares`` are of these."""
-
-    @abstractmethod
-    def sum_counts(self, row: Tensor) -> Tensor:
-        """The sum of counts for the log so far, a float64 row of shape (n,), on the main process; waits for nobody."""
-
-    @abstractmethod
-    def metrics(self) -> dict[str, float]:
-        """Measurements since the last call by name, for the log of the main process."""
-
-    @abstractmethod
-    def summary(self) -> dict[str, str]:
-        """Facts about the whole run by name, on the main process, for its end."""
-
-
-def sum_counts(strategy: Strategy, row: Tensor) -> Tensor:
-    """The sum over the holders of counts for the log, a float64 row of shape (n,), on the main process. Collective.
-
-    Where processes are independent it waits for nobody, and counts may come later.
-    """
-    if isinstance(strategy, IndependentStrategy):
-        return strategy.sum_counts(row)
-    return strategy.gather(row).sum(0)

@@ -20,7 +20,7 @@ from lockstep.core.summation_tree import fold_rows
 from lockstep.data.batch import Batch, MicroBatch
 from lockstep.errors import ConfigError
 from lockstep.runtime.events import Callback
-from lockstep.strategies import IndependentStrategy, StepResult, Strategy, sum_counts
+from lockstep.strategies import IndependentStrategy, StepResult, Strategy
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class Meter(Callback):
         row = torch.zeros(2, dtype=torch.float64, device=self._strategy.device)
         if self._answers:
             row.copy_(torch.stack(self._answers).sum(0))
-        right, answers = sum_counts(self._strategy, row).tolist()
+        right, answers = self._strategy.sum_counts(row).tolist()
         numbers = torch.split(torch.cat(self._losses).cpu(), [len(step) for step in self._losses])
         steps = [(float(fold_rows(step[:-1])), float(step[-1])) for step in numbers]
         now = time.monotonic()

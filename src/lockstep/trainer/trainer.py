@@ -23,7 +23,6 @@ from lockstep.runtime.devices import is_gpu
 from lockstep.runtime.error_record import users_lines
 from lockstep.runtime.events import Callback
 from lockstep.runtime.process_handle import peak_memory
-from lockstep.strategies import IndependentStrategy
 from lockstep.trainer.state import Meter, Progress, TrainingOutcome, TrainingParts
 
 WEIGHTS = "model.safetensors"
@@ -224,9 +223,7 @@ class Trainer(Callback):
 
     def _of_epoch(self, trained: dict[str, float]) -> dict[str, float]:
         """The entries in the record of an epoch beside the evaluation."""
-        values = dict(trained)
-        if isinstance(self.run.strategy, IndependentStrategy):
-            values |= self.run.strategy.metrics()
+        values = {**trained, **self.run.strategy.metrics()}
         if (skipped := self.run.skipped_steps) > 0:
             values["skipped_steps"] = float(skipped)
         return values
@@ -312,7 +309,7 @@ class Trainer(Callback):
     def _end(self) -> TrainingOutcome:
         run, weights = self.run, None
         fingerprint, (bytes_per_step, memory) = run.fingerprint(), self._most_of_a_rank()
-        summary = run.strategy.summary() if isinstance(run.strategy, IndependentStrategy) else {}
+        summary = run.strategy.summary()
         if run.options.directory is not None:
             state = run.state_dict()
             if run.is_main:

@@ -24,7 +24,7 @@ from lockstep.config.strategy_options import FsdpOptions, Level
 from lockstep.core.plan import Share
 from lockstep.core.summation_tree import fold_rows, sum_of_squares
 from lockstep.data.batch import Batch
-from lockstep.distributed.collectives import all_reduce_max, drop_process_groups, exchange_device
+from lockstep.distributed.collectives import exchange_device
 from lockstep.distributed.rank_exchange import RankExchange
 from lockstep.errors import ConfigError, RankError
 from lockstep.numerics.compilation import compiled_around
@@ -78,6 +78,7 @@ class FullyShardedDataParallel(Strategy):
         # The CPU's arithmetic, which updates what is offloaded, rounds otherwise than the GPU's.
         rounds = options.mixed_precision or options.cpu_offload
         self.level = Level.TOLERANCE if rounds else Level.BITWISE
+        self.model_group = group
         self._declared = running_buffers
         self._micro_batches = micro_batches
 
@@ -155,8 +156,8 @@ class FullyShardedDataParallel(Strategy):
 
     def release(self) -> None:
         """See ``Strategy.release``."""
+        super().release()
         self._exchange.release()
-        drop_process_groups(self)
 
     def trainable(self) -> Mapping[str, nn.Parameter]:
         """This rank's rows of each trained parameter, as ordinary parameters; none of one that another rank holds."""
@@ -195,10 +196,6 @@ class FullyShardedDataParallel(Strategy):
     def watching_writes(self) -> AbstractContextManager[set[str]]:
         """See ``Strategy.watching_writes``."""
         return watching_writes(self._gathering.blocks)
-
-    def all_reduce_max(self, flags: Tensor) -> Tensor:
-        """The largest of each entry over the ranks. Collective."""
-        return all_reduce_max(flags, self._group)
 
     def state(self) -> Iterator[tuple[str, Tensor]]:
         """Whole parameters, gathered one at a time, and buffers. Collective."""

@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.checkpoint.state import tensor_state
 from lockstep.config.strategy_options import Level, ParameterServerOptions
 from lockstep.core.plan import Share
 from lockstep.core.world import World
@@ -44,7 +43,6 @@ from lockstep.strategies.parameter_server.asynchronous_transport import (
 )
 from lockstep.strategies.parameter_server.asynchronous_worker import Worker
 from lockstep.strategies.parameter_server.shards import ParameterShards
-from lockstep.strategies.sharding import load_model_state
 from lockstep.strategies.strategy import Compute, IndependentStrategy, StepResult
 from lockstep.text import numbered
 
@@ -175,7 +173,7 @@ class AsynchronousParameterServer(IndependentStrategy):
         if self._participant is not None:
             participant, self._participant = self._participant, None
             participant.shutdown()
-        drop_process_groups(self)
+        super().release()
 
     def trainable(self) -> Mapping[str, nn.Parameter]:
         """A server's keys; none on a worker."""
@@ -211,11 +209,7 @@ class AsynchronousParameterServer(IndependentStrategy):
         self.synchronize()
         if self._participant is not None:
             self._participant.barrier("state", None)
-        yield from ((name, value.detach()) for name, value in tensor_state(self._model).items())
-
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Copies the values into the model's own tensors, on every rank."""
-        load_model_state(self._model, state)
+        yield from super().state()
 
     def gather_full(self, name: str, part: Tensor | None, dtype: torch.dtype) -> Tensor:
         """See ``Strategy.gather_full``; gathered on the main process alone. Collective where servers are several."""

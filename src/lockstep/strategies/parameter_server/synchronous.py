@@ -11,13 +11,12 @@ worker's optimizer has no parameters.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.checkpoint.state import tensor_state
 from lockstep.config.strategy_options import Level
 from lockstep.core.plan import Share
 from lockstep.core.summation_tree import Node, fold, fold_rows, nodes_within
@@ -26,7 +25,6 @@ from lockstep.data.keyed import encoded_states, set_encoded_states
 from lockstep.distributed.collectives import (
     all_gather_rows,
     all_reduce_max,
-    drop_process_groups,
     exchange_device,
     gather_json,
 )
@@ -37,7 +35,6 @@ from lockstep.strategies.gradients import GradientTree, StepHeader, add_prior, a
 from lockstep.strategies.loop_writes import LoopWrites
 from lockstep.strategies.optimizer_trial import Unit
 from lockstep.strategies.parameter_server.shards import ParameterShards
-from lockstep.strategies.sharding import load_model_state
 from lockstep.strategies.strategy import Compute, StepResult, Strategy
 
 
@@ -68,6 +65,7 @@ class ParameterServer(Strategy):
     ) -> None:
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
         self.device, self._group, self._servers = device, group, servers
+        self.model_group = group
         if servers == 1:
             self.steps = Unit.MODEL
         self._ranks, workers = dist.get_process_group_ranks(group), ranks - servers
@@ -162,10 +160,6 @@ class ParameterServer(Strategy):
             everyones = gather_json(own, self._group, self.device)
             set_encoded_states(next(each for each in everyones if each is not None))
 
-    def release(self) -> None:
-        """See ``Strategy.release``."""
-        drop_process_groups(self)
-
     def trainable(self) -> Mapping[str, nn.Parameter]:
         """A server's keys; none on a worker."""
         return self._own
@@ -174,18 +168,6 @@ class ParameterServer(Strategy):
         """See ``Strategy.squares``: each server squares its keys."""
         everyone = all_gather_rows(self._shards.squares(), self._group)
         return self._shards.folded(everyone.sum(0))  # of each entry, all but one are zero
-
-    def all_reduce_max(self, flags: Tensor) -> Tensor:
-        """The largest of each entry over the ranks. Collective."""
-        return all_reduce_max(flags, self._group)
-
-    def state(self) -> Iterator[tuple[str, Tensor]]:
-        """The model's state, which every rank has after a pull."""
-        yield from ((name, value.detach()) for name, value in tensor_state(self._model).items())
-
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Copies the values into the model's own tensors, on every rank."""
-        load_model_state(self._model, state)
 
     def gather_full(self, name: str, part: Tensor | None, dtype: torch.dtype) -> Tensor:
         """See ``Strategy.gather_full``: the servers that hold a parameter give their rows to all."""

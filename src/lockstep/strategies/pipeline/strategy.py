@@ -27,7 +27,7 @@ from lockstep.config.strategy_options import Level, PipelineOptions
 from lockstep.core.plan import Share
 from lockstep.core.summation_tree import sum_of_squares
 from lockstep.data.batch import Batch, MicroBatch
-from lockstep.distributed.collectives import all_gather_rows, all_reduce_max
+from lockstep.distributed.collectives import all_gather_rows
 from lockstep.distributed.process_group import Groups
 from lockstep.distributed.rank_exchange import RankExchange, SharedMemoryExchange
 from lockstep.errors import ConfigError
@@ -241,6 +241,7 @@ class Pipeline(Strategy):
         self._channels = PipelineChannels(
             groups, device, around=self._per_rank > 1, timeout=timeout, shared=shared_memory
         )
+        self.model_group = self._channels.group
         stages = self._channels.length * self._per_rank
         self.partition = Partition("pipeline", stages, options.split, options.balance == "time")
         self._groups, self._reducers, self._options = groups, reducers, options
@@ -393,6 +394,7 @@ class Pipeline(Strategy):
 
     def release(self) -> None:
         """See ``Strategy.release``."""
+        super().release()
         self._groups.release()
         self._channels.release()
         self._exchange.release()
@@ -414,13 +416,6 @@ class Pipeline(Strategy):
         found = torch.stack([own.get(name, zero) for name in self._trained] or [zero])
         dist.all_reduce(found, group=self._channels.group)
         return found
-
-    def after_step(self) -> None:
-        """Does nothing: every rank has stepped its stages."""
-
-    def all_reduce_max(self, flags: Tensor) -> Tensor:
-        """The largest of each entry over the stages. Collective."""
-        return all_reduce_max(flags, self._channels.group)
 
     def state(self) -> Iterator[tuple[str, Tensor]]:
         """See ``Strategy.state``: each tensor from the rank of its stage."""
