@@ -23,7 +23,7 @@ class Group:
 
     def receive(self, tensor):
         tensor.copy_(self.sent.popleft())
-        return threading.Barrier(1)
+        return bool
 
     def flush(self):
         pass
@@ -43,7 +43,7 @@ def ends():
 
 def received(link, like):
     tensor = torch.zeros_like(like)
-    link.receive(tensor).wait()
+    link.receive(tensor)()
     return tensor
 
 

@@ -35,7 +35,7 @@ from torch.utils._pytree import (
 )
 
 from lockstep.errors import ConfigError
-from lockstep.strategies.pipeline.links import OTHER_FREEZING, Arrival, GroupLink, Link
+from lockstep.strategies.pipeline.links import OTHER_FREEZING, Arrival, GroupLink, SharedMemoryLink
 
 _CLASS = "lockstep, an object of "
 """Begins the key of a dict that stands for an object, before the module and the name of its class."""
@@ -329,7 +329,7 @@ class PipelineChannel:
         name: of the module before the cut, for errors.
     """
 
-    def __init__(self, link: Link, device: torch.device, name: str) -> None:
+    def __init__(self, link: GroupLink | SharedMemoryLink, device: torch.device, name: str) -> None:
         self._link, self._device, self._name = link, device, name
         self.bytes_sent = 0
         self._known: dict[Hashable, Description] = {}
@@ -368,7 +368,7 @@ class PipelineChannel:
                 self._known[kind] = self._receive_description()
             parts = self._post(self._known[kind])
         for arrival, _ in parts:
-            arrival.wait()
+            arrival()
         description = self._known[kind]
         return description, [spec.spread(whole) for spec, (_, whole) in zip(description.specs, parts)]
 
@@ -378,12 +378,12 @@ class PipelineChannel:
 
     def _receive_description(self) -> Description:
         head = torch.zeros(self._words_of_head(), dtype=torch.int64, device=self._device)
-        self._link.receive(head).wait()
+        self._link.receive(head)()
         begins, length = head[:2].tolist()
         if begins != _BEGINS:
             raise ConfigError(OTHER_FREEZING)
         text = torch.zeros(length, dtype=torch.uint8, device=self._device)
-        self._link.receive(text).wait()
+        self._link.receive(text)()
         return Description.decode(bytes(text.tolist()))
 
     def _words_of_head(self) -> int:

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import Protocol
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.core.world import usable_cores
-from lockstep.distributed.shared_memory import CACHE_LINE, Word, can_share_memory, share_memory
+from lockstep.distributed.shared_memory import CACHE_LINE, Word, share_memory
 from lockstep.errors import ConfigError, StallError
 
 _PLACES = 1024
@@ -36,28 +37,12 @@ OTHER_FREEZING = (
 )
 
 
-class Arrival(Protocol):
-    """A message that is expected."""
-
-    def wait(self) -> object:
-        """Waits until it is there."""
-
-
-class Link(Protocol):
-    """One direction between two ranks. What one sends, the other must receive, in the same order."""
-
-    def send(self, tensor: Tensor) -> None:
-        """Sends flat memory; does not wait for the receiver."""
-
-    def receive(self, tensor: Tensor) -> Arrival:
-        """Fills flat memory with the next message. ``wait`` of what it gives must be called in this order too."""
-
-    def flush(self) -> None:
-        """Waits until all that was sent has been received."""
+Arrival = Callable[[], object]
+"""Waits until a message that is expected is there."""
 
 
 class GroupLink:
-    """A link by messages of a process group.
+    """One direction between two ranks, by messages of a process group. What one sends, the other must receive.
 
     Args:
         group: of both ranks. On CUDA the links of a rank need groups of their own: NCCL runs what goes through one
@@ -72,7 +57,7 @@ class GroupLink:
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()
 
     def send(self, tensor: Tensor) -> None:
-        """See ``Link.send``."""
+        """Sends flat memory; does not wait for the receiver."""
         work = dist.isend(tensor, self._peer, group=self.group, tag=self._tag)
         assert work is not None
         self._sent.append((work, tensor))
@@ -80,13 +65,13 @@ class GroupLink:
             self._sent.popleft()
 
     def receive(self, tensor: Tensor) -> Arrival:
-        """See ``Link.receive``."""
+        """Fills flat memory with the next message. Arrivals must be waited for in the order of these calls."""
         work = dist.irecv(tensor, self._peer, group=self.group, tag=self._tag)
         assert work is not None
-        return work
+        return work.wait
 
     def flush(self) -> None:
-        """See ``Link.flush``."""
+        """Waits until all that was sent has been received."""
         while self._sent:
             self._sent.popleft()[0].wait()
 
@@ -118,7 +103,7 @@ class SharedMemoryLink:
         """Of messages in the room: their number, begin and end."""
 
     def send(self, tensor: Tensor) -> None:
-        """See ``Link.send``."""
+        """See ``GroupLink.send``."""
         self._wait(self._read, self._count + 1 - _PLACES)
         size, at = tensor.nbytes, 2 * (self._count % _PLACES)
         begin = self._find_room(size)
@@ -133,11 +118,11 @@ class SharedMemoryLink:
         self._written.wake()
 
     def receive(self, tensor: Tensor) -> Arrival:
-        """See ``Link.receive``."""
+        """See ``GroupLink.receive``."""
         self._expected += 1
-        return _Arrival(self, tensor, self._expected)
+        return partial(self._take, tensor, self._expected)
 
-    def take(self, tensor: Tensor, number: int) -> None:
+    def _take(self, tensor: Tensor, number: int) -> None:
         """Waits for message ``number`` and fills ``tensor`` with it; ``ConfigError`` if its size is another."""
         assert number == self._count + 1, (
             "messages are waited for in another order than they were expected in"
@@ -149,13 +134,13 @@ class SharedMemoryLink:
         if size != tensor.nbytes:
             raise ConfigError(OTHER_FREEZING)
         if begin == _BY_GROUP:
-            self._beside.receive(tensor).wait()
+            self._beside.receive(tensor)()
         elif size:
             tensor.view(torch.uint8).copy_(self._room[begin : begin + size])
         self._read.advance()
 
     def flush(self) -> None:
-        """See ``Link.flush``."""
+        """See ``GroupLink.flush``."""
         self._wait(self._read, self._count)
         self._beside.flush()
 
@@ -180,17 +165,6 @@ class SharedMemoryLink:
             )
 
 
-class _Arrival:
-    """A message that is expected through memory."""
-
-    def __init__(self, link: SharedMemoryLink, tensor: Tensor, number: int) -> None:
-        self._link, self._tensor, self._number = link, tensor, number
-
-    def wait(self) -> None:
-        """See ``Arrival.wait``."""
-        self._link.take(self._tensor, self._number)
-
-
 class SharedLinks:
     """The memory of all links between ranks of one host. Collective over the group.
 
@@ -209,18 +183,3 @@ class SharedLinks:
         """The link of this number, for its sender or its receiver."""
         memory = self._memory[number * _LINK_BYTES : (number + 1) * _LINK_BYTES]
         return SharedMemoryLink(memory, beside, peer, self._timeout, stay_awake=self._stay_awake)
-
-
-def open_links(
-    group: dist.ProcessGroup, device: torch.device, links: int, timeout: float, *, shared: bool
-) -> SharedLinks | None:
-    """Memory for links, where all ranks of ``group`` can share it. Collective.
-
-    Args:
-        group: the ranks.
-        device: where the tensors are.
-        links: how many there are.
-        timeout: seconds a rank waits for another in shared memory.
-        shared: whether shared memory may be used.
-    """
-    return SharedLinks(group, links, timeout) if shared and can_share_memory(group, device) else None

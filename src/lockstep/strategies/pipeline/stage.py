@@ -18,11 +18,12 @@ from torch.utils._pytree import tree_map_only
 from lockstep.data.batch import MicroBatch
 from lockstep.distributed.collectives import drop_process_groups
 from lockstep.distributed.process_group import Groups, connect_pair, open_group
+from lockstep.distributed.shared_memory import can_share_memory
 from lockstep.errors import ConfigError
 from lockstep.runtime.devices import is_gpu
 from lockstep.strategies.pipeline.chain import ChainLink
 from lockstep.strategies.pipeline.channels import Description, PipelineChannel, tensors_of
-from lockstep.strategies.pipeline.links import GroupLink, SharedMemoryLink, open_links
+from lockstep.strategies.pipeline.links import GroupLink, SharedLinks, SharedMemoryLink
 from lockstep.strategies.strategy import Compute
 
 
@@ -264,8 +265,12 @@ class _Entry(torch.autograd.Function):
         return (None, *gradients)
 
 
-_ON, _BACK, _ON_AROUND, _BACK_AROUND, _ANSWER = range(5)
-"""Tags: forward and backward, between neighbours and from the last rank around to the first; outputs to all ranks."""
+_ON, _BACK, _ANSWER = range(3)
+"""Tags: activations and gradients between neighbours; outputs of the last rank to all."""
+
+
+Use = tuple[int, int, int]
+"""Tag, sender and receiver of a link, by their places in the pipeline."""
 
 
 class PipelineChannels:
@@ -288,14 +293,15 @@ class PipelineChannels:
         self.place, self.length = groups.coordinate("pipeline"), groups.size("pipeline")
         self.ranks: list[int] = dist.get_process_group_ranks(line)
         self._device = device
-        tags = (_ON, _BACK, *((_ON_AROUND, _BACK_AROUND) if around else ()), _ANSWER)
-        self._groups: dict[tuple[int, int], dist.ProcessGroup] = {}
+        self._groups: dict[Use, dist.ProcessGroup] = {}
         self._channels: list[PipelineChannel] = []
         self._by_group: list[GroupLink] = []
-        self._opened: dict[tuple[int, int], GroupLink | SharedMemoryLink] = {}
-        """By tag and peer; channels of several stages may share one."""
-        self._uses = list(first_uses(tags, self.length))
-        self._links = open_links(line, device, len(self._uses), timeout, shared=shared)
+        self._opened: dict[Use, GroupLink | SharedMemoryLink] = {}
+        """Channels of several stages may share one."""
+        self._uses = list(uses_of_links(self.length, around=around))
+        self._links: SharedLinks | None = None
+        if shared and can_share_memory(line, device):
+            self._links = SharedLinks(line, len(self._uses), timeout)
         if is_gpu(device):
             self._open(groups)
 
@@ -308,37 +314,33 @@ class PipelineChannels:
         """
         everyone = dist.get_process_group_ranks(groups.world)
         lines = [[everyone[rank] for rank in line] for line in groups.mesh.lines("pipeline")]
-        for tag, source, target in self._uses:
+        for use in self._uses:
             for line in lines:
+                _, source, target = use
                 group = open_group([line[source], line[target]])
                 if line == self.ranks and self.place in (source, target):
-                    self._groups[tag, line[source + target - self.place]] = group
+                    self._groups[use] = group
                     connect_pair(line[source], line[target], group, self._device)
-
-    def _group(self, tag: int, peer: int) -> dist.ProcessGroup:
-        """The group of a channel of this rank."""
-        return self._groups.get((tag, peer), self.group)
 
     def neighbours(self, stage: int, names: list[str]) -> Neighbours:
         """The channels of a stage of this rank."""
-        found = Neighbours()
+        here, found = self.place, Neighbours()
         if stage > 0:
-            on, back = (_ON_AROUND, _BACK_AROUND) if self.place == 0 else (_ON, _BACK)
-            peer, name = (self.place - 1) % self.length, names[stage - 1]
-            found.activations_in = self._channel(on, peer, name)
-            found.gradients_out = self._channel(back, peer, name)
+            before, name = (here - 1) % self.length, names[stage - 1]
+            found.activations_in = self._channel((_ON, before, here), name)
+            found.gradients_out = self._channel((_BACK, here, before), name)
         if stage < len(names) - 1:
-            on, back = (_ON_AROUND, _BACK_AROUND) if self.place == self.length - 1 else (_ON, _BACK)
-            peer, name = (self.place + 1) % self.length, names[stage]
-            found.activations_out = self._channel(on, peer, name)
-            found.gradients_in = self._channel(back, peer, name)
+            after, name = (here + 1) % self.length, names[stage]
+            found.activations_out = self._channel((_ON, here, after), name)
+            found.gradients_in = self._channel((_BACK, after, here), name)
         return found
 
     def answers(self, name: str) -> dict[int, PipelineChannel]:
         """For the output of the whole model: to every other rank on the last one, from the last one on the others."""
         last = self.length - 1
-        peers = range(last) if self.place == last else [last]
-        return {peer: self._channel(_ANSWER, peer, name) for peer in peers}
+        if self.place == last:
+            return {place: self._channel((_ANSWER, last, place), name) for place in range(last)}
+        return {last: self._channel((_ANSWER, last, self.place), name)}
 
     @property
     def bytes_sent(self) -> int:
@@ -350,31 +352,32 @@ class PipelineChannels:
         drop_process_groups(self, *self._by_group)
         self._groups.clear()
 
-    def _channel(self, tag: int, peer: int, name: str) -> PipelineChannel:
-        if (tag, peer) not in self._opened:
-            self._opened[tag, peer] = self._open_link(tag, peer)
-        channel = PipelineChannel(self._opened[tag, peer], self._device, name)
+    def _channel(self, use: Use, name: str) -> PipelineChannel:
+        if use not in self._opened:
+            self._opened[use] = self._open_link(use)
+        channel = PipelineChannel(self._opened[use], self._device, name)
         self._channels.append(channel)
         return channel
 
-    def _open_link(self, tag: int, peer: int) -> GroupLink | SharedMemoryLink:
-        rank = self.ranks[peer]
-        by_group = GroupLink(self._group(tag, rank), rank, tag)
+    def _open_link(self, use: Use) -> GroupLink | SharedMemoryLink:
+        tag, source, target = use
+        peer = self.ranks[target if source == self.place else source]
+        by_group = GroupLink(self._groups.get(use, self.group), peer, tag)
         self._by_group.append(by_group)
-        if self._links is None:
-            return by_group
-        pair = {self.place, peer}
-        number = next(n for n, (used, *places) in enumerate(self._uses) if used == tag and {*places} == pair)
-        return self._links.link(number, by_group, rank)
+        return by_group if self._links is None else self._links.link(self._uses.index(use), by_group, peer)
 
 
-def first_uses(tags: Sequence[int], length: int) -> Iterator[tuple[int, int, int]]:
-    """Tag, and two places of a pipeline of ``length`` ranks, of each channel that ``tags`` name."""
+def uses_of_links(length: int, *, around: bool) -> Iterator[Use]:
+    """The uses of links between the ranks of a pipeline, in the order in which they are opened.
+
+    Args:
+        length: of the pipeline.
+        around: whether the last rank goes on with the first.
+    """
     last = length - 1
-    for tag in tags if last else ():
-        if tag == _ANSWER:
-            yield from ((tag, last, place) for place in range(last))
-        elif tag in (_ON_AROUND, _BACK_AROUND):
-            yield tag, last, 0
-        else:
-            yield from ((tag, place, place + 1) for place in range(last))
+    neighbours = [(place, place + 1) for place in range(last)]
+    if around and last:
+        neighbours.append((last, 0))
+    yield from ((_ON, source, target) for source, target in neighbours)
+    yield from ((_BACK, target, source) for source, target in neighbours)
+    yield from ((_ANSWER, last, place) for place in range(last))
