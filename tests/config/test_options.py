@@ -10,11 +10,6 @@ from lockstep.config.job import JobConfig
 from lockstep.config.strategy_options import OPTIONS, STRATEGIES, mesh_of
 from lockstep.errors import ConfigError
 from lockstep.run import RunOptions
-from lockstep.strategies.open_strategy import _OPEN
-
-
-def test_every_strategy_that_is_named_can_be_opened():
-    assert set(_OPEN) == set(STRATEGIES)
 
 
 @pytest.mark.parametrize("cls", [RunOptions, JobConfig])

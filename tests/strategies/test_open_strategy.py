@@ -1,14 +1,16 @@
 """The strategy that options name, in a world of one."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from lockstep.config.options import RunOptions
+from lockstep.config.strategy_options import mesh_of
 from lockstep.errors import ConfigError
 from lockstep.strategies import open_strategy
-from lockstep.strategies.open_strategy import _devices_of_process
+from lockstep.strategies.open_strategy import _devices_of_process, _opener
 
 CPU = torch.device("cpu")
 
@@ -31,3 +33,25 @@ def test_devices_of_a_process_are_counted_from_its_first(monkeypatch):
     assert [device.index for device in _devices_of_process(first, 0, alone)] == [2, 3]
     with pytest.raises(ConfigError, match=r"3 devices starting at cuda:2 .* sees 4 GPUs"):
         _devices_of_process(first, 3, alone)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "opened"),
+    {
+        "data=2,pipeline=1": "ddp",
+        "data=1,pipeline=2": "pipeline",
+        "data=2,pipeline=2": "pipeline",
+        "fsdp=2,pipeline=1": "fsdp",
+        "fsdp=2,pipeline=2": "pipeline",
+        "data=2,tensor=1": "ddp",
+        "data=1,tensor=2": "tensor",
+        "data=2,layers=1": "layers",
+        "data=1,pipeline=1": "single",
+    }.items(),
+)
+def test_the_axes_of_a_mesh_that_have_several_ranks_decide(mesh, opened):
+    options = RunOptions.of(strategy="hybrid", mesh=mesh, global_batch=8)
+    laid_out = mesh_of(
+        "hybrid", mesh, math.prod(int(size) for size in mesh.split("layers")[0] if size.isdigit())
+    )
+    assert _opener(options, laid_out).__name__ == f"_open_{opened}"

@@ -318,6 +318,10 @@ class Groups:
         """Returns the group of the ranks that differ from this one only along ``axis``; None if there is no other."""
         return self._axes.get(axis)
 
+    def line(self, axis: str) -> dist.ProcessGroup:
+        """Returns the group along an axis of several ranks."""
+        return self._axes[axis]
+
     def size(self, axis: str) -> int:
         """Returns the number of ranks along an axis."""
         return 1 if axis in OF_DEVICES else self.mesh.size(axis)

@@ -72,7 +72,7 @@ class ShardedPipeline(Pipeline):
         require_rows(model, self.name)
         # Every holder evaluates equally often, since its ranks gather the parameters each time.
         self.evaluation_share = replace(self.share, rounds=True)
-        self.model_group = self._groups.world
+        self.model_group, self._line = self._groups.world, self._groups.line(self.axis)
         self._between_holders = GroupExchange(self._line)
         self._shared = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         return super().setup_model(model)
@@ -163,12 +163,6 @@ class ShardedPipeline(Pipeline):
                 for each in block.parameters if block.is_whole else ():
                     each.whole.grad = None  # of a backward pass that has raised
                 block.free()
-
-    @property
-    def _line(self) -> dist.ProcessGroup:
-        line = self._groups.along(self.axis)
-        assert line is not None, "one rank shares nothing out"
-        return line
 
 
 _BUCKET_BYTES = 8 << 20

@@ -9,6 +9,7 @@ import torch
 from lockstep.config.options import RunOptions
 from lockstep.config.rules import AvailableDevices, require_rules
 from lockstep.config.strategy_options import ONE_PROCESS, Level, devices_per_process, mesh_of
+from lockstep.core.mesh import Mesh
 from lockstep.core.world import shared_devices
 from lockstep.distributed.process_group import Groups
 from lockstep.distributed.rank_exchange import RankExchange, open_exchange
@@ -51,24 +52,38 @@ def open_strategy(
     count = None if options.strategy in ONE_PROCESS else world_size * devices_per_process(options.mesh)
     require_rules(options, AvailableDevices(world_size, count, device.type))
     mesh = mesh_of(options.strategy, options.mesh, world_size)
-    strategy = _OPEN[options.strategy](options, Groups.open(mesh, group, device), device)
+    strategy = _opener(options, mesh)(options, Groups.open(mesh, group, device), device)
     strategy.events, strategy.all_ranks = events, group
     if is_gpu(device) and not options.deterministic:
         strategy.level = Level.STATISTICAL
     return strategy
 
 
+def _opener(options: RunOptions, mesh: Mesh) -> Callable[[RunOptions, Groups, torch.device], Strategy]:
+    """What opens the strategy: its name decides, or else which axes of the mesh have several ranks."""
+    axes = {axis for axis, size in mesh.axes if size > 1}
+    if options.strategy == "dp":
+        return _open_dp
+    if options.strategy == "layers" or "layers" in dict(mesh.axes):
+        return _open_layers
+    if "tensor" in axes or options.tensor.shards:
+        return _open_tensor
+    if "pipeline" in axes:
+        return _open_pipeline
+    if "fsdp" in axes:
+        return _open_fsdp
+    if "data" in axes:
+        return _open_parameter_server if options.strategy == "parameter_server" else _open_ddp
+    return _open_single
+
+
 def _open_single(options: RunOptions, groups: Groups, device: torch.device) -> Strategy:
-    if options.tensor.shards:
-        return _open_tensor(options, groups, device)
     kind = SyncedSingle if options.sync_batch_norm else Single
     return kind(device, options.micro_batches, running_buffers=options.running_buffers)
 
 
 def _open_ddp(options: RunOptions, groups: Groups, device: torch.device) -> Strategy:
-    group = groups.along("data")
-    if group is None or options.tensor.shards:
-        return _open_single(options, groups, device)
+    group = groups.line("data")
     # Beside the exchanges of BatchNorm, a kernel that waits could hold up another that is waited for.
     reducer = _open_reducer(options, group, device, may_fuse=not options.sync_batch_norm)
     if options.sync_batch_norm:
@@ -121,21 +136,15 @@ def _devices_of_process(first: torch.device, count: int, groups: Groups) -> list
 
 
 def _open_fsdp(options: RunOptions, groups: Groups, device: torch.device) -> Strategy:
-    group = groups.along("fsdp")
-    if group is None:
-        return _open_single(options, groups, device)
     from lockstep.strategies.fsdp import FullyShardedDataParallel
 
-    k, buffers = options.micro_batches, options.running_buffers
+    group, k, buffers = groups.line("fsdp"), options.micro_batches, options.running_buffers
     exchange = _open_exchange(options, group, device)
     return FullyShardedDataParallel(device, k, group, exchange, options.fsdp, buffers)
 
 
 def _open_parameter_server(options: RunOptions, groups: Groups, device: torch.device) -> Strategy:
-    group = groups.along("data")
-    if group is None:
-        return _open_single(options, groups, device)
-    table, buffers = options.parameter_server, options.running_buffers
+    group, table, buffers = groups.line("data"), options.parameter_server, options.running_buffers
     if table.mode == "asynchronous":
         from lockstep.strategies.parameter_server.asynchronous import AsynchronousParameterServer
 
@@ -143,11 +152,8 @@ def _open_parameter_server(options: RunOptions, groups: Groups, device: torch.de
     return ParameterServer(device, options.micro_batches, group, table.servers, buffers)
 
 
-def _open_pipeline(
-    options: RunOptions, groups: Groups, device: torch.device, kind: type[Pipeline] = Pipeline
-) -> Strategy:
-    if groups.along("pipeline") is None:
-        return _open_ddp(options, groups, device)
+def _open_pipeline(options: RunOptions, groups: Groups, device: torch.device) -> Strategy:
+    kind: type[Pipeline] = ShardedPipeline if groups.along("fsdp") is not None else Pipeline
     holders, lines = groups.along(kind.axis), []
     if holders is not None:
         # Stages finish in another order on every holder, so each has a group of its own.
@@ -172,26 +178,12 @@ def _open_pipeline(
 
 
 def _open_tensor(options: RunOptions, groups: Groups, device: torch.device) -> Strategy:
-    if groups.along("tensor") is None and not options.tensor.shards:
-        return _open_ddp(options, groups, device)
     data = groups.along("data")
     reducer = _open_reducer(options, data, device) if data is not None else None
     k, buffers = options.micro_batches, options.running_buffers
     group = groups.along("tensor")
     between = _open_exchange(options, group, device) if group is not None else None
     return TensorParallel(device, k, groups, between, options.tensor, reducer, buffers)
-
-
-def _open_sharded_pipeline(options: RunOptions, groups: Groups, device: torch.device) -> Strategy:
-    if groups.along("fsdp") is None:
-        return _open_pipeline(options, groups, device)
-    if groups.along("pipeline") is None:
-        return _open_fsdp(options, groups, device)
-    return _open_pipeline(options, groups, device, ShardedPipeline)
-
-
-def _open_hybrid(options: RunOptions, groups: Groups, device: torch.device) -> Strategy:
-    return _HYBRIDS[frozenset(name for name, _ in groups.mesh.axes)](options, groups, device)
 
 
 def _open_exchange(
@@ -217,23 +209,3 @@ def _open_reducer(
         powersgd_rank=rank,
         may_fuse=may_fuse,
     )
-
-
-_HYBRIDS: dict[frozenset[str], Callable[[RunOptions, Groups, torch.device], Strategy]] = {
-    frozenset({"data", "layers"}): _open_layers,
-    frozenset({"data", "pipeline"}): _open_pipeline,
-    frozenset({"data", "tensor"}): _open_tensor,
-    frozenset({"fsdp", "pipeline"}): _open_sharded_pipeline,
-}
-
-_OPEN: dict[str, Callable[[RunOptions, Groups, torch.device], Strategy]] = {
-    "single": _open_single,
-    "dp": _open_dp,
-    "ddp": _open_ddp,
-    "layers": _open_layers,
-    "fsdp": _open_fsdp,
-    "parameter_server": _open_parameter_server,
-    "pipeline": _open_pipeline,
-    "tensor": _open_tensor,
-    "hybrid": _open_hybrid,
-}

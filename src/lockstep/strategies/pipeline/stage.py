@@ -287,9 +287,7 @@ class PipelineChannels:
     def __init__(
         self, groups: Groups, device: torch.device, *, around: bool, timeout: float, shared: bool
     ) -> None:
-        line = groups.along("pipeline")
-        assert line is not None
-        self.group: dist.ProcessGroup = line
+        line = self.group = groups.line("pipeline")
         self.place, self.length = groups.coordinate("pipeline"), groups.size("pipeline")
         self.ranks: list[int] = dist.get_process_group_ranks(line)
         self._device = device
