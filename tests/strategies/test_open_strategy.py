@@ -1,13 +1,12 @@
 """The strategy that options name, in a world of one."""
 
-import math
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from lockstep.config.options import RunOptions
-from lockstep.config.strategy_options import mesh_of
+from lockstep.core.mesh import Mesh
 from lockstep.errors import ConfigError
 from lockstep.strategies import open_strategy
 from lockstep.strategies.open_strategy import _devices_of_process, _opener
@@ -51,7 +50,4 @@ def test_devices_of_a_process_are_counted_from_its_first(monkeypatch):
 )
 def test_the_axes_of_a_mesh_that_have_several_ranks_decide(mesh, opened):
     options = RunOptions.of(strategy="hybrid", mesh=mesh, global_batch=8)
-    laid_out = mesh_of(
-        "hybrid", mesh, math.prod(int(size) for size in mesh.split("layers")[0] if size.isdigit())
-    )
-    assert _opener(options, laid_out).__name__ == f"_open_{opened}"
+    assert _opener(options, Mesh.parse(mesh)).__name__ == f"_open_{opened}"

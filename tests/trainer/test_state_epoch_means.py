@@ -1,7 +1,6 @@
 """Logged losses and accuracies are exact: sums over weights, whenever they are read and wherever a run stopped."""
 
 import json
-from dataclasses import dataclass
 from fractions import Fraction
 from types import SimpleNamespace
 
@@ -15,19 +14,10 @@ from lockstep.core.world import World
 from lockstep.loggers import MultiLogger
 from lockstep.runtime import Callback
 from lockstep.runtime.control import Stopped, StopReason
+from lockstep.strategies import Single
 from lockstep.trainer import Accuracy, Meter
 
 EPOCHS, STEPS, SAMPLES = 2, 4, 60
-
-
-@dataclass
-class Alone:
-    """A strategy of one process."""
-
-    device = torch.device("cpu")
-
-    def gather(self, row):
-        return row.unsqueeze(0)
 
 
 def take(meter, losses, weight, right):
@@ -44,7 +34,7 @@ STEPS_BY_HAND = [([1.0, 2.5], 4, [1, 0, 0, 1]), ([0.25, 0.5], 3, [1, 1, 1]), ([4
 
 
 def meter():
-    return Meter(Alone(), Accuracy())
+    return Meter(Single(torch.device("cpu"), 1), Accuracy())
 
 
 def test_the_means_of_an_epoch_are_sums_over_weights_whenever_they_are_read():

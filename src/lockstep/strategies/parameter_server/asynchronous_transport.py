@@ -135,22 +135,11 @@ class TransportSettings:
             connection: connected, with a timeout.
             side: ``server`` where this process listened, ``client`` where it connected.
         """
-        other = "client" if side == "server" else "server"
-        handshake = Handshake(self.token, side, other)
-        connection.sendall(handshake.nonce)
-        theirs = bytes(_exactly(connection, NONCE_BYTES))
-        connection.sendall(handshake.proof(theirs))
-        if not handshake.accepts(theirs, bytes(_exactly(connection, PROOF_BYTES))):
-            raise Refused("the other process does not know the run's token")
-        return self.channel(connection, handshake, theirs, side)
-
-    def channel(
-        self, connection: socket.socket, handshake: Handshake, nonce: bytes, side: str
-    ) -> ServerChannel:
-        """Returns the channel of a connection whose other end, with that nonce, has proven itself."""
-        other = "client" if side == "server" else "server"
-        seal = Seal(handshake.session_key(nonce), side, other) if self.is_signed else None
-        return ServerChannel(connection, seal)
+        greeting = _Greeting(connection, self, side)
+        while not greeting.why:
+            if (channel := greeting.receive()) is not None:
+                return channel
+        raise Refused(greeting.why)
 
 
 def _wait(connection: socket.socket) -> None:
@@ -175,15 +164,15 @@ def _exactly(connection: socket.socket, size: int) -> bytearray:
 
 
 class _Greeting:
-    """The server's side of ``TransportSettings.open``, which never waits."""
+    """One side of a handshake; where the connection does not block, it never waits."""
 
-    def __init__(self, connection: socket.socket, settings: TransportSettings) -> None:
+    def __init__(self, connection: socket.socket, settings: TransportSettings, side: str) -> None:
         self.connection, self._settings = connection, settings
-        self._handshake, self._received = Handshake(settings.token, "server", "client"), b""
+        self._sides = side, "client" if side == "server" else "server"
+        self._handshake, self._received = Handshake(settings.token, *self._sides), b""
         self.born = time.monotonic()
         self.why = ""
         """Why the process is refused; empty while it may still prove itself."""
-        connection.setblocking(False)
         self._send(self._handshake.nonce)
 
     def _send(self, data: bytes) -> None:
@@ -214,8 +203,8 @@ class _Greeting:
         if not self._handshake.accepts(nonce, proof):
             self.why = "the other process does not know the run's token"
             return None
-        self.connection.settimeout(_HANDSHAKE_SECONDS)
-        return self._settings.channel(self.connection, self._handshake, nonce, "server")
+        is_signed, session_key = self._settings.is_signed, self._handshake.session_key(nonce)
+        return ServerChannel(self.connection, Seal(session_key, *self._sides) if is_signed else None)
 
 
 def _drop_strangers(greetings: list[_Greeting], selector: selectors.BaseSelector) -> None:
@@ -310,12 +299,15 @@ class ServerTransport:
         for key, _ in selector.select(1.0):
             if isinstance(key.data, _Greeting):
                 if (channel := key.data.receive()) is not None:
+                    channel.connection.settimeout(_HANDSHAKE_SECONDS)
                     greetings.remove(key.data)
                     selector.unregister(key.data.connection)
                     self._start_reading(channel)
                 continue
             try:
-                greeting = _Greeting(self._listener.accept()[0], self._settings)
+                connection, _ = self._listener.accept()
+                connection.setblocking(False)
+                greeting = _Greeting(connection, self._settings, "server")
             except OSError as error:
                 if error.errno not in _PASSING:
                     return False
