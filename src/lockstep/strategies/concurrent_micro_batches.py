@@ -436,8 +436,8 @@ class _Concurrent(Replicated):
 class SyncedSingle(_Concurrent, Single):
     """All K micro-batches on one device: the reference of the other one."""
 
-    def __init__(self, device: torch.device, micro_batches: int, running_buffers: Sequence[str] = ()) -> None:
-        super().__init__(device, micro_batches, running_buffers=running_buffers)
+    def __init__(self, device: torch.device, micro_batches: int) -> None:
+        super().__init__(device, micro_batches)
         self._meet_over(RankRows(None))
 
 
@@ -451,9 +451,8 @@ class SyncedDistributedDataParallel(_Concurrent, DistributedDataParallel):
         reducer: Reducer,
         group: dist.ProcessGroup,
         ranks: RankRows,
-        running_buffers: Sequence[str] = (),
     ) -> None:
-        super().__init__(device, micro_batches, reducer, group, running_buffers)
+        super().__init__(device, micro_batches, reducer, group)
         self.evaluation_share = self.share
         self.share: Share = replace(self.share, spare=True)
         self._meet_over(ranks)

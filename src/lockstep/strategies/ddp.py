@@ -14,7 +14,7 @@ fires no hook on a rank without a micro-batch, and must be told about unused par
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -39,7 +39,6 @@ class Replicated(Strategy):
         micro_batches: K of the recipe.
         reducer: sums gradients over ``group``, and decides the level; None for one process.
         group: the processes with a replica each, which share the micro-batches; None for one.
-        running_buffers: name patterns of buffers, beside BatchNorm's, that the forward pass changes.
     """
 
     level = Level.BITWISE
@@ -52,7 +51,6 @@ class Replicated(Strategy):
         micro_batches: int,
         reducer: Reducer | None = None,
         group: dist.ProcessGroup | None = None,
-        running_buffers: Sequence[str] = (),
     ) -> None:
         self.device, self._group = device, group
         self.share = Share()
@@ -61,7 +59,6 @@ class Replicated(Strategy):
         if reducer is not None:
             self.level = reducer.level
         self._micro_batches, self._reducer = micro_batches, reducer
-        self._declared = running_buffers
 
     def setup_model(self, model: nn.Module) -> nn.Module:
         """Moves the model to the device and makes room for the exchange of its gradients. Collective."""
@@ -126,7 +123,7 @@ class Replicated(Strategy):
         return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
     def _find_buffers(self, model: nn.Module) -> RunningBuffers:
-        return RunningBuffers(model, self._declared)
+        return RunningBuffers(model, self.running_buffers)
 
     def gather(self, row: Tensor) -> Tensor:
         """Rows of all processes, shape (processes, n). Collective."""

@@ -209,7 +209,6 @@ class DataParallel(Replicated):
         devices: of the replicas; the first is the user's model's. One device may occur several times.
         micro_batches: K of the recipe.
         threads: intra-op threads of each replica.
-        running_buffers: name patterns of buffers, beside BatchNorm's, that the forward pass changes.
     """
 
     name = "dp"
@@ -219,14 +218,13 @@ class DataParallel(Replicated):
         devices: Sequence[torch.device],
         micro_batches: int,
         threads: int,
-        running_buffers: Sequence[str] = (),
     ) -> None:
         if len(devices) > micro_batches:
             raise ConfigError(
                 f"{len(devices)} replicas cannot share micro_batches={micro_batches}: each needs at least one. Use at "
                 f"most {micro_batches} devices, or a recipe with more micro-batches."
             )
-        super().__init__(devices[0], micro_batches, running_buffers=running_buffers)
+        super().__init__(devices[0], micro_batches)
         self.devices = tuple(devices)
         self._turn = threading.RLock()
         self._pool = ThreadPoolExecutor(
@@ -238,11 +236,11 @@ class DataParallel(Replicated):
         self._alone = draws_in_forward(model) or any("forward" in vars(module) for module in model.modules())
         model = model.to(self.device)
         others = () if self._alone and self._is_one_device else self.devices[1:]
-        copies = [copy_model(model, device, self._declared) for device in others]
+        copies = [copy_model(model, device, self.running_buffers) for device in others]
         placed = super().setup_model(model)
-        self._replicas = [Replica(placed, self.device, self._declared, self._buffers, self._sums.tree)]
+        self._replicas = [Replica(placed, self.device, self.running_buffers, self._buffers, self._sums.tree)]
         self._replicas += [
-            Replica(model, device, self._declared) for model, device in zip(copies, self.devices[1:])
+            Replica(model, device, self.running_buffers) for model, device in zip(copies, self.devices[1:])
         ]
         self._hooks_seen = hooks_made()
         self._copied = parts_of(placed)

@@ -39,7 +39,6 @@ class ModelParallel(Replicated):
         options: where the model is cut.
         reducer: sums gradients over the processes; None for one.
         group: the processes; None for one.
-        running_buffers: name patterns of buffers, beside BatchNorm's, that the forward pass changes.
     """
 
     name = "layers"
@@ -51,9 +50,8 @@ class ModelParallel(Replicated):
         options: LayersOptions,
         reducer: Reducer | None = None,
         group: dist.ProcessGroup | None = None,
-        running_buffers: Sequence[str] = (),
     ) -> None:
-        super().__init__(devices[0], micro_batches, reducer, group, running_buffers)
+        super().__init__(devices[0], micro_batches, reducer, group)
         self.devices = tuple(devices)
         self.partition = Partition(self.name, len(devices), options.split, options.balance == "time")
 
@@ -83,7 +81,7 @@ class ModelParallel(Replicated):
         return model  # its layers are where they belong
 
     def _find_buffers(self, model: nn.Module) -> RunningBuffers:
-        return RunningBuffersOnDevices(model, self._declared)
+        return RunningBuffersOnDevices(model, self.running_buffers)
 
 
 def _first_module(part: Sequence[ChainLink]) -> nn.Module | None:

@@ -54,6 +54,7 @@ def open_strategy(
     mesh = mesh_of(options.strategy, options.mesh, world_size)
     strategy = _opener(options, mesh)(options, Groups.open(mesh, group, device), device)
     strategy.events, strategy.all_ranks = events, group
+    strategy.running_buffers = options.running_buffers
     if is_gpu(device) and not options.deterministic:
         strategy.level = Level.STATISTICAL
     return strategy
@@ -79,7 +80,7 @@ def _opener(options: RunOptions, mesh: Mesh) -> Callable[[RunOptions, Groups, to
 
 def _open_single(options: RunOptions, groups: Groups, device: torch.device) -> Strategy:
     kind = SyncedSingle if options.sync_batch_norm else Single
-    return kind(device, options.micro_batches, running_buffers=options.running_buffers)
+    return kind(device, options.micro_batches)
 
 
 def _open_ddp(options: RunOptions, groups: Groups, device: torch.device) -> Strategy:
@@ -88,16 +89,14 @@ def _open_ddp(options: RunOptions, groups: Groups, device: torch.device) -> Stra
     reducer = _open_reducer(options, group, device, may_fuse=not options.sync_batch_norm)
     if options.sync_batch_norm:
         rows = RankRows.open(group, device, options.timeout, options.shared_memory)
-        return SyncedDistributedDataParallel(
-            device, options.micro_batches, reducer, group, rows, options.running_buffers
-        )
-    return DistributedDataParallel(device, options.micro_batches, reducer, group, options.running_buffers)
+        return SyncedDistributedDataParallel(device, options.micro_batches, reducer, group, rows)
+    return DistributedDataParallel(device, options.micro_batches, reducer, group)
 
 
 def _open_dp(options: RunOptions, groups: Groups, device: torch.device) -> Strategy:
     _require_one_process("dp", "strategy 'ddp'", groups)
     devices = _devices_of_process(device, options.dp.replicas, groups)
-    return DataParallel(devices, options.micro_batches, torch.get_num_threads(), options.running_buffers)
+    return DataParallel(devices, options.micro_batches, torch.get_num_threads())
 
 
 def _open_layers(options: RunOptions, groups: Groups, device: torch.device) -> Strategy:
@@ -107,8 +106,7 @@ def _open_layers(options: RunOptions, groups: Groups, device: torch.device) -> S
         count = options.layers.devices
     devices = _devices_of_process(device, count, groups)
     reducer = _open_reducer(options, group, device) if group is not None else None
-    k, buffers = options.micro_batches, options.running_buffers
-    return ModelParallel(devices, k, options.layers, reducer, group, buffers)
+    return ModelParallel(devices, options.micro_batches, options.layers, reducer, group)
 
 
 def _require_one_process(strategy: str, other: str, groups: Groups) -> None:
@@ -138,18 +136,18 @@ def _devices_of_process(first: torch.device, count: int, groups: Groups) -> list
 def _open_fsdp(options: RunOptions, groups: Groups, device: torch.device) -> Strategy:
     from lockstep.strategies.fsdp import FullyShardedDataParallel
 
-    group, k, buffers = groups.line("fsdp"), options.micro_batches, options.running_buffers
+    group = groups.line("fsdp")
     exchange = _open_exchange(options, group, device)
-    return FullyShardedDataParallel(device, k, group, exchange, options.fsdp, buffers)
+    return FullyShardedDataParallel(device, options.micro_batches, group, exchange, options.fsdp)
 
 
 def _open_parameter_server(options: RunOptions, groups: Groups, device: torch.device) -> Strategy:
-    group, table, buffers = groups.line("data"), options.parameter_server, options.running_buffers
+    group, table = groups.line("data"), options.parameter_server
     if table.mode == "asynchronous":
         from lockstep.strategies.parameter_server.asynchronous import AsynchronousParameterServer
 
-        return AsynchronousParameterServer(device, group, table, buffers, options.timeout)
-    return ParameterServer(device, options.micro_batches, group, table.servers, buffers)
+        return AsynchronousParameterServer(device, group, table, options.timeout)
+    return ParameterServer(device, options.micro_batches, group, table.servers)
 
 
 def _open_pipeline(options: RunOptions, groups: Groups, device: torch.device) -> Strategy:
@@ -171,7 +169,6 @@ def _open_pipeline(options: RunOptions, groups: Groups, device: torch.device) ->
         reducers,
         _open_exchange(options, groups.world, device),
         options.pipeline,
-        options.running_buffers,
         timeout=options.timeout,
         shared_memory=options.shared_memory,
     )
@@ -180,10 +177,9 @@ def _open_pipeline(options: RunOptions, groups: Groups, device: torch.device) ->
 def _open_tensor(options: RunOptions, groups: Groups, device: torch.device) -> Strategy:
     data = groups.along("data")
     reducer = _open_reducer(options, data, device) if data is not None else None
-    k, buffers = options.micro_batches, options.running_buffers
     group = groups.along("tensor")
     between = _open_exchange(options, group, device) if group is not None else None
-    return TensorParallel(device, k, groups, between, options.tensor, reducer, buffers)
+    return TensorParallel(device, options.micro_batches, groups, between, options.tensor, reducer)
 
 
 def _open_exchange(

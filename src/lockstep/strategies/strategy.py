@@ -152,6 +152,8 @@ class Strategy(ABC):
     """The ranks that share one model; None where each has all of it."""
     events: StepEvents = NO_EVENTS
     """Whose callbacks are told of micro-batches, buckets and exchanges; set before ``setup_model``."""
+    running_buffers: Sequence[str] = ()
+    """Name patterns of buffers, beside BatchNorm's, that the forward pass changes; set before ``setup_model``."""
     _model: nn.Module
     """The user's, where it is trained; set by ``setup_model``."""
 

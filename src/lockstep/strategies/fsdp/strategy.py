@@ -55,7 +55,6 @@ class FullyShardedDataParallel(Strategy):
         group: the ranks.
         exchange: between them.
         options: of the strategy.
-        running_buffers: see ``Replicated``.
     """
 
     name = "fsdp"
@@ -71,7 +70,6 @@ class FullyShardedDataParallel(Strategy):
         group: dist.ProcessGroup,
         exchange: RankExchange,
         options: FsdpOptions,
-        running_buffers: Sequence[str] = (),
     ) -> None:
         self.device, self._group, self._exchange, self._options = device, group, exchange, options
         self.share = Share(holders=dist.get_world_size(group), holder=dist.get_rank(group), rounds=True)
@@ -79,7 +77,6 @@ class FullyShardedDataParallel(Strategy):
         rounds = options.mixed_precision or options.cpu_offload
         self.level = Level.TOLERANCE if rounds else Level.BITWISE
         self.model_group = group
-        self._declared = running_buffers
         self._micro_batches = micro_batches
 
     def setup_model(self, model: nn.Module) -> nn.Module:
@@ -93,7 +90,7 @@ class FullyShardedDataParallel(Strategy):
         self._model = move_model(model, self.initial_values, self.device)
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         self._first_names = _first_names(model)
-        self._buffers = RunningBuffers(model, self._declared)
+        self._buffers = RunningBuffers(model, self.running_buffers)
         options = self._options
         if options.mixed_precision and has_batch_norm(model):
             raise ConfigError(

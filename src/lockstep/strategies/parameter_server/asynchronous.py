@@ -59,7 +59,6 @@ class AsynchronousParameterServer(IndependentStrategy):
         device: this rank's device.
         group: all ranks; the first ``options.servers`` are servers. ``prepare`` drops the group.
         options: servers, staleness, snapshots.
-        running_buffers: see ``Replicated``.
         timeout: seconds that a message may take once it has begun.
     """
 
@@ -72,13 +71,11 @@ class AsynchronousParameterServer(IndependentStrategy):
         device: torch.device,
         group: dist.ProcessGroup,
         options: ParameterServerOptions,
-        running_buffers: Sequence[str] = (),
-        timeout: float = 600.0,
+        timeout: float,
     ) -> None:
         ranks, self._rank = dist.get_world_size(group), dist.get_rank(group)
         self.device, self._group, self._options, self._timeout = device, group, options, timeout
         self._servers = list(range(options.servers))
-        self._declared = running_buffers
         self._set_workers(list(range(options.servers, ranks)))
         self._participant: Server | Worker | None = None
         self.save_every = options.snapshot_every
@@ -86,7 +83,7 @@ class AsynchronousParameterServer(IndependentStrategy):
     def setup_model(self, model: nn.Module) -> nn.Module:
         """Spreads the parameters over the servers; every rank keeps the model."""
         self._model = model.to(self.device)
-        self._buffers = RunningBuffers(self._model, self._declared)
+        self._buffers = RunningBuffers(self._model, self.running_buffers)
         server = self._rank if self._rank in self._servers else -1
         self._shards = ParameterShards(self._model, len(self._servers), server)
         return self._model

@@ -11,7 +11,7 @@ worker's optimizer has no parameters.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -46,7 +46,6 @@ class ParameterServer(Strategy):
         micro_batches: K of the recipe.
         group: all ranks; the last ``servers`` of them are servers.
         servers: how many.
-        running_buffers: name patterns of buffers, beside BatchNorm's, that the forward pass changes.
     """
 
     name = "parameter_server"
@@ -61,7 +60,6 @@ class ParameterServer(Strategy):
         micro_batches: int,
         group: dist.ProcessGroup,
         servers: int,
-        running_buffers: Sequence[str] = (),
     ) -> None:
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
         self.device, self._group, self._servers = device, group, servers
@@ -72,7 +70,6 @@ class ParameterServer(Strategy):
         self.share = Share(holders=workers, holder=rank if rank < workers else None)
         self._bytes_sent = 0
         self._micro_batches = micro_batches
-        self._declared = running_buffers
         for worker in range(workers):
             for server in range(servers):
                 connect_pair(self._ranks[worker], self._rank_of(server), group, device)
@@ -80,7 +77,7 @@ class ParameterServer(Strategy):
     def setup_model(self, model: nn.Module) -> nn.Module:
         """Spreads the parameters over the servers; every rank keeps the model, the servers their keys. Collective."""
         self._model = model.to(self.device)
-        self._buffers = RunningBuffers(self._model, self._declared)
+        self._buffers = RunningBuffers(self._model, self.running_buffers)
         server = dist.get_rank(self._group) - self.share.holders
         self._shards = ParameterShards(self._model, self._servers, server, self.whole_parameters, apart=True)
         self._names, self._own = list(self._shards.parameters), self._shards.own

@@ -210,7 +210,6 @@ class Pipeline(Strategy):
         options: schedule and cuts.
         timeout: seconds a rank waits for another in shared memory.
         shared_memory: whether CPU ranks of one host may use it.
-        running_buffers: name patterns of buffers, beside BatchNorm's, that the forward pass changes.
     """
 
     name = "pipeline"
@@ -229,7 +228,6 @@ class Pipeline(Strategy):
         reducers: Sequence[Reducer],
         exchange: RankExchange,
         options: PipelineOptions,
-        running_buffers: Sequence[str] = (),
         *,
         timeout: float,
         shared_memory: bool,
@@ -246,7 +244,6 @@ class Pipeline(Strategy):
         self.partition = Partition("pipeline", stages, options.split, options.balance == "time")
         self._groups, self._reducers, self._options = groups, reducers, options
         self._exchange = exchange
-        self._declared = running_buffers
         self._last_ranks = [
             rank
             for rank in range(groups.mesh.ranks)
@@ -255,7 +252,9 @@ class Pipeline(Strategy):
 
     def setup_model(self, model: nn.Module) -> nn.Module:
         """Keeps this rank's stages of the model, on the device, and empties the others. Collective."""
-        RunningBuffers.names(model, self._declared)  # a pattern must match somewhere, if not in every stage
+        RunningBuffers.names(
+            model, self.running_buffers
+        )  # a pattern must match somewhere, if not in every stage
         require_plain_state(model, self.name)
         channels, parts = self._channels, self.partition.of(model)
         kept = {inner for part in parts for link in part for inner in link.module.modules()}
@@ -524,7 +523,9 @@ class Pipeline(Strategy):
     ) -> StepSums:
         """The sums of this rank's stage number ``local``; ``held`` as in ``GradientTree``."""
         names = [name for name, _ in stage.named_buffers()]
-        here = [pattern for pattern in self._declared if any(fnmatchcase(name, pattern) for name in names)]
+        here = [
+            pattern for pattern in self.running_buffers if any(fnmatchcase(name, pattern) for name in names)
+        ]
         trained = {name: p for name, p in stage.named_parameters() if p.requires_grad}
         self._trainable |= {name: p if held is None else held[name] for name, p in trained.items()}
         reducer = self._reducers[local] if self._reducers else None

@@ -15,7 +15,7 @@ from equal bits. That is checked in every step: a replicated gradient or loss th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import replace
 from typing import TypeVar
@@ -53,7 +53,6 @@ class TensorParallel(Replicated):
         between: exchanges of the ranks that share the layers; None for one.
         options: the plan, and the number of shards.
         reducer: sums gradients over the axis ``data``; None where that has one rank.
-        running_buffers: name patterns of buffers, beside BatchNorm's, that the forward pass changes.
     """
 
     name = "tensor"
@@ -68,9 +67,8 @@ class TensorParallel(Replicated):
         between: RankExchange | None,
         options: TensorOptions,
         reducer: Reducer | None = None,
-        running_buffers: Sequence[str] = (),
     ) -> None:
-        super().__init__(device, micro_batches, reducer, groups.along("data"), running_buffers)
+        super().__init__(device, micro_batches, reducer, groups.along("data"))
         ranks = 1 if between is None else between.ranks
         self._exchange, self._options = Exchange(between, options.shards or ranks), options
         self._absence = Absence(self.name, "each rank has a part of it")
