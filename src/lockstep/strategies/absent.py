@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,8 @@ from torch.utils._pytree import tree_leaves
 from lockstep.errors import ConfigError
 from lockstep.numerics.initial_values import without_values
 from lockstep.runtime.torch_internals import NO_VALUES_HERE
+
+_T = TypeVar("_T", bound=Tensor)
 
 _KNOWN = frozenset(
     {
@@ -273,6 +275,11 @@ class _Belonging(AbsentTensor):
         if asked == "get data":
             return AbsentData(self)
         return self if asked in ("detach", "detach_") else NotImplemented
+
+
+def held_of(tensor: _T) -> _T:
+    """What this process has of a parameter or a buffer: its part, where the whole is absent."""
+    return tensor.parameter_rows if isinstance(tensor, AbsentParameter) else tensor  # type: ignore[return-value]  # with a part
 
 
 class AbsentGradient(_Belonging):

@@ -25,6 +25,7 @@ from lockstep.reduce import BucketShape, Reducer
 from lockstep.reduce.reducer import most_slots
 from lockstep.runtime.devices import is_gpu
 from lockstep.runtime.events import NO_EVENTS, StepEvents
+from lockstep.strategies.sharding import has_no_gaps
 from lockstep.strategies.strategy import StepResult
 
 _BUCKET_BYTES, _CUDA_BUCKET_BYTES = 8 << 20, 25 << 20
@@ -589,11 +590,6 @@ def _fill_buckets(slots: list[Slot]) -> list[list[Slot]]:
 
 def _shaped_like(parameter: Tensor, flat: Tensor) -> Tensor:
     """A view of ``flat`` with the shape and strides of the parameter (which may be ``channels_last``)."""
-    if parameter.is_contiguous():
+    if parameter.is_contiguous() or not has_no_gaps(parameter.shape, parameter.stride()):
         return flat.view(parameter.shape)
-    strides, expected = parameter.stride(), 1
-    for size, stride in sorted(zip(parameter.shape, strides), key=lambda pair: pair[1]):
-        if size > 1 and stride != expected:
-            return flat.view(parameter.shape)
-        expected *= size
-    return flat.as_strided(parameter.shape, strides, flat.storage_offset())
+    return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset())

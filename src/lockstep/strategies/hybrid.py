@@ -39,7 +39,7 @@ from lockstep.distributed.rank_exchange import GroupExchange, RankExchange
 from lockstep.numerics.hooks import share_hooks
 from lockstep.reduce import BucketShape, NodeLayout
 from lockstep.reduce.ordered import OrderedBucket, OrderedReducer
-from lockstep.strategies.absent import Absence, AbsentParameter
+from lockstep.strategies.absent import Absence
 from lockstep.strategies.gradients import StepSums
 from lockstep.strategies.optimizer_trial import Unit
 from lockstep.strategies.pipeline import Pipeline
@@ -147,10 +147,6 @@ class ShardedPipeline(Pipeline):
         shared = GatheredParameter(name, parameter, rows, rank, absence)
         share_hooks(parameter, shared.held)
         return shared
-
-    def _held_of(self, stage: Stage) -> dict[str, Tensor]:
-        held = super()._held_of(stage)
-        return {name: t.parameter_rows if isinstance(t, AbsentParameter) else t for name, t in held.items()}  # type: ignore[misc]
 
     @contextmanager
     def _whole_stages(self) -> Iterator[None]:

@@ -29,6 +29,16 @@ from lockstep.strategies.absent import Absence, AbsentParameter
 _Gathered = TypeVar("_Gathered", bound="GatheredParameter")
 
 
+def has_no_gaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Returns whether a tensor has its elements in consecutive memory, with its dims in any order."""
+    expected = 1
+    for stride, size in sorted(zip(strides, shape)):
+        if size != 1 and stride != expected:
+            return 0 in shape
+        expected *= size
+    return True
+
+
 def rows_of(rows: int, ranks: int, rank: int) -> slice:
     """The rows of a rank."""
     size = -(-rows // ranks)
@@ -79,7 +89,9 @@ def require_rows(model: nn.Module, strategy: str, *, permuted: bool = False) -> 
                 f"Strategy {strategy!r} shards parameters by rows, and {name!r} is a scalar. Give it the shape (1,), "
                 "or use strategy 'ddp'."
             )
-        if not parameter.is_contiguous() and not (permuted and _has_no_gaps(parameter)):
+        if not parameter.is_contiguous() and not (
+            permuted and has_no_gaps(parameter.shape, parameter.stride())
+        ):
             channels_last = parameter.dim() == 4 and parameter.is_contiguous(
                 memory_format=torch.channels_last
             )
@@ -128,16 +140,6 @@ def _extent(tensor: Tensor) -> tuple[int, int, int]:
     steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
     start = int(tensor.storage_offset()) * tensor.element_size()
     return storage.data_ptr() or storage._cdata, start, start + (steps + 1) * tensor.element_size()
-
-
-def _has_no_gaps(tensor: Tensor) -> bool:
-    """Returns whether a tensor has its elements in consecutive memory, with the dimensions in any order."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
-        if size > 1 and stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 def is_elementwise(optimizer: optim.Optimizer) -> bool:

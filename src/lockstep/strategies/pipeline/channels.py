@@ -36,6 +36,7 @@ from torch.utils._pytree import (
 
 from lockstep.errors import ConfigError
 from lockstep.strategies.pipeline.links import OTHER_FREEZING, Arrival, GroupLink, SharedMemoryLink
+from lockstep.strategies.sharding import has_no_gaps
 
 _CLASS = "lockstep, an object of "
 """Begins the key of a dict that stands for an object, before the module and the name of its class."""
@@ -151,14 +152,7 @@ class TensorSpec:
     @property
     def is_packed(self) -> bool:
         """True if the tensor fills its memory without holes, in some order of its dims."""
-        if 0 in self.shape:
-            return True
-        expected = 1
-        for stride, size in sorted(zip(self.strides, self.shape)):
-            if size != 1 and stride != expected:
-                return False
-            expected *= size
-        return True
+        return has_no_gaps(self.shape, self.strides)
 
     def packed(self, tensor: Tensor) -> Tensor:
         """A tensor of this spec as flat memory that can be sent."""

@@ -41,6 +41,7 @@ from lockstep.strategies.absent import (
     AbsentParameter,
     explain_missing_parameters,
     gradient_of,
+    held_of,
 )
 from lockstep.strategies.gradients import StepSums
 from lockstep.strategies.loop_writes import LoopWrites, setting_values
@@ -278,9 +279,6 @@ class Pipeline(Strategy):
             stage = stage.to(self.device)
             self._passes[number] = Passes(stage, channels.neighbours(number, names), parts[number][0].name)
             self._sums[number] = self._make_sums(stage, local)
-            self._held |= self._held_of(stage)
-        held = {self._first_names[name]: tensor for name, tensor in self._held.items()}
-        self._held |= {name: held[first] for name, first in self._first_names.items() if first in held}
         for number, others in enumerate(modules):
             if number not in mine:
                 absence = Absence(
@@ -293,6 +291,9 @@ class Pipeline(Strategy):
         placed = PlacedPipeline(
             *(model, self._passes, self._answers, self.absences, self._whole_stages, self._require_called)
         )
+        state = tensor_state(model)
+        self._held = {name: held_of(state[name]) for name in self._specs if self._is_mine(name)}
+        """What is held of the model's state, by name; the very tensors, as assignments to ``.data`` are seen."""
         self._present: tuple[Sequence[int], Tensor] = (), torch.empty(0)
         """Which gradients there are here after a step, and why to stop; the same on the device."""
         self._whole_parameters = list(placed.parameters())
@@ -306,10 +307,6 @@ class Pipeline(Strategy):
         self._calls = {name: what_it_calls(each) for name, each in self._opened.items() if each is not placed}
         self._require_called()
         return placed
-
-    def _held_of(self, stage: Stage) -> dict[str, Tensor]:
-        """A stage's tensors that are held here, by name; the very tensors, as assignments to ``.data`` are seen."""
-        return tensor_state(stage)
 
     def backward(self, batch: Batch, compute: Compute, *, scale: float, stop: int) -> StepResult:
         """Runs this rank's part of the schedule and reduces. See ``Strategy.backward``."""
@@ -502,12 +499,10 @@ class Pipeline(Strategy):
             for module in modules
             for tensor in (*module.parameters(), *module.buffers())
         }
-        state, first = tensor_state(model), dict[int, str]()
-        self._first_names = {name: first.setdefault(id(tensor), name) for name, tensor in state.items()}
+        state = tensor_state(model)
         self._keeper = {n: stage_of[id(tensor)] % self._channels.length for n, tensor in state.items()}
         self._specs = {name: without_values(tensor) for name, tensor in state.items()}
         self._trained = sorted(name for name, p in model.named_parameters() if p.requires_grad)
-        self._held: dict[str, Tensor] = {}
 
     def _is_mine(self, name: str) -> bool:
         """Returns whether a parameter or buffer is held here."""

@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import replace
-from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,14 +32,12 @@ from lockstep.distributed.rank_exchange import RankExchange
 from lockstep.errors import ConfigError, ReplicaError
 from lockstep.numerics.hooks import hooks_made
 from lockstep.reduce import Reducer
-from lockstep.strategies.absent import Absence, AbsentParameter
+from lockstep.strategies.absent import Absence, AbsentParameter, held_of
 from lockstep.strategies.ddp import Replicated
 from lockstep.strategies.optimizer_trial import Unit
 from lockstep.strategies.strategy import STOP_CODES, Compute, StepResult
 from lockstep.strategies.tensor.layers import Exchange, Splitter, refuse_hooks, shards_of
 from lockstep.strategies.tensor.plans import check_plan, plan_of
-
-_T = TypeVar("_T", bound=Tensor)
 
 
 class TensorParallel(Replicated):
@@ -137,14 +134,14 @@ class TensorParallel(Replicated):
     def state(self) -> Iterator[tuple[str, Tensor]]:
         """Whole parameters and buffers, the split ones gathered one at a time. Collective."""
         for name, tensor in tensor_state(self._model).items():
-            held = _held(tensor).detach()
+            held = held_of(tensor).detach()
             yield name, self.gather_full(name, held, held.dtype)
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Copies this rank's parts."""
         with torch.no_grad():
             for name, tensor in tensor_state(self._model).items():
-                _held(tensor).copy_(self.local_shard(name, state[name]))
+                held_of(tensor).copy_(self.local_shard(name, state[name]))
 
     def gather_full(self, name: str, part: Tensor | None, dtype: torch.dtype) -> Tensor:
         """See ``Strategy.gather_full``."""
@@ -181,7 +178,7 @@ class TensorParallel(Replicated):
 
     def _find_trainable(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """This rank's parts of split parameters, in the place of these, and the whole others."""
-        return {name: _held(p) for name, p in model.named_parameters() if p.requires_grad}
+        return {name: held_of(p) for name, p in model.named_parameters() if p.requires_grad}
 
     def _agree(self, result: StepResult) -> StepResult:
         """One result for all ranks that share the layers; an error where what they all compute differs. Collective."""
@@ -207,11 +204,6 @@ class TensorParallel(Replicated):
                 "bits: a parameter was changed on one of them only, or the model draws random numbers without a key."
             )
         return replace(result, stop=stops.amax(), finite=finite)
-
-
-def _held(tensor: _T) -> _T:
-    """The tensor on this rank of a parameter or a buffer: its part, if that is split."""
-    return tensor.parameter_rows if isinstance(tensor, AbsentParameter) else tensor  # type: ignore[return-value]  # with a part
 
 
 def _bits(gradient: Tensor | None, device: torch.device) -> Tensor:
