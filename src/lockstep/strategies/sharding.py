@@ -185,7 +185,6 @@ class GatheredParameter:
         rank: int,
         absence: Absence,
         dtype: torch.dtype | None = None,
-        *,
         offload: bool = False,
     ) -> None:
         self.name, self.shape, self.rows, self._absence = name, parameter.shape, rows, absence

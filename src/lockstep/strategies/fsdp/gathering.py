@@ -32,6 +32,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lockstep.config.strategy_options import FsdpOptions
 from lockstep.distributed.rank_exchange import RankExchange
 from lockstep.errors import ConfigError
 from lockstep.numerics.compilation import compiled_around
@@ -43,6 +44,7 @@ from lockstep.strategies.fsdp.exchange import ShardedBlock, ShardedParameter, la
 from lockstep.strategies.sharding import rows_of
 from lockstep.text import numbered
 
+_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _NOTHING = -1
 _OUTSIDE, _IN_STEP, _ELSEWHERE = 0, 1, 2
 """Where a rank is: it calls the model outside of a step, is in a step, or does something else with all ranks."""
@@ -58,10 +60,7 @@ class Gathering:
         exchange: between the ranks that hold rows.
         device: of this rank.
         host: where numbers that hosts read are exchanged.
-        keep: True to free blocks after the backward pass only.
-        keep_for_step: True to free them after the step only.
-        dtype: to gather, and compute, floating-point parameters in; None for their own.
-        offload: True to keep rows in the CPU's memory.
+        options: when parameters are freed, and what they are gathered in.
         whole: parameters that one rank holds, the one that has least of them so far.
         initial_values: of parameters that have no values yet.
     """
@@ -72,22 +71,22 @@ class Gathering:
         exchange: RankExchange,
         device: torch.device,
         host: torch.device,
-        *,
-        keep: bool = False,
-        keep_for_step: bool = False,
-        dtype: torch.dtype | None = None,
-        offload: bool = False,
-        whole: Collection[str] = (),
-        initial_values: InitialValues | None = None,
+        options: FsdpOptions,
+        whole: Collection[str],
+        initial_values: InitialValues | None,
     ) -> None:
-        self._exchange, self._keep, self._dtype = exchange, keep, dtype
-        self._keep_for_step = keep_for_step
-        self._host = host
+        self._exchange, self._host = exchange, host
+        self._keep, self._keep_for_step = (
+            not options.reshard_after_forward,
+            not options.reshard_after_backward,
+        )
+        """Whether blocks are freed after the backward pass only, or after the step only."""
+        self._dtype = _TYPES.get(options.mixed_precision)
         modules = large_blocks(model)
         ranks = exchange.ranks
         loads = [0] * ranks
         self.absence = absence = Absence("fsdp", "no process holds it whole")
-        self.parameters: dict[str, ShardedParameter] = {}
+        self.parameters: list[ShardedParameter] = []
         members: dict[str, list[ShardedParameter]] = {name: [] for name in [*modules, ""]}
         for name, parameter in model.named_parameters():
             rows = [rows_of(parameter.shape[0], ranks, rank) for rank in range(ranks)]
@@ -99,9 +98,11 @@ class Gathering:
                 initial_values.fill([(name, parameter)], device)
             else:
                 parameter.data = parameter.detach().clone()  # in memory of its own, which is given back
-            each = ShardedParameter(name, parameter, rows, exchange.rank, absence, dtype, offload=offload)
+            each = ShardedParameter(
+                name, parameter, rows, exchange.rank, absence, self._dtype, options.cpu_offload
+            )
             each.free()
-            self.parameters[name] = each
+            self.parameters.append(each)
             members[next((block for block in modules if name.startswith(f"{block}.")), "")].append(each)
         self.blocks = [ShardedBlock(name, own, exchange, device) for name, own in members.items()]
         *blocks, self._rest = self.blocks

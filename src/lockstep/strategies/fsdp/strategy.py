@@ -43,8 +43,6 @@ from lockstep.strategies.sharding import (
 )
 from lockstep.strategies.strategy import Compute, StepResult, Strategy
 
-_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
 
 class FullyShardedDataParallel(Strategy):
     """Shares parameters, gradients and optimizer state out over the ranks of a group.
@@ -88,8 +86,6 @@ class FullyShardedDataParallel(Strategy):
             if isinstance(each, nn.TransformerEncoder):
                 each.register_forward_pre_hook(_refuse_nested_tensors, with_kwargs=True)
         self._model = move_model(model, self.initial_values, self.device)
-        self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        self._first_names = _first_names(model)
         self._buffers = RunningBuffers(model, self.running_buffers)
         options = self._options
         if options.mixed_precision and has_batch_norm(model):
@@ -102,15 +98,15 @@ class FullyShardedDataParallel(Strategy):
             self._exchange,
             self.device,
             exchange_device(self._group, self.device),
-            keep=not options.reshard_after_forward,
-            keep_for_step=not options.reshard_after_backward,
-            dtype=_TYPES.get(options.mixed_precision),
-            offload=options.cpu_offload,
-            whole=self.whole_parameters,
-            initial_values=self.initial_values,
+            options,
+            self.whole_parameters,
+            self.initial_values,
         )
-        self._parameters, self.absences = self._gathering.parameters, [self._gathering.absence]
-        self._trained = [each for each in self._parameters.values() if each.held.requires_grad]
+        self.absences = [self._gathering.absence]
+        found = {each.whole: each for each in self._gathering.parameters}
+        self._parameters = {name: found[p] for name, p in model.named_parameters(remove_duplicate=False)}
+        """By each of their names."""
+        self._trained = [each for each in found.values() if each.held.requires_grad]
         self._header = StepHeader(
             self.share, self._micro_batches, len(self._trained), self._buffers.counters, flags=2
         )
@@ -197,50 +193,51 @@ class FullyShardedDataParallel(Strategy):
     def state(self) -> Iterator[tuple[str, Tensor]]:
         """Whole parameters, gathered one at a time, and buffers. Collective."""
         self.require_no_calls()
-        buffers = dict(self._model.named_buffers(remove_duplicate=False))
-        for name, first in self._first_names.items():
-            if first:
-                held = self._parameters[first].held.detach()
-                yield name, self.gather_full(first, held, held.dtype)
-            else:
-                yield name, buffers[name]
+        for name, held in self._held().items():
+            yield name, self.gather_full(name, held.detach(), held.dtype)
 
     def own_rows(self) -> Mapping[str, Tensor]:
         """This rank's rows of each parameter where it has some; what has none at all, and buffers, on rank 0."""
-        first = dist.get_rank(self._group) == 0
-        found = {
-            name: each.held.detach()
-            for name, each in self._parameters.items()
-            if each.held.numel() or (first and not each.whole.numel())
-        }
-        buffers = dict(self._model.named_buffers(remove_duplicate=False)) if first else {}
-        return found | {name: buffers[name] for name in self._first_names if name in buffers}
+        is_first, parameters = dist.get_rank(self._group) == 0, self._gathering.parameters
+        shared = [each for each in parameters if each.held.numel() or (is_first and not each.whole.numel())]
+        found = {each.name: each.held.detach() for each in shared}
+        if is_first:
+            found |= {name: held for name, held in self._held().items() if name not in self._parameters}
+        return found
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Copies this rank's rows, and all buffers."""
-        buffers = dict(self._model.named_buffers(remove_duplicate=False))
         with torch.no_grad():
-            for name, first in self._first_names.items():
-                if first:
-                    self._parameters[first].held.copy_(self.local_shard(first, state[name]))
-                else:
-                    buffers[name].copy_(state[name])
+            for name, held in self._held().items():
+                held.copy_(self.local_shard(name, state[name]))
+
+    def _held(self) -> dict[str, Tensor]:
+        """This rank's rows of each parameter of the model's state, and its buffers, by all their names."""
+        state = tensor_state(self._model)
+        return {
+            name: self._parameters[name].held if name in self._parameters else state[name] for name in state
+        }
 
     def gather_full(self, name: str, part: Tensor | None, dtype: torch.dtype) -> Tensor:
         """See ``Strategy.gather_full``."""
-        owner = self._parameters[name].owner
-        if owner is not None:
-            found = torch.empty(self._shapes[name], dtype=dtype, device=self.device)
+        if (each := self._parameters.get(name)) is None:
+            return super().gather_full(name, part, dtype)
+        if (owner := each.owner) is not None:
+            found = torch.empty(each.shape, dtype=dtype, device=self.device)
             if part is not None and dist.get_rank(self._group) == owner:
                 found.copy_(part)
             dist.broadcast(found, dist.get_process_group_ranks(self._group)[owner], self._group)
             return found
         assert part is not None, f"every rank holds rows of {name!r}"
-        return gather_rows(part.to(self.device), self._shapes[name], self._group)
+        return gather_rows(part.to(self.device), each.shape, self._group)
 
     def local_shard(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's rows."""
-        return whole[self._parameters[name].rows[dist.get_rank(self._group)]]
+        """This rank's rows of a parameter; a buffer as it is."""
+        return (
+            whole
+            if name not in self._parameters
+            else whole[self._parameters[name].rows[dist.get_rank(self._group)]]
+        )
 
     @property
     def all_bytes_sent(self) -> int:
@@ -335,9 +332,3 @@ def _require_uncompiled_calls(model: nn.Module) -> None:
                 f"The method compile() {of_it} compiles a call with the hooks around it, and strategy 'fsdp' gathers "
                 "parameters in hooks. Use torch.compile(module), compile=True of lockstep.init, or strategy 'ddp'."
             )
-
-
-def _first_names(model: nn.Module) -> dict[str, str]:
-    """The first name of the parameter under each name of the model's state; "" for a buffer."""
-    first: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-    return {name: first.get(value, "") for name, value in tensor_state(model).items()}
