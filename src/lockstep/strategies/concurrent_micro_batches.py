@@ -41,7 +41,7 @@ from lockstep.numerics.sync_batch_norm import RankRows, synchronise
 from lockstep.reduce import Reducer
 from lockstep.runtime.devices import current_stream, is_gpu, on_stream, selected
 from lockstep.runtime.events import StepEvents
-from lockstep.strategies.ddp import DistributedDataParallel, Replicated, Single
+from lockstep.strategies.ddp import Replicated
 from lockstep.strategies.gradients import StepSums
 from lockstep.strategies.strategy import Compute, StepResult
 
@@ -387,13 +387,30 @@ class _MicroBatchTask(Task):
         return resume
 
 
-class _Concurrent(Replicated):
-    """The base of both strategies below."""
+class SynchronizedReplicas(Replicated):
+    """Replicas with the statistics of every BatchNorm over the micro-batches of all ranks.
 
-    _runs_one_by_one = False
+    Args:
+        device: where the model is trained.
+        micro_batches: K of the recipe.
+        ranks: exchanges the statistics between the processes.
+        reducer: see ``Replicated``; None for one process, which is the reference of several.
+        group: see ``Replicated``.
+    """
 
-    def _meet_over(self, ranks: RankRows) -> None:
-        """Makes what lets micro-batches wait for each other."""
+    def __init__(
+        self,
+        device: torch.device,
+        micro_batches: int,
+        ranks: RankRows,
+        reducer: Reducer | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(device, micro_batches, reducer, group)
+        self.name = "single"
+        if group is not None:
+            self.name, self.evaluation_share = "ddp", self.share
+            self.share = replace(self.share, spare=True)
         self._tasks = TaskThreads(torch.get_num_threads(), self.device)
         self._rows = MicroBatchRows(self._tasks, ranks, self.share, self._micro_batches)
 
@@ -431,28 +448,3 @@ class _Concurrent(Replicated):
         """See ``Strategy.release``."""
         super().release()
         self._rows.release()
-
-
-class SyncedSingle(_Concurrent, Single):
-    """All K micro-batches on one device: the reference of the other one."""
-
-    def __init__(self, device: torch.device, micro_batches: int) -> None:
-        super().__init__(device, micro_batches)
-        self._meet_over(RankRows(None))
-
-
-class SyncedDistributedDataParallel(_Concurrent, DistributedDataParallel):
-    """Data parallel with the statistics of every BatchNorm over the micro-batches of all ranks."""
-
-    def __init__(
-        self,
-        device: torch.device,
-        micro_batches: int,
-        reducer: Reducer,
-        group: dist.ProcessGroup,
-        ranks: RankRows,
-    ) -> None:
-        super().__init__(device, micro_batches, reducer, group)
-        self.evaluation_share = self.share
-        self.share: Share = replace(self.share, spare=True)
-        self._meet_over(ranks)

@@ -18,7 +18,7 @@ from lockstep.numerics.sync_batch_norm import RankRows
 from lockstep.reduce import Reducer, open_reducer
 from lockstep.runtime.devices import count_gpus, gpu, is_gpu
 from lockstep.runtime.events import NO_EVENTS, StepEvents
-from lockstep.strategies.concurrent_micro_batches import SyncedDistributedDataParallel, SyncedSingle
+from lockstep.strategies.concurrent_micro_batches import SynchronizedReplicas
 from lockstep.strategies.ddp import DistributedDataParallel, Single
 from lockstep.strategies.dp import DataParallel
 from lockstep.strategies.hybrid import OrderedRowReducer, ShardedPipeline
@@ -79,8 +79,9 @@ def _opener(options: RunOptions, mesh: Mesh) -> Callable[[RunOptions, Groups, to
 
 
 def _open_single(options: RunOptions, groups: Groups, device: torch.device) -> Strategy:
-    kind = SyncedSingle if options.sync_batch_norm else Single
-    return kind(device, options.micro_batches)
+    if options.sync_batch_norm:
+        return SynchronizedReplicas(device, options.micro_batches, RankRows(None))
+    return Single(device, options.micro_batches)
 
 
 def _open_ddp(options: RunOptions, groups: Groups, device: torch.device) -> Strategy:
@@ -89,7 +90,7 @@ def _open_ddp(options: RunOptions, groups: Groups, device: torch.device) -> Stra
     reducer = _open_reducer(options, group, device, may_fuse=not options.sync_batch_norm)
     if options.sync_batch_norm:
         rows = RankRows.open(group, device, options.timeout, options.shared_memory)
-        return SyncedDistributedDataParallel(device, options.micro_batches, reducer, group, rows)
+        return SynchronizedReplicas(device, options.micro_batches, rows, reducer, group)
     return DistributedDataParallel(device, options.micro_batches, reducer, group)
 
 
