@@ -416,6 +416,18 @@ def _flat(values: Any) -> Iterator[Any]:
 
 
 @contextmanager
+def computing(absences: Sequence[Absence]) -> Iterator[None]:
+    """A context within a step, where every process is at another place of it."""
+    for absence in absences:
+        absence.is_computing = True
+    try:
+        yield
+    finally:
+        for absence in absences:
+            absence.is_computing = False
+
+
+@contextmanager
 def explain_missing_parameters(strategy: str) -> Iterator[None]:
     """Runs the user's forward or loss; says what is wrong where it uses parameters that this process does not hold.
 

@@ -178,7 +178,7 @@ def _in_blocks(
             found.append([])
             size = nbytes
         found[-1].append(each)
-    return [GatheredBlock("", members, exchange, device) for members in found]
+    return [GatheredBlock(members, exchange, device) for members in found]
 
 
 class OrderedRowReducer(OrderedReducer):

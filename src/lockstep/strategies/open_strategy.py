@@ -196,13 +196,12 @@ def _open_reducer(
     *,
     may_fuse: bool = False,
 ) -> Reducer:
-    rank = options.powersgd_rank
     return open_reducer(
         options.reduce,
         group,
         device,
         options.timeout,
         options.shared_memory,
-        powersgd_rank=rank,
+        powersgd_rank=options.powersgd_rank,
         may_fuse=may_fuse,
     )

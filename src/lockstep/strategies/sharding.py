@@ -246,16 +246,15 @@ class GatheredBlock:
     """The parameters that are gathered together.
 
     Args:
-        name: of the module; "" for what belongs to no block.
         parameters: of it, in order.
         exchange: between the ranks that hold rows.
         device: where the whole parameters are.
     """
 
     def __init__(
-        self, name: str, parameters: Sequence[GatheredParameter], exchange: RankExchange, device: torch.device
+        self, parameters: Sequence[GatheredParameter], exchange: RankExchange, device: torch.device
     ) -> None:
-        self.name, self.parameters = name, parameters
+        self.parameters = parameters
         self._exchange, self._device = exchange, device
         self._all = by_dtype(parameters)
         self.bytes_sent = 0

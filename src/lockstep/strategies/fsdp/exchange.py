@@ -73,7 +73,9 @@ class ShardedBlock(GatheredBlock):
     def __init__(
         self, name: str, parameters: Sequence[ShardedParameter], exchange: RankExchange, device: torch.device
     ) -> None:
-        super().__init__(name, parameters, exchange, device)
+        super().__init__(parameters, exchange, device)
+        self.name = name
+        """Of the module; "" for what belongs to no block."""
         self._ranks, self._rank = exchange.ranks, exchange.rank
         self._trained = [each for each in parameters if each.held.requires_grad]
         for each in self._trained:

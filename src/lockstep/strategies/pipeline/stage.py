@@ -22,7 +22,7 @@ from lockstep.distributed.shared_memory import can_share_memory
 from lockstep.errors import ConfigError
 from lockstep.runtime.devices import is_gpu
 from lockstep.strategies.pipeline.chain import ChainLink
-from lockstep.strategies.pipeline.channels import Description, PipelineChannel, tensors_of
+from lockstep.strategies.pipeline.channels import PipelineChannel, tensors_of
 from lockstep.strategies.pipeline.links import GroupLink, SharedLinks, SharedMemoryLink
 from lockstep.strategies.strategy import Compute
 
@@ -169,9 +169,7 @@ class Passes:
     def evaluate(self, kind: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A forward pass outside of training, of the model's inputs or of what the stage before sends."""
         if self.neighbours.activations_in is not None:
-            description, tensors = self.neighbours.activations_in.receive(kind)
-            self._note_overlapping(description, tensors)
-            args, kwargs = (description.value(tensors),), {}
+            args, kwargs = (self._received(self.neighbours.activations_in, 0, kind),), {}
         output = self.stage(*args, **kwargs)
         self._require_unwritten()
         if self.neighbours.activations_out is not None:
@@ -200,11 +198,8 @@ class Passes:
             attached = _Attach.apply(self._anchor, inlet)  # type: ignore[no-untyped-call]  # torch's stub
             for number, tensor in zip(trained, attached):
                 tensors[number] = tensor
-        self._note_overlapping(description, tensors)
-        return description.value(tensors)
-
-    def _note_overlapping(self, description: Description, tensors: list[Tensor]) -> None:
         self._overlapping = [(tensors[place], tensors[place]._version) for place in description.overlapping]
+        return description.value(tensors)
 
     def _require_unwritten(self) -> None:
         """Raises ``ConfigError`` where the stage wrote into one of several views, which are copies here."""

@@ -39,6 +39,7 @@ from lockstep.strategies.absent import (
     Absence,
     AbsentBuffer,
     AbsentParameter,
+    computing,
     explain_missing_parameters,
     gradient_of,
     held_of,
@@ -58,12 +59,6 @@ from lockstep.strategies.strategy import Compute, StepResult, Strategy
 
 _CHECKED_STEPS = 2
 """The first steps, in which the stages are watched for changes of what the loss reads."""
-
-
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers by their first names."""
-    yield from model.named_parameters()
-    yield from model.named_buffers()
 
 
 def _empty(module: nn.Module, names: Mapping[int, str], absence: Absence) -> None:
@@ -279,13 +274,14 @@ class Pipeline(Strategy):
             stage = stage.to(self.device)
             self._passes[number] = Passes(stage, channels.neighbours(number, names), parts[number][0].name)
             self._sums[number] = self._make_sums(stage, local)
+        tensors = (*model.named_parameters(), *model.named_buffers())
+        names_of = {id(tensor): name for name, tensor in tensors}
         for number, others in enumerate(modules):
             if number not in mine:
                 absence = Absence(
                     self.name, f"rank {self._channels.ranks[number % channels.length]} has its stage"
                 )
                 self.absences.append(absence)
-                names_of = {id(tensor): name for name, tensor in _tensors(model)}
                 for module in others:
                     _empty(module, names_of, absence)
         placed = PlacedPipeline(
@@ -322,7 +318,7 @@ class Pipeline(Strategy):
         self._losses = torch.zeros(
             2, self.share.longest(self._micro_batches), dtype=torch.float64, device=self.device
         )
-        with self._computing():
+        with computing(self.absences):
             self._run_schedule(batch, mine, order, compute, scale)
         return self._finish(len(mine), stop)
 
@@ -365,17 +361,6 @@ class Pipeline(Strategy):
                 if action.stage == min(self._passes):
                     for call in self.events.micro_batch_end:
                         call(micro_batch)
-
-    @contextmanager
-    def _computing(self) -> Iterator[None]:
-        """A context in which the stages are at different places of a step."""
-        for absence in self.absences:
-            absence.is_computing = True
-        try:
-            yield
-        finally:
-            for absence in self.absences:
-                absence.is_computing = False
 
     def _frozen_now(self) -> int:
         """A number for what is frozen now, equal on all ranks: it decides which activations need gradients."""

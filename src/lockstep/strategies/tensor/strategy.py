@@ -32,7 +32,7 @@ from lockstep.distributed.rank_exchange import RankExchange
 from lockstep.errors import ConfigError, ReplicaError
 from lockstep.numerics.hooks import hooks_made
 from lockstep.reduce import Reducer
-from lockstep.strategies.absent import Absence, AbsentParameter, held_of
+from lockstep.strategies.absent import Absence, AbsentParameter, computing, held_of
 from lockstep.strategies.ddp import Replicated
 from lockstep.strategies.optimizer_trial import Unit
 from lockstep.strategies.strategy import STOP_CODES, Compute, StepResult
@@ -68,8 +68,7 @@ class TensorParallel(Replicated):
         super().__init__(device, micro_batches, reducer, groups.along("data"))
         ranks = 1 if between is None else between.ranks
         self._exchange, self._options = Exchange(between, options.shards or ranks), options
-        self._absence = Absence(self.name, "each rank has a part of it")
-        self.absences = [self._absence]
+        self.absences = [Absence(self.name, "each rank has a part of it")]
         self._hooks_seen = -1
         self._is_split: Tensor | None = None
         self._whole: nn.Module | None = None  # for the check of the user's plan in the first step
@@ -85,14 +84,12 @@ class TensorParallel(Replicated):
             check_plan(self._whole, self._model, self._exchange, self._buffers, batch.micro_batches, compute)
             self._whole = None
         self._freeze_parts()
-        self._absence.is_computing = True
         try:
-            return self._agree(super().backward(batch, compute, scale=scale, stop=stop))
+            with computing(self.absences):
+                return self._agree(super().backward(batch, compute, scale=scale, stop=stop))
         except RuntimeError as error:  # as of shapes that do not fit
             self._require_split_layers(error)
             raise
-        finally:
-            self._absence.is_computing = False
 
     def _require_split_layers(self, error: Exception) -> None:
         """Raises ``ConfigError`` in place of an error where a layer that was split is no longer in the model."""
@@ -165,7 +162,7 @@ class TensorParallel(Replicated):
         self._split = {name: model.get_submodule(name) for name in plan}
         if self._options.plan:
             self._whole = deepcopy(model).to(self.device)
-        self._shards = Splitter(model, self._exchange, self.device, self._absence).split(plan)
+        self._shards = Splitter(model, self._exchange, self.device, self.absences[0]).split(plan)
         self._absent = [each for each in model.parameters() if isinstance(each, AbsentParameter)]
         return model
 
