@@ -202,7 +202,7 @@ def _chain_of_blocks(links: Sequence[ChainLink]) -> str:
         return ""
     link, name, blocks = max(lists, key=lambda each: _bytes(each[2]))
     block = type(blocks[0]).__name__
-    before, after = _around(link.module, blocks)
+    before, after = _around(link.module, name)
     takes = f"what the first {block} takes"
     returned = "x"
     for each in after:
@@ -233,31 +233,25 @@ def _chain_of_blocks(links: Sequence[ChainLink]) -> str:
     )
 
 
-def _around(model: nn.Module, blocks: nn.Module) -> tuple[list[str], list[str]]:
+def _around(model: nn.Module, name: str) -> tuple[list[str], list[str]]:
     """The names of the modules that a model has before a list of blocks, and after it, as they were registered."""
     before: list[str] = []
     after: list[str] = []
-
-    def visit(module: nn.Module, name: str) -> bool:
-        """Returns whether the list is in the module, whose other parts are noted then."""
-        if module is blocks:
-            return True
-        inner = {f"{name}.{key}".lstrip("."): child for key, child in module.named_children()}
-        holder = next((each for each, child in inner.items() if visit(child, each)), None)
-        if holder is None:
-            return False
+    path = name.split(".") if name else []
+    while path:
+        *outer, key = path
+        holder = ".".join(outer)
+        inner = dict(model.get_submodule(holder).named_children())
         names = list(inner)
-        place = names.index(holder)
-        before[:0] = names[:place]
+        place = names.index(key)
+        before[:0] = [f"{holder}.{each}".lstrip(".") for each in names[:place]]
         for each in names[place + 1 :]:
             # A table of positions, which the blocks take, is often made last.
-            table = not any(True for _ in inner[each].parameters()) and any(
-                True for _ in inner[each].buffers()
+            table = any(True for _ in inner[each].buffers()) and not any(
+                True for _ in inner[each].parameters()
             )
-            (before if table else after).append(each)
-        return True
-
-    visit(model, "")
+            (before if table else after).append(f"{holder}.{each}".lstrip("."))
+        path = outer
     return before, after
 
 
