@@ -252,9 +252,10 @@ def test_re_entrant_checkpointing_of_a_shared_parameter_is_refused_by_name():
 
 def test_buckets_hold_one_number_type_each_and_the_last_layers_come_first():
     sizes = [3 << 18, 1 << 18, 1 << 16, 1 << 16]
-    slots = [Slot(str(number), nn.Parameter(torch.zeros(size))) for number, size in enumerate(sizes)]
-    slots.append(Slot("double", nn.Parameter(torch.zeros(3, dtype=torch.float64))))
-    slots.append(Slot("last", nn.Parameter(torch.zeros(3))))
+    parameters = {str(number): nn.Parameter(torch.zeros(size)) for number, size in enumerate(sizes)}
+    parameters["double"] = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    parameters["last"] = nn.Parameter(torch.zeros(3))
+    slots = [Slot(name, parameter, parameter) for name, parameter in parameters.items()]
     buckets = [[slot.name for slot in members] for members in _fill_buckets(slots)]
     assert [name for names in buckets for name in names] == ["last", "double", "3", "2", "1", "0"]
     assert ["last"] in buckets and ["double"] in buckets

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -115,24 +116,22 @@ class StepHeader:
         return torch.empty_like(entries).index_copy_(0, self._orders[leaves], entries)
 
 
+@dataclass(slots=True, eq=False)
 class Slot:
     """One parameter: its stack of tree nodes, and its place in a bucket."""
 
-    __slots__ = (
-        *("bucket", "early", "held", "name", "parameter", "pushed", "stack", "staging", "total", "used"),
-    )
-
-    def __init__(self, name: str, parameter: nn.Parameter, held: nn.Parameter | None = None) -> None:
-        self.name, self.parameter = name, parameter
-        self.held = parameter if held is None else held
-        self.stack: list[Tensor] = []
-        self.pushed = 0
-        self.early: dict[int, Tensor] = {}
-        """Leaves that came before one to the left of them."""
-        self.used = 0
-        self.bucket = -1
-        self.staging: list[list[Tensor]] = []
-        self.total: Tensor | None = None
+    name: str
+    parameter: nn.Parameter
+    held: nn.Parameter
+    """The parameter that gets the sum, or this rank's part of it."""
+    stack: list[Tensor] = field(default_factory=list)
+    pushed: int = 0
+    early: dict[int, Tensor] = field(default_factory=dict)
+    """Leaves that came before one to the left of them."""
+    used: int = 0
+    bucket: int = -1
+    staging: list[list[Tensor]] = field(default_factory=list)
+    total: Tensor | None = None
 
 
 def _never() -> bool:
