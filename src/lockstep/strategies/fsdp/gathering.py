@@ -22,8 +22,9 @@ it wants next, and all serve what any rank wants:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -249,7 +250,7 @@ class Gathering:
                 f"they are disabled around {block.name or 'the model'!r} ({reason}), as torch.func.grad and "
                 "disable_saved_tensors_hooks do. Use strategy 'ddp', or leave that out."
             )
-        context = saved_tensors_hooks(_Pack(self._by_address, outer), _Unpack(self.need, outer))
+        context = saved_tensors_hooks(_Pack(self._by_address, outer), partial(_unpack, self.need, outer))
         context.__enter__()
         return context
 
@@ -477,23 +478,19 @@ class _Pack:
         return "tensor", tensor, tensor._version
 
 
-class _Unpack:
+def _unpack(
+    need: Callable[[ShardedBlock], None], outer: Sequence[Any], packed: tuple[str, Any, Any]
+) -> Tensor:
     """Gives back what ``_Pack`` saved."""
-
-    def __init__(self, need: Any, outer: Sequence[Any] | None) -> None:
-        self._need, self._outer = need, outer
-
-    def __call__(self, packed: tuple[str, Any, Any]) -> Tensor:
-        kind, saved, more = packed
-        if kind == "parameter":
-            self._need(more)
-        elif kind == "outer":
-            assert self._outer is not None
-            saved = self._outer[1](saved)
-        elif saved._version != more:  # torch checks this only where there are no hooks
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                f"tensor of shape {list(saved.shape)} is at version {saved._version}; expected version {more} instead."
-            )
-        found: Tensor = saved
-        return found
+    kind, saved, more = packed
+    if kind == "parameter":
+        need(more)
+    elif kind == "outer":
+        saved = outer[1](saved)
+    elif saved._version != more:  # torch checks this only where there are no hooks
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+            f"tensor of shape {list(saved.shape)} is at version {saved._version}; expected version {more} instead."
+        )
+    found: Tensor = saved
+    return found

@@ -23,6 +23,7 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -247,9 +248,7 @@ class ServerTransport:
         channel = connect(address, self._settings)
         with self._claiming:
             self._channels[rank] = channel
-        threading.Thread(
-            target=self._read, args=(rank, channel), daemon=True, name=f"parameter server: rank {rank}"
-        ).start()
+        self._start(self._read, rank, channel)
 
     def get(self, timeout: float | None = None) -> tuple[int, ServerMessage | None]:
         """Returns the sender's rank and its next message, or None where the sender has disconnected.
@@ -302,7 +301,7 @@ class ServerTransport:
                     channel.connection.settimeout(_HANDSHAKE_SECONDS)
                     greetings.remove(key.data)
                     selector.unregister(key.data.connection)
-                    self._start_reading(channel)
+                    self._start(self._admit, channel)
                 continue
             try:
                 connection, _ = self._listener.accept()
@@ -317,10 +316,8 @@ class ServerTransport:
             selector.register(greeting.connection, selectors.EVENT_READ, greeting)
         return True
 
-    def _start_reading(self, channel: ServerChannel) -> None:
-        threading.Thread(
-            target=self._admit, args=(channel,), daemon=True, name="parameter server: rank"
-        ).start()
+    def _start(self, read: Callable[..., None], *of: Any) -> None:
+        threading.Thread(target=read, args=of, daemon=True, name="parameter server: rank").start()
 
     def _admit(self, channel: ServerChannel) -> None:
         """Takes in a process that has proven to know the token, and reads its messages."""

@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.core.world import usable_cores
-from lockstep.distributed.shared_memory import CACHE_LINE, Word, share_memory
+from lockstep.distributed.shared_memory import CACHE_LINE, Word
 from lockstep.errors import ConfigError, StallError
 
 _PLACES = 1024
@@ -29,7 +28,8 @@ _ROOM_BYTES = 64 << 20
 _BY_GROUP = -1
 """The place of a message that the process group brings."""
 _HEAD_BYTES = 2 * CACHE_LINE + 16 * _PLACES
-_LINK_BYTES = _HEAD_BYTES + _ROOM_BYTES
+LINK_BYTES = _HEAD_BYTES + _ROOM_BYTES
+"""The memory of a link."""
 
 OTHER_FREEZING = (
     "The ranks of a pipeline do not agree on which parameters are trained in this step. Freeze layers, and thaw them, "
@@ -163,23 +163,3 @@ class SharedMemoryLink:
                 f"Rank {dist.get_rank()} timed out after {self._timeout:.0f} s waiting for rank {self._peer}, which "
                 f"has another stage of the pipeline. Missing ranks: [{self._peer}]. They hang, or left the loop early."
             )
-
-
-class SharedLinks:
-    """The memory of all links between ranks of one host. Collective over the group.
-
-    Args:
-        group: the ranks.
-        links: how many there are.
-        timeout: seconds a rank waits for another.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, links: int, timeout: float) -> None:
-        self._memory = memoryview(share_memory(links * _LINK_BYTES, group))
-        self._timeout = timeout
-        self._stay_awake = dist.get_world_size() * torch.get_num_threads() <= usable_cores()
-
-    def link(self, number: int, beside: GroupLink, peer: int) -> SharedMemoryLink:
-        """The link of this number, for its sender or its receiver."""
-        memory = self._memory[number * _LINK_BYTES : (number + 1) * _LINK_BYTES]
-        return SharedMemoryLink(memory, beside, peer, self._timeout, stay_awake=self._stay_awake)

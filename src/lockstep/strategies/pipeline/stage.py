@@ -15,15 +15,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from lockstep.core.world import usable_cores
 from lockstep.data.batch import MicroBatch
 from lockstep.distributed.collectives import drop_process_groups
 from lockstep.distributed.process_group import Groups, connect_pair, open_group
-from lockstep.distributed.shared_memory import can_share_memory
+from lockstep.distributed.shared_memory import can_share_memory, share_memory
 from lockstep.errors import ConfigError
 from lockstep.runtime.devices import is_gpu
 from lockstep.strategies.pipeline.chain import ChainLink
 from lockstep.strategies.pipeline.channels import PipelineChannel, tensors_of
-from lockstep.strategies.pipeline.links import GroupLink, SharedLinks, SharedMemoryLink
+from lockstep.strategies.pipeline.links import LINK_BYTES, GroupLink, SharedMemoryLink
 from lockstep.strategies.strategy import Compute
 
 
@@ -292,9 +293,11 @@ class PipelineChannels:
         self._opened: dict[Use, GroupLink | SharedMemoryLink] = {}
         """Channels of several stages may share one."""
         self._uses = list(uses_of_links(self.length, around=around))
-        self._links: SharedLinks | None = None
+        self._timeout = timeout
+        self._memory: memoryview | None = None
+        """Of all links, where the ranks can share it."""
         if shared and can_share_memory(line, device):
-            self._links = SharedLinks(line, len(self._uses), timeout)
+            self._memory = memoryview(share_memory(len(self._uses) * LINK_BYTES, line))
         if is_gpu(device):
             self._open(groups)
 
@@ -357,7 +360,12 @@ class PipelineChannels:
         peer = self.ranks[target if source == self.place else source]
         by_group = GroupLink(self._groups.get(use, self.group), peer, tag)
         self._by_group.append(by_group)
-        return by_group if self._links is None else self._links.link(self._uses.index(use), by_group, peer)
+        if self._memory is None:
+            return by_group
+        begin = self._uses.index(use) * LINK_BYTES
+        memory = self._memory[begin : begin + LINK_BYTES]
+        stay_awake = dist.get_world_size() * torch.get_num_threads() <= usable_cores()
+        return SharedMemoryLink(memory, by_group, peer, self._timeout, stay_awake=stay_awake)
 
 
 def uses_of_links(length: int, *, around: bool) -> Iterator[Use]:
