@@ -106,6 +106,7 @@ class FullyShardedDataParallel(Strategy):
         found = {each.whole: each for each in self._gathering.parameters}
         self._parameters = {name: found[p] for name, p in model.named_parameters(remove_duplicate=False)}
         """By each of their names."""
+        self._names = list(tensor_state(model))
         self._trained = [each for each in found.values() if each.held.requires_grad]
         self._header = StepHeader(
             self.share, self._micro_batches, len(self._trained), self._buffers.counters, flags=2
@@ -213,9 +214,10 @@ class FullyShardedDataParallel(Strategy):
 
     def _held(self) -> dict[str, Tensor]:
         """This rank's rows of each parameter of the model's state, and its buffers, by all their names."""
-        state = tensor_state(self._model)
+        buffers = dict(self._model.named_buffers(remove_duplicate=False))
         return {
-            name: self._parameters[name].held if name in self._parameters else state[name] for name in state
+            name: self._parameters[name].held if name in self._parameters else buffers[name]
+            for name in self._names
         }
 
     def gather_full(self, name: str, part: Tensor | None, dtype: torch.dtype) -> Tensor:
