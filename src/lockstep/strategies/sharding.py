@@ -210,12 +210,12 @@ class GatheredParameter:
         return holders[0] if len(holders) == 1 else None
 
     def take_memory(self) -> None:
-        """Gives the whole one memory, without values; ``ConfigError`` if it was frozen and requires a gradient now."""
+        """Gives the whole one memory, without values; ``ConfigError`` as ``show``."""
         self.show()
         self.whole.untyped_storage().resize_(self.whole.numel() * self.whole.element_size())
 
     def show(self) -> None:
-        """Makes the whole one an ordinary parameter; ``ConfigError`` as ``take_memory``."""
+        """Makes the whole one an ordinary parameter; ``ConfigError`` if it was frozen and requires a gradient now."""
         self.whole.__class__ = self._class
         if self.whole.requires_grad and not self.held.requires_grad:
             raise thawed(self.name)
@@ -267,10 +267,15 @@ class GatheredBlock:
     def gather(self, keep: bool) -> None:
         """Gives every rank the rows of all; one that does not ``keep`` them only takes part. Collective."""
         keep = keep and not self.is_whole and not self.is_aside
+        try:
+            for each in self.parameters if keep else ():
+                each.take_memory()
+        except ConfigError:
+            for each in self.parameters:
+                each.free()
+            raise
         for members in self._all.values():
             own = [each.held.detach().view(-1).to(self._device, each.whole_dtype) for each in members]
-            for each in members if keep else ():
-                each.take_memory()
             places = list(zip(*(each.places() for each in members))) if keep else []
             counts = list(zip(*(each.counts for each in members)))
             self._exchange.gather_parts(own, places, counts)
@@ -288,7 +293,7 @@ class GatheredBlock:
         self.is_whole, self.is_aside = False, True
 
     def take_back(self) -> None:
-        """Makes what was set aside whole again; ``ConfigError`` as ``ShardedParameter.take_memory``."""
+        """Makes what was set aside whole again; ``ConfigError`` as ``GatheredParameter.show``."""
         for each in self.parameters:
             each.show()
         self.is_whole, self.is_aside = True, False
