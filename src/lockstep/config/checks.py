@@ -9,10 +9,11 @@ import numbers
 import os
 import re
 import typing
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 from lockstep.errors import ConfigError, nearest
@@ -217,6 +218,28 @@ def field_types(cls: Hashable) -> dict[str, Any]:
     """The types of a dataclass's fields, by their names."""
     hints = typing.get_type_hints(cls)
     return {field.name: hints[field.name] for field in dataclasses.fields(typing.cast(Any, cls))}
+
+
+def from_plain(kind: Any, value: Any) -> Any:
+    """A value of a type, from what ``dataclasses.asdict`` and JSON have made of it.
+
+    Of unions it knows those of one type and None; a value of any other union is taken as it is.
+    """
+    origin, options = typing.get_origin(kind), typing.get_args(kind)
+    if dataclasses.is_dataclass(kind):
+        types = field_types(typing.cast(Hashable, kind))
+        return typing.cast(type, kind)(
+            **{name: from_plain(types[name], each) for name, each in value.items()}
+        )
+    if isinstance(kind, UnionType) and type(None) in options:
+        return None if value is None else from_plain(options[0], value)
+    if origin is tuple and Ellipsis not in options:
+        return tuple(from_plain(*pair) for pair in zip(options, value, strict=True))
+    if origin in (tuple, list):
+        return origin(from_plain(options[0], each) for each in value)
+    if origin in (dict, Mapping):
+        return {from_plain(options[0], key): from_plain(options[1], each) for key, each in value.items()}
+    return value if kind is Any or isinstance(kind, UnionType) else kind(value)
 
 
 _NAMES = {str: "a string", int: "an integer", float: "a number", bool: "true or false"}

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lockstep.config.checks import from_plain
 from lockstep.errors import ConfigError
 
 
@@ -87,12 +88,9 @@ def to_json(target: Target) -> dict[str, Any]:
 
 def from_json(value: Mapping[str, Any]) -> Target:
     """Reads the result of ``to_json``."""
-    fields: dict[str, Any] = dict(value)
-    for name in ("arguments", "search_path"):
-        if isinstance(fields.get(name), list):
-            fields[name] = tuple(fields[name])
-    kind = _KINDS[fields.pop("kind")]
-    return kind(**fields)
+    fields = dict(value)
+    target: Target = from_plain(_KINDS[fields.pop("kind")], fields)
+    return target
 
 
 def _address(function: Callable[..., Any]) -> tuple[str, str, str]:

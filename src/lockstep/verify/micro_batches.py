@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lockstep.config.checks import from_plain
 from lockstep.text import aligned, shorten
 
 VARIANTS = AS_IT_IS, WITHOUT_BATCH_NORM, EVALUATING = "as it is", "batch norm in evaluation mode", "eval"
@@ -57,8 +58,8 @@ class FirstStep:
     @classmethod
     def read(cls, path: Path) -> FirstStep:
         """Reads a record from JSON."""
-        fields = json.loads(path.read_text())
-        return cls(**{**fields, "passes": [Pass(**each) for each in fields["passes"]]})
+        step: FirstStep = from_plain(cls, json.loads(path.read_text()))
+        return step
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+
+from lockstep.config.checks import from_plain
 
 
 @dataclass
@@ -105,9 +106,5 @@ class Trace:
     @classmethod
     def read(cls, path: Path) -> Trace:
         """Reads a trace from JSON."""
-        fields: dict[str, Any] = json.loads(path.read_text())
-        steps = [
-            StepTrace(**{**each, "gradients": {n: (d, x) for n, (d, x) in each["gradients"].items()}})
-            for each in fields.pop("steps")
-        ]
-        return cls(steps=steps, **fields)
+        trace: Trace = from_plain(cls, json.loads(path.read_text()))
+        return trace

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from tests.launch.hosts.test_messages import BEAT, END, RECORD
 
-from lockstep.launch.hosts.outcome import RunOutcome, decide_outcome, decoded
+from lockstep.config.checks import from_plain
+from lockstep.launch.hosts.outcome import RunOutcome, decide_outcome
 from lockstep.runtime.control import StopReason
 
 NONE, INTERRUPTED, PREEMPTED = StopReason.NONE, StopReason.INTERRUPTED, StopReason.PREEMPTED
@@ -87,6 +88,6 @@ def test_a_stall_is_reported_as_one():
 
 def test_every_host_reads_the_end_as_node_0_wrote_it():
     final = RunOutcome(code=4, lines=("one", "two"), lost=(1, 3), lost_at=BEAT.step)
-    assert decoded(RunOutcome, json.loads(json.dumps(asdict(final)))) == final
+    assert from_plain(RunOutcome, json.loads(json.dumps(asdict(final)))) == final
     assert final.has_failed
     assert not RunOutcome(code=75).has_failed

@@ -5,6 +5,7 @@ from dataclasses import asdict
 
 import pytest
 
+from lockstep.config.checks import from_plain
 from lockstep.errors import ConfigError
 from lockstep.launch.hosts.roll_call import Hello, Plan, absent, compare
 
@@ -61,4 +62,4 @@ def test_what_is_no_host_is_refused(change):
 
 def test_a_plan_comes_through_json_as_it_was():
     plan = Plan(name="n0", run_id="r", ranks={0: 2, 1: 3}, rendezvous="tcp://10.0.0.1:5", shared={"a": [1]})
-    assert Plan.from_json(json.loads(json.dumps(asdict(plan)))) == plan
+    assert from_plain(Plan, json.loads(json.dumps(asdict(plan)))) == plan

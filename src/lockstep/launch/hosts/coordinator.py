@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lockstep.config.checks import from_plain
 from lockstep.core.world import host_name
 from lockstep.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED
 from lockstep.launch.hosts.control_link import ControlClient, ControlServer, Peer
@@ -30,7 +31,6 @@ from lockstep.launch.hosts.joining import Joined
 from lockstep.launch.hosts.outcome import (
     RunOutcome,
     decide_outcome,
-    decoded,
     end_from_json,
     end_to_json,
     snapshot_from_json,
@@ -303,7 +303,7 @@ class HostCoordinator:
         received = self._last_message(self._link.peer).get("final")
         if received is not None:
             self.is_reported = self._joined.is_quiet
-            outcome: RunOutcome = decoded(RunOutcome, received)
+            outcome: RunOutcome = from_plain(RunOutcome, received)
             return outcome
         return self._decide() if self._link.peer.lost else None
 

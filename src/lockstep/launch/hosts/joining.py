@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from lockstep.config.checks import from_plain
 from lockstep.core.world import LOOPBACK, HostLayout, host_name
 from lockstep.distributed.network import Interface, addresses, chosen, interface_of_master, interface_towards
 from lockstep.errors import ConfigError, LockstepError
@@ -170,7 +171,7 @@ def _join(
     if not options.shares_terminal:
         say(f"joining host 0 at {options.master} from {found.address} ({found.name}); data over {interface}")
     try:
-        plan = Plan.from_json(client.wait_for_plan())
+        plan: Plan = from_plain(Plan, client.wait_for_plan())
         client.exchange({"has_plan": True})
     except BaseException as error:
         _send_last(client, {"left": _reason(error)})

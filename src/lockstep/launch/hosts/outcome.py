@@ -7,11 +7,11 @@ The first half is the JSON that hosts send each other: how ranks ended, and snap
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, is_dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import UnionType
-from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar
 
+from lockstep.config.checks import from_plain
 from lockstep.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_RANK, EXIT_STALLED
 from lockstep.launch.outcome import RankEnd, judge, report
 from lockstep.launch.restarts import find_lost_ranks, furthest_step
@@ -41,7 +41,7 @@ def end_to_json(end: RankEnd, *, host: str, logs: str, last_lines: Sequence[str]
 
 def end_from_json(fields: Mapping[str, Any], offset: float) -> RankEnd:
     """Reads the result of ``end_to_json``; ``offset`` is added to the other host's ``time.monotonic()``."""
-    end: RankEnd = decoded(RankEnd, fields)
+    end: RankEnd = from_plain(RankEnd, fields)
     return replace(
         _shifted(end, offset), beat=_shifted(end.beat, offset), record=_shifted(end.record, offset)
     )
@@ -62,24 +62,12 @@ def snapshot_to_json(snapshot: RankSnapshot) -> dict[str, Any]:
 
 def snapshot_from_json(fields: Mapping[str, Any], offset: float) -> RankSnapshot:
     """Reads the result of ``snapshot_to_json``, in this host's time."""
-    snapshot: RankSnapshot = decoded(RankSnapshot, fields)
+    snapshot: RankSnapshot = from_plain(RankSnapshot, fields)
     return replace(snapshot, beat=_shifted(snapshot.beat, offset))
 
 
 def _shifted(timed: _Timed, offset: float) -> _Timed:
     return None if timed is None else replace(timed, time=timed.time + offset)
-
-
-def decoded(kind: Any, value: Any) -> Any:
-    """Reads a value of that type from what ``asdict`` and JSON have made of it."""
-    if is_dataclass(kind):
-        hints = get_type_hints(kind)
-        return cast(type, kind)(**{name: decoded(hints[name], each) for name, each in value.items()})
-    if get_origin(kind) is tuple:
-        return tuple(decoded(get_args(kind)[0], each) for each in value)
-    if isinstance(kind, UnionType):
-        return None if value is None else decoded(get_args(kind)[0], value)
-    return kind(value)
 
 
 def _shortened(text: str) -> str:

@@ -193,12 +193,6 @@ class Plan:
     shared: Any = None
     """A value that node 0 has decided for all hosts; JSON."""
 
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Plan:
-        """Reads the result of ``asdict`` after it was JSON."""
-        ranks = {int(node): int(count) for node, count in fields["ranks"].items()}
-        return cls(**{**fields, "ranks": ranks})
-
 
 def absent(arrived: Mapping[int, Hello], nodes: int, limit: float) -> RankError:
     """Returns the error of an incomplete roll-call: which hosts are missing, and which connected."""

@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+from lockstep.config.checks import from_plain
 from lockstep.errors import ConfigError
 
 Sample = int | str
@@ -118,10 +118,10 @@ class RankRecord:
     @classmethod
     def read(cls, path: Path) -> RankRecord:
         """Reads a rank's file; an incomplete last line is ignored."""
-        lines = path.read_text().splitlines()
-        head: dict[str, Any] = json.loads(lines[0])
-        steps = [_step(line) for line in lines[1:] if line.endswith("}")]
-        return cls(**{**head, "start": _measures(head["start"]), "steps": steps})
+        head, *lines = path.read_text().splitlines()
+        record: RankRecord = from_plain(cls, json.loads(head))
+        record.steps = [from_plain(StepRecord, json.loads(line)) for line in lines if line.endswith("}")]
+        return record
 
 
 @dataclass(frozen=True)
@@ -162,21 +162,3 @@ class Recording:
         if not all(each.steps for each in ranks):
             raise ConfigError(f"{folder} holds no steps. Call recorder.step() after each optimizer.step().")
         return cls(ranks)
-
-
-def _step(line: str) -> StepRecord:
-    fields: dict[str, Any] = json.loads(line)
-    batches = []
-    for each in fields.pop("batches"):
-        read = {"generators": tuple(each["generators"]), "gradients": _measures(each["gradients"])}
-        batches.append(BatchRecord(**each | read))
-    for name in ("buffers", "used", "values", "state"):
-        fields[name] = _measures(fields[name])
-    fields["calls"] = [(name, before, after) for name, before, after in fields["calls"]]
-    return StepRecord(batches=batches, **fields)
-
-
-def _measures(found: dict[str, Any]) -> dict[str, Measure]:
-    return {
-        name: Measure(each["digest"], each["norm"], tuple(each["sketch"])) for name, each in found.items()
-    }
