@@ -225,6 +225,8 @@ def from_plain(kind: Any, value: Any) -> Any:
 
     Of unions it knows those of one type and None; a value of any other union is taken as it is.
     """
+    if kind in _NAMES:
+        return kind(value)
     origin, options = typing.get_origin(kind), typing.get_args(kind)
     if dataclasses.is_dataclass(kind):
         types = field_types(typing.cast(Hashable, kind))
