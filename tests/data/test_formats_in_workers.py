@@ -34,7 +34,7 @@ def test_workers_read_the_same_bits(tmp_path, make):
     dataset = make(tmp_path)
     parts = [np.array(part) for part in ([1, 5, 9], [0, 2], [8, 7, 6])]
     inline = [SampleReader(dataset, seed=0).read(0, part) for part in parts]
-    reading = WorkerReading(SampleReader(dataset, seed=0, keep_generators=False), workers=2)
+    reading = WorkerReading(SampleReader(dataset, seed=0), workers=2)
     try:
         read = list(reading.read(Request(0, part) for part in parts))
     finally:

@@ -36,7 +36,7 @@ from lockstep.core.seeding import derive_seed, permutation_key
 from lockstep.data.images.transforms import DeviceTransform, FinishAlias, device_transform_of
 from lockstep.data.keyed import SampleKeys, generators_kept, seed_generators
 from lockstep.data.naming import require_map_style, sample_error, unwrap_subset
-from lockstep.data.reader import Collate, collate_samples
+from lockstep.data.reader import BrokenSample, Collate, collate_samples, read_each
 from lockstep.data.wrappers.bucketed import Bucketed
 from lockstep.data.wrappers.mixup import Mixed
 from lockstep.data.wrappers.weighted import Weighted
@@ -108,11 +108,8 @@ class Stream(Dataset[Any]):
                 f"{name} can be iterated over and has no length, so nobody knows where an epoch ends. Write "
                 "run.batches(lockstep.data.Stream(dataset, samples=N)), with the samples of an epoch."
             )
-        self.dataset, self.samples, self.collate = (
-            dataset,
-            len(dataset) if samples is None else samples,
-            collate,
-        )
+        self.dataset, self.collate = dataset, collate
+        self.samples = len(dataset) if samples is None else samples
         self._iterator: Iterator[Any] | None = None
         self._begun, self._next = (0, 0), 0
         self._as_given = plain_state(dataset)
@@ -219,9 +216,7 @@ def plain_state(part: Any, depth: int = 3) -> dict[str, Any]:
 
 
 def _attributes(part: Any) -> Iterable[tuple[str, Any]]:
-    if isinstance(
-        part, list | tuple
-    ):  # of objects: the stages of a pipeline; of files there may be very many
+    if isinstance(part, list | tuple):  # of objects: the stages of a pipeline; of files there may be many
         return [(str(place), value) for place, value in enumerate(part[:100]) if hasattr(value, "__dict__")]
     if isinstance(part, dict):
         return [(str(name), value) for name, value in list(part.items())[:100] if hasattr(value, "__dict__")]
@@ -286,23 +281,21 @@ class SideBySide(Dataset[Any]):
             return tuple(self._read(number, indices, keys) for number in range(len(self.sources)))
 
     def _read(self, number: int, indices: Indices, keys: SampleKeys) -> Any:
-        source, seed, samples = self.sources[number], derive_seed(keys.seed, "together", number), []
-        for row, own in zip(self._rows(number, indices, seed, keys.epoch), replace(keys, seed=seed).seeds()):
-            seed_generators(own)
-            try:
-                samples.append(source.dataset[row])
-            except Exception as error:
-                raise sample_error(source.dataset, row, error) from error
+        source, own = self.sources[number], replace(keys, seed=derive_seed(keys.seed, "together", number))
+        rows = self._rows(number, indices, own)
+        try:
+            samples = read_each(source.dataset, rows, own)
+        except BrokenSample as broken:
+            raise sample_error(source.dataset, int(rows[broken.position]), broken.cause) from broken.cause
         return collate_samples(samples, source.collate)
 
-    def _rows(self, number: int, indices: Indices, seed: int, epoch: int) -> list[int]:
+    def _rows(self, number: int, indices: Indices, keys: SampleKeys) -> Indices:
         size = self._sizes[number]
         turns, rows = np.divmod(indices, size)
         for turn in np.unique(turns) if size < len(self) else ():
-            order = Permutation(size, permutation_key(derive_seed(seed, "turn", int(turn)), epoch))
+            order = Permutation(size, permutation_key(derive_seed(keys.seed, "turn", int(turn)), keys.epoch))
             rows[turns == turn] = order(rows[turns == turn])
-        found: list[int] = rows.tolist()
-        return found
+        return rows
 
 
 def _require_numbered(dataset: Any) -> None:

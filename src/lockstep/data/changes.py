@@ -179,7 +179,7 @@ def _parts(value: Any) -> Iterator[Any]:
         yield from (value.func, value.args, value.keywords)
     elif not isinstance(
         value, Stream | IterableDataset | torch.Tensor | np.ndarray
-    ):  # those are read here, as they are
+    ):  # read here, as they are
         own = type(value).__module__.startswith("lockstep.")
         for name, each in getattr(value, "__dict__", {}).items():
             is_place = isinstance(value, Sampler) and name == "epoch"  # the run has its own

@@ -265,14 +265,27 @@ class BrokenSample(Exception):
         return self.__cause__ or self
 
 
+def read_each(dataset: Any, numbers: Indices, keys: SampleKeys) -> list[Any]:
+    """Reads samples one by one, row ``i`` with the random numbers of row ``i`` of the keys.
+
+    One that cannot be read is a ``BrokenSample`` from its error.
+    """
+    samples = []
+    for position, (number, seed) in enumerate(zip(numbers.tolist(), keys.seeds(), strict=True)):
+        seed_generators(seed)
+        try:
+            samples.append(dataset[number])
+        except Exception as error:
+            raise BrokenSample(position) from error
+    return samples
+
+
 class SampleReader:
     """Reads micro-batches of one data set, the same bits whoever reads them and in whatever order.
 
     Args:
         dataset: a map-style data set; ``Subset`` is looked through.
         seed, collate, clock, checks: see ``lockstep.data.workers.ReadingOptions``.
-        keep_generators: give torch, NumPy and ``random`` their state back after each micro-batch, so that
-            reading in the training process disturbs nobody's random numbers.
     """
 
     def __init__(
@@ -281,7 +294,6 @@ class SampleReader:
         *,
         seed: int,
         collate: Collate | None = None,
-        keep_generators: bool = True,
         clock: ReadTrace | None = None,
         checks: bool = False,
     ) -> None:
@@ -289,7 +301,7 @@ class SampleReader:
         self._dataset, self._numbers = unwrap_subset(dataset)
         self._seed = seed
         self._collate = None if collate is default_collate else collate
-        self._keep, self._clock, self._unchecked = keep_generators, clock, checks
+        self._clock, self._unchecked = clock, checks
         self.rows_independent = False
         """True if every row follows from its own number and key, so that micro-batches can be read as a group."""
         self._seen: list[tuple[torch.Tensor, int]] = []
@@ -423,12 +435,14 @@ class SampleReader:
         try:
             return get_batch(self._rows(keys), keys)
         except BrokenSample as broken:
-            index = int(keys.indices[broken.position])
-            raise sample_error(self._given, index, broken.cause) from broken.cause
+            raise self._named_error(broken, keys) from broken.cause
         except DataError:
             raise
         except Exception as error:
             raise DataError(f"{_named(keys)} cannot be read: {_told(error)}") from error
+
+    def _named_error(self, broken: BrokenSample, keys: SampleKeys) -> DataError:
+        return sample_error(self._given, int(keys.indices[broken.position]), broken.cause)
 
     def _read_items(self, keys: SampleKeys) -> Any:
         seed_generators(keys.seeds()[0])
@@ -439,18 +453,15 @@ class SampleReader:
         return self._collated(list(samples), keys)
 
     def _read_each(self, keys: SampleKeys) -> Any:
-        samples = []
-        for position, (row, seed) in enumerate(zip(self._rows(keys).tolist(), keys.seeds(), strict=True)):
-            seed_generators(seed)
-            try:
-                samples.append(self._dataset[row])
-            except Exception as error:
-                raise sample_error(self._given, int(keys.indices[position]), error) from error
+        try:
+            samples = read_each(self._dataset, self._rows(keys), keys)
+        except BrokenSample as broken:
+            raise self._named_error(broken, keys) from broken.cause
         return self._collated(samples, keys)
 
     def _generators(self) -> AbstractContextManager[None]:
-        """Restores the generators afterwards, where reading seeds them."""
-        return generators_kept() if self._keep and self._seeds else nullcontext()
+        """Restores the generators afterwards, where reading seeds those of the training process."""
+        return generators_kept() if self._seeds and get_worker_info() is None else nullcontext()
 
     def _collated(self, samples: list[Any], keys: SampleKeys) -> Any:
         try:

@@ -257,7 +257,7 @@ def open_reading(
     # Each worker answers once a step
     at_a_time = -(-per_step // workers) if reader.rows_independent else 1
     return WorkerReading(
-        SampleReader(dataset, seed=seed, collate=collate, keep_generators=False, clock=clock, checks=checks),
+        reader,
         workers=workers,
         prefetch=max(2, -(-prefetch // (workers * at_a_time))),
         at_a_time=at_a_time,

@@ -80,7 +80,7 @@ def test_a_stand_in_is_a_function_of_the_number_and_never_the_sample_itself():
 @pytest.mark.fault("D1")
 def test_what_workers_skip_is_known_where_they_were_started():
     dataset = SkipBroken(Each())
-    reading = WorkerReading(SampleReader(dataset, seed=0, keep_generators=False), workers=2)
+    reading = WorkerReading(SampleReader(dataset, seed=0), workers=2)
     try:
         parts = list(reading.read(Request(0, np.arange(start, start + 25)) for start in range(0, 100, 25)))
     finally:

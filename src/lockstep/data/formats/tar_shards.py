@@ -69,7 +69,7 @@ def open_index(shards: Sequence[Path], index_file: Path) -> TarIndex:
     names = np.array([shard.name for shard in shards])
     with suppress(
         OSError, ValueError, TypeError
-    ):  # there is none, or none that is whole, or it has other arrays
+    ):  # there is none, none that is whole, or it has other arrays
         found = TarIndex(**RecordFile(index_file).arrays)
         if np.array_equal(found.names, names) and np.array_equal(found.shards, state):
             return found

@@ -118,13 +118,11 @@ class FolderPhotos:
             row[:] = state.st_size, state.st_mtime_ns
         return found
 
-    def source(self, index: int) -> bytes:
-        """The encoded photo."""
-        return self.content(index)
-
     def content(self, index: int) -> bytes:
         """The encoded photo. May raise anything that is wrong with it."""
         return read_photo(f"{self.root}/{self.paths[index]}", self.max_file_size)
+
+    source = content
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from torch import Tensor
 from lockstep.core.plan import Indices
 from lockstep.core.seeding import derive_seed
 from lockstep.data.keyed import SampleKeys
-from lockstep.data.naming import known_labels, sample_error, sample_name
-from lockstep.data.reader import BrokenSample, Collate
+from lockstep.data.naming import known_labels, sample_name
+from lockstep.data.reader import Collate
 from lockstep.data.wrappers.wrapping import Wrapping
 from lockstep.errors import ConfigError, DataError
 
@@ -81,15 +81,7 @@ class Weighted(Wrapping):
 
     def get_batch(self, indices: Indices, keys: SampleKeys) -> Any:
         """The samples at places ``indices`` of the keys' epoch, collated."""
-        drawn = self.sample_at(keys.seed, keys.epoch, indices)
-        read = None if self.collate is not None else self.inner_batch()
-        if read is None:
-            return self.collated(self.collate, drawn, keys)
-        try:
-            return read(drawn, keys)
-        except BrokenSample as broken:
-            number = int(drawn[broken.position])
-            raise BrokenSample(broken.position) from sample_error(self.dataset, number, broken.cause)
+        return self.collated(self.collate, self.sample_at(keys.seed, keys.epoch, indices), keys)
 
 
 def class_weights(dataset: Any, classes: int) -> Tensor:

@@ -10,9 +10,9 @@ from torch.utils.data import Dataset, TensorDataset
 
 from lockstep.core.plan import Indices
 from lockstep.data.images.transforms import DeviceTransform, FinishAlias, device_transform_of
-from lockstep.data.keyed import SampleKeys, generators_kept, seed_generators
+from lockstep.data.keyed import SampleKeys, generators_kept
 from lockstep.data.naming import require_map_style, sample_error, unwrap_subset
-from lockstep.data.reader import BrokenSample, Collate, batch_read, collate_samples
+from lockstep.data.reader import BrokenSample, Collate, batch_read, collate_samples, read_each
 from lockstep.errors import ConfigError
 
 BatchRead = Callable[[Indices, SampleKeys], Any]
@@ -70,19 +70,20 @@ class Wrapping(FinishAlias, Dataset[Any]):
         return lambda indices, keys: read(self.rows_of(indices), keys)
 
     def collated(self, collate: Collate | None, numbers: Indices, keys: SampleKeys) -> Any:
-        """Samples of the given set, read one by one, row ``i`` with the random numbers of row ``i`` of the keys.
+        """Samples of the given set, row ``i`` with the random numbers of row ``i`` of the keys.
 
-        A sample that cannot be read is a ``BrokenSample`` from its named error.
+        They are read one by one for a ``collate`` function, or where the set gives no whole micro-batches. A sample
+        that cannot be read is a ``BrokenSample`` from its named error.
         """
-        samples = []
-        with generators_kept():
-            for position, (number, seed) in enumerate(zip(numbers.tolist(), keys.seeds(), strict=True)):
-                seed_generators(seed)
-                try:
-                    samples.append(self.dataset[number])
-                except Exception as error:
-                    raise BrokenSample(position) from sample_error(self.dataset, number, error)
-            return collate_samples(samples, collate)
+        read = None if collate is not None else self.inner_batch()
+        try:
+            if read is not None:
+                return read(numbers, keys)
+            with generators_kept():
+                return collate_samples(read_each(self.dataset, numbers, keys), collate)
+        except BrokenSample as broken:
+            number = int(numbers[broken.position])
+            raise BrokenSample(broken.position) from sample_error(self.dataset, number, broken.cause)
 
     def _index_tensors(self, indices: Indices, keys: SampleKeys) -> Any:
         rows = torch.from_numpy(self.rows_of(indices))
