@@ -3,7 +3,7 @@ import io
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 
 from lockstep.data import Cut, RandomResizedCrop, Resize
 from lockstep.data.images.decoding import MAX_PIXELS
@@ -95,6 +95,16 @@ def test_photos_are_turned_upright_before_they_are_cut(orientation):
     assert whole.size == (60, 40) and difference(whole, photo()) <= 12
     got = decoded(source, lambda width, height: Cut((8, 4, width - 8, height - 4), (32, 44)), 32)
     assert difference(got, photo().crop((8, 4, 52, 36)).crop((0, 0, 32, 32))) <= 12
+
+
+@pytest.mark.parametrize("kind", ["PNG", "WEBP", "TIFF", "JPEG"])
+def test_a_transform_that_turns_photos_by_their_exif_does_not_turn_them_again(kind):
+    """With a cache of decoded photos, or simplejpeg, it finds no EXIF either: all had to train on the same bits."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    whole = decode_rgb(stored(photo(), kind, exif=exif))
+    assert whole.size == (40, 60) and not whole.info
+    assert np.array_equal(ImageOps.exif_transpose(whole), whole)
 
 
 @pytest.mark.filterwarnings("ignore:Corrupt EXIF data")

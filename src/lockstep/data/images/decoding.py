@@ -104,13 +104,15 @@ class PillowPhoto:
         return np.array(self.image(factor))
 
     def image(self, factor: int = 1) -> Image.Image:
-        """The same as a Pillow image."""
+        """The same as a Pillow image, without the file's further data: by its EXIF it would be turned once more."""
         image = self._image or _opened(self._source)
         self._image = None  # an image is decoded at one scale only
         if factor > 1:
             image.draft(None, (image.width // factor, image.height // factor))
         photo = _rgb(image)
-        return photo if self.orientation == 1 else photo.transpose(_UPRIGHT[self.orientation])
+        upright = photo if self.orientation == 1 else photo.transpose(_UPRIGHT[self.orientation])
+        upright.info = {}
+        return upright
 
 
 def _opened(source: bytes) -> Image.Image:
