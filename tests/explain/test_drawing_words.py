@@ -20,7 +20,7 @@ def test_of_more_the_first_and_the_last_are_shown():
 
 def test_columns_that_do_not_fit_go_on_below():
     heads = [f"step {number}" for number in range(4)]
-    lines = folded_table("", heads, [("rank 0", ["x" * 28] * 4), ("rank 1", ["y"] * 4)])
+    lines = folded_table(heads, [("rank 0", ["x" * 28] * 4), ("rank 1", ["y"] * 4)])
     assert lines == [
         f"{'':8}{'step 0':30}{'step 1':30}step 2",
         f"rank 0  {'x' * 28}  {'x' * 28}  {'x' * 28}",

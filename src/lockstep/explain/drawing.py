@@ -33,6 +33,10 @@ class Chosen:
         """True if some are left out between this one and the drawn one before it."""
         return number > 0 and number - 1 not in self.shown
 
+    def names(self, name: str) -> list[str]:
+        """Such as ``rank 0``; ``.. rank 9`` where some before it are left out."""
+        return [f"{'.. ' if self.gap_before(number) else ''}{name} {number}" for number in self.shown]
+
     def left_out(self, name: str) -> str:
         """Such as ``steps 5 to 98 of 100``; empty where all are drawn."""
         if len(self.shown) == self.total:
@@ -68,9 +72,9 @@ def paragraph(text: str, width: int = WIDTH, indent: str = "") -> list[str]:
     return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
 
 
-def folded_table(corner: str, columns: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
-    """A table, whose columns continue below where they do not fit; ``corner`` is the heading of the row names."""
-    lead = max(len(corner), *(len(name) for name, _ in rows)) + 2
+def folded_table(columns: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
+    """A table of named rows, whose columns continue below where they do not fit."""
+    lead = max(len(name) for name, _ in rows) + 2
     widths = [max(len(head), *(len(cells[i]) for _, cells in rows)) + 2 for i, head in enumerate(columns)]
     lines: list[str] = []
     first = 0
@@ -78,7 +82,7 @@ def folded_table(corner: str, columns: Sequence[str], rows: Sequence[tuple[str, 
         stop = first + 1
         while stop < len(columns) and lead + sum(widths[first : stop + 1]) <= WIDTH + 2:
             stop += 1
-        for name, cells in [(corner, columns), *rows]:
+        for name, cells in [("", columns), *rows]:
             line = "".join(f"{cells[i]:<{widths[i]}}" for i in range(first, stop))
             lines.append(f"{name:<{lead}}{line}".rstrip())
         lines += [""] if stop < len(columns) else []

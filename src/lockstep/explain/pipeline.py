@@ -179,7 +179,7 @@ def pass_words(action: Action, ranks: int, stages_per_rank: int) -> str:
 
 def _picture(facts: PipelineFacts, times: ScheduleTimeline) -> list[str]:
     ranks = facts.ranks
-    names = [f"{'.. ' if ranks.gap_before(rank) else ''}rank {rank}" for rank in ranks.shown]
+    names = ranks.names("rank")
     lead = max(map(len, names)) + 2
     labels = [
         [pass_words(span.action, ranks.total, times.stages_per_rank) for span in mine] for mine in times.spans

@@ -274,12 +274,8 @@ def _table(facts: SamplesFacts, scheme: Scheme) -> list[str]:
         most = _MOST_NUMBERS if len(parts) == 1 else _MOST_NUMBERS // 2
         return " | ".join(".." if part is None else part_words(part, most) for part in drawn) or "-"
 
-    heads = [f"{'.. ' if scheme.steps.gap_before(step) else ''}step {step}" for step in scheme.steps.shown]
-    rows = [
-        (f"{'.. ' if facts.ranks.gap_before(rank) else ''}rank {rank}", [cell(parts) for parts in cells])
-        for rank, cells in zip(facts.ranks.shown, scheme.cells)
-    ]
-    return folded_table("", heads, rows)
+    rows = [(name, list(map(cell, cells))) for name, cells in zip(facts.ranks.names("rank"), scheme.cells)]
+    return folded_table(scheme.steps.names("step"), rows)
 
 
 def _ordinal(number: int) -> str:

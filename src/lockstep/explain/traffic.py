@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from lockstep.core.plan import BatchShape
 from lockstep.errors import ConfigError
 from lockstep.explain.drawing import (
     Chosen,
     Drawing,
+    PictureFacts,
     at_least_one,
     folded_table,
     left_out,
@@ -81,23 +81,16 @@ class Way:
 
 
 @dataclass(frozen=True)
-class TrafficFacts:
+class TrafficFacts(PictureFacts):
     """The contents of the picture."""
 
+    bytes: int
+    """Of all gradients, in float32."""
     ranks: int
     servers: int
     micro_batches: int
     parameters: int
     ways: tuple[Way, ...]
-
-    @property
-    def bytes(self) -> int:
-        """Of all gradients, in float32."""
-        return self.parameters * NUMBER_BYTES
-
-    def as_json(self) -> dict[str, Any]:
-        """Everything, ready for ``json.dumps``."""
-        return {"bytes": self.bytes} | asdict(self)
 
 
 def explain_traffic(
@@ -123,7 +116,7 @@ def explain_traffic(
     BatchShape(global_batch=k, micro_batches=k).check_holders(ranks)
     nodes = [len(held) for held in NodeLayout.of(k, ranks).ranks]
     ways = (_ring(ranks, parameters), _ordered(nodes, parameters), _server(nodes, servers, parameters))
-    return TrafficFacts(ranks, servers, k, parameters, ways)
+    return TrafficFacts(parameters * NUMBER_BYTES, ranks, servers, k, parameters, ways)
 
 
 def ring_chunk(number: int, rank: int, ranks: int) -> int:
@@ -246,7 +239,7 @@ def traffic_text(facts: TrafficFacts) -> str:
         lines += [f"  In a step {way.formula}.", *left_out(*not_drawn(way)), ""]
     rows = [(way.name, [way.level, *loads(way)]) for way in facts.ways]
     return "\n".join(
-        [*lines, *folded_table("", ["level", "sends most", "receives most"], rows), *paragraph(LEGEND)]
+        [*lines, *folded_table(["level", "sends most", "receives most"], rows), *paragraph(LEGEND)]
     )
 
 
@@ -295,7 +288,7 @@ def _messages(way: Way) -> list[str]:
     if len(set(links)) == 1 and len({sender for sender, _ in links[0]}) == len(links[0]) and len(links) > 1:
         columns = [f"{_short(way.ends[a])} -> {_short(way.ends[b])}" for a, b in links[0]]
         rows = [(moment.title, [message.what for message in moment.messages]) for moment in way.moments]
-        return [*folded_table("", columns, rows), f"{sizes(way.moments[0])} a message"]
+        return [*folded_table(columns, rows), f"{sizes(way.moments[0])} a message"]
     return [line for moment in way.moments for line in _moment_lines(way, moment)]
 
 

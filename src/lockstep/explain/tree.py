@@ -178,7 +178,7 @@ def tree_text(facts: TreeFacts) -> str:
     """The tree from its micro-batches on the left to the sum on the right, and a table of the ranks."""
     lines = [*paragraph(headline(facts)), "", *_picture(facts.root), ""]
     rows = [(f"rank {holder.rank}", _holder_cells(holder)) for holder in facts.holders]
-    lines += folded_table("", ["micro-batches", "additions alone", "hands over"], rows)
+    lines += folded_table(["micro-batches", "additions alone", "hands over"], rows)
     lines += ["", *paragraph(verdict(facts))]
     if facts.sum:
         lines += paragraph(f"sum = {facts.sum}")

@@ -13,8 +13,10 @@ import dataclasses
 import logging
 import os
 import statistics
+import sys
 import time
 from collections.abc import Iterator, Sequence
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
@@ -284,7 +286,7 @@ def main(payload: Any) -> None:
         with contextlib.suppress(StopRecording, Stopped), _keeping_refusals(folder):
             _train(trainer, config)
         trace = observer.finish(folder / "final.safetensors")
-        trace.warnings = warnings
+        trace.warnings = [warning.getMessage() for warning in warnings]
         if world.is_main:
             trace.write(folder / "trace.json")
         trainer.run.close()
@@ -308,25 +310,17 @@ class _Stop(Callback):
             self._run._session.heartbeat.own_reason = StopReason.PREEMPTED
 
 
-class _KeptWarnings(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.found: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.found.append(record.getMessage())
-
-
 @contextlib.contextmanager
-def _quiet() -> Iterator[list[str]]:
+def _quiet() -> Iterator[list[logging.LogRecord]]:
     """Shows nothing but errors; gives what Lockstep warns of."""
     logging.basicConfig()
     for handler in logging.getLogger().handlers:
         handler.setLevel(logging.ERROR)
-    kept, own = _KeptWarnings(), logging.getLogger("lockstep")
+    kept, own = BufferingHandler(sys.maxsize), logging.getLogger("lockstep")
+    kept.setLevel(logging.WARNING)
     own.addHandler(kept)
     try:
-        yield kept.found
+        yield kept.buffer
     finally:
         own.removeHandler(kept)
 
@@ -363,7 +357,7 @@ def watch_script(payload: Any) -> None:
         requested.reset(token)
     trace = watch.finish()
     if trace is not None and World.from_environment().is_main:
-        trace.warnings = warnings
+        trace.warnings = [warning.getMessage() for warning in warnings]
         trace.write(folder / "trace.json")
 
 

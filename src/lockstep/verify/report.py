@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lockstep.text import format_bytes
+from lockstep.text import aligned, format_bytes
 from lockstep.verify.diagnosis import Cause, Diagnosis, diagnose
 from lockstep.verify.trace import Trace
 
@@ -102,12 +102,9 @@ _HEAD = ("layout", "level", "result", "ms/step", "MiB/rank", "sent/step")
 
 def table(comparisons: Sequence[Comparison]) -> str:
     """One row for each layout, the reference first, then a line for each that differs or did not run."""
-    rows = [_HEAD, *(_row(each) for each in comparisons)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
-    lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip() for row in rows]
+    lines = [*aligned([_HEAD, *map(_row, comparisons)]), ""]
     reference, equal = comparisons[0], [each for each in comparisons if each.reached == "A"]
     ran = [each for each in comparisons if not each.trace.refused]
-    lines.append("")
     lines += [
         f"{each.trace.label} differs since {each.diagnosis.text}." for each in comparisons if each.diagnosis
     ]

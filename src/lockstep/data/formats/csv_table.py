@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import TensorDataset
 
 from lockstep.core.plan import Indices
 from lockstep.data.keyed import SampleKeys
@@ -22,7 +22,7 @@ from lockstep.errors import ConfigError, DataError, nearest
 _LARGEST = float(np.finfo(np.float32).max)
 
 
-class CSVTable(Dataset[Any]):
+class CSVTable(TensorDataset):
     """The rows of a CSV file with a header; ``dataset[i]`` is the pair ``(columns, target)``.
 
     Columns are float32 of shape (number of columns,) and are held in memory, 4 bytes for each number. The target is
@@ -62,7 +62,6 @@ class CSVTable(Dataset[Any]):
             inputs, targets = self._load(columns, delimiter)
         except (UnicodeDecodeError, csv.Error) as error:
             raise DataError(f"{self.path} cannot be read as CSV in UTF-8: {error}") from error
-        self.inputs, self.targets = inputs, targets
         if self.classes:
             fractions = torch.nonzero(targets != targets.round())
             if len(fractions):
@@ -70,17 +69,10 @@ class CSVTable(Dataset[Any]):
                 raise DataError(
                     f"{self.path}, line {self._lines[row]}: {label} is {targets[row]}, which is not a class."
                 )
-            self.targets = targets.to(torch.int64)
+        self.inputs, self.targets = inputs, targets.to(torch.int64 if self.classes else torch.float32)
+        super().__init__(self.inputs, self.targets)
+        if self.classes:
             check_labels(self, len(self.classes))
-        else:
-            self.targets = targets.to(torch.float32)
-
-    def __len__(self) -> int:
-        return len(self.inputs)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """One row."""
-        return self.inputs[index], self.targets[index]
 
     def __repr__(self) -> str:
         return (
