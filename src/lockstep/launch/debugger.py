@@ -25,7 +25,6 @@ import time
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from lockstep.core.world import DEBUG_RANK, HostLayout, World
 from lockstep.errors import ConfigError, LockstepError
@@ -97,7 +96,7 @@ def wait_for_debugger(rank: int, port: int) -> None:
     """Listens on loopback, prints the address, and waits until a debugger has attached and set its breakpoints."""
     address = listen(rank, port)
     print(f"lockstep: rank {rank} waits for a debugger at {address}.", file=sys.stderr, flush=True)
-    _debugpy().wait_for_client()
+    importlib.import_module("debugpy").wait_for_client()
 
 
 def listen(rank: int, port: int) -> str:
@@ -106,7 +105,7 @@ def listen(rank: int, port: int) -> str:
     Child processes, such as loader workers, are not debugged.
     """
     os.environ["PYDEVD_DISABLE_FILE_VALIDATION"] = "1"  # otherwise it warns about frozen modules
-    debugpy = _debugpy()
+    debugpy = importlib.import_module("debugpy")
     _require_free(port)  # debugpy would wait forever for a port in use
     debugpy.configure(subProcess=False)
     try:
@@ -114,10 +113,6 @@ def listen(rank: int, port: int) -> str:
     except (OSError, RuntimeError) as error:
         raise ConfigError(f"Rank {rank} cannot listen for a debugger on {_HOST}:{port}: {error}.") from error
     return f"{host}:{port}"
-
-
-def _debugpy() -> Any:
-    return importlib.import_module("debugpy")
 
 
 def lift_default_limit(world: World) -> None:

@@ -116,12 +116,9 @@ class ServerProcess:
 
 
 def _ends_within(process: int, seconds: float) -> bool:
-    try:
-        handle = ProcessHandle(process)
-    except OSError:  # no descriptor is left
-        return False
-    with handle:
+    with suppress(OSError), ProcessHandle(process) as handle:
         return handle.has_ended(seconds)
+    return False  # no descriptor is left
 
 
 def _has_failed(process: int) -> bool:

@@ -195,7 +195,7 @@ class Watch:
                 selector.select(max(0.0, min(_TICK, self._schedule.next_due - asleep)))
                 if (
                     time.monotonic() > asleep + _SUSPENDED
-                ):  # by SIGSTOP or `scontrol suspend`, and so were the ranks
+                ):  # by SIGSTOP or `scontrol suspend`, as the ranks were
                     self._no_stall_before = time.monotonic() + self._options.stall_limit
                 self._take_events(self._server.events())
                 self._take_signals(inbox.take(), drain(from_ranks))

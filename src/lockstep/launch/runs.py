@@ -245,28 +245,23 @@ def end_processes(run: RunOnHost, *, within: float = 3.0) -> int:
     for number in (signal.SIGTERM, signal.SIGKILL):
         found = []
         for pid, handle in _handles(run.run_id, _all_pids()):  # one at a time: few may be open
-            with suppress(ProcessLookupError):
+            with handle, suppress(ProcessLookupError):
                 handle.send(number)
-            handle.close()
             found.append(pid)
         ended.update(found)
         deadline = time.monotonic() + within
         for _, handle in _handles(run.run_id, found):
-            handle.has_ended(max(0.0, deadline - time.monotonic()))
-            handle.close()
+            with handle:
+                handle.has_ended(max(0.0, deadline - time.monotonic()))
     return len(ended)
 
 
 def signal_process(run: RunOnHost, pid: int, number: int) -> bool:
     """Sends a signal to one process of a run; returns False if it has ended or is not of the run."""
     for _, handle in _handles(run.run_id, [pid]):
-        try:
+        with handle, suppress(ProcessLookupError):
             handle.send(number)
             return True
-        except ProcessLookupError:
-            return False
-        finally:
-            handle.close()
     return False
 
 

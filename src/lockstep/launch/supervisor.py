@@ -101,10 +101,8 @@ def _claimed(asked: Path, run_id: str) -> Iterator[Path]:
                 raise BlockingIOError
             stack.enter_context(sole_use(path / _OF_RUN))
         except BlockingIOError:
-            path, why = (
-                asked / run_id,
-                "holds other files" if found and not is_ours else "is used by another run",
-            )
+            path = asked / run_id
+            why = "holds other files" if found and not is_ours else "is used by another run"
             path.mkdir(exist_ok=True)
             stack.enter_context(sole_use(path / _OF_RUN))
             say(f"the log folder {asked} {why}, so the logs of this one are in {path}.")

@@ -126,6 +126,8 @@ class _ControlLink:
         self._selector = selectors.DefaultSelector()
         self._state: dict[str, Any] = {}
         self._sent_at = 0.0
+        self.peers: dict[int, Peer] = {}
+        """The other hosts that this one is connected to, by their numbers."""
 
     def fileno(self) -> int:
         """Returns the descriptor to wait on."""
@@ -183,8 +185,6 @@ class ControlServer(_ControlLink):
         self._refused: set[str] = set()
         self.hellos = {0: hello}
         """Of every host that has connected, by its number."""
-        self.peers: dict[int, Peer] = {}
-        """The other hosts, by their numbers."""
 
     def wait_for_hosts(self) -> None:
         """Waits until every host has connected (else ``RankError``), and compares their settings (``ConfigError``)."""
@@ -312,6 +312,7 @@ class ControlClient(_ControlLink):
         self._next_attempt, self._why_not = 0.0, "no connection was made yet"
         self.peer = Peer("host 0", say, options.silence_limit)
         """Node 0."""
+        self.peers[0] = self.peer
 
     def wait_for_plan(self) -> dict[str, Any]:
         """Waits for the plan of node 0, which it sends when every host has connected.

@@ -241,8 +241,6 @@ class HostCoordinator:
     @property
     def _peers(self) -> dict[int, Peer]:
         """The connected hosts, without those that were lost in an earlier attempt."""
-        if isinstance(self._link, ControlClient):
-            return {0: self._link.peer}
         return {node: peer for node, peer in self._link.peers.items() if node not in self._joined.lost}
 
     def _last_messages(self) -> list[dict[str, Any]]:

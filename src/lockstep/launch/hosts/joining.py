@@ -188,8 +188,7 @@ def _send_last(link: ControlServer | ControlClient, state: dict[str, Any]) -> No
     try:
         while time.monotonic() < deadline:
             link.exchange(state)
-            peers = [link.peer] if isinstance(link, ControlClient) else link.peers.values()
-            if not any(peer.channel is not None and peer.channel.has_unsent for peer in peers):
+            if not any(peer.channel is not None and peer.channel.has_unsent for peer in link.peers.values()):
                 return
             link.wait(0.1)
     except (ConfigError, OSError):
