@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -34,7 +33,7 @@ from torch.utils.data import (
 from lockstep.core.plan import Indices, Permutation
 from lockstep.core.seeding import derive_seed, permutation_key
 from lockstep.data.images.transforms import DeviceTransform, FinishAlias, device_transform_of
-from lockstep.data.keyed import SampleKeys, generators_kept, seed_generators
+from lockstep.data.keyed import SampleKeys, encoded_state, generators_kept, seed_generators
 from lockstep.data.naming import require_map_style, sample_error, unwrap_subset
 from lockstep.data.reader import BrokenSample, Collate, collate_samples, read_each
 from lockstep.data.wrappers.bucketed import Bucketed
@@ -202,14 +201,8 @@ def plain_state(part: Any, depth: int = 3) -> dict[str, Any]:
             found[name] = repr(value) if isinstance(value, float) else value  # NaN is not equal to itself
         elif isinstance(value, torch.Tensor | np.ndarray) and math.prod(value.shape) == 1:
             found[name] = str(value.tolist())
-        elif isinstance(value, random.Random):
-            found[name] = value.getstate()
-        elif isinstance(value, np.random.Generator):
-            found[name] = str(value.bit_generator.state)
-        elif isinstance(value, np.random.RandomState):
-            found[name] = str(value.get_state())
-        elif isinstance(value, torch.Generator):
-            found[name] = value.get_state().tolist()
+        elif (state := encoded_state(value)) is not None:
+            found[name] = state
         elif depth:
             found |= {f"{name}.{inner}": each for inner, each in plain_state(value, depth - 1).items()}
     return found

@@ -26,6 +26,7 @@ from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 
+from lockstep.core.atomic import write_whole
 from lockstep.core.world import DEBUG_RANK, HostLayout, World
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.launch.options import LaunchOptions, single_host_layout
@@ -156,7 +157,7 @@ def serve_debug_requests(world: World) -> None:
             result = {"address": listen(world.rank, int(request.read_text()))}
         except LockstepError as error:
             result = {"refused": str(error)}
-        _write(answer_file, json.dumps(result))
+        write_whole(answer_file, json.dumps(result).encode())
 
     signal.signal(REQUEST_SIGNAL, answer)
 
@@ -171,7 +172,7 @@ def request_debugger(run: RunOnHost, rank: int, port: int, within: float) -> str
         beat = run.beats.get(rank)
         if beat is None or not REQUEST_SIGNAL:
             raise ConfigError(f"Cannot attach to rank {rank}: it has not started, or there is no such rank.")
-        _write(request, str(port))
+        write_whole(request, str(port).encode())
         (run.directory / _DEBUGGED).touch(mode=0o600)  # before the rank can stop at a breakpoint
         if not signal_process(run, beat.pid, REQUEST_SIGNAL):
             (run.directory / _DEBUGGED).unlink()
@@ -203,9 +204,3 @@ def _wait_for(answer: Path, rank: int, within: float) -> None:
 def _files(directory: Path, rank: int) -> tuple[Path, Path]:
     """Returns the request file and the answer file of a rank."""
     return directory / f"debugger-{rank:03}.ask", directory / f"debugger-{rank:03}.answer"
-
-
-def _write(path: Path, text: str) -> None:
-    new = path.with_suffix(".new")
-    new.write_text(text)
-    new.replace(path)

@@ -150,6 +150,11 @@ def _code_of(end: RankEnd) -> int:
     return end.code if end.code in _KNOWN_CODES else EXIT_RANK
 
 
+def furthest_step(ends: Sequence[RankEnd]) -> int:
+    """Returns the furthest step that any rank had begun; -1 if none had."""
+    return max((end.beat.step for end in ends if end.beat is not None), default=-1)
+
+
 def _first(ends: Iterable[RankEnd]) -> RankEnd:
     return min(ends, key=lambda end: (end.moment, end.rank))
 
@@ -236,8 +241,8 @@ def _fate(end: RankEnd, cause: RankEnd) -> str:
 def _stop(ends: Sequence[RankEnd], reason: StopReason) -> str:
     word = "Interrupted" if reason is StopReason.INTERRUPTED else "Preempted"
     forced = sum(end.code not in (EXIT_DONE, EXIT_PREEMPTED, EXIT_INTERRUPTED) for end in ends)
-    steps = [end.beat.step for end in ends if end.beat and end.beat.step >= 0]
-    where = f" at step {max(steps)}" if steps else ""
+    step = furthest_step(ends)
+    where = f" at step {step}" if step >= 0 else ""
     if not forced:
         return f"{word}: {plural(len(ends), 'rank')} stopped{where}. Exit code {int(reason)}."
     return f"{word}{where}: {plural(forced, 'rank')} of {len(ends)} did not stop when asked and had to be killed."

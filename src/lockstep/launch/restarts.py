@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from lockstep.errors import EXIT_DONE
 from lockstep.launch.options import Devices, LaunchOptions, new_run_id
-from lockstep.launch.outcome import LostRanks, RankEnd, Verdict, WorldOutcome
+from lockstep.launch.outcome import LostRanks, RankEnd, Verdict, WorldOutcome, furthest_step
 from lockstep.runtime.stop_signals import REASONS, SignalInbox
 from lockstep.text import plural, printable
 
@@ -56,11 +56,6 @@ def find_lost_ranks(verdict: Verdict, ends: Sequence[RankEnd]) -> LostRanks | No
     failed = [end for end in ends if end.code != EXIT_DONE and not end.ended_by_us]
     lost = sorted(end.rank for end in failed if end is cause or not end.is_consequence)
     return LostRanks(ranks=tuple(lost), step=furthest_step(ends))
-
-
-def furthest_step(ends: Sequence[RankEnd]) -> int:
-    """Returns the furthest step that any rank had begun; -1 if none had."""
-    return max((end.beat.step for end in ends if end.beat is not None), default=-1)
 
 
 def _is_transient(end: RankEnd) -> bool:

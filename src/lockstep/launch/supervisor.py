@@ -31,8 +31,8 @@ from lockstep.launch.options import (
     single_host_layout,
     world_environment,
 )
-from lockstep.launch.outcome import LostRanks, WorldOutcome, judge, report
-from lockstep.launch.restarts import find_lost_ranks, furthest_step, with_restarts
+from lockstep.launch.outcome import LostRanks, WorldOutcome, furthest_step, judge, report
+from lockstep.launch.restarts import find_lost_ranks, with_restarts
 from lockstep.launch.runs import run_directory, write_note
 from lockstep.launch.stalls import report_stall
 from lockstep.launch.targets import EntryTarget, Target, to_json

@@ -47,6 +47,7 @@ from lockstep.strategies import IndependentStrategy, StepResult
 from lockstep.trainer import Trainer
 from lockstep.verify.layouts import RUN_FOLDER
 from lockstep.verify.micro_batches import AS_IT_IS, EVALUATING, WITHOUT_BATCH_NORM, FirstStep, Pass
+from lockstep.verify.plain.checks import by_name
 from lockstep.verify.plain.recorder import RecordingRequest, StopRecording, attributes, innermost, requested
 from lockstep.verify.trace import StepTrace, Trace, keep_refusal
 
@@ -119,7 +120,7 @@ class Observer(Callback):
                 parameters={name: digest for name, digest in model.items() if name in trained},
                 buffers={name: digest for name, digest in model.items() if name not in trained},
                 optimizer=digest_tensors(captured.optimizer),
-                kept=self._by_rank(self._changed()),
+                kept=by_name(self._gather(self._changed())),
                 apart=apart,
                 **self._noted,
             )
@@ -163,10 +164,10 @@ class Observer(Callback):
         parts = sorted((part for each in self._gather(own) for part in each), key=lambda part: part[0])
         outputs = {k: digest for each in self._gather(self._outputs) for k, digest in each.items()}
         modules = {name: "eval" for each, name in innermost(self.model).items() if not each.training}
-        evaluating = self._by_rank(modules)
+        evaluating = by_name(self._gather(modules))
         self._noted |= {
             "outputs": outputs,
-            "evaluating": {name: [int(rank) for rank in ranks] for name, ranks in evaluating.items()},
+            "evaluating": {name: list(ranks) for name, ranks in evaluating.items()},
             "samples": {str(k): samples for k, samples, _ in parts},
             "inputs": {str(k): inputs for k, _, inputs in parts},
             "losses": [float(value).hex() for value in result.losses.tolist()],
@@ -196,14 +197,6 @@ class Observer(Callback):
         """The state that the modules here keep and that has changed since the beginning."""
         now = attributes({"": self.model}).items()
         return {name: value for name, value in now if self._kept.get(name) != value}
-
-    def _by_rank(self, own: dict[str, str]) -> dict[str, dict[str, str]]:
-        """A text of every rank, by name and rank. Collective."""
-        found: dict[str, dict[str, str]] = {}
-        for rank, held in enumerate(self._gather(own)):
-            for name, text in held.items():
-                found.setdefault(name, {})[str(rank)] = text
-        return found
 
     def _gather(self, value: Any) -> list[Any]:
         return self.run.strategy.gather_records(value)

@@ -24,7 +24,7 @@ class StepTrace:
     """Loss sum of each micro-batch."""
     outputs: dict[str, str] = field(default_factory=dict)
     """Digest of the model's output for each micro-batch."""
-    kept: dict[str, dict[str, str]] = field(default_factory=dict)
+    kept: dict[str, dict[int, str]] = field(default_factory=dict)
     """The plain attributes and integer buffers of modules after the step, by name and rank, where one has changed
     since the beginning."""
     evaluating: dict[str, list[int]] = field(default_factory=dict)

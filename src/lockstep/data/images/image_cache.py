@@ -6,7 +6,6 @@ open_cache   is there a file of these photos and settings, and are the photos un
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import logging
@@ -27,6 +26,7 @@ from filelock import FileLock, Timeout
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from lockstep.core.atomic import NO_LOCKS
 from lockstep.core.plan import Indices
 from lockstep.data.images.cache_file import (
     ABSENT,
@@ -48,7 +48,6 @@ from lockstep.errors import ConfigError, DataError
 from lockstep.text import format_bytes
 
 _LOOK_EVERY = 0.1
-_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 @contextmanager
@@ -71,7 +70,7 @@ def lock_file(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
         except Timeout:
             waiting()
         except OSError as error:
-            if error.errno in _NO_LOCKS:
+            if error.errno in NO_LOCKS:
                 raise ConfigError(
                     f"The file system of {path.parent} has no locks ({error}). Give a folder on a local disk."
                 ) from error

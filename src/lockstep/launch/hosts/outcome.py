@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 from lockstep.config.checks import from_plain
 from lockstep.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_RANK, EXIT_STALLED
-from lockstep.launch.outcome import RankEnd, judge, report
-from lockstep.launch.restarts import find_lost_ranks, furthest_step
+from lockstep.launch.outcome import RankEnd, furthest_step, judge, report
+from lockstep.launch.restarts import find_lost_ranks
 from lockstep.launch.stalls.snapshot import RankSnapshot
 from lockstep.runtime.control import StopReason
 from lockstep.runtime.error_record import ErrorRecord

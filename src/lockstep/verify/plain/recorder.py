@@ -46,6 +46,7 @@ from torch.utils.hooks import RemovableHandle
 from lockstep.config.checks import file_path
 from lockstep.core.fingerprint import device_model, digest_tensor
 from lockstep.core.world import World
+from lockstep.data.keyed import encoded_state
 from lockstep.errors import ConfigError
 from lockstep.numerics.sync_batch_norm import SyncBatchNorm
 from lockstep.run.prepare import hyperparameters, implementation
@@ -216,10 +217,7 @@ def _text(value: Any) -> str | None:
         return _text(torch.as_tensor(value)) if value.dtype.kind in "biuf" else None
     if isinstance(value, Tensor):
         return f"tensor {digest_tensor(value)[:8]}"
-    if isinstance(value, torch.Generator):
-        return f"generator {digest_tensor(value.get_state())[:8]}"
-    if isinstance(value, random.Random | np.random.Generator):
-        state = value.getstate() if isinstance(value, random.Random) else value.bit_generator.state
+    if (state := encoded_state(value)) is not None:
         return f"generator {hashlib.sha256(repr(state).encode()).hexdigest()[:8]}"
     if isinstance(value, list | tuple | set | deque | dict) and len(value) <= _MOST_ENTRIES:
         entries = value.items() if isinstance(value, dict) else [("", each) for each in value]
