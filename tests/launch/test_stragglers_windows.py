@@ -17,7 +17,7 @@ BEAT = Beat(
 def look(monkeypatch, tmp_path):
     """Lets the windows of some heartbeats, rank 0's first, be found."""
     found, now = StepWindows(tmp_path), {}
-    monkeypatch.setattr(stragglers, "read_beat", lambda directory, rank: now.get(rank))
+    monkeypatch.setattr(stragglers, "read_beats", lambda directory, ranks: dict(now))
 
     def looked(*beats):
         now.clear()

@@ -35,7 +35,7 @@ from lockstep.launch.stalls.stall_watch import process_state
 from lockstep.launch.stragglers import SlowRanks, StepWindows
 from lockstep.runtime.control import Control, StopReason
 from lockstep.runtime.error_record import read_record
-from lockstep.runtime.heartbeat import Beat, Membership, read_beat
+from lockstep.runtime.heartbeat import Beat, Membership, read_beat, read_beats
 from lockstep.runtime.output import say
 from lockstep.runtime.stack_dump import Mark
 from lockstep.runtime.stop_signals import REASONS, SignalInbox, drain
@@ -326,7 +326,7 @@ class Watch:
 
     def _beats(self) -> list[Beat]:
         """The last heartbeats of the running ranks."""
-        return [beat for rank in self._running if (beat := read_beat(self._directory, rank)) is not None]
+        return list(read_beats(self._directory, self._running).values())
 
     def _note_lost_ranks(self) -> None:
         """Notes an end for every rank that the lost server can no longer report."""

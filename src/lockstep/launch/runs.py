@@ -28,7 +28,7 @@ from lockstep.core.atomic import identity, is_running
 from lockstep.errors import ConfigError
 from lockstep.runtime.control import map_file
 from lockstep.runtime.error_record import ErrorPage
-from lockstep.runtime.heartbeat import SIZE, Beat, heartbeat_file, read_beat
+from lockstep.runtime.heartbeat import SIZE, Beat, heartbeat_file, read_beats
 from lockstep.runtime.output import say
 from lockstep.runtime.parent_death import has_processes
 from lockstep.runtime.process_handle import ProcessHandle
@@ -183,8 +183,7 @@ class RunOnHost:
     @property
     def beats(self) -> dict[int, Beat]:
         """The last heartbeat of each rank."""
-        found = {rank: read_beat(self.directory, rank) for rank in range(self.ranks)}
-        return {rank: beat for rank, beat in found.items() if beat is not None}
+        return read_beats(self.directory, range(self.ranks))
 
     @property
     def ranks_here(self) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.runtime.heartbeat import Beat, read_beat
+from lockstep.runtime.heartbeat import Beat, read_beats
 
 STEPS = 20
 SECONDS = 5.0
@@ -39,7 +39,7 @@ class StepWindows:
 
     def look(self, processes: Mapping[int, int]) -> dict[int, StepWindow]:
         """Returns the window of each of these ranks when it is over; empty before."""
-        beats = {rank: beat for rank in processes if (beat := read_beat(self._directory, rank)) is not None}
+        beats = read_beats(self._directory, processes)
         if self._begin.keys() != beats.keys():
             self._begin = dict(beats)
         for rank, beat in beats.items():

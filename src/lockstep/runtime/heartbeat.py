@@ -20,6 +20,7 @@ import math
 import mmap
 import os
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -106,6 +107,11 @@ class Beat:
 def heartbeat_file(directory: Path, rank: int) -> Path:
     """Returns the heartbeat file of a rank."""
     return directory / f"heartbeat-{rank:03}"
+
+
+def read_beats(directory: Path, ranks: Iterable[int]) -> dict[int, Beat]:
+    """Returns the last heartbeat of each of these ranks that has written one."""
+    return {rank: beat for rank in ranks if (beat := read_beat(directory, rank)) is not None}
 
 
 def read_beat(directory: Path, rank: int) -> Beat | None:

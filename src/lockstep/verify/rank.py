@@ -271,18 +271,27 @@ def main(payload: Any) -> None:
                 refused = Trace(payload["label"], strategy, world.world_size, "", refused=str(error))
                 refused.write(folder / "trace.json")
             return
-        observer = Observer(trainer.run, payload["label"], payload["steps"])
-        if number := payload.get("nudge", 0):
-            nudge(observer.model, coarsest_type(trainer.run.options), number)
-        if steps := payload.get("stop_after", 0):
-            trainer.run.add_callback(_Stop(trainer.run, steps))
+        observer = _observe(trainer.run, payload)
         with contextlib.suppress(StopRecording, Stopped), _keeping_refusals(folder):
             _train(trainer, config)
-        trace = observer.finish(folder / "final.safetensors")
-        trace.warnings = [warning.getMessage() for warning in warnings]
-        if world.is_main:
-            trace.write(folder / "trace.json")
+        _write(observer.finish(folder / "final.safetensors"), warnings, folder)
         trainer.run.close()
+
+
+def _observe(run: Run, payload: Any) -> Observer:
+    """Observes a prepared run, which may be nudged, and may be asked to stop. Collective."""
+    observer = Observer(run, payload["label"], payload["steps"])
+    if number := payload.get("nudge", 0):
+        nudge(observer.model, coarsest_type(run.options), number)
+    if steps := payload.get("stop_after", 0):
+        run.add_callback(_Stop(run, steps))
+    return observer
+
+
+def _write(trace: Trace, warnings: Sequence[logging.LogRecord], folder: Path) -> None:
+    trace.warnings = [warning.getMessage() for warning in warnings]
+    if World.from_environment().is_main:
+        trace.write(folder / "trace.json")
 
 
 def _train(trainer: Trainer, config: JobConfig) -> None:
@@ -349,9 +358,8 @@ def watch_script(payload: Any) -> None:
     finally:
         requested.reset(token)
     trace = watch.finish()
-    if trace is not None and World.from_environment().is_main:
-        trace.warnings = [warning.getMessage() for warning in warnings]
-        trace.write(folder / "trace.json")
+    if trace is not None:
+        _write(trace, warnings, folder)
 
 
 def _run_script(payload: Any, folder: Path) -> None:
@@ -375,8 +383,7 @@ class _Watch(Callback):
     """Observes the first run that a script prepares."""
 
     def __init__(self, payload: Any, folder: Path) -> None:
-        self._label, self._steps, self._folder = payload["label"], payload["steps"], folder
-        self._nudge, self._stop_after = payload.get("nudge", 0), payload.get("stop_after", 0)
+        self._payload, self._folder = payload, folder
         self._resume = payload.get("resume", "")
         self._observer: Observer | None = None
         self._trace: Trace | None = None
@@ -384,7 +391,8 @@ class _Watch(Callback):
     def redirect(self, options: RunOptions) -> RunOptions:
         """The options of a run that writes into the folder of verify, and resumes only what verify has stopped."""
         is_first = self._observer is None
-        has_folder = options.directory is not None or (is_first and (self._stop_after or self._resume))
+        is_resumed = bool(self._payload.get("stop_after", 0) or self._resume)
+        has_folder = options.directory is not None or (is_first and is_resumed)
         directory = self._folder / RUN_FOLDER if has_folder else None
         return dataclasses.replace(options, directory=directory, resume=self._resume if is_first else "")
 
@@ -397,11 +405,7 @@ class _Watch(Callback):
     def on_prepare_end(self, run: Run) -> None:
         """Observes the first run."""
         if self._observer is None:
-            self._observer = Observer(run, self._label, self._steps)
-            if self._stop_after:
-                run.add_callback(_Stop(run, self._stop_after))
-            if self._nudge:
-                nudge(self._observer.model, coarsest_type(run.options), self._nudge)
+            self._observer = _observe(run, self._payload)
 
     def on_close(self, run: Run) -> None:
         """Ends the observation while the process group is still open."""

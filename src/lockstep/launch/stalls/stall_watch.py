@@ -20,7 +20,7 @@ from typing import Any
 
 from lockstep.launch.stalls.report import StallKind, StallVerdict, judge_stall
 from lockstep.launch.stalls.snapshot import Collective, RankSnapshot, Stack, main_stack
-from lockstep.runtime.heartbeat import Beat, Membership, read_beat
+from lockstep.runtime.heartbeat import Beat, Membership, read_beats
 from lockstep.runtime.stack_dump import DUMP_SIGNAL, Mark, recorder_socket, stack_file
 
 _LEARNED = 5.0
@@ -81,9 +81,8 @@ def take_snapshots(
 ) -> list[RankSnapshot]:
     """Returns a snapshot of each rank that has written a heartbeat, by rank; ``processes`` has their process ids."""
     return [
-        _ask(directory, rank, pid, beat, limits.get(rank, SilenceLimit(0.0)))
-        for rank, pid in sorted(processes.items())
-        if (beat := read_beat(directory, rank)) is not None
+        _ask(directory, rank, processes[rank], beat, limits.get(rank, SilenceLimit(0.0)))
+        for rank, beat in read_beats(directory, sorted(processes)).items()
     ]
 
 
@@ -200,7 +199,7 @@ class StallWatch:
         """Returns the stall of the ranks with these process ids, if there is one; cheap while they write heartbeats."""
         if not self._limit:
             return None
-        beats = {rank: beat for rank in processes if (beat := read_beat(self._directory, rank)) is not None}
+        beats = read_beats(self._directory, processes)
         if any(beat.membership is Membership.LEAVING for beat in beats.values()):
             return None  # see ``EarlyExitDetector``
         for rank, beat in beats.items():
