@@ -52,27 +52,18 @@ def _find_photos(
             f"split_by='folders' was asked for, and {root} has no subfolders train and validation "
             "(or val, valid, test)."
         )
+    places = {name: root / folder for name, folder in (folders or {"all": "."}).items()}
+    found = {name: _scan(place, root) for name, place in places.items()}
+    names = _class_names(root, set[str]().union(*found.values()), classes)
+    for name, place in places.items():  # also of a split that is not asked for
+        _check_classes(place, found[name], names)
     if folders:
-        names, parts = _parts_in_folders(root, folders, split, classes)
+        parts = [found[name] for name in folders if split in (name, "all")]
     else:
-        found = _scan(root, root)
-        names = _class_names(root, found, classes)
-        _check_classes(root, found, names)
-        parts = [_divided(found, split, fraction, seed)]
+        parts = [_divided(found["all"], split, fraction, seed)]
     return names, sorted(
         (path, names.index(name)) for part in parts for name, paths in part.items() for path in paths
     )
-
-
-def _parts_in_folders(
-    root: Path, folders: dict[str, str], split: Split, classes: Sequence[str] | str | Path | None
-) -> tuple[tuple[str, ...], list[dict[str, list[str]]]]:
-    """The class names, and the photos of the wanted splits; both splits are checked in any case."""
-    found = {name: _scan(root / folder, root) for name, folder in folders.items()}
-    names = _class_names(root, found["train"] | found["validation"], classes)
-    for name, folder in folders.items():
-        _check_classes(root / folder, found[name], names)
-    return names, [found[name] for name in folders if split in (name, "all")]
 
 
 def _split_folders(root: Path) -> dict[str, str]:
@@ -103,9 +94,8 @@ def _photos_below(folder: Path, root: Path) -> Iterator[str]:
                 yield f"{relative}/{name}" if relative else name
 
 
-def _class_names(
-    root: Path, found: dict[str, list[str]], asked: Sequence[str] | str | Path | None
-) -> tuple[str, ...]:
+def _class_names(root: Path, found: set[str], asked: Sequence[str] | str | Path | None) -> tuple[str, ...]:
+    """The names that were asked for, else those of the folders that were found."""
     if asked is None:
         if not found:
             raise DataError(
@@ -117,7 +107,7 @@ def _class_names(
         raise DataError(
             f"The classes of {root} must be named once each, and there are {len(names)} names: {names}."
         )
-    unknown = sorted(set(found) - set(names))
+    unknown = sorted(found - set(names))
     if unknown:
         raise DataError(
             f"{root} has folders that are not classes: {', '.join(unknown)}. Classes: {', '.join(names)}."
