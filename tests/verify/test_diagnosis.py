@@ -52,6 +52,15 @@ def test_equal_traces_have_no_difference():
     assert compare(trace(), trace(), 0.0).reached == "A"
 
 
+@pytest.mark.parametrize("steps", [2, 4])
+def test_a_run_of_another_number_of_steps_is_not_equal(steps):
+    """A loop over ``epochs // world_size`` had equal bits "after each of 8 steps", of which it had made 4."""
+    found = diagnose(trace(), trace(steps))
+    assert (found.cause, found.step) == (Cause.LENGTH, min(steps, 3))
+    assert found.detail == f"it has {steps} steps, and the reference 3"
+    assert diagnose(trace().since(1), trace(steps).since(1)).detail == found.detail
+
+
 def test_parameters_that_began_differently_come_first():
     other = changed(put("samples", "0", "other"))
     other.start["b"] = "other"

@@ -33,6 +33,12 @@ def test_a_difference_beyond_the_bound_is_not_level_b_however_it_is_explained():
     assert not level_b(1e-4).needs_sensitivity
 
 
+def test_a_run_of_another_number_of_steps_reaches_no_level():
+    for level in ("A", "B"):
+        found = compare(trace(), trace(2, level=level), 0.0)
+        assert (found.reached, found.is_broken) == ("-", True)
+
+
 def test_the_table_compares_with_what_one_device_does_when_its_inputs_change():
     for sensitivity, said in (
         (0.2, "this model enlarges rounding that much"),
@@ -70,10 +76,10 @@ def test_the_table_says_how_many_steps_were_made():
 
 
 def test_what_a_resumed_run_warns_of_is_shown_and_what_every_run_warns_of_is_not():
-    reference, resumed = trace(memory=[1], warnings=["slow"]), trace(memory=[1], warnings=["slow", "lost"])
-    resumed.label, resumed.first = "1, then 2", 1
-    same = trace(memory=[1], warnings=["other"])
-    lines = table([compare(reference, each, 0.0) for each in (reference, same, resumed)]).splitlines()
+    reference, same = trace(memory=[1], warnings=["slow"]), trace(memory=[1], warnings=["other"])
+    resumed = trace(memory=[1], warnings=["slow", "lost"], label="1, then 2").since(1)
+    compared = [compare(reference.since(each.first), each, 0.0) for each in (reference, same, resumed)]
+    lines = table(compared).splitlines()
     assert lines[5] == "1, then 2: lost"
     assert "slow" not in "".join(lines) and "other" not in "".join(lines)
 

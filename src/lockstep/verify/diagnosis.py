@@ -12,7 +12,7 @@ import statistics
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from lockstep.text import numbered
+from lockstep.text import numbered, plural
 from lockstep.verify.trace import StepTrace, Trace
 
 
@@ -140,7 +140,15 @@ def diagnose(reference: Trace, other: Trace, *, repeats: bool | None = None) -> 
             if found is not None and step.cause in _EXPLAINED_BY_CONTEXT:
                 return replace(step, cause=found.cause, detail=found.detail)
             return step
-    return None
+    return other_length(reference.first + len(reference.steps), other.first + len(other.steps))
+
+
+def other_length(reference: int, other: int) -> Diagnosis | None:
+    """Finds that a run has another number of steps than the reference."""
+    if other == reference:
+        return None
+    detail = f"it has {plural(other, 'step')}, and the reference {reference}"
+    return Diagnosis(Cause.LENGTH, min(other, reference), "the loop", detail)
 
 
 _EXPLAINED_BY_CONTEXT = (

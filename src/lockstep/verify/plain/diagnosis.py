@@ -12,8 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from lockstep.errors import ConfigError
-from lockstep.text import plural
-from lockstep.verify.diagnosis import PREPARED_OTHERWISE, Cause, Diagnosis
+from lockstep.verify.diagnosis import PREPARED_OTHERWISE, Cause, Diagnosis, other_length
 from lockstep.verify.plain import checks, gradients, samples
 from lockstep.verify.plain.checks import Pair, vector
 from lockstep.verify.plain.record import Recording
@@ -164,14 +163,13 @@ LEVEL = "B"
 
 def compare_plain(reference: Recording, other: Recording, label: str, *, again: Recording) -> Comparison:
     """Compares a run with the reference: A for equal bits, B for rounding, and - for more than that."""
-    found = diagnose_plain(reference, other, again=again)
-    if found is None and other.length == reference.length:
+    found, reached = diagnose_plain(reference, other, again=again), "B"
+    if beyond_rounding(Pair(reference, other)) is not None:
+        reached = "-"
+    elif (length := other_length(reference.length, other.length)) is not None:
+        reached, found = "-", length
+    if found is None:
         return Comparison(trace_of(other, label), "A")
-    reached = "-" if beyond_rounding(Pair(reference, other)) is not None else "B"
-    if reached == "B" and other.length != reference.length:
-        last = min(other.length, reference.length)
-        detail = f"it has {plural(other.length, 'step')}, and the reference {reference.length}"
-        reached, found = "-", Diagnosis(Cause.LENGTH, last, "the loop", detail)
     return Comparison(trace_of(other, label), reached, _difference(reference, other), found)
 
 
