@@ -2,6 +2,7 @@ import dataclasses
 import random
 import re
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -103,12 +104,14 @@ def test_a_sampler_of_a_part_becomes_a_subset():
     assert source.shuffle is True
 
 
-@pytest.mark.parametrize("kind", [SequentialSampler, RandomSampler])
+@pytest.mark.parametrize(
+    "kind", [SequentialSampler, RandomSampler, partial(DistributedSampler, num_replicas=2, rank=0)]
+)
 def test_a_sampler_of_fewer_samples_than_there_are_narrows_the_data_set(kind):
     """A loader with ``RandomSampler(range(10))`` was read in all of its forty samples."""
     source = adopt(DataLoader(DATA, batch_size=4, sampler=kind(range(10))))
     assert [int(source.dataset[number][0]) for number in range(len(source.dataset))] == list(range(10))
-    assert source.shuffle == (kind is RandomSampler)
+    assert source.shuffle == (kind is not SequentialSampler)
     heavy = adopt(
         DataLoader(DATA, sampler=RandomSampler(range(10), replacement=True, num_samples=50))
     ).dataset

@@ -399,9 +399,12 @@ def _left_out(loader: DataLoader[Any], generator: torch.Generator | None) -> tup
 def _adopt_sampler(sampler: Any, dataset: Any, collate: Collate | None) -> tuple[Any, bool, tuple[str, ...]]:
     """The data set, narrowed to what the sampler visits; True if it is shuffled; notes for the log."""
     kind = _kind_of(sampler)
-    if kind in (SequentialSampler, RandomSampler):
-        count = len(sampler.data_source)  # it may be of something else, as RandomSampler(range(100)) is
+    if kind in (SequentialSampler, RandomSampler, DistributedSampler):
+        # it may be of something else, as RandomSampler(range(100)) is
+        count = len(sampler.dataset if kind is DistributedSampler else sampler.data_source)
         visited = dataset if count == len(dataset) else Subset(dataset, list(range(count)))
+        if kind is DistributedSampler:
+            return visited, bool(sampler.shuffle), (_replaced(sampler),)
         if kind is SequentialSampler:
             return visited, False, ()
         if sampler.replacement:
@@ -411,20 +414,20 @@ def _adopt_sampler(sampler: Any, dataset: Any, collate: Collate | None) -> tuple
         return visited, True, ()
     if kind is SubsetRandomSampler:
         return Subset(dataset, list(map(int, sampler.indices))), True, ()
-    if kind is DistributedSampler:
-        said = (
-            f"The DistributedSampler (shuffle={sampler.shuffle}, drop_last={sampler.drop_last}, "
-            f"seed={sampler.seed}) is replaced by the run's sample plan: the run's seed decides the order, "
-            "no sample is read twice to fill up a rank, and set_epoch is not needed."
-            + " The last batch of an epoch is left out where it is not full."
-            * sampler.drop_last
-        )
-        return dataset, bool(sampler.shuffle), (said,)
     if kind is WeightedRandomSampler:
         if not sampler.replacement:
             raise _refused(sampler, "draws each sample once, the heavier ones earlier", _WEIGHTS)
         return Weighted(dataset, sampler.weights, sampler.num_samples, collate=collate), True, ()
     raise _refused(sampler, "has its own order", _ONCE)
+
+
+def _replaced(sampler: DistributedSampler[Any]) -> str:
+    last = " The last batch of an epoch is left out where it is not full." if sampler.drop_last else ""
+    return (
+        f"The DistributedSampler (shuffle={sampler.shuffle}, drop_last={sampler.drop_last}, seed={sampler.seed}) is "
+        "replaced by the run's sample plan: the run's seed decides the order, no sample is read twice to fill up a "
+        f"rank, and set_epoch is not needed.{last}"
+    )
 
 
 _SETS = (Dataset, DataLoader)

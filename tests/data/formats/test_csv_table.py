@@ -42,6 +42,7 @@ def test_chosen_columns_delimiter_and_a_number_as_the_target(tmp_path):
     [
         (TEXT.replace("-4e-2", "x"), r"t\.csv, line 4: column 'b' holds 'x', which is not a finite float32"),
         (TEXT.replace("-4e-2", "nan"), "line 4: column 'b' holds 'nan'"),
+        (TEXT.replace("-4e-2", "4_2"), "line 4: column 'b' holds '4_2'"),
         (TEXT.replace("-4e-2", "1e39"), "line 4: column 'b' holds '1e39'"),
         (TEXT.replace("5,6,", "5,"), "line 5: 2 columns, and the header has 3"),
         (TEXT.replace("tulip", "lily"), "line 4: column 'kind' holds 'lily'"),

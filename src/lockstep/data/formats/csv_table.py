@@ -137,7 +137,7 @@ class CSVTable(TensorDataset):
 
     def _number(self, text: str, line: int, column: str) -> float:
         try:
-            number = float(text)
+            number = math.nan if "_" in text else float(text)  # to Python 1_000 is a number
         except ValueError:
             number = math.nan
         if not abs(number) <= _LARGEST:
