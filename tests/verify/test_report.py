@@ -39,6 +39,14 @@ def test_a_run_of_another_number_of_steps_reaches_no_level():
         assert (found.reached, found.is_broken) == ("-", True)
 
 
+def test_what_is_changed_after_the_last_step_is_not_equal():
+    """A script that divided its weights by the number of processes at the end had equal bits."""
+    found = compare(trace(), trace(), 0.5)
+    assert (found.reached, found.is_broken) == ("-", True)
+    assert found.diagnosis.text.startswith("step 3, the parameters: values changed")
+    assert found.diagnosis.detail == "after the last step, by 5.0e-01"
+
+
 def test_the_table_compares_with_what_one_device_does_when_its_inputs_change():
     for sensitivity, said in (
         (0.2, "this model enlarges rounding that much"),

@@ -85,6 +85,9 @@ def compare(
     if other.refused:
         return Comparison(other, "")
     found = diagnose(reference, other, repeats=repeats)
+    if found is None and difference:
+        last, detail = other.first + len(other.steps), f"after the last step, by {difference:.1e}"
+        found = Diagnosis(Cause.STALE, last, "the parameters", detail)
     if found is None:
         return Comparison(other, "A")
     if other.level == "C":
