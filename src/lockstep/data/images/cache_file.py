@@ -64,10 +64,8 @@ class RecordFile:
             self._bytes: Bytes = np.frombuffer(
                 mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY), dtype=np.uint8
             )
-        self.arrays = _index(self._bytes, path)
+        self.arrays, self._starts, self._sums = _index(self._bytes, path)
         """The arrays given to ``RecordWriter.finish``."""
-        self._starts = self.arrays.pop(_STARTS)
-        self._sums = self.arrays.pop(_SUMS, np.empty(0, dtype=np.uint32))
         self._is_verified = np.zeros(len(self), dtype=bool)
 
     def __len__(self) -> int:
@@ -76,11 +74,6 @@ class RecordFile:
     def __getitem__(self, number: int) -> Bytes:
         """The bytes of a record, where they lie."""
         return self._bytes[int(self._starts[number]) : int(self._starts[number + 1])]
-
-    @property
-    def has_sums(self) -> bool:
-        """True if it has a checksum of each record; files of earlier versions have none."""
-        return len(self._sums) == len(self)
 
     def verified(self, number: int) -> Bytes | None:
         """The bytes of a record, whose checksum is compared the first time in a process; None where it differs."""
@@ -147,7 +140,10 @@ def writing(path: Path, *, alone: bool = True) -> Iterator[RecordWriter]:
             aside.unlink()
 
 
-def _index(content: Bytes, path: Path) -> dict[str, npt.NDArray[Any]]:
+def _index(
+    content: Bytes, path: Path
+) -> tuple[dict[str, npt.NDArray[Any]], npt.NDArray[Any], npt.NDArray[Any]]:
+    """The given arrays, and where records start and their checksums, which files of earlier versions do not have."""
     start, size, digest, mark = _FOOTER.unpack(content[-_FOOTER.size :].tobytes())
     index = content[start : start + size].tobytes()
     whole = start + size + _FOOTER.size == len(content)
@@ -155,7 +151,8 @@ def _index(content: Bytes, path: Path) -> dict[str, npt.NDArray[Any]]:
         raise ValueError(f"{path} is not a complete photo cache file")
     try:
         with np.load(io.BytesIO(index), allow_pickle=False) as arrays:
-            return {name: arrays[name] for name in arrays.files}
+            found = {name: arrays[name] for name in arrays.files}
+            return found, found.pop(_STARTS), found.pop(_SUMS)
     except (zipfile.BadZipFile, KeyError) as error:
         raise ValueError(f"{path} has no index: {error}") from error
 

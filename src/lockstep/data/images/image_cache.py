@@ -344,8 +344,6 @@ def _current(file: Path, photos: PhotoStore) -> RecordFile | None:
         records = RecordFile(file)
     except (OSError, ValueError):
         return None
-    if not records.has_sums:  # of an earlier version
-        return None
     noted, found = records.arrays["states"], photos.states()
     if noted.shape != found.shape or not np.array_equal(noted[:, 0], found[:, 0]):
         return None
