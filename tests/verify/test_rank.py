@@ -95,6 +95,12 @@ def test_a_script_that_ends_before_is_observed_so_far(watched):
     assert 3 < len(trace.steps) < 99
 
 
+def test_runs_after_the_first_are_counted_since_they_are_not_observed(watched):
+    closing = OWN_LOOP.replace("run.epochs(3)", "run.epochs(1)") + "run.close()\n"
+    assert Trace.read(watched(closing, "one", steps=99) / "trace.json").further_runs == 0
+    assert Trace.read(watched(closing + closing, "two", steps=99) / "trace.json").further_runs == 1
+
+
 def test_records_go_where_verify_wants_them(watched, tmp_path):
     folder = watched(PLAIN, "plain", "1", steps=3)
     assert Recording.read(folder / "records").length == 3

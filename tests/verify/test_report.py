@@ -75,6 +75,11 @@ def test_the_table_counts_equal_layouts_and_names_the_differences():
     assert lines[7].startswith("1 of 2 layouts have the bits of one device after each of 3 steps")
 
 
+def test_the_table_says_that_further_runs_of_a_script_were_not_compared():
+    text = table([compare(trace(), trace(memory=[1], further_runs=2), 0.0)])
+    assert "The script begins 3 runs with lockstep.init; the first alone was compared." in text
+
+
 def test_the_table_says_how_many_steps_were_made():
     """A script may end before the number of steps that was asked for."""
     short = trace(memory=[1])

@@ -387,6 +387,7 @@ class _Watch(Callback):
         self._resume = payload.get("resume", "")
         self._observer: Observer | None = None
         self._trace: Trace | None = None
+        self._further_runs = 0
 
     def redirect(self, options: RunOptions) -> RunOptions:
         """The options of a run that writes into the folder of verify, and resumes only what verify has stopped."""
@@ -400,12 +401,16 @@ class _Watch(Callback):
         """The trace, if a run was observed. Collective."""
         if self._trace is None and self._observer is not None and self._observer.trace.steps:
             self._trace = self._observer.finish(self._folder / "final.safetensors")
+        if self._trace is not None:
+            self._trace.further_runs = self._further_runs
         return self._trace
 
     def on_prepare_end(self, run: Run) -> None:
         """Observes the first run."""
         if self._observer is None:
             self._observer = _observe(run, self._payload)
+        elif run is not self._observer.run:
+            self._further_runs += 1
 
     def on_close(self, run: Run) -> None:
         """Ends the observation while the process group is still open."""

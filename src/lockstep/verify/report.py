@@ -125,6 +125,10 @@ def table(comparisons: Sequence[Comparison]) -> str:
     ]
     if reference.trace.refused:
         return "\n".join([*lines, "No layout was compared."])
+    if further := reference.trace.further_runs:
+        lines.append(
+            f"The script begins {1 + further} runs with lockstep.init; the first alone was compared."
+        )
     steps, last = len(reference.trace.steps), float.fromhex(reference.trace.steps[-1].loss)
     after = f"each of {steps} steps; the loss of the last is" if steps > 1 else "the only step, whose loss is"
     lines.append(f"{len(equal)} of {len(ran)} layouts have the bits of one device after {after} {last:.6g}.")
@@ -152,6 +156,7 @@ def as_json(comparisons: Sequence[Comparison]) -> str:
             "memory": each.trace.memory,
             "sent": each.trace.sent,
             "warnings": each.trace.warnings,
+            "further_runs": each.trace.further_runs,
         }
         for each in comparisons
     ]

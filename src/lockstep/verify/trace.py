@@ -90,6 +90,8 @@ class Trace:
     """True if it was refused while it trained, which is a finding about the program."""
     warnings: list[str] = field(default_factory=list)
     """The warnings of Lockstep on the main process."""
+    further_runs: int = 0
+    """Runs that the script has begun after this one, which are not observed."""
 
     def since(self, step: int) -> Trace:
         """The part of the trace from a step on."""
