@@ -272,21 +272,17 @@ class TarShards(EncodedPairs):
     def _column(self, endings: Sequence[str]) -> Indices:
         """The one member of each sample that has one of the endings."""
         index: TarIndex = self._index
-        wanted = {place for place, ending in enumerate(index.kinds.tolist()) if ending in endings}
-        kinds, first = index.kind.tolist(), index.first.tolist()
-        found = []
-        for sample in range(len(self)):
-            members = [
-                member for member in range(first[sample], first[sample + 1]) if kinds[member] in wanted
-            ]
-            if len(members) != 1:
-                raise DataError(
-                    f"The sample {self.sample_path(sample)} has {len(members)} members that end in "
-                    f"{' or '.join(endings)}, and exactly one is needed. Endings in these shards: "
-                    f"{', '.join(sorted(index.kinds.tolist()))}. Name them with input= and label=."
-                )
-            found += members
-        return np.array(found, dtype=np.int64)
+        is_wanted = np.isin(index.kinds, endings)[index.kind]
+        counts = np.add.reduceat(is_wanted, index.first[:-1], dtype=np.int64)
+        wrong = np.flatnonzero(counts != 1)
+        if len(wrong):
+            sample = int(wrong[0])
+            raise DataError(
+                f"The sample {self.sample_path(sample)} has {counts[sample]} members that end in "
+                f"{' or '.join(endings)}, and exactly one is needed. Endings in these shards: "
+                f"{', '.join(sorted(index.kinds.tolist()))}. Name them with input= and label=."
+            )
+        return np.flatnonzero(is_wanted)
 
     def _label(self, sample: int, member: int) -> int:
         content = self._content(sample, member) if self._index.size[member] <= _LONGEST_LABEL else b""

@@ -233,16 +233,12 @@ def _of_loss(
     mine = {s: v for _, each in pair.reference.batches(step) for s, v in zip(each.samples, each.losses)}
     factors: dict[int, list[tuple[Sample, float]]] = {}
     for rank, batch in batches:
-        known = [
-            (mine.get(sample, 0.0), value, n)
-            for n, (sample, value) in enumerate(zip(batch.samples, batch.losses))
-        ]
-        targets = batch.targets or list(range(len(batch.samples)))
-        factors.setdefault(rank, []).extend(
-            (targets[n], value / before) for before, value, n in known if before
-        )
+        targets = batch.targets or range(len(batch.samples))
+        for sample, value, target in zip(batch.samples, batch.losses, targets):
+            if before := mine.get(sample):
+                factors.setdefault(rank, []).append((target, value / before))
     tolerance = 10 * pair.tolerance
-    ranges = {rank: [factor for _, factor in each] for rank, each in factors.items() if each}
+    ranges = {rank: [factor for _, factor in each] for rank, each in factors.items()}
     even = [rank for rank, each in ranges.items() if max(each) - min(each) <= tolerance * abs(max(each))]
     if len(even) == len(ranges):
         listed = ", ".join(f"{ranges[rank][0]:.4g} times on rank {rank}" for rank in even)
