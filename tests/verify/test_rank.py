@@ -108,6 +108,13 @@ def test_records_go_where_verify_wants_them(watched, tmp_path):
     assert Recording.read(watched(PLAIN, "short", "1", steps=9) / "records").length == 5
 
 
+def test_a_second_recorder_is_refused(watched):
+    """Both wrote into one file, and the steps of two models were compared as those of one."""
+    two = PLAIN.replace("for step in", 'other = Recorder("more", model, optimizer)\nfor step in')
+    with pytest.raises(ConfigError, match="the script makes a second one"):
+        watched(two, "two", "1", steps=3)
+
+
 def test_plain_runs_are_compared_like_layouts(watched):
     reference, again, twice = (
         Recording.read(watched(PLAIN, name, factor, steps=4) / "records")

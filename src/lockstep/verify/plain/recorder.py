@@ -82,12 +82,14 @@ class Sketcher:
         return functional.pad(values * signs, (0, missing)).view(-1, LENGTH).sum(0)
 
 
-@dataclass(frozen=True)
+@dataclass
 class RecordingRequest:
     """The folder and number of steps that ``lockstep verify`` requests from a script."""
 
     folder: Path
     steps: int
+    is_taken: bool = False
+    """True once a Recorder writes there."""
 
 
 class StopRecording(BaseException):
@@ -294,6 +296,8 @@ class Recorder:
         _require_arguments(folder, self._model, optimizers, first_step, loss)
         _require_plain(self._model, optimizers)
         session = requested.get()
+        if session is not None:
+            _take(session)
         self._enough = session.steps if session is not None else None
         rank, world_size = _rank_and_world_size()
         self._path = Path(session.folder if session is not None else folder) / f"rank-{rank:03d}.jsonl"
@@ -446,6 +450,15 @@ class Recorder:
     def _call(self, name: str, before: str, after: str) -> None:
         if self._step is not None:
             self._step.calls.append((name, before, after))
+
+
+def _take(request: RecordingRequest) -> None:
+    if request.is_taken:
+        raise ConfigError(
+            "lockstep verify compares what one Recorder records, and the script makes a second one. Leave one of them "
+            "out, and verify the script once more with the other."
+        )
+    request.is_taken = True
 
 
 def _require_arguments(
