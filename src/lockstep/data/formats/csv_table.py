@@ -58,10 +58,13 @@ class CSVTable(TensorDataset):
         if classes is not None:
             self.classes = class_names(classes)
         self._numbers = {name: float(label) for label, name in enumerate(self.classes)}
+        self._by_name: dict[bool, int] = {}
+        """The first lines whose labels are given by name, and by number."""
         try:
             inputs, targets = self._load(columns, delimiter)
         except (UnicodeDecodeError, csv.Error) as error:
             raise DataError(f"{self.path} cannot be read as CSV in UTF-8: {error}") from error
+        self._check_names()
         if self.classes:
             fractions = torch.nonzero(targets != targets.round())
             if len(fractions):
@@ -133,7 +136,19 @@ class CSVTable(TensorDataset):
 
     def _label(self, text: str, line: int) -> float:
         label = self._numbers.get(text.strip())
+        self._by_name.setdefault(label is not None, line)
         return self._number(text, line, self.label) if label is None else label
+
+    def _check_names(self) -> None:
+        """Refuses names that are the numbers of other classes where labels are given both ways."""
+        numbers = {f"{label:g}": name for name, label in self._numbers.items()}
+        odd = next((name for name in self.classes if numbers.get(name, name) != name), None)
+        if odd is not None and len(self._by_name) == 2:
+            raise DataError(
+                f"{self.path} gives the label in line {self._by_name[True]} by the name of its class and the one in "
+                f"line {self._by_name[False]} by its number, and class {self._numbers[odd]:g} has the name {odd!r}. "
+                "Give all labels by name, or the classes other names."
+            )
 
     def _number(self, text: str, line: int, column: str) -> float:
         try:
