@@ -78,5 +78,7 @@ def test_files_that_are_no_tables_are_refused(tmp_path):
     (tmp_path / "b.csv").write_bytes(b"a,kind\n\xff\xfe,0\n")
     with pytest.raises(DataError, match=r"b\.csv cannot be read as CSV in UTF-8"):
         CSVTable(tmp_path / "b.csv", "kind")
+    with pytest.raises(ConfigError, match="two of one name"):
+        CSVTable(tmp_path / "b.csv", "kind", classes=["a", "b", "a"])
     with pytest.raises(ConfigError, match="one character"):
         CSVTable(tmp_path / "b.csv", "kind", delimiter="::")

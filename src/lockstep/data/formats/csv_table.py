@@ -58,6 +58,10 @@ class CSVTable(TensorDataset):
         if classes is not None:
             self.classes = class_names(classes)
         self._numbers = {name: float(label) for label, name in enumerate(self.classes)}
+        if len(self._numbers) < len(self.classes):
+            raise ConfigError(
+                f"CSVTable was given classes={list(self.classes)}, two of one name. Name each once."
+            )
         self._by_name: dict[bool, int] = {}
         """The first lines whose labels are given by name, and by number."""
         try:

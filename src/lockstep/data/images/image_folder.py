@@ -68,7 +68,7 @@ def _find_photos(
 
 def _split_folders(root: Path) -> dict[str, str]:
     """The folders of the two splits by split, or nothing if there are not both."""
-    present = {path.name.lower(): path.name for path in root.iterdir() if path.is_dir()}
+    present = {path.name.lower(): path.name for path in sorted(root.iterdir()) if path.is_dir()}
     train = [present[name] for name in _TRAIN if name in present]
     validation = [present[name] for name in _VALIDATION if name in present]
     return {"train": train[0], "validation": validation[0]} if train and validation else {}
