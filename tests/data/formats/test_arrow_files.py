@@ -123,3 +123,15 @@ def test_one_sentence_where_pyarrow_is_missing(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ConfigError, match=r"ArrowFiles needs pyarrow, .* Install it: pip install pyarrow\."):
         ArrowFiles(tmp_path, "x", "label")
+
+
+def test_an_integer_that_int64_cannot_hold_is_refused(tmp_path):
+    """It became negative, and a list with one floats of seven digits, in silence."""
+    content = pa.table(
+        {"x": pa.array([[1, 2], [1 << 63, 2], [1 << 63]], pa.list_(pa.uint64())), "label": [0, 1, 1]}
+    )
+    reader = SampleReader(ArrowFiles(write(tmp_path / "a.arrow", content), "x", "label"), seed=0)
+    assert reader.read(0, np.array([0]))[0].tolist() == [[1, 2]]
+    for index in (1, 2):
+        with pytest.raises(DataError, match=rf"Sample {index} .* an integer of 2\^63 or more"):
+            reader.read(0, np.array([index]))

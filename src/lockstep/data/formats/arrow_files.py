@@ -51,7 +51,7 @@ def files_of_kind(
 def as_value(cell: Any) -> Any:
     """Numbers and lists of numbers as tensors (float32, or int64 of whole numbers); anything else as it is.
 
-    ``DataError`` for an empty cell or a list of unequal lists.
+    ``DataError`` for an empty cell, a list of unequal lists, or an integer that int64 cannot hold.
     """
     if cell is None:
         raise DataError("the cell is empty")
@@ -60,6 +60,9 @@ def as_value(cell: Any) -> Any:
             array = np.asarray(cell)
         except ValueError as error:
             raise DataError(f"the cell's lists are of unequal lengths: {error}") from error
+        # of a number that is too large NumPy makes uint64, and of several numbers with such a one float64
+        if array.dtype.kind in "uf" and np.any(array >= 2.0**63) and _is_too_large(cell):
+            raise DataError("the cell holds an integer of 2^63 or more, which int64 cannot hold")
         if array.dtype.kind in "iub":
             return torch.from_numpy(np.atleast_1d(array).astype(np.int64)).reshape(array.shape)
         if array.dtype.kind == "f":
@@ -88,6 +91,12 @@ def whole_numbers(column: Any, where: str) -> npt.NDArray[np.int64]:
 
 def _holds_none(cell: Any) -> bool:
     return any(_holds_none(each) for each in cell) if isinstance(cell, list) else cell is None
+
+
+def _is_too_large(cell: Any) -> bool:
+    return (
+        any(map(_is_too_large, cell)) if isinstance(cell, list) else isinstance(cell, int) and cell >= 1 << 63
+    )
 
 
 _SUFFIXES = (".parquet", ".arrow", ".feather")
