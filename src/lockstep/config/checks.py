@@ -1,6 +1,6 @@
 """Checks of single settings: each returns what is wrong with a value, or None.
 
-``check_fields`` checks a whole dataclass by the types of its fields, and ``from_plain`` reads one back from JSON by them.
+``check_fields`` checks a whole dataclass by the types of its fields, and ``from_plain`` reads one back from JSON so.
 """
 
 from __future__ import annotations
