@@ -173,6 +173,44 @@ def test_backward_passes_over_one_batch_are_numbered():
     assert numbers == [0, 1] * STEPS
 
 
+def backward(course, batch, waiting=()):
+    number = course.begin_backward(batch.plan, waiting)
+    course.end_backward(batch.plan)
+    return number
+
+
+@pytest.mark.parametrize("in_epochs", [False, True])
+def test_steps_taken_ahead_are_done_once_their_backward_passes_have_run(in_epochs):
+    """They counted when the next batch was taken, and the last ones had the numbers of second passes."""
+    course = EpochLoop()
+    for epoch in course.epochs(2) if in_epochs else range(2):
+        walk = course.steps(read, lambda: None)
+        course.steps_left(STEPS)
+        first, second = next(walk), next(walk)
+        assert backward(course, first) == 0
+        course.count_step()  # as in a save
+        assert place(course) == (epoch, 1, epoch * STEPS + 1, True)
+        (third,) = walk
+        assert backward(course, second) == 0
+        assert place(course) == (epoch, 2, epoch * STEPS + 2, True)
+        assert backward(course, second) == 1
+        assert backward(course, third) == 0
+        assert course.position.step == (epoch + 1) * STEPS
+    again = taken_up(course)
+    assert again.position.step == 2 * STEPS
+    assert [list(steps(again)) for _ in again.epochs(2)] == [[]] * (not in_epochs)
+
+
+def test_a_batch_kept_for_a_common_step_leaves_the_numbers_of_passes_as_they_are():
+    course = EpochLoop()
+    walk = course.steps(read, lambda: None)
+    course.steps_left(STEPS)
+    kept, current = next(walk), next(walk)
+    assert [backward(course, kept), backward(course, current, [1]), backward(course, kept)] == [0, 1, 2]
+    assert next(walk).plan.position == 2
+    assert place(course) == (0, 2, 2, True)
+
+
 def test_a_second_loop_in_one_epoch_is_refused_rather_than_empty():
     course = EpochLoop()
     with pytest.raises(ConfigError, match=r"again in epoch 0.*ConcatDataset"):

@@ -323,3 +323,44 @@ def test_groups_that_the_loop_has_added_to_an_optimizer_are_there_after_a_stop(p
     assert compare(expected, found, phases[-1]).what == "equal", found
     again = run_trial(BEGIN + ADDED.replace("GUARD", ""), phases, 40, WORLDS)
     assert again.how == "refused" and "under if not run.position.done" in again.message, again
+
+
+TAKEN_AHEAD = """
+def make():
+    return layers(nn.Dropout(0.2))
+def ahead(steps):
+    before = next(steps)
+    for batch in steps:
+        yield before
+        before = batch
+    yield before
+def unpacked(steps):
+    (batch,) = steps
+    return [batch]
+def train(run, epochs):
+    global found
+    found = {}
+    model = make()
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    for epoch in run.epochs(epochs):
+        for batch in TAKEN(run.batches(data)):
+            found[f"e{epoch}s{batch.plan.step} loss"] = float(run.backward(batch, F.cross_entropy)).hex()
+            optimizer.step()
+            optimizer.zero_grad()
+        found[f"e{epoch} evaluated"] = run.evaluate(data, F.cross_entropy)
+    found["fingerprint"] = run.fingerprint()
+    return found
+"""
+
+
+@pytest.mark.parametrize(("taken", "stop"), [("ahead", 1), ("list", 2), ("list", 3), ("unpacked", 1)])
+def test_a_loop_that_takes_batches_ahead_goes_on_where_it_was(taken, stop):
+    """Steps counted as done when the next batch was taken: the resumed run left one out, in silence."""
+    text = (
+        BEGIN.replace("40, 6", "16, 6").replace("arange(40)", "arange(16)") if taken == "unpacked" else BEGIN
+    ) + TAKEN_AHEAD
+    expected = run_trial(text.replace("TAKEN", "iter"), [SINGLE], 40, WORLDS)
+    assert expected.how == "ran", expected
+    found = run_trial(text.replace("TAKEN", taken), [stopped(DDP, stop), SINGLE], 40, WORLDS)
+    verdict = compare(expected, found, SINGLE)
+    assert verdict.what == "equal", (verdict.said, verdict.traceback)

@@ -7,6 +7,9 @@
 Leaving the steps early ends the epoch if the loop over ``epochs`` goes on; otherwise a run can resume there. The code
 after the last step of an epoch, such as an evaluation, can run again: ``go_back`` moves to the end of the steps, from
 where a resumed run repeats it.
+
+A loop may take batches ahead, as ``(batch,) = run.batches(data)``, ``list(run.batches(data))`` and prefetchers do. Its
+steps are done once their own backward passes have run, whichever batch was taken last.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from numbers import Integral
 from types import GeneratorType
 from typing import Any
 
+from lockstep.core.plan import StepPlan
 from lockstep.data.batch import Batch
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.run.loop_variables import LoopState
@@ -135,6 +139,8 @@ class EpochLoop:
         self._current: Batch | None = None
         self.backward_passes = 0
         """How many over the current step are done."""
+        self._is_ahead, self._unused_from = False, 0
+        """Whether the loop takes batches ahead; and the step from which on none had a backward pass."""
         self.is_resumed = False
         """True where the position comes from a checkpoint, until the first loop over steps."""
         self._walk = self._epoch_loops = 0
@@ -299,11 +305,9 @@ class EpochLoop:
         following = self.position.epoch + 1
         return following if self.in_epochs and following <= self._last_epoch else None
 
-    @property
-    def is_at_last_step(self) -> bool:
-        """True within the last step of a loop over ``epochs``."""
-        is_last = self.in_epochs and self.position.epoch == self._last_epoch
-        return is_last and self._current is not None and self._current.plan.position == self._last_place
+    def is_last_step(self, plan: StepPlan) -> bool:
+        """True for the last step of a loop over ``epochs``."""
+        return self.in_epochs and (plan.epoch, plan.position) == (self._last_epoch, self._last_place)
 
     @property
     def is_after_last_step(self) -> bool:
@@ -314,9 +318,37 @@ class EpochLoop:
         """Counts the current step as done, once; before its backward pass it is still to be done."""
         if self._current is None or not (self.backward_passes or even_if_unused):
             return
-        self.position.done = self._current.plan.position + 1
-        self.position.step += 1
+        if not self._is_ahead:
+            self.position.done = self._current.plan.position + 1
+            self.position.step += 1
         self._current = None
+
+    def begin_backward(self, plan: StepPlan, waiting: object = ()) -> int:
+        """How many backward passes over its step came before one that begins now.
+
+        Args:
+            plan: that of its batch, which may have been taken before others.
+            waiting: true where it adds to gradients that no step has used.
+        """
+        if plan.step >= self._unused_from:
+            current = self._current
+            self._is_ahead = current is None or current.plan.step != plan.step
+            if self.backward_passes and (self._is_ahead or not waiting):
+                self.backward_passes = 0
+        return self.backward_passes
+
+    def end_backward(self, plan: StepPlan) -> None:
+        """Counts a backward pass, and its step as done where the loop takes batches ahead."""
+        self.backward_passes += 1
+        self._unused_from = max(self._unused_from, plan.step + 1)
+        if not self._is_ahead or plan.step + 1 < self._unused_from:
+            return
+        is_last = plan.position >= self._last_place
+        for position in filter(None, (self.position, self._back)):
+            position.epoch, position.done, position.step = plan.epoch, plan.position + 1, plan.step + 1
+        self.position.inside = not is_last
+        if is_last and self._current is None:
+            self.end_epoch()
 
     def _next_epoch(self) -> None:
         position = self.position

@@ -312,7 +312,7 @@ class Run:
         self._precision.require_settings()
         gradients.begin_backward()
         plan, heartbeat, events = batch.plan, self._session.heartbeat, self._events
-        key = self._loop.backward_passes * self.options.micro_batches
+        key = self._loop.begin_backward(plan, gradients) * self.options.micro_batches
         rows, own = len(plan.indices[0]), len(batch.micro_batches)
         heartbeat.begin_step(plan.epoch, plan.step, plan.packed, rows, own)
         function = exact(loss) if metrics is None else metrics.loss_of(loss)
@@ -323,7 +323,7 @@ class Run:
         opened = BackwardPass(compute, gradients.scale, code)
         after, least, latest = self.rehearsals.due.get(code_of(loss), (-1, 0, None))
         is_due = plan.epoch > after and plan.step >= least
-        is_due |= latest is not None and (plan.step >= latest or self._loop.is_at_last_step)
+        is_due |= latest is not None and (plan.step >= latest or self._loop.is_last_step(plan))
         try:
             if rehearse and is_due:
                 rehearsed = replace(compute, function=stand_in) if whole_batch else compute
@@ -346,7 +346,7 @@ class Run:
         randomness.end_step(plan.step)
         self._results.add(opened.result, plan)
         gradients.end_backward()
-        self._loop.backward_passes += 1
+        self._loop.end_backward(plan)
         opened.compute.end()
         for are_ready in events.gradients_ready:
             are_ready(batch, opened.result.loss)
