@@ -173,7 +173,6 @@ def test_entries_of_the_loss_are_those_of_the_undivided_batch():
         (parts, ["lost"], {}, "has no 'lost'. Return a dict with 'loss', 'lost'"),
         (nn.CrossEntropyLoss(), ["size"], {}, "returned is a Tensor. Return a dict with 'loss', 'size'"),
         (lambda o, t: {"cross": o.mean()}, ["cross"], {}, "has no 'loss'"),
-        (parts, "size", {"whole_batch": True}, "with whole_batch=True it is called for the whole batch"),
         (lambda o, t: {"loss": o.mean(), "f1": f1(o, t)}, ["f1"], {}, "'f1' is no mean"),
     ],
 )

@@ -43,6 +43,12 @@ def clip(output, target):
     return (F.cross_entropy(similar, numbers) + F.cross_entropy(similar.T, numbers)) / 2
 
 
+def with_hits(output, target):
+    """The loss, and how often the other embedding of a sample is the nearest of the batch."""
+    found = (output[0] @ output[1].T).argmax(1) == torch.arange(len(output[0]))
+    return {"loss": clip(output, target), "hits": (found.sum(), len(found))}
+
+
 def pairs():
     generator = torch.Generator().manual_seed(2)
     a, b = torch.randn(SAMPLES, 6, generator=generator), torch.randn(SAMPLES, 4, generator=generator)
@@ -62,7 +68,8 @@ def train(world, strategy="single", micro_batches=8, dropout=0.2, **options):
     logging.getLogger("lockstep.run.checks.rehearsal").addHandler(handler)
     for _ in run.epochs(2):
         for batch in run.batches(pairs()):  # the last step has two micro-batches, of three samples and one
-            losses.append(float(run.backward(batch, clip, whole_batch=True)))
+            loss, numbers = run.backward(batch, with_hits, whole_batch=True, also=["hits"])
+            losses += [float(loss), float(numbers["hits"])]
             optimizer.step()
             optimizer.zero_grad()
     state = {name: each.clone() for name, each in run.state_dict().items()}
@@ -109,9 +116,9 @@ def undivided():
         for batch in run.batches(data):
             numbers = torch.cat([torch.from_numpy(part) for part in batch.plan.indices])
             a, b, target = data[numbers]
-            loss = clip(model(a, b), target)
-            loss.backward()
-            losses.append(loss.item())
+            found = with_hits(model(a, b), target)
+            found["loss"].backward()
+            losses += [found["loss"].item(), float(found["hits"][0] / found["hits"][1])]
             optimizer.step()
             optimizer.zero_grad()
     run.close()
@@ -237,7 +244,7 @@ def test_what_cannot_be_put_together_is_refused():
     refused(Wrapped(6, 3), clip, "no tensor is found in a SimpleNamespace. Return a tensor, or a tuple")
     refused(Counting(), F.cross_entropy, "computed twice under the same keys")
     refused(nn.Linear(6, 3), lambda output, target: None, "It returned None")
-    refused(nn.Linear(6, 3), lambda output, target: {"loss": output.sum()}, "return the loss alone")
+    refused(nn.Linear(6, 3), lambda output, target: {"loss": 0.0, "top": 1.0}, r"also=\['top'\]")
     refused(
         nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)),
         F.cross_entropy,

@@ -253,7 +253,8 @@ class Run:
             forward: gives the output from a micro-batch's data, if ``model(input)`` does not; ``loss`` is then called
                 with (output, data).
             also: functions like those of ``evaluate``, by name, which are computed from the same outputs without
-                gradients, such as an accuracy; or names of entries beside "loss" of the dict that ``loss`` returns.
+                gradients, such as an accuracy; or names of entries beside "loss" of the dict that ``loss`` returns
+                (with ``whole_batch`` they are of the whole batch).
             whole_batch: ``loss`` compares the samples of the global batch with each other, as contrastive losses do.
                 It is called once, on every rank, with the outputs and targets of all samples in their order (with
                 ``forward``, or a dict as a batch, the target is None). The model runs twice on each micro-batch, first

@@ -140,18 +140,13 @@ def no_gradient(output: Any) -> ConfigError:
     )
 
 
-def no_value(value: Any, *, whole_batch: bool = False) -> ConfigError:
+def no_value(value: Any) -> ConfigError:
     """The error of a loss or metric function that returns neither a tensor nor a pair."""
     remedy = f"Return a tensor or the pair (sum, weight), not {type(value).__name__}."
     if isinstance(value, float | int):
         remedy = "Return the tensor itself, without item() or float(), or the pair (sum, weight)."
     elif value is None:
         remedy = "It returned None: is there a line with return?"
-    elif isinstance(value, Mapping) and whole_batch:
-        remedy = (
-            "It returned a dict. With whole_batch=True return the loss alone, and give functions for other numbers: "
-            "also={'name': function}."
-        )
     elif isinstance(value, Mapping) and "loss" in value:
         others = [key for key in list(value)[: _MOST_VALUES + 1] if key != "loss"]
         remedy = (

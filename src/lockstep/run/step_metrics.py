@@ -73,11 +73,17 @@ class StepMetrics:
     Args:
         functions: of (output, target), by name, as ``Run.evaluate`` takes them; or the entries of the loss.
         unchecked: names of those that are to be checked, see ``means``; the same on every rank.
+        of_batch: True for entries of a loss that is computed once, for the whole batch.
     """
 
     def __init__(
-        self, functions: Mapping[str, Callable[..., Any]] | LossEntries, unchecked: set[str]
+        self,
+        functions: Mapping[str, Callable[..., Any]] | LossEntries,
+        unchecked: set[str],
+        *,
+        of_batch: bool = False,
     ) -> None:
+        self._of_batch = of_batch
         self._entries = functions if isinstance(functions, LossEntries) else None
         if isinstance(functions, LossEntries):
             functions = {name: functions.entry(name) for name in functions.names}
@@ -125,12 +131,8 @@ class StepMetrics:
                 f"also={also!r:.60} was given. Give functions by name: also={{'accuracy': accuracy}}."
             )
         names = [also] if isinstance(also, str) else list(also)
-        if whole_batch:
-            raise ConfigError(
-                f"also={names!r} of run.backward names entries of what the loss returns for a micro-batch, and with "
-                "whole_batch=True it is called for the whole batch. Give functions: also={'name': function}."
-            )
-        return cls(LossEntries(loss, names), set(names) if new({"loss": loss}) else set())
+        unchecked = set(names) if new({"loss": loss}) else set()
+        return cls(LossEntries(loss, names), unchecked, of_batch=whole_batch)
 
     def loss_of(self, loss: Callable[..., Any]) -> Callable[..., Any]:
         """The loss function of the step, where the user gave ``loss``."""
@@ -143,12 +145,14 @@ class StepMetrics:
 
     def _waiting(self) -> dict[str, Callable[..., Any]]:
         """Those that are to be checked and of which no fault is known."""
-        names = sorted(name for name in self._unchecked if not self._reasons.get(name))
-        return {name: self._given[name] for name in names}
+        names = () if self._of_batch else sorted(self._unchecked)
+        return {name: self._given[name] for name in names if not self._reasons.get(name)}
 
     @torch.no_grad()
     def note(self, output: Any, target: Any, micro_batch: MicroBatch) -> None:
         """Computes them for one micro-batch of this process."""
+        if self._of_batch:
+            return
         samples = len(micro_batch)
         if waiting := self._waiting():
             self._seen.append((*copies_of((output, target)), samples))
@@ -165,6 +169,11 @@ class StepMetrics:
             values = () if rows_tell else zip(self._given, found, strict=True)
             self._untold = {name for name, each in values if isinstance(each, Tensor) and each.dim() == 0}
         self._sums[micro_batch.k] = [sum_and_weight(each, samples) for each in found]
+
+    def note_batch(self) -> None:
+        """Takes the entries of the loss that was computed for the whole batch; they count for micro-batch 0."""
+        if self._of_batch and self._entries is not None:
+            self._sums[0] = [sum_and_weight(each, 1) for each in self._entries.values()]
 
     def _called(self, output: Any, target: Any) -> list[Any]:
         leaves = [leaf for leaf in tree_leaves((output, target)) if isinstance(leaf, Tensor)]

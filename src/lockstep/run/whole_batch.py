@@ -249,6 +249,8 @@ def _surrogate(
         compute.randomness.begin_loss()
         try:
             value = compute.value(output, target)
+            if compute.metrics is not None:
+                compute.metrics.note_batch()
         except Exception as error:
             if any(each is None for each in leaves):
                 error.add_note(
@@ -260,7 +262,7 @@ def _surrogate(
         if isinstance(value, tuple) and len(value) == 2:
             value = value[0].sum() / value[1]
         if not isinstance(value, Tensor):
-            raise no_value(value, whole_batch=True)
+            raise no_value(value)
         total = wide(value).mean()
     compute.randomness.leave()
     if not total.requires_grad:
