@@ -87,7 +87,6 @@ class Lookahead(torch.optim.Optimizer):
 
     def __init__(self, inner):
         self.inner, self.param_groups, self.state = inner, inner.param_groups, inner.state
-        self.defaults = inner.defaults
 
     def step(self, closure=None):
         self.inner.step(closure)

@@ -74,6 +74,7 @@ class GradientState:
         for optimizer in optimizers:
             # Where its __init__ does not call that of Optimizer:
             if "_optimizer_step_pre_hooks" not in vars(optimizer):
+                vars(optimizer).setdefault("defaults", {})
                 Optimizer.__setstate__(optimizer, {})
             optimizer.register_step_pre_hook(self._refuse_direct_step)
             if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):

@@ -162,6 +162,8 @@ class AbsentTensor(torch.Tensor):
             found = first.answer(asked, args) if args and args[0] is first else NotImplemented
             if found is not NotImplemented:
                 return found
+            if asked == "set data" and getattr(args[1], "of", args[1]) is first:
+                return None  # as p.data *= 0.5 and p.grad.data *= 0.5 do
             may_change = key in _SCALED and not first.absence.is_computing
             if may_change and len(absent) == 1 and args and args[0] is first and _fit(args[1:], first.shape):
                 first.absence.note_change(first.counted_name, surely=first.shows_change(key, args))
@@ -252,10 +254,6 @@ class AbsentParameter(AbsentTensor, nn.Parameter):
             if isinstance(args[1], AbsentGradient) and args[1].of is self:
                 return None  # as p.grad *= 0.5 does
             raise self.absence.gradient(self.parameter_name)
-        if asked == "set data":
-            if isinstance(args[1], AbsentData) and args[1].of is self:
-                return None  # as p.data *= 0.5 does
-            raise self.refusal(self.parameter_name)
         return NotImplemented
 
 
