@@ -95,7 +95,11 @@ def join_hosts(
         instance=secrets.token_hex(8),
         settings={**settings, "nnodes": str(options.nodes)},
     )
-    link, plan, interface = (_serve if options.node == 0 else _join)(options, hello, known, decide)
+    link: ControlServer | ControlClient
+    if options.node == 0:
+        link, plan, interface = _serve(options, hello, known, decide)
+    else:
+        link, plan, interface = _join(options, hello, known)
     try:
         is_quiet = options.shares_terminal and options.node > 0
         yield Joined(link, options.node, plan, interface, is_quiet, options.token)
@@ -162,9 +166,7 @@ def _send_plan(server: ControlServer, options: HostOptions, plan: Plan) -> None:
         server.wait(0.2)
 
 
-def _join(
-    options: HostOptions, hello: Hello, known: list[Interface], decide: Callable[[int], Any]
-) -> tuple[ControlClient, Plan, str]:
+def _join(options: HostOptions, hello: Hello, known: list[Interface]) -> tuple[ControlClient, Plan, str]:
     found = interface_towards(options.host, options.port, known)
     interface = chosen(options.interface, found, known, os.environ)
     client = ControlClient(options, hello, say)
