@@ -1,4 +1,7 @@
-from dataclasses import dataclass, field
+import json
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from typing import Any
 
 import pytest
 
@@ -10,6 +13,7 @@ from lockstep.config.checks import (
     device_request,
     devices,
     file_path,
+    from_plain,
     import_path,
     more_than,
     one_of,
@@ -92,3 +96,32 @@ def test_no_problem_is_no_error():
     refuse([])
     with pytest.raises(ConfigError, match=r"data\.0 is odd\."):
         refuse([Problem(("data", 0), "is odd.")])
+
+
+class _Colour(Enum):
+    RED = 1
+
+
+@dataclass(frozen=True)
+class _Inner:
+    numbers: tuple[float, ...]
+    pair: tuple[str, int]
+    name: int | str
+
+
+@dataclass(frozen=True)
+class _Outer:
+    colour: _Colour
+    inner: _Inner | None
+    by_rank: dict[int, list[_Inner]]
+    anything: Any = None
+
+
+def test_a_dataclass_is_read_back_from_what_json_makes_of_it():
+    inner = _Inner((1.0, 2.5), ("a", 3), "no index")
+    for whole in (
+        _Outer(_Colour.RED, None, {}),
+        _Outer(_Colour.RED, inner, {4: [inner, inner]}, {"a": [None]}),
+    ):
+        text = json.dumps({**asdict(whole), "colour": whole.colour.value})
+        assert from_plain(_Outer, json.loads(text)) == whole
