@@ -51,6 +51,14 @@ def test_a_set_goes_to_a_run_as_it_is():
     assert data["x"].tolist() == [[4, -4], [1, -1]] and data["label"].tolist() == [1, 1]
 
 
+def test_a_transform_of_the_set_is_not_left_out_in_silence():
+    given = rows().with_transform(lambda batch: {**batch, "x": [[0.0] for _ in batch["x"]]})
+    with pytest.raises(
+        ConfigError, match=r"a transform of its own .* Give the function of the input as transform="
+    ):
+        HuggingFace(given, "x", "label")
+
+
 def test_what_does_not_fit_is_named(tmp_path):
     with pytest.raises(DataError, match=r"no column 'lable'\. Did you mean 'label'"):
         HuggingFace(rows(), "x", "lable")

@@ -284,7 +284,7 @@ class HuggingFace(EncodedPairs):
         classes: how many there are, or their names; ``None`` for those of a ``ClassLabel`` column, if it is one.
 
     Raises:
-        ConfigError: datasets is not installed, or the set is a stream.
+        ConfigError: datasets is not installed, or the set is a stream or has a transform of its own.
         DataError: the folder holds no such set, or a column is missing.
     """
 
@@ -309,6 +309,11 @@ class HuggingFace(EncodedPairs):
                 )
         if not len(rows):
             raise DataError(f"The data set {source!s:.80} has no rows.")
+        if rows.format["type"] == "custom":
+            raise ConfigError(
+                "HuggingFace was given a data set with a transform of its own (set_transform, with_transform), which "
+                "it does not call. Give the function of the input as transform=, or the data set itself to run.batches."
+            )
         if isinstance(transform, ImageTransform) and isinstance(rows.features[input], library.Image):
             rows = rows.cast_column(input, library.Image(decode=False))
         self._inputs = rows.select_columns([input]).with_format(None)
