@@ -156,4 +156,4 @@ def test_ctrl_c_on_host_0_during_the_roll_call_ends_those_that_have_come(two_hos
     two_hosts[0].signal(signal.SIGINT)
     assert two_hosts[0].end()[0] == 130
     code, lines = two_hosts[1].end()
-    assert (code, lines[-1]) == (4, "lockstep: host 0 has ended before the start: it was interrupted.")
+    assert (code, lines[-1]) == (4, "lockstep: host 0 ended before the start: it was interrupted.")
