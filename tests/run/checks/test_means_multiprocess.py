@@ -352,6 +352,41 @@ def test_metrics_of_flattened_outputs_are_told_apart_too(in_training):
             assert said.startswith("The metric 'last' is a sum over the samples of a micro-batch")
 
 
+def joined_boxes(world):
+    """What is said of a mean over boxes, and of one over images, where a tensor has the boxes of all images."""
+    torch.manual_seed(0)
+    run = Run(RunOptions.of(global_batch=8, micro_batches=2, threads=1), world)
+    model = nn.Linear(3, 1)
+    model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def joined(samples):
+        boxes = [(place, value) for place, (_, count) in enumerate(samples) for value in range(int(count))]
+        return torch.stack([x for x, _ in samples]), torch.tensor(boxes)
+
+    def over_boxes(output, boxes):
+        return (output[boxes[:, 0], 0] - boxes[:, 1]).square().mean()
+
+    def over_images(output, boxes):
+        return output.square().mean() + 0 * len(boxes)
+
+    loader = DataLoader(TensorDataset(torch.randn(8, 3), torch.arange(8) % 3 + 1), 8, collate_fn=joined)
+    said, handler = [], logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage().partition(" is of data")[0])
+    logging.getLogger("lockstep").addHandler(handler)
+    for loss in (over_images, over_boxes):
+        (batch,) = run.batches(loader)
+        run.backward(batch, loss, also={f"{loss.__name__} in a step": loss})
+    run.close()
+    return said
+
+
+def test_a_mean_over_boxes_of_all_images_is_said_to_be_unknown():
+    """Nothing was said, and a mean over boxes was averaged over micro-batches."""
+    said = ["The loss joined_boxes.<locals>.over_boxes", "The metric 'over_boxes in a step'"]
+    assert run_ranks(joined_boxes, 1) == [said]
+    assert run_ranks(joined_boxes, 2) == [said, []]
+
+
 def joined_graphs(world, model_gives_rows):
     """As graphs are joined to one: nodes follow each other, and a tensor tells whose they are."""
     torch.manual_seed(0)

@@ -397,8 +397,10 @@ def deviation_with_model(
     if not has_rows(leaves_of(data), samples):
         output, target = forward(own_rows(data, slice(None)), 0)
         is_cut = all(has_rows(each, samples) for each in tree_leaves(output) if isinstance(each, Tensor))
-        value = None if is_cut else function(output, target)
+        value = function(*copies_of((output, target)))
         if samples < 2 or not isinstance(value, Tensor) or value.dim():
+            return Deviation.NONE
+        if is_cut and _is_mean_over_rows(function, (output, target), samples):
             return Deviation.NONE
         return Deviation.SUM if value.dtype in _WHOLE_NUMBERS else Deviation.UNTESTED
     calls, model_fails = itertools.count(), False
@@ -414,6 +416,23 @@ def deviation_with_model(
     with uncompiled():
         found = deviation_over(sums, samples, 0.1 if torch.is_autocast_enabled(device.type) else 1e-4)
     return Deviation.NONE if found is Deviation.UNKNOWN and model_fails else found
+
+
+def _is_mean_over_rows(function: Callable[[Any, Any], Any], pair: Any, samples: int) -> bool:
+    """True for a mean over the rows of tensors that have one for each sample, where others, such as boxes, have not."""
+
+    def sums(rows: slice) -> Sums:
+        def some(leaf: Tensor) -> Tensor:
+            return leaf.detach()[rows if has_rows(leaf, samples) else ...].clone()
+
+        count = len(range(samples)[rows])
+        return float(function(*tree_map_only(Tensor, some, pair))) * count, count
+
+    with suppress(Exception):
+        half = samples // 2
+        whole, again, *parts = map(sums, (slice(None), slice(None), slice(half), slice(half, None)))
+        return whole != again or deviation_of_parts(whole, parts[0], parts[1], 3e-5) is Deviation.NONE
+    return False
 
 
 def judge_with_model(compute: StepCompute, micro_batches: Sequence[MicroBatch]) -> Deviation:
