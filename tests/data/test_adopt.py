@@ -412,7 +412,8 @@ def test_a_batch_sampler_of_ones_own_is_refused():
 
     loader = DataLoader(DATA, batch_sampler=Bucketed(SequentialSampler(DATA), 4, False))
     with pytest.raises(
-        ConfigError, match=r"batch_sampler Bucketed decides the batches.*Write run\.batches\(dataset\)"
+        ConfigError,
+        match=r"batch_sampler Bucketed decides the batches.*Write run\.batches\(dataset\).*for i in batch\]",
     ):
         adopt(loader)
 

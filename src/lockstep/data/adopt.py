@@ -474,7 +474,9 @@ def _batches(loader: DataLoader[Any]) -> BatchSampler:
         raise ConfigError(
             f"The DataLoader's batch_sampler {type(loader.batch_sampler).__name__} decides the batches, "
             "and so does the run's global_batch. Write run.batches(dataset), or, to put samples of similar length "
-            "together, run.batches(lockstep.data.Bucketed(dataset, lengths, group))."
+            "together, run.batches(lockstep.data.Bucketed(dataset, lengths, group)). For batches of your own of that "
+            "size, write order = [i for batch in sampler for i in batch] in each epoch, and "
+            "run.batches(Subset(dataset, order), shuffle=False)."
         )
     return cast(BatchSampler, loader.batch_sampler)
 
