@@ -316,7 +316,8 @@ class _Stop(Callback):
 def _quiet() -> Iterator[list[logging.LogRecord]]:
     """Shows nothing but errors; gives what Lockstep warns of."""
     logging.basicConfig()
-    for handler in logging.getLogger().handlers:
+    levels = {handler: handler.level for handler in logging.getLogger().handlers}
+    for handler in levels:
         handler.setLevel(logging.ERROR)
     kept, own = BufferingHandler(sys.maxsize), logging.getLogger("lockstep")
     kept.setLevel(logging.WARNING)
@@ -325,6 +326,8 @@ def _quiet() -> Iterator[list[logging.LogRecord]]:
         yield kept.buffer
     finally:
         own.removeHandler(kept)
+        for handler, level in levels.items():
+            handler.setLevel(level)
 
 
 @contextlib.contextmanager
