@@ -140,6 +140,8 @@ class Strategy(ABC):
     """True if units of one model run in several processes, so that only what is drawn within a unit has a key."""
     evaluation_share: Share | None = None
     """The micro-batches of an evaluation that this process computes; None for ``share``, whose holders it has."""
+    reference: nn.Module | None = None
+    """A copy of the whole model with which the first step compares what this strategy has made of it."""
     rehearsed_bytes: int = 0
     """Bytes that were given to others in rehearsals of steps."""
     absences: Sequence[Absence] = ()

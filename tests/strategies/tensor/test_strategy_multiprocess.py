@@ -128,12 +128,11 @@ def test_a_checkpoint_goes_from_any_layout_to_any_other():
 
 
 def given_plan(world, options):
-    """Parameters after a few steps of a model that only a plan can split."""
+    """Parameters and statistics after a few steps of a model that only a plan can split."""
     postpone_compiler()
     torch.manual_seed(1)
-    run, optimizer = start(
-        world, TwoLayers(between=nn.Dropout(0.2)).double(), partial(torch.optim.SGD, momentum=0.9), **options
-    )
+    model = nn.Sequential(nn.BatchNorm1d(6), TwoLayers(between=nn.Dropout(0.2))).double()
+    run, optimizer = start(world, model, partial(torch.optim.SGD, momentum=0.9), **options)
     data = TensorDataset(rows().tensors[0].double(), rows().tensors[1])
     for _ in steps(run, optimizer, data, 3):
         pass
@@ -143,7 +142,7 @@ def given_plan(world, options):
 
 
 def test_a_plan_by_name_patterns_splits_any_model():
-    plan = {"plan": ["*first=column", "between=features", "second=row"]}
+    plan = {"plan": ["*first=column", "*between=features", "1.second=row"]}
     expected = run_ranks(given_plan, 1, {"strategy": "single"})[0]
     for found in run_ranks(given_plan, 3, {"tensor": plan}):
         for name, tensor in expected.items():

@@ -353,7 +353,7 @@ def noting_mistakes(
     prepared: PreparedRun, watched: Watched, strategy: Strategy, findings: Findings
 ) -> Iterator[None]:
     """Notes what calls in the block do to modules and parameters that makes a step wrong on any layout."""
-    model, called = prepared.state.parts.model, CalledModules(prepared, watched)
+    model, called = prepared.state.parts.model, CalledModules(prepared, watched, strategy)
     values = parameter_values(model)
     with called.noting(), strategy.watching_writes() as written:
         yield
@@ -367,9 +367,11 @@ class CalledModules:
     They are added to what is ``watched``.
     """
 
-    def __init__(self, prepared: PreparedRun, watched: Watched) -> None:
+    def __init__(self, prepared: PreparedRun, watched: Watched, strategy: Strategy) -> None:
         parts = prepared.state.parts
-        own = (parts.model, prepared.compute.model)
+        own = [parts.model, prepared.compute.model]
+        if strategy.reference is not None:
+            own.append(strategy.reference)
         self._own = {id(module) for each in own for module in each.modules()}
         self._parameters = {id(parameter) for each in own for parameter in each.parameters()}
         self._kept = {id(module) for each in parts.modules for module in each.modules()}

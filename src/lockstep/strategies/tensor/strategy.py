@@ -71,7 +71,6 @@ class TensorParallel(Replicated):
         self.absences = [Absence(self.name, "each rank has a part of it")]
         self._hooks_seen = -1
         self._is_split: Tensor | None = None
-        self._whole: nn.Module | None = None  # for the check of the user's plan in the first step
         promised = Level.BITWISE if reducer is None else reducer.level
         self.level = promised if options.shards or promised is Level.STATISTICAL else Level.TOLERANCE
 
@@ -80,9 +79,11 @@ class TensorParallel(Replicated):
         if self._hooks_seen != hooks_made():
             refuse_hooks(self._split)
             self._hooks_seen = hooks_made()
-        if self._whole is not None and batch.micro_batches:
-            check_plan(self._whole, self._model, self._exchange, self._buffers, batch.micro_batches, compute)
-            self._whole = None
+        if self.reference is not None and batch.micro_batches:
+            check_plan(
+                self.reference, self._model, self._exchange, self._buffers, batch.micro_batches, compute
+            )
+            self.reference = None
         self._freeze_parts()
         try:
             with computing(self.absences):
@@ -161,7 +162,7 @@ class TensorParallel(Replicated):
         plan = plan_of(model, self._options.plan)
         self._split = {name: model.get_submodule(name) for name in plan}
         if self._options.plan:
-            self._whole = deepcopy(model).to(self.device)
+            self.reference = deepcopy(model).to(self.device)
         self._shards = Splitter(model, self._exchange, self.device, self.absences[0]).split(plan)
         self._absent = [each for each in model.parameters() if isinstance(each, AbsentParameter)]
         return model
