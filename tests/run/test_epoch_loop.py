@@ -201,6 +201,30 @@ def test_steps_taken_ahead_are_done_once_their_backward_passes_have_run(in_epoch
     assert [list(steps(again)) for _ in again.epochs(2)] == [[]] * (not in_epochs)
 
 
+def test_steps_that_are_over_are_not_begun_again():
+    """As ``while True: for batch in steps: yield batch`` does, which waited for ever."""
+    course = EpochLoop()
+    walk = EpochSteps(course.steps(read, lambda: None), STEPS)
+    assert next(walk) is not None
+    assert len(list(walk)) == STEPS - 1
+    with pytest.raises(ConfigError, match=r"Call run\.batches\(data\) anew"):
+        iter(walk)
+
+
+@pytest.mark.parametrize("in_epochs", [False, True])
+def test_a_pass_over_a_step_that_a_checkpoint_counts_as_done_is_refused(in_epochs):
+    """``itertools.cycle(run.batches(data))`` trained on at one place; a resumed run ended with other bits."""
+    course = EpochLoop()
+    for _ in course.epochs(2) if in_epochs else range(2):
+        course.steps_left(STEPS)
+        batches = list(course.steps(read, lambda: None))
+        for batch in (*batches, *batches):
+            backward(course, batch)
+        course.note_save()
+    with pytest.raises(ConfigError, match="batch of step 3 again"):
+        backward(course, batches[0])
+
+
 def test_a_batch_kept_for_a_common_step_leaves_the_numbers_of_passes_as_they_are():
     course = EpochLoop()
     walk = course.steps(read, lambda: None)

@@ -20,7 +20,7 @@ import sys
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from inspect import CO_GENERATOR
+from inspect import CO_GENERATOR, GEN_CLOSED, getgeneratorstate
 from numbers import Integral
 from types import GeneratorType
 from typing import Any
@@ -78,6 +78,11 @@ class EpochSteps(Iterator[Batch]):
         self._steps, self._count = steps, count
 
     def __iter__(self) -> Generator[Batch]:
+        if getgeneratorstate(self._steps) == GEN_CLOSED:
+            raise ConfigError(
+                "The steps that run.batches gave are over, and a loop begins them again, as a cycle() of one's own "
+                "does. Call run.batches(data) anew for each epoch."
+            )
         return self._steps
 
     def __next__(self) -> Batch:
@@ -139,8 +144,8 @@ class EpochLoop:
         self._current: Batch | None = None
         self.backward_passes = 0
         """How many over the current step are done."""
-        self._is_ahead, self._unused_from = False, 0
-        """Whether the loop takes batches ahead; and the step from which on none had a backward pass."""
+        self._is_ahead, self._unused_from, self._saved_before = False, 0, 0
+        """Whether the loop takes batches ahead; the step from which on none had a backward pass, now and in a save."""
         self.is_resumed = False
         """True where the position comes from a checkpoint, until the first loop over steps."""
         self._walk = self._epoch_loops = 0
@@ -296,7 +301,8 @@ class EpochLoop:
     def place(self) -> str:
         """The loop whose body a resumed run would not finish: "body" of the steps, "epoch", or none."""
         if self.position.inside or self._left_early:
-            return "body" if self._current is None else ""
+            is_body = self._current is None and self._finished_epoch != self.position.epoch
+            return "body" if is_body else ""
         return "epoch" if self.in_epochs and self.position.done else ""
 
     @property
@@ -335,7 +341,17 @@ class EpochLoop:
             self._is_ahead = current is None or current.plan.step != plan.step
             if self.backward_passes and (self._is_ahead or not waiting):
                 self.backward_passes = 0
+        elif plan.step < self._saved_before and plan.epoch <= self._finished_epoch and self._current is None:
+            raise ConfigError(
+                f"run.backward was given the batch of step {plan.step} again, and the checkpoint of run.save() counts "
+                "that step as done: a resumed run would go on with other bits. For further steps call run.batches "
+                "again; itertools.cycle repeats old ones. Put run.save() after the last pass over a batch."
+            )
         return self.backward_passes
+
+    def note_save(self) -> None:
+        """Says that a checkpoint has the run as it stands."""
+        self._saved_before = self._unused_from
 
     def end_backward(self, plan: StepPlan) -> None:
         """Counts a backward pass, and its step as done where the loop takes batches ahead."""

@@ -108,6 +108,7 @@ class Resumption:
 
     def note(self, run: RunState) -> None:
         """Says that a checkpoint has the run as it stands."""
+        self._loop.note_save()
         independent = isinstance(run.strategy, IndependentStrategy)  # servers go on by themselves
         self._place = "" if independent else self._loop.place
         self._held = _held(run, self._loop) if self._place else {}
