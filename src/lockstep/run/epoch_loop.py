@@ -330,12 +330,7 @@ class EpochLoop:
         self._current = None
 
     def begin_backward(self, plan: StepPlan, waiting: object = ()) -> int:
-        """How many backward passes over its step came before one that begins now.
-
-        Args:
-            plan: that of its batch, which may have been taken before others.
-            waiting: true where it adds to gradients that no step has used.
-        """
+        """How many passes over its step came before one that adds to the gradients that are waiting for a step."""
         if plan.step >= self._unused_from:
             current = self._current
             self._is_ahead = current is None or current.plan.step != plan.step

@@ -417,6 +417,7 @@ def test_an_encoder_that_leaves_out_padding_on_one_device_is_refused():
     assert nested != padded
     for said, loss in run_ranks(evaluated_with_padding, 2, "fsdp"):
         assert "Make it with enable_nested_tensor=False" in said
+        assert "encoder.use_nested_tensor = False in an nn.Transformer" in said
         assert loss == padded
 
 

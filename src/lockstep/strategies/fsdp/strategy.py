@@ -320,7 +320,8 @@ def _refuse_nested_tensors(encoder: Any, args: Sequence[Any], kwargs: Mapping[st
         raise ConfigError(
             "nn.TransformerEncoder in evaluation mode is given a src_key_padding_mask. On one device torch then leaves "
             "the padding out of the computation, and under strategy 'fsdp' it does not, so the output would not have "
-            "the same bits. Make it with enable_nested_tensor=False, or use strategy 'ddp'."
+            "the same bits. Make it with enable_nested_tensor=False, set encoder.use_nested_tensor = False in an "
+            "nn.Transformer, or use strategy 'ddp'."
         )
 
 
