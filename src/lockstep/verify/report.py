@@ -107,7 +107,7 @@ def table(comparisons: Sequence[Comparison]) -> str:
     """One row for each layout, the reference first, then a line for each that differs or did not run."""
     lines = [*aligned([_HEAD, *map(_row, comparisons)]), ""]
     reference, equal = comparisons[0], [each for each in comparisons if each.reached == "A"]
-    ran = [each for each in comparisons if not each.trace.refused]
+    ran = [each for each in comparisons if not each.trace.refused or each.trace.in_training]
     lines += [
         f"{each.trace.label} differs since {each.diagnosis.text}." for each in comparisons if each.diagnosis
     ]
