@@ -159,7 +159,9 @@ DATA = Path({data!r})
 def datasets():
     """The rows of the table, divided."""
     table = CSVTable(DATA, {label!r}, columns={columns!r}, classes={classes!r}, delimiter={delimiter!r})
-    return divided(scaled(table.inputs), {targets})
+    train, validation = divided(scaled(table.inputs), {targets})
+    train.classes = validation.classes = table.classes  # the names that reports and predictions show
+    return train, validation
 '''
 
 _TENSORS = """
