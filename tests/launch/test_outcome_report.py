@@ -25,7 +25,7 @@ def beat(step=812, phase="forward"):
 
 
 def end(rank, code, **settings):
-    return RankEnd(rank=rank, pid=100 + rank, code=code, time=10.0 + rank, **{"beat": beat(), **settings})
+    return RankEnd(rank=rank, code=code, time=10.0 + rank, **{"pid": 100 + rank, "beat": beat(), **settings})
 
 
 def failure(rank, error):
@@ -126,3 +126,11 @@ def test_stopped_ranks_are_counted(tmp_path):
     forced = [end(0, 75), end(1, 143, ended_by_us=True)]
     (line,) = lines(forced, tmp_path, StopReason.PREEMPTED)
     assert line == "Preempted at step 812: 1 rank of 2 did not stop when asked and had to be killed."
+
+
+def test_ranks_that_had_not_started_are_not_said_to_have_been_killed(tmp_path):
+    """Ctrl-C while the fork server imports torch."""
+    early = [end(rank, -signal.SIGKILL, pid=0, beat=None, ended_by_us=True) for rank in (0, 1)]
+    assert lines(early, tmp_path, StopReason.INTERRUPTED) == [
+        "Interrupted before any rank had started. Exit code 130."
+    ]
