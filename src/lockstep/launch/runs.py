@@ -235,7 +235,10 @@ def choose_run(name: str | None) -> RunOnHost:
     if not name:
         raise ConfigError(f"There are several runs: name one of {known}.")
     fit = f"{len(meant)} runs match" if meant else "No run matches"
-    raise ConfigError(f"{fit} {name!r}; this user's runs on this host: {known}.")
+    raise ConfigError(
+        f"{fit} {name!r}; this user's runs on this host: {known}. A job may be named by its run folder, a script only "
+        "by its ID ('lockstep ps' shows the command of each)."
+    )
 
 
 def end_processes(run: RunOnHost, *, within: float = 3.0) -> int:

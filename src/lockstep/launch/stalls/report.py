@@ -196,7 +196,8 @@ def _at(snapshot: RankSnapshot) -> str:
 
 
 def _line(snapshot: RankSnapshot) -> str:
-    doing = f"waits in {snapshot.waits_in}" if snapshot.waits_in else f"state {snapshot.state or 'gone'}"
+    state = _STATES.get(snapshot.state, f"state {snapshot.state or 'gone'}")
+    doing = f"waits in {snapshot.waits_in}" if snapshot.waits_in else state
     who = f"rank {snapshot.rank} (pid {snapshot.pid}): {snapshot.beat.position}"
     place = f" at {snapshot.frame.text}" if snapshot.frame else ""
     return f"{who}, silent {snapshot.silence:.1f} s, {doing}{place}"
