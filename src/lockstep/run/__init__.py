@@ -19,7 +19,7 @@ def init(*, global_batch: int | None = None, micro_batches: int = 8, seed: int =
         micro_batches: K, how many micro-batches a step is computed in; at most K devices can share it.
         seed: decides the order of the samples, their augmentation and the model's random numbers. torch, NumPy and
             ``random`` are seeded with it, unless the script has called ``torch.manual_seed`` before.
-        options: any field of ``RunOptions``.
+        options: any field of ``lockstep.config.options.RunOptions``, which has the defaults; of strategy, ddp.
 
     Raises:
         ConfigError: an option is missing, is not known or does not fit the others.
