@@ -118,7 +118,7 @@ def read_logs(folders: Sequence[Path], labels: Sequence[str] = ()) -> list[RunLo
             records = tuple(read_json_lines(path))
         except OSError as error:
             raise ConfigError(
-                f"'{path}' cannot be read: {error.strerror}. Give the folders of runs that have log.json = true."
+                f"'{path}' cannot be read: {error.strerror}. Give the run folders of jobs, with log.json = true."
             ) from error
         if not records:
             raise ConfigError(f"'{path}' has no record yet. Compare the run after its first {FILE} line.")

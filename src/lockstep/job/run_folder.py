@@ -87,8 +87,8 @@ def read_starts(folder: Path) -> list[Start]:
         raise ConfigError(f"There is no run folder '{folder}'. Give one, such as runs/digits-001.")
     if not path.is_file():
         raise ConfigError(
-            f"'{folder}' holds no {FILE}, in which 'lockstep train' writes down what it runs. Give the folder of a run "
-            "that this version of Lockstep has trained."
+            f"'{folder}' holds no {FILE}, in which 'lockstep train' records what it runs. Give the run folder of a "
+            "job; that of a script cannot be used here, since it does not record the script's model and data."
         )
     try:
         starts = [Start.from_table(entry) for entry in json.loads(path.read_bytes())["starts"]]
