@@ -1,4 +1,4 @@
-"""A step of one micro-batch for each holder, which is thrown away: what it calls, what it tells, what is put back."""
+"""One pass of a rehearsal: computes a micro-batch on each rank, refuses code that keeps state, and restores state."""
 
 from __future__ import annotations
 
