@@ -115,7 +115,7 @@ def test_the_text_is_a_histogram_and_a_list_of_readers():
     assert text[3:5] == ["  unreadable: 22 of 1,200", "    S0"] and text[24] == "    and 2 more"
     assert text[26:28] == ["data.validation: Rows (1 sample)", "  it shows no labels"]
     assert text[29:] == [
-        "step 2 of 9 in epoch 1, both from 0",
+        "step 2 of 9 in epoch 1, both counted from 0",
         "  ranks 0, 1   k0   0 (x/0.jpg), 1 (x/1.jpg) and 2 more",
         f"               k1   {', '.join(['5'] * 12)} and 8 more",
         "  rank 2       nothing",
@@ -124,6 +124,11 @@ def test_the_text_is_a_histogram_and_a_list_of_readers():
     ]
     table = data_report.as_table([many], step)
     assert table["step"]["reads"][0][0] == names and table["sets"][0]["classes"]["a"] == 200
+
+
+def test_a_set_without_a_text_of_its_own_is_named_by_its_class():
+    rows = torch.utils.data.TensorDataset(torch.zeros(2, 3))
+    assert data_report.look_at_set("data.train", rows, workers=0, reads=False).text == "TensorDataset"
 
 
 def test_pictures_of_floats_fill_the_range():

@@ -123,7 +123,9 @@ def data_of(config: JobConfig, root: str | None) -> Component:
     moved = _moved(component.args, old, str(Path(root).resolve())) if old else component.args
     if moved == component.args and str(Path(root).resolve()) != old:
         raise ConfigError(
-            f"--data {root}: the data set of job {config.job!r} does not read from a folder {{data}}."
+            f"--data {root}: the data set of job {config.job!r} does not read from a folder {{data}}. Write {{data}} "
+            "into its path in [data.validation] and train with --data; or load the weights in a script of your own and "
+            "call run.predict(dataset)."
         )
     return dataclasses.replace(component, args=moved)
 

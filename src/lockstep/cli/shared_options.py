@@ -411,7 +411,7 @@ def add_profile_argument(parser: argparse.ArgumentParser) -> None:
         const=DEFAULT,
         default="",
         metavar="FIRST:COUNT",
-        help=f"record what each rank does in COUNT steps from FIRST on, in timeline.json (default: {DEFAULT})",
+        help=f"record what each rank does in COUNT steps from FIRST on, in timeline.json ({DEFAULT} without a value)",
     )
 
 

@@ -81,7 +81,10 @@ def look_at_set(name: str, data_set: Any, *, workers: int, reads: bool) -> SetFa
         if wrong := int((labels < 0).sum()):
             classes["below 0"] = wrong
     broken = unreadable(data_set, workers) if reads else None
-    return SetFacts(name, repr(data_set).partition("\n")[0], len(data_set), classes, broken)
+    text = repr(data_set).partition("\n")[0]
+    if text == object.__repr__(data_set):  # a class and an address
+        text = type(data_set).__name__
+    return SetFacts(name, text, len(data_set), classes, broken)
 
 
 def unreadable(data_set: Any, workers: int) -> list[str]:
@@ -217,7 +220,9 @@ def describe(sets: Sequence[SetFacts], step: StepFacts) -> str:
             if (rest := len(each.unreadable) - _MOST_BROKEN) > 0:
                 lines.append(f"    and {rest:,} more")
         lines.append("")
-    lines.append(f"step {step.position} of {step.steps_per_epoch:,} in epoch {step.epoch}, both from 0")
+    lines.append(
+        f"step {step.position} of {step.steps_per_epoch:,} in epoch {step.epoch}, both counted from 0"
+    )
     # Ranks that read the same, such as the stages of one pipeline, share their lines.
     alike: dict[tuple[int, ...], list[int]] = {}
     for rank, reads in enumerate(step.reads):
