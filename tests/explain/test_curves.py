@@ -166,7 +166,7 @@ def test_the_page_has_all_in_one_file(tmp_path):
         (
             ["bare"],
             [],
-            "'bare/log.jsonl' cannot be read: No such file or directory. Give the folders of runs",
+            "'bare/log.jsonl' cannot be read: No such file or directory. Give the run folders of jobs",
         ),
         (["a", "b"], ["x"], "--labels gives 1 names, and there are 2 runs"),
         (["a", "b"], ["x", "x"], "Two runs have the same name: x, x"),
