@@ -50,6 +50,7 @@ def test_help_ends_well(command, name):
     [
         ((), "The following arguments are required: COMMAND."),
         (("trian",), "'trian' is not a command of 'lockstep'. Did you mean 'train'?"),
+        (("profile",), "'profile' is not a command of 'lockstep'. Use 'lockstep train JOB --profile'. See"),
         (
             ("train", "--epohcs", "3"),
             "--epohcs is not an argument of 'lockstep train'. Did you mean '--epochs'?",

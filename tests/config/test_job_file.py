@@ -118,6 +118,9 @@ def test_a_folder_a_missing_file_and_an_unknown_name_are_told_apart(tmp_path):
     assert "has 0 folders with photos" in message(load_job, str(tmp_path))
     assert "Did you mean 'digits'?" in message(load_job, "digist")
     assert "neither a file nor a built-in job" in message(load_job, str(tmp_path / "none.toml"))
+    script = tmp_path / "train.py"
+    script.write_text("import torch\n")
+    assert f"To verify it: lockstep verify --script {script}." in message(load_job, str(script))
 
 
 def test_the_folder_of_a_run_is_no_job(tmp_path):

@@ -37,6 +37,18 @@ _OF_OTHER_LAUNCHERS = {
     "--threads": "num-cpu-threads-per-process",
 }
 """Options by what torchrun, accelerate, deepspeed, mpirun and srun call them, with ``-`` for ``_``."""
+_OTHER_WORDS = {
+    "lockstep new DATA": "init create",
+    "lockstep run SCRIPT": "launch start",
+    "lockstep train JOB --resume auto": "resume continue",
+    "lockstep train JOB --profile": "profile",
+    "lockstep predict RUN": "infer inference",
+    "lockstep compare RUN RUN --svg FILE": "plot curves",
+    "lockstep scale JOB": "bench benchmark",
+    "lockstep ps": "list status",
+    "lockstep stop RUN": "kill cancel",
+}
+"""Commands by other words for them."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -72,7 +84,11 @@ class Parser(argparse.ArgumentParser):
         if choice:
             known = [name for action in self._actions if action.choices for name in action.choices]
             asked = choice.group(1)
-            message = f"{asked!r} is not a command of '{self.prog}'.{nearest(asked, known)}"
+            words = _OTHER_WORDS if self.prog == "lockstep" else {}
+            used = next(
+                (f" Use '{command}'." for command, other in words.items() if asked in other.split()), ""
+            )
+            message = f"{asked!r} is not a command of '{self.prog}'.{used or nearest(asked, known)}"
         sentence = message if message.endswith((".", "?")) else f"{message[0].upper()}{message[1:]}."
         raise ConfigError(f"{sentence} See '{self.prog} --help'.")
 

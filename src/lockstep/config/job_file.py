@@ -60,6 +60,11 @@ def find_job(job: str) -> JobFile:
     A folder of images is a job, too: the one that ``starter`` writes for it.
     """
     path = Path(job)
+    if path.suffix == ".py" and path.is_file():
+        raise ConfigError(
+            f"{job!r} is a Python script, and a job is a TOML file. To start it: lockstep run {job}. To verify it: "
+            f"lockstep verify --script {job}. To get a job: lockstep new DATA."
+        )
     built_in = not path.suffix and path.name == job and job in built_in_jobs()
     if built_in:
         path = BUILT_IN_JOBS / f"{job}.toml"
