@@ -66,6 +66,8 @@ def test_help_ends_well(command, name):
         (("train", "digits", "--num-machines", "2"), "Use --nnodes."),
         (("lint", "-n", "2", "x.py"), "-n is not an argument of 'lockstep lint'."),
         (("train", "digits", "more"), "more is not an argument of 'lockstep train'."),
+        (("train", "digits", "--max-steps", "9"), "It is a setting of the job: --set training.max_steps=..."),
+        (("train", "digits", "--lr", "0.1"), "It is a setting of the job: --set optimizer.lr=..."),
         (("train", "--epochs"), "expected one argument."),
         (("report", "x" * 300), "File name too long."),
         (("new", "~no-such-user/x", "--yes"), "there is no such home folder"),

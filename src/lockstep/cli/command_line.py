@@ -76,6 +76,12 @@ class Parser(argparse.ArgumentParser):
         for option, others in _OF_OTHER_LAUNCHERS.items():
             if name in others.split() and option in self._option_string_actions:
                 return f" Use {option}."
+        if "--set" in self._option_string_actions:
+            job = importlib.import_module("lockstep.config.job")
+            if any(setting == each.name for each in fields(job.TrainingConfig)):
+                return f" It is a setting of the job: --set training.{setting}=..."
+            if setting in ("lr", "weight_decay", "momentum"):
+                return f" It is a setting of the job: --set optimizer.{setting}=..."
         return nearest(asked, self._option_string_actions).partition(" Known:")[0]
 
     def error(self, message: str) -> NoReturn:
