@@ -53,7 +53,7 @@ def test_an_option_of_another_library_is_answered_with_what_is_here(name, said):
         ({"deterministic": None}, "deterministic should be true or false and is None."),
         ({"global_batch": True}, "global_batch should be an integer and is True."),
         ({"loss_scale": "1024"}, "loss_scale should be a number and is '1024'."),
-        ({"strategy": None}, "strategy should be a string and is None."),
+        ({"strategy": None}, "strategy should be a string and is None. Leave it out for the default."),
         ({"fsdp": {"cpu_offload": "False"}}, "fsdp.cpu_offload should be true or false and is 'False'."),
         ({"pipeline": {"split": "layer2"}}, "pipeline.split should be a list of strings and is 'layer2'."),
         ({"compile": "no", "timeout": "60"}, "'no'. timeout should be a number and is '60'."),

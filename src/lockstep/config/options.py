@@ -209,9 +209,8 @@ def _wrong_types(cls: type, values: Mapping[str, Any], path: KeyPath) -> Iterato
     known = field_types(cast(Hashable, cls))
     for name, value in values.items():
         if problem := python_type_problem(known[name], value):
-            yield Problem(
-                (*path, name), problem + (" Leave it out for the default." if value is None else "")
-            )
+            remedy = " Leave it out for the default." if value is None and hasattr(cls, name) else ""
+            yield Problem((*path, name), problem + remedy)
 
 
 def unused_options(options: RunSettings) -> list[str]:
