@@ -1,8 +1,8 @@
-"""Stack dumps of a rank, written without the help of Python, so that a stuck rank answers too; and marks in them.
+"""Stack dumps of a rank, which a stuck rank writes too, and the marks in them: what a function waits for.
 
-faulthandler's signal handler writes the stack, also while the rank waits in a collective or holds the interpreter's
-lock. torch's own C++ server serves the last collectives, on a socket in the run directory that only this user can
-access. Only its Flight Recorder is used: its stack handler can deadlock.
+faulthandler's signal handler writes the stack without the help of Python, also while the rank waits in a collective or
+holds the interpreter's lock. torch's own C++ server serves the last collectives, on a socket in the run directory that
+only this user can access. Only its Flight Recorder is used: its stack handler can deadlock.
 
 faulthandler writes a file, a line and the name of each frame's code. A marked function has its mark in that name, so
 stacks and tracebacks show it, and their reader depends on no file and no function name:

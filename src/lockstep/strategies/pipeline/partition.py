@@ -1,4 +1,4 @@
-"""Cuts a model into stages: at named modules, by the bytes of its parameters, or by measured forward times."""
+"""Cuts a model into stages, at named modules, by bytes or by measured times, or says why it cannot be cut."""
 
 from __future__ import annotations
 
