@@ -178,7 +178,7 @@ def test_a_script_that_fails_says_so(verified):
     assert result.returncode == 2
     assert "finished no step that was recorded" in result.stderr
     result, _ = verified(PLAIN.replace("recorder = ", "assert world_size == 1\nrecorder = "), steps="2")
-    assert result.returncode == 0
+    assert result.returncode == 1
     assert "2 processes did not run" in result.stdout
 
 

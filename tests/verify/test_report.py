@@ -1,11 +1,14 @@
 """The comparison of layouts, and its table."""
 
 import json
+import math
 
+import torch
+from safetensors.torch import save_file
 from tests.verify.traces import changed, scaled, trace
 
 from lockstep.verify import Comparison, Trace, compare
-from lockstep.verify.report import as_json, table
+from lockstep.verify.report import as_json, largest_difference, table
 
 
 def test_a_layout_that_did_not_keep_level_a_is_broken_and_one_of_level_b_is_not():
@@ -45,6 +48,21 @@ def test_what_is_changed_after_the_last_step_is_not_equal():
     assert (found.reached, found.is_broken) == ("-", True)
     assert found.diagnosis.text.startswith("step 3, the parameters: values changed")
     assert found.diagnosis.detail == "after the last step, by 5.0e-01"
+
+
+def test_nan_and_whole_numbers_after_the_last_step_are_differences(tmp_path):
+    """A script that set its weights to NaN on two processes after the last step had equal bits."""
+
+    def difference(one, two):
+        for name, tensor in (("one", one), ("two", two)):
+            save_file({"kept": torch.zeros(2), "odd": torch.tensor(tensor)}, tmp_path / name)
+        return largest_difference(tmp_path / "one", tmp_path / "two")
+
+    nan = float("nan")
+    assert difference([1.0, 2.0], [1.0, nan]) == difference([nan], [1.0]) == math.inf
+    assert difference([nan, 1.0], [nan, 1.0]) == difference([True], [True]) == 0.0
+    assert difference([4], [7]) == 0.75
+    assert difference([1.0], [1.0, 2.0]) == math.inf
 
 
 def test_the_table_compares_with_what_one_device_does_when_its_inputs_change():

@@ -30,8 +30,8 @@ from lockstep.verify.layouts import DEVICES, REFERENCE, RUN_FOLDER, Layout, layo
 from lockstep.verify.micro_batches import AS_IT_IS, VARIANTS, FirstStep, compared
 from lockstep.verify.plain.diagnosis import compare_plain, trace_of
 from lockstep.verify.plain.record import Recording
-from lockstep.verify.report import Comparison, as_json, compare, is_enlarged, table
-from lockstep.verify.trace import Trace, refusal
+from lockstep.verify.report import Comparison, as_json, compare, is_enlarged, largest_difference, table
+from lockstep.verify.trace import FINAL, Trace, refusal
 
 _NUDGES = 16
 """Runs that look for what rounding can do, each of one device."""
@@ -98,7 +98,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _verify_script(arguments: argparse.Namespace, stop_after: int) -> int:
-    """The same for a script: returns 1 where a run differs from one process by more than rounding."""
+    """The same for a script: returns 1 where a run did not end, or differs from one process by more than rounding."""
     target, threads = _script(arguments)
     counts = [count for count in device_counts(arguments.devices) or DEVICES if count > 1]
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
@@ -106,7 +106,8 @@ def _verify_script(arguments: argparse.Namespace, stop_after: int) -> int:
         others = {_label(count): count for count in counts}
         comparisons = _compare_all(start, 1, others, Path(folder), stop_after)
     _show(comparisons, arguments)
-    return EXIT_DIFFERENT if any(each.is_broken for each in comparisons) else EXIT_DONE
+    failed = any(each.is_broken or each.trace.refused for each in comparisons)
+    return EXIT_DIFFERENT if failed else EXIT_DONE
 
 
 def _stop_after(arguments: argparse.Namespace) -> int:
@@ -252,7 +253,7 @@ def _compare_all(
         nudged = start(one, folder / f"nudged-{number}", How(nudge=number))
         if nudged.trace.refused:
             raise ConfigError(nudged.trace.refused)
-        return _difference(reference.folder, nudged.folder)
+        return largest_difference(reference.folder / FINAL, nudged.folder / FINAL)
 
     def sensitivity(gap: float) -> float:
         """The most of several changes, until they explain a gap: a step may turn on a single value that is nearly 0."""
@@ -307,7 +308,7 @@ def _judge(
         return Comparison(other.trace, "")
     if reference.records is not None or other.records is not None:
         return compare_plain(_records(reference), _records(other), other.trace.label, again=_records(again()))
-    gap = _difference(reference.folder, other.folder)
+    gap = largest_difference(reference.folder / FINAL, other.folder / FINAL)
     found = compare(reference.trace, other.trace, gap)
     if found.diagnosis is None or again().trace.refused:
         return found
@@ -375,16 +376,3 @@ def _records(ran: Ran) -> Recording:
 
 def _label(count: int) -> str:
     return f"{count} process{'es' if count > 1 else ''}"
-
-
-def _difference(reference: Path, other: Path) -> float:
-    """The largest relative difference of a tensor between the last parameters of two runs."""
-    import torch
-    from safetensors.torch import load_file
-
-    mine, theirs = (load_file(str(folder / "final.safetensors")) for folder in (reference, other))
-    worst = 0.0
-    for name, tensor in mine.items():
-        gap = float((theirs[name].double() - tensor.double()).norm())
-        worst = max(worst, gap / max(float(tensor.double().norm()), torch.finfo(torch.float32).tiny))
-    return worst

@@ -49,7 +49,7 @@ from lockstep.verify.layouts import RUN_FOLDER
 from lockstep.verify.micro_batches import AS_IT_IS, EVALUATING, WITHOUT_BATCH_NORM, FirstStep, Pass
 from lockstep.verify.plain.checks import by_name
 from lockstep.verify.plain.recorder import RecordingRequest, StopRecording, attributes, innermost, requested
-from lockstep.verify.trace import StepTrace, Trace, keep_refusal
+from lockstep.verify.trace import FINAL, StepTrace, Trace, keep_refusal
 
 _REHEARSED = 2
 """Steps that may be computed several times, by ``checks = "first"``."""
@@ -129,7 +129,7 @@ class Observer(Callback):
             raise StopRecording
 
     def finish(self, final: Path) -> Trace:
-        """Returns the trace and writes the parameters to ``final``. Collective."""
+        """Returns the trace and writes parameters and buffers to ``final``. Collective."""
         run = self.run
         self.trace.milliseconds = 1000 * settled(self._seconds)
         memory = peak_memory(run.strategy.device)
@@ -138,8 +138,8 @@ class Observer(Callback):
         self.trace.sent = max(sent for _, sent in everyone) / len(self._seconds)
         state = run.state_dict()
         if run.is_main:
-            floating = {name: tensor for name, tensor in state.items() if tensor.is_floating_point()}
-            save_file({name: t.detach().clone().contiguous() for name, t in floating.items()}, final)
+            real = {n: torch.view_as_real(t) if t.is_complex() else t for n, t in state.items()}
+            save_file({name: t.detach().clone().contiguous() for name, t in real.items()}, final)
         return self.trace
 
     def on_backward_begin(self, batch: Batch, scale: float) -> None:
@@ -274,7 +274,7 @@ def main(payload: Any) -> None:
         observer = _observe(trainer.run, payload)
         with contextlib.suppress(StopRecording, Stopped), _keeping_refusals(folder):
             _train(trainer, config)
-        _write(observer.finish(folder / "final.safetensors"), warnings, folder)
+        _write(observer.finish(folder / FINAL), warnings, folder)
         trainer.run.close()
 
 
@@ -403,7 +403,7 @@ class _Watch(Callback):
     def finish(self) -> Trace | None:
         """The trace, if a run was observed. Collective."""
         if self._trace is None and self._observer is not None and self._observer.trace.steps:
-            self._trace = self._observer.finish(self._folder / "final.safetensors")
+            self._trace = self._observer.finish(self._folder / FINAL)
         if self._trace is not None:
             self._trace.further_runs = self._further_runs
         return self._trace

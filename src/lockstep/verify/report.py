@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from lockstep.text import aligned, format_bytes
 from lockstep.verify.diagnosis import Cause, Diagnosis, diagnose
@@ -97,6 +98,25 @@ def compare(
     near = sensitivity is not None and is_enlarged(difference, sensitivity)
     enlarged = near and found.cause in _MAY_BE_ROUNDING and math.isfinite(difference)
     return Comparison(other, "~" if enlarged else "-", difference, found, sensitivity)
+
+
+def largest_difference(reference: Path, other: Path) -> float:
+    """The largest relative difference of a tensor between two files; infinite where it has no size."""
+    import torch
+    from safetensors.torch import load_file
+
+    from lockstep.core.fingerprint import digest_tensor
+
+    mine, theirs = load_file(reference), load_file(other)
+    worst = 0.0 if mine.keys() == theirs.keys() else math.inf
+    for name in mine.keys() & theirs.keys():
+        one, two = mine[name], theirs[name]
+        if digest_tensor(one) == digest_tensor(two):
+            continue
+        gap = float((two.double() - one.double()).norm()) if one.shape == two.shape else math.inf
+        size = max(float(one.double().norm()), torch.finfo(torch.float32).tiny)
+        worst = max(worst, gap / size if math.isfinite(gap) else math.inf)
+    return worst
 
 
 _REFUSED = "refuses the program while it trains"

@@ -42,6 +42,8 @@ class StepTrace:
     """Parameters and buffers whose bits differed between ranks after the step."""
 
 
+FINAL = "final.safetensors"
+"""Parameters and buffers at the end of a run, beside its trace."""
 _REFUSAL = "refused-*.txt"
 
 
