@@ -95,6 +95,18 @@ def test_a_difference_tells_the_micro_batches_and_both_losses():
     assert line.endswith("parameters), in micro-batches 2, 5; so does the loss, 1.5 here and 1.25 there")
 
 
+def test_another_loss_or_micro_batch_is_no_match_where_the_whole_gradient_is():
+    """It was said to match, with exit status 0."""
+    loss = report(compared(MINE, loss=(1.5).hex(), recorded_loss=(1.25).hex()))
+    parts = report(compared(MINE, micro_batches=[2]))
+    whole = report(compared(GradientDigest("0" * 64, MINE.parameters)))
+    assert loss.differs and parts.differs and whole.differs
+    same = "record    differs: the gradient of the step has the recorded bits"
+    assert last_line(loss) == f"{same}; the loss differs, 1.5 here and 1.25 there"
+    assert last_line(parts) == f"{same}, but others are recorded in micro-batches 2"
+    assert last_line(whole) == "record    differs: the digest of the whole gradient"
+
+
 def test_a_step_on_the_way_that_differs_is_what_is_said():
     found = report(compared(MINE), earlier=[compared(MINE, step=12), compared(ONE_OTHER, step=14)])
     assert found.differs

@@ -25,6 +25,7 @@ from torch import Tensor
 from lockstep import checkpoint
 from lockstep.checkpoint.folder import step_of
 from lockstep.config.job import CheckpointConfig, JobConfig, LogConfig, RunConfig
+from lockstep.core.fingerprint import differing
 from lockstep.core.world import World
 from lockstep.data.batch import Batch
 from lockstep.errors import CheckpointError, CheckpointMismatch, ConfigError
@@ -348,8 +349,10 @@ class GradientComparison:
 
     @property
     def differs(self) -> bool:
-        """True where the record has another digest."""
-        return self.recorded is not None and self.recorded.digest != self.gradient.digest
+        """True where the record has another gradient, of the step or of a micro-batch, or another loss."""
+        if self.recorded is None:
+            return False
+        return self.recorded != self.gradient or bool(self.micro_batches) or self.loss != self.recorded_loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -378,7 +381,7 @@ class ReplayReport:
 
     @property
     def differs(self) -> bool:
-        """True where the record of this step, or of one before it, has another digest."""
+        """True where the record of this step, or of one before it, differs."""
         return any(each.differs for each in (*self.earlier, self.compared))
 
 
@@ -414,15 +417,19 @@ def _verdict(report: ReplayReport) -> str:
 
 def _differences(compared: GradientComparison) -> str:
     assert compared.recorded is not None
-    names = compared.gradient.differing(compared.recorded)
-    every = len(compared.gradient.parameters.keys() | compared.recorded.parameters.keys())
-    text = f"{shorten(names, _MOST_NAMES)} ({len(names)} of {every} parameters)"
+    mine, recorded = compared.gradient, compared.recorded
+    names, every = differing(mine.parameters, recorded.parameters), len(mine.parameters | recorded.parameters)
+    found = [f"{shorten(names, _MOST_NAMES)} ({len(names)} of {every} parameters)"] if names else []
+    if not names and mine.digest != recorded.digest:
+        found.append("the digest of the whole gradient")
+    text = ", ".join(found or ["the gradient of the step has the recorded bits"])
     if compared.micro_batches:
-        text += f", in micro-batches {shorten(compared.micro_batches, _MOST_SAMPLES)}"
+        also = ", " if found else ", but others are recorded "
+        text += f"{also}in micro-batches {shorten(compared.micro_batches, _MOST_SAMPLES)}"
     if compared.loss == compared.recorded_loss:
         return text
-    mine, theirs = (float.fromhex(each) for each in (compared.loss, compared.recorded_loss))
-    return f"{text}; so does the loss, {mine:.9g} here and {theirs:.9g} there"
+    here, there = (float.fromhex(each) for each in (compared.loss, compared.recorded_loss))
+    return f"{text}; {'so does the loss' if found else 'the loss differs'}, {here:.9g} here and {there:.9g} there"
 
 
 def _why_absent(report: ReplayReport) -> str:
