@@ -418,7 +418,10 @@ def _verdict(report: ReplayReport) -> str:
 def _differences(compared: GradientComparison) -> str:
     assert compared.recorded is not None
     mine, recorded = compared.gradient, compared.recorded
-    names, every = differing(mine.parameters, recorded.parameters), len(mine.parameters | recorded.parameters)
+    names, every = (
+        differing(mine.parameters, recorded.parameters),
+        len({**mine.parameters, **recorded.parameters}),
+    )
     found = [f"{shorten(names, _MOST_NAMES)} ({len(names)} of {every} parameters)"] if names else []
     if not names and mine.digest != recorded.digest:
         found.append("the digest of the whole gradient")

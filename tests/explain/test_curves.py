@@ -51,6 +51,20 @@ def test_values_that_are_not_finite_are_left_out(tmp_path):
     assert [x for x, _ in read_logs([folder])[0].points("loss", "epochs")] == [0.5, 1.5, 2.0]
 
 
+def test_a_metric_that_is_not_finite_at_the_end_has_no_older_value_in_the_table(tmp_path):
+    """The table had the loss of an epoch before, as if the run had not diverged."""
+    folder = write(tmp_path / "one")
+    path = folder / "log.jsonl"
+    *before, last = map(json.loads, path.read_text().splitlines())
+    before = [each | {"validation_loss": None} for each in before]
+    last |= {"accuracy": None, "validation_accuracy": None, "validation_loss": None}
+    path.write_text("".join(json.dumps(each) + "\n" for each in (*before, last)))
+    table = final_table(read_logs([folder]))
+    row = dict(zip(*table, strict=True))
+    assert [row["accuracy"], row["validation accuracy"], row["validation loss"]] == ["not finite"] * 3
+    assert "nan" not in page(read_logs([folder])).lower()
+
+
 def test_a_curve_that_others_cover_is_wide_enough_to_be_seen(tmp_path):
     logs = read_logs([write(tmp_path / name, loss=2.0 if name == "c" else 1.0) for name in "abcd"])
     first = [shape.width for shape in chart(logs).shapes if isinstance(shape, Curve)][:4]

@@ -65,20 +65,26 @@ class RunLog:
 
         All records of an evaluation; what is measured while training from steps where those have it, else from epochs.
         """
-        found = [record for record in self.records if record.get("kind") == "step" and metric in record]
+        pairs = ((record, _number(record[metric])) for record in self._with(metric))
+        return [(record, y) for record, y in pairs if math.isfinite(y)]
+
+    def _with(self, metric: str) -> list[Mapping[str, Any]]:
+        every = [record for record in self.records if metric in record]
         if metric.startswith("validation_"):
-            found = [record for record in self.records if metric in record]
-        pairs = ((record, record.get(metric)) for record in found or self.ends)
-        return [(record, float(y)) for record, y in pairs if isinstance(y, int | float) and math.isfinite(y)]
+            return every
+        steps = [record for record in every if record.get("kind") == "step"]
+        return steps or [record for record in self.ends if metric in record]
 
     def final(self, metric: str) -> float | None:
-        """The metric of the last finished epoch, over all of it where the epoch's record has it, else the last."""
-        if self.ends:
-            whole = self.ends[-1].get(metric)
-            if isinstance(whole, int | float) and math.isfinite(whole):
-                return float(whole)
+        """The metric of the last finished epoch, over all of it where the epoch's record has it, else the last.
+
+        NaN where it was not finite.
+        """
+        if self.ends and metric in self.ends[-1]:
+            return _number(self.ends[-1][metric])
         last = self.ends[-1]["step"] if self.ends else math.inf
-        return next((y for record, y in reversed(self.values(metric)) if record["step"] <= last), None)
+        found = (_number(each[metric]) for each in reversed(self._with(metric)) if each["step"] <= last)
+        return next(found, None)
 
     def points(self, metric: str, axis: str) -> list[Point]:
         """The curve of a metric; ``axis`` is ``epochs`` or ``seconds``.
@@ -91,6 +97,11 @@ class RunLog:
             return []
         steps_per_epoch = self.ends[-1]["step"] / (self.epochs or 1)
         return [(record["step"] / steps_per_epoch, y) for record, y in self.values(metric)]
+
+
+def _number(value: Any) -> float:
+    """A number of a log, in which null stands for one that is not finite: NaN."""
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else math.nan
 
 
 def read_logs(folders: Sequence[Path], labels: Sequence[str] = ()) -> list[RunLog]:
@@ -131,7 +142,7 @@ def metrics_of(logs: Sequence[RunLog]) -> list[str]:
     of_groups = {name for log in logs for record in log.records for name in record if _GROUP.fullmatch(name)}
     rates = sorted(of_groups, key=lambda name: int(name.rpartition("_")[2]))
     names = [*_METRICS[:-1], *rates, _METRICS[-1]]
-    return [name for name in names if any(log.values(name) for log in logs)]
+    return [name for name in names if any(name in record for log in logs for record in log.records)]
 
 
 def final_table(
@@ -194,7 +205,7 @@ def chart(logs: Sequence[RunLog], also: Sequence[str] = ()) -> Chart:
     ``also`` names more metrics than those that ``metrics_of`` gives.
     """
     colours = {log.name: COLOURS[number % len(COLOURS)] for number, log in enumerate(logs)}
-    metrics = [*metrics_of(logs), *(name for name in also if any(log.values(name) for log in logs))]
+    metrics = [name for name in (*metrics_of(logs), *also) if any(log.values(name) for log in logs)]
     axes = [
         axis
         for axis in ("epochs", "seconds")
@@ -278,4 +289,6 @@ def _title(metric: str) -> str:
 
 
 def _shown(metric: str, value: float) -> str:
+    if math.isnan(value):
+        return "not finite"
     return f"{100 * value:.4g} %" if metric.endswith("accuracy") else f"{value + 0.0:.4g}"
