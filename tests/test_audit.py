@@ -25,6 +25,7 @@ from lockstep.job.assemble import assemble
 from lockstep.job.rank import record
 from lockstep.job.run_folder import choose_run_folder, run_folder
 from lockstep.trainer.audit_record import FILE, digest_file, link, read_chain
+from lockstep.trainer.gradient_record import read_records
 
 JOB = """
 [model]
@@ -205,6 +206,19 @@ def test_steps_that_a_killed_run_has_lost_are_recorded_again(home):
     assert findings(folder) == []
 
 
+def test_steps_that_a_run_went_back_behind_do_not_count(home):
+    """An honest run that lost steps, and went on by another recipe but not as far, was said to differ in those."""
+    folder = train(home, "schedule.kind=constant")
+    for name in ("step-00000006", "step-00000008"):
+        shutil.rmtree(folder / name)
+    again = ("schedule.kind=constant", "training.clip_norm=0.1", "training.max_steps=6")
+    train(home, *again, "training.gradients_every=0", f"checkpoint.resume={folder}")
+    assert sorted(read_chain(folder).last("step")) == [*range(6)]
+    assert sorted(read_chain(folder).last("checkpoint")) == [2, 4, 6]
+    assert findings(folder) == []
+    assert max(read_records(folder)) < 4
+
+
 TAMPERED = {
     "poison 5": "the data of micro-batch",
     "data 0": "the data of micro-batch",
@@ -267,6 +281,16 @@ def test_other_weights_at_the_end_are_found(home):
     digest = digest_file(folder / "model.safetensors")
     forge(folder, lambda entry: entry.update(weights=digest) if entry["kind"] == "end" else None)
     assert findings(folder)[0].startswith("model.safetensors: the trained weights are not those of the file")
+
+
+def test_weights_whose_line_was_removed_are_found(home):
+    """They were audited as equal, since the chain said nothing of them."""
+    folder = train(home)
+    lines = (folder / FILE).read_text().splitlines(keepends=True)
+    (folder / FILE).write_text("".join(lines[:-1]))
+    assert findings(folder, checks=1) == ["model.safetensors: the chain has no line for this file"]
+    (folder / "model.safetensors").unlink()
+    assert findings(folder, checks=1) == []
 
 
 @pytest.mark.parametrize("change", ["loss", "removed", "swapped", "recipe"])

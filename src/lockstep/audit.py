@@ -236,10 +236,12 @@ def _checkpoint_findings(folder: Path, chain: Chain) -> Iterator[AuditFinding]:
                 yield AuditFinding(
                     where=path.name, what="its files are not those whose digests the run recorded"
                 )
-    weights = folder / WEIGHTS
-    recorded_weights = chain.end["weights"] if chain.end is not None else ""
-    if recorded_weights and not (weights.is_file() and digest_file(weights) == recorded_weights):
-        yield AuditFinding(where=WEIGHTS, what="the file is not the one that the run wrote at its end")
+    weights, ends = folder / WEIGHTS, [entry for entry in chain.entries if entry["kind"] == "end"]
+    if chain.end is not None and chain.end["weights"]:
+        if not (weights.is_file() and digest_file(weights) == chain.end["weights"]):
+            yield AuditFinding(where=WEIGHTS, what="the file is not the one that the run wrote at its end")
+    elif weights.is_file() and digest_file(weights) not in [entry["weights"] for entry in ends]:
+        yield AuditFinding(where=WEIGHTS, what="the chain has no line for this file")
 
 
 def recompute(
@@ -383,8 +385,9 @@ def describe(report: AuditReport) -> str:
         )
     )
     rows.append(("cost", f"{plural(done, 'step')} of {whole}"))
-    missed = chance(len(every), len(checked))
-    rows.append(("chance", f"{missed:.0%} that a change within one interval would have been found"))
+    found = chance(len(every), len(checked))
+    percent = 100 if found == 1 else min(99, round(100 * found))
+    rows.append(("chance", f"{percent}% that a change within one interval would have been found"))
     rows.append(("result", "equal: everything that was checked has the recorded bits"))
     return "\n".join(f"{name:9} {text}" for name, text in rows)
 

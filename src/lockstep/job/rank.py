@@ -33,7 +33,7 @@ from lockstep.runtime.output import log_to_terminal
 from lockstep.text import format_bytes, plural
 from lockstep.trainer import Trainer, TrainingOutcome
 from lockstep.trainer.audit_record import AuditRecorder
-from lockstep.trainer.gradient_record import GradientRecorder
+from lockstep.trainer.gradient_record import GradientLog, GradientRecorder
 
 OUTCOME = "outcome.json"
 """The file of a run folder that has the fingerprint in which the run ended, and a command that ends in the same."""
@@ -66,6 +66,8 @@ def record(trainer: Trainer, config: JobConfig, folder: Path) -> AuditRecorder |
             "training.record_micro_batches is true, but gradients are recorded at level A only, and strategy "
             f"{run.strategy.name!r} promises level {run.strategy.level.value} here. Leave it out."
         )
+    elif run.is_main:
+        GradientLog(folder, run.position.step)  # of steps that are done again, and not recorded
     if training.audit and run.strategy.level is not Level.BITWISE:
         raise ConfigError(
             f"training.audit is true, but only runs of level A can be audited, and strategy {run.strategy.name!r} "

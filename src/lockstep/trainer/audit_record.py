@@ -7,7 +7,7 @@
 
 ``chain`` is the SHA-256 of the line's other entries and of the line before it, so that the last one, the head, stands
 for all lines. Lines are only appended. Where a run goes back to a checkpoint, those of the abandoned steps stay, and
-the last line of a step counts.
+do not count.
 """
 
 from __future__ import annotations
@@ -62,8 +62,15 @@ class Chain:
         return self.entries[-1] if self.entries[-1]["kind"] == "end" else None
 
     def last(self, kind: str) -> dict[int, Mapping[str, Any]]:
-        """By step, the last entry of a kind."""
-        return {entry["step"]: entry for entry in self.entries if entry["kind"] == kind}
+        """By step, the last entry of a kind, without those that a later start of the run went back behind."""
+        found: dict[int, Mapping[str, Any]] = {}
+        for entry in self.entries:
+            if entry["kind"] == "start":
+                kept = entry["step"] + (kind == "checkpoint")  # the one that it went on from
+                found = {step: held for step, held in found.items() if step < kept}
+            if entry["kind"] == kind:
+                found[entry["step"]] = entry
+        return found
 
 
 def read_chain(folder: Path) -> Chain:
