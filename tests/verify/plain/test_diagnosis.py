@@ -1,15 +1,57 @@
 """The first difference of two recordings and its cause."""
 
+import math
+
 import pytest
-from tests.verify.plain.recordings import STEPS, changed, not_reduced, other_samples, recording, rounded
+from tests.verify.plain.recordings import (
+    LENGTH,
+    STEPS,
+    changed,
+    measure,
+    not_reduced,
+    other_samples,
+    recording,
+    rounded,
+)
 
 from lockstep.errors import ConfigError
 from lockstep.verify import Cause
-from lockstep.verify.plain import diagnose_plain
+from lockstep.verify.plain import Measure, diagnose_plain
+from lockstep.verify.plain.diagnosis import compare_plain
 
 
 def test_differences_within_rounding_are_those_of_another_order():
     assert diagnose_plain(recording(1), changed(rounded)).cause is Cause.REDUCTION_ORDER
+
+
+def test_an_update_within_rounding_is_no_other_order_where_gradients_have_equal_bits():
+    def other_update(step, rank):
+        value = step.values["first"]
+        step.values = {**step.values, "first": Measure("other", value.norm, value.sketch)}
+
+    assert diagnose_plain(recording(1), changed(other_update)).cause is Cause.UPDATE
+
+
+def test_another_number_of_steps_on_any_rank_is_a_difference():
+    """None was found, where Python asked; nor was it where one rank alone made more steps than the reference."""
+    fewer, more, reference = recording(2), recording(2), recording(1)
+    for rank in fewer.ranks:
+        rank.steps.pop()
+    reference.ranks[0].steps.pop()
+    more.ranks[0].steps.pop()
+    for one, other in ((recording(1), fewer), (reference, more)):
+        assert diagnose_plain(one, other).cause is Cause.LENGTH
+        assert compare_plain(one, other, "2 processes", again=one).is_broken
+
+
+def test_values_that_are_no_numbers_after_the_last_step_are_no_rounding():
+    """They were within the bound of level B, with a difference of 0."""
+    other = recording(2)
+    for rank in other.ranks:
+        rank.steps[-1].values["first"] = measure([math.nan] * LENGTH)
+    found = compare_plain(recording(1), other, "2 processes", again=recording(1))
+    assert (found.reached, found.difference) == ("-", math.inf)
+    assert (found.diagnosis.cause, found.diagnosis.step) == (Cause.UPDATE, STEPS - 1)
 
 
 def test_a_sound_run_on_any_number_of_ranks_has_no_difference():

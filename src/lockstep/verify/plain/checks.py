@@ -396,6 +396,9 @@ def update(pair: Pair, step: int) -> Diagnosis | None:
             mine = pair.mine(step).values.get(name)
             if mine is None or name not in used or used[name].norm <= pair.noise * total:
                 continue
+            if math.isfinite(now.norm) != math.isfinite(mine.norm):
+                detail = f"norm {now.norm:.3g} on rank {rank.rank}, and {mine.norm:.3g} in the reference"
+                return Diagnosis(Cause.UPDATE, step, repr(name), detail)
             change, wanted = vector(now) - vector(before[name]), vector(mine) - vector(known[name])
             bound = _OF_UPDATE * pair.tolerance * math.hypot(*wanted) + 1e-6 * mine.norm
             if math.hypot(*(change - wanted)) > bound:

@@ -37,7 +37,7 @@ _CHECKS: tuple[Callable[[Pair, int], Diagnosis | None], ...] = (
 def diagnose_plain(
     reference: Recording, other: Recording, *, again: Recording | None = None, tolerance: float | None = None
 ) -> Diagnosis | None:
-    """The first difference and its cause; None where all bits are equal.
+    """The first difference and its cause; None where all bits of as many steps are equal.
 
     Args:
         reference: the run on one process.
@@ -54,6 +54,9 @@ def diagnose_plain(
         )
     pair = Pair(reference, other, tolerance)
     beyond = beyond_rounding(pair)
+    lengths = (other_length(reference.length, len(rank.steps)) for rank in other.ranks)
+    if beyond is None and (length := next(filter(None, lengths), None)) is not None:
+        return length
     found = beyond or _by_bits(pair)
     unstable = again is not None and _by_bits(Pair(reference, again, tolerance)) is not None
     if found and unstable and (beyond is None or beyond.cause in _UNSTABLE):
@@ -132,7 +135,10 @@ def _by_bits(pair: Pair) -> Diagnosis | None:
                 if name in mine and mine[name].digest != value.digest:
                     kind = pair.first.context["precision"]
                     bound = f"within {100 * pair.tolerance:g} %, which rounding in {kind} may explain"
-                    return _explained(pair, Diagnosis(Cause.REDUCTION_ORDER, step, repr(name), bound))
+                    one, two = pair.mine(step).used.get(name), record.used.get(name)
+                    is_update = one is not None and two is not None and one.digest == two.digest
+                    cause = Cause.UPDATE if is_update else Cause.REDUCTION_ORDER
+                    return _explained(pair, Diagnosis(cause, step, repr(name), bound))
     return None
 
 
@@ -163,13 +169,11 @@ LEVEL = "B"
 
 def compare_plain(reference: Recording, other: Recording, label: str, *, again: Recording) -> Comparison:
     """Compares a run with the reference: A for equal bits, B for rounding, and - for more than that."""
-    found, reached = diagnose_plain(reference, other, again=again), "B"
-    if beyond_rounding(Pair(reference, other)) is not None:
-        reached = "-"
-    elif (length := other_length(reference.length, other.length)) is not None:
-        reached, found = "-", length
+    found = diagnose_plain(reference, other, again=again)
     if found is None:
         return Comparison(trace_of(other, label), "A")
+    is_rounding = found.cause is not Cause.LENGTH and beyond_rounding(Pair(reference, other)) is None
+    reached = LEVEL if is_rounding else "-"
     return Comparison(trace_of(other, label), reached, _difference(reference, other), found)
 
 
@@ -201,5 +205,5 @@ def _difference(reference: Recording, other: Recording) -> float:
         for name, value in record.values.items():
             if name in mine and mine[name].digest != value.digest:
                 gap = float(((vector(mine[name]) - vector(value)) ** 2).sum()) ** 0.5
-                worst = max(worst, gap / max(mine[name].norm, 1e-38))
+                worst = max(worst, gap / max(mine[name].norm, 1e-38) if math.isfinite(gap) else math.inf)
     return worst
