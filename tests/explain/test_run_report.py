@@ -84,7 +84,10 @@ def test_weights_that_were_changed_are_found_out(folder, trained):
     weights = load_file(folder / "model.safetensors")
     next(iter(weights.values())).view(-1)[0] += 1
     save_file(weights, folder / "model.safetensors")
-    assert "The weights were changed since" in run_page(folder, computes=False)
+    page = run_page(folder, computes=False)
+    assert "The weights were changed since" in page
+    assert "ends in the same fingerprint" not in page
+    assert "This command ends in the fingerprint in which the run ended" in page
 
 
 def test_what_is_missing_is_said(folder):

@@ -61,6 +61,17 @@ def test_a_run_of_another_number_of_steps_is_not_equal(steps):
     assert diagnose(trace().since(1), trace(steps).since(1)).detail == found.detail
 
 
+def test_a_step_that_one_run_leaves_out_is_no_other_order_of_the_data():
+    """It was called one, since the steps after it were compared with those before."""
+    skipping = trace(4)
+    del skipping.steps[1]
+    found = diagnose(trace(4), skipping)
+    assert (found.cause, found.step, found.detail) == (Cause.NOT_MADE, 1, "it goes on with step 2")
+    assert diagnose(skipping, trace(4)).detail == "the reference goes on with step 2"
+    assert compare(trace(4), skipping, 0.0).reached == "-"
+    assert diagnose(skipping, skipping) is None
+
+
 def test_parameters_that_began_differently_come_first():
     other = changed(put("samples", "0", "other"))
     other.start["b"] = "other"

@@ -16,3 +16,12 @@ def test_the_part_from_a_step_on_begins_with_the_values_before_it():
     assert later.start == {"w": "p1", "b": "q1", "mean": "m1"}
     assert later.since(3).start == {"w": "p2", "b": "q2", "mean": "m2"}
     assert trace().since(0) == trace()
+
+
+def test_the_part_from_a_step_on_is_right_where_the_loop_skips_steps():
+    """A loop that skips a bad batch was said to differ once it was stopped and resumed."""
+    skipping = trace(steps=5)
+    del skipping.steps[1]
+    assert [each.step for each in skipping.since(3).steps] == [3, 4]
+    assert skipping.since(3).start["w"] == "p2"
+    assert skipping.since(2).start["w"] == "p0"

@@ -237,7 +237,7 @@ def _compare_all(
         raise ConfigError(reference.trace.refused)
     if stop_after and reference.records is not None:
         raise ConfigError("--stop-after is for loops on lockstep.init, whose runs can be resumed.")
-    if stop_after and stop_after >= (made := len(reference.trace.steps)):
+    if stop_after and stop_after >= (made := reference.trace.steps[-1].step + 1):
         raise ConfigError(
             f"--stop-after is {stop_after}, and the run has {plural(made, 'step')}. Give a smaller number."
         )

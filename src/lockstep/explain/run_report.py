@@ -252,7 +252,7 @@ def _fingerprint(folder: Path, starts: Sequence[Start]) -> list[str]:
     outcome, parts = read_outcome(folder), []
     if outcome and has_gone_on(folder):
         return [_note("There is none: the run ended once, went on, and has not ended again.")]
-    recorded = str(outcome.get("fingerprint", ""))
+    recorded = found = str(outcome.get("fingerprint", ""))
     if (folder / WEIGHTS).is_file():
         found = combine(digest_tensors(safetensors.torch.load_file(folder / WEIGHTS)))
         parts.append(f"<p><code>{found}</code></p><p>Computed again from {WEIGHTS}.</p>")
@@ -266,7 +266,8 @@ def _fingerprint(folder: Path, starts: Sequence[Start]) -> list[str]:
     else:
         parts.append(_note("There is none: the run has not ended."))
     if proof := str(outcome.get("proof", "")):
-        parts.append(f"<p>This command ends in the same fingerprint:</p><pre>{escape(proof)}</pre>")
+        which = "the same fingerprint" if recorded == found else "the fingerprint in which the run ended"
+        parts.append(f"<p>This command ends in {which}:</p><pre>{escape(proof)}</pre>")
     else:
         why = "the run did not record one" if one_recipe(starts) else "its starts had several recipes"
         parts.append(_note(f"No command is known that trains it again: {why}, or its level is not A."))

@@ -79,6 +79,7 @@ class Cause(Enum):
     ACCUMULATION = "micro-batches are accumulated without being divided by their number"
     CLIPPING = "every rank clips its own gradients before they are reduced"
     SKIPPED = "a step is skipped on some ranks only"
+    NOT_MADE = "a step is left out in one of the runs only"
     LENGTH = "it ends after another number of steps"
     SCHEDULE = "the schedule is at another step: it is stepped once per process, or not at all"
     REPORTED = "the reported loss is not the mean over the global batch"
@@ -135,6 +136,14 @@ def diagnose(reference: Trace, other: Trace, *, repeats: bool | None = None) -> 
             return Diagnosis(Cause.RESUMED, other.first, repr(name))
         return Diagnosis(Cause.START, -1, repr(name))
     for mine, theirs in zip(reference.steps, other.steps):
+        if mine.step != theirs.step:
+            skipping, one = ("it", theirs) if theirs.step > mine.step else ("the reference", mine)
+            return Diagnosis(
+                Cause.NOT_MADE,
+                min(mine.step, theirs.step),
+                "the loop",
+                f"{skipping} goes on with step {one.step}",
+            )
         step = _step(mine, theirs, reference, other, repeats)
         if step is not None:
             if found is not None and step.cause in _EXPLAINED_BY_CONTEXT:

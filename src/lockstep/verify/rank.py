@@ -107,16 +107,20 @@ class Observer(Callback):
 
     def on_step_end(self, batch: Batch) -> None:
         """Records the step, unless the loop has left out its backward pass. Collective."""
-        if self._loss is None:
-            return
+        if self._loss is not None:
+            self._record(batch.plan.step, self._loss)
+        if batch.plan.step + 1 >= self._steps:
+            raise StopRecording
+
+    def _record(self, step: int, loss: Tensor) -> None:
         self._seconds.append(time.perf_counter() - self._began - self._observing)
         model, apart = self._state()
         captured = self._saved.capture("", keep=self.run.is_main)
         trained = set(self._names)
         self.trace.steps.append(
             StepTrace(
-                step=self.trace.first + len(self.trace.steps),
-                loss=float(self._loss).hex(),
+                step=step,
+                loss=float(loss).hex(),
                 parameters={name: digest for name, digest in model.items() if name in trained},
                 buffers={name: digest for name, digest in model.items() if name not in trained},
                 optimizer=digest_tensors(captured.optimizer),
@@ -125,8 +129,6 @@ class Observer(Callback):
                 **self._noted,
             )
         )
-        if self.trace.first + len(self.trace.steps) >= self._steps:
-            raise StopRecording
 
     def finish(self, final: Path) -> Trace:
         """Returns the trace and writes parameters and buffers to ``final``. Collective."""

@@ -93,7 +93,7 @@ def compare(
         return Comparison(other, "A")
     if other.level == "C":
         return Comparison(other, "C", difference, None if other.independent else found)
-    if difference <= BOUND and found.cause is not Cause.LENGTH:
+    if difference <= BOUND and found.cause not in (Cause.LENGTH, Cause.NOT_MADE):
         return Comparison(other, "B", difference, found)
     near = sensitivity is not None and is_enlarged(difference, sensitivity)
     enlarged = near and found.cause in _MAY_BE_ROUNDING and math.isfinite(difference)

@@ -14,6 +14,7 @@ class StepTrace:
     """One optimizer step; digests are hexadecimal SHA-256, and losses are exact (``float.hex``)."""
 
     step: int
+    """Counted from 0 over all epochs, with steps that the loop has skipped."""
     loss: str
     """The mean over the global batch."""
     samples: dict[str, str] = field(default_factory=dict)
@@ -99,9 +100,9 @@ class Trace:
         """The part of the trace from a step on."""
         if step == self.first:
             return self
-        before = self.steps[step - self.first - 1]
-        start = {**before.parameters, **before.buffers}
-        return replace(self, start=start, first=step, steps=self.steps[step - self.first :])
+        before = [each for each in self.steps if each.step < step]
+        start = {**before[-1].parameters, **before[-1].buffers} if before else self.start
+        return replace(self, start=start, first=step, steps=self.steps[len(before) :])
 
     def write(self, path: Path) -> None:
         """Writes the trace as JSON."""
