@@ -36,6 +36,10 @@ def test_classes_are_counted_by_name(flowers):
     counted = data_report.look_at_set("x", numbers, workers=0, reads=False).classes
     assert counted == {"0": 1, "1": 0, "2": 1, "below 0": 1}
     assert data_report.look_at_set("x", [1.5, 2.5], workers=0, reads=False).classes is None
+    numbers.classes = ["1", "2"]  # one of two classes of a name was left out
+    numbers.tensors = torch.zeros(3, 2), torch.tensor([2, 0, 1])
+    counted = data_report.look_at_set("x", numbers, workers=0, reads=False).classes
+    assert counted == {"1": 1, "2 (class 1)": 1, "2 (class 2)": 1}
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -6,6 +6,7 @@ Nothing here starts a rank. What a step holds is the sample plan, so what is sho
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -77,7 +78,10 @@ def look_at_set(name: str, data_set: Any, *, workers: int, reads: bool) -> SetFa
     if labels is not None:
         names = known_classes(data_set)
         counts = np.bincount(labels[labels >= 0], minlength=len(names)).tolist()
-        classes = {names[n] if n < len(names) else str(n): count for n, count in enumerate(counts)}
+        shown = [names[n] if n < len(names) else str(n) for n in range(len(counts))]
+        alike = Counter(shown)
+        unique = [f"{name} (class {n})" if alike[name] > 1 else name for n, name in enumerate(shown)]
+        classes = dict(zip(unique, counts, strict=True))
         if wrong := int((labels < 0).sum()):
             classes["below 0"] = wrong
     broken = unreadable(data_set, workers) if reads else None
