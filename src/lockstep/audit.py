@@ -307,13 +307,7 @@ class _Comparer(Callback):
         recorded = GradientDigest.from_table(entry["gradient"])
         found = GradientDigest.of(digest_gradients(self._run)[0])
         if found.digest != recorded.digest:
-            names = found.differing(recorded)
-            every = len(found.parameters.keys() | recorded.parameters.keys())
-            what = (
-                f"{shorten(names, _MOST_NAMES)} ({len(names)} of {every} parameters)"
-                if names
-                else "the whole"
-            )
+            what = found.difference(recorded, _MOST_NAMES) or "the whole"
             self._note(f"the gradient of {what} is not the recorded one")
         elif float(loss).hex() != entry["loss"]:
             mine, theirs = float(loss), float.fromhex(entry["loss"])

@@ -25,7 +25,6 @@ from torch import Tensor
 from lockstep import checkpoint
 from lockstep.checkpoint.folder import step_of
 from lockstep.config.job import CheckpointConfig, JobConfig, LogConfig, RunConfig
-from lockstep.core.fingerprint import differing
 from lockstep.core.world import World
 from lockstep.data.batch import Batch
 from lockstep.errors import CheckpointError, CheckpointMismatch, ConfigError
@@ -418,14 +417,10 @@ def _verdict(report: ReplayReport) -> str:
 def _differences(compared: GradientComparison) -> str:
     assert compared.recorded is not None
     mine, recorded = compared.gradient, compared.recorded
-    names, every = (
-        differing(mine.parameters, recorded.parameters),
-        len({**mine.parameters, **recorded.parameters}),
-    )
-    found = [f"{shorten(names, _MOST_NAMES)} ({len(names)} of {every} parameters)"] if names else []
-    if not names and mine.digest != recorded.digest:
-        found.append("the digest of the whole gradient")
-    text = ", ".join(found or ["the gradient of the step has the recorded bits"])
+    found = mine.difference(recorded, _MOST_NAMES)
+    if not found and mine.digest != recorded.digest:
+        found = "the digest of the whole gradient"
+    text = found or "the gradient of the step has the recorded bits"
     if compared.micro_batches:
         also = ", " if found else ", but others are recorded "
         text += f"{also}in micro-batches {shorten(compared.micro_batches, _MOST_SAMPLES)}"

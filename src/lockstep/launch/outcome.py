@@ -240,11 +240,11 @@ def _fate(end: RankEnd, cause: RankEnd) -> str:
 
 def _stop(ends: Sequence[RankEnd], reason: StopReason) -> str:
     word = "Interrupted" if reason is StopReason.INTERRUPTED else "Preempted"
+    if not any(end.pid for end in ends):
+        return f"{word} before any rank had started. Exit code {int(reason)}."
     forced = sum(end.code not in (EXIT_DONE, EXIT_PREEMPTED, EXIT_INTERRUPTED) for end in ends)
     step = furthest_step(ends)
     where = f" at step {step}" if step >= 0 else ""
-    if not any(end.pid for end in ends):
-        return f"{word} before any rank had started. Exit code {int(reason)}."
     if not forced:
         return f"{word}: {plural(len(ends), 'rank')} stopped{where}. Exit code {int(reason)}."
     return f"{word}{where}: {plural(forced, 'rank')} of {len(ends)} did not stop when asked and had to be killed."

@@ -144,8 +144,12 @@ class EpochLoop:
         self._current: Batch | None = None
         self.backward_passes = 0
         """How many over the current step are done."""
-        self._is_ahead, self._unused_from, self._saved_before = False, 0, 0
-        """Whether the loop takes batches ahead; the step from which on none had a backward pass, now and in a save."""
+        self._is_ahead = False
+        """True while the loop takes batches ahead."""
+        self._unused_from = 0
+        """The step from which on none has had a backward pass."""
+        self._saved_before = 0
+        """The same when the last checkpoint was written."""
         self.is_resumed = False
         """True where the position comes from a checkpoint, until the first loop over steps."""
         self._walk = self._epoch_loops = 0

@@ -276,7 +276,7 @@ class _Belonging(AbsentTensor):
 
 
 def held_of(tensor: _T) -> _T:
-    """What this process has of a parameter or a buffer: its part, where the whole is absent."""
+    """The tensor that this process has of a parameter or a buffer: its part, where the whole is absent."""
     return tensor.parameter_rows if isinstance(tensor, AbsentParameter) else tensor  # type: ignore[return-value]  # with a part
 
 

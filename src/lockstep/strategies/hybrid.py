@@ -32,9 +32,7 @@ from torch import Tensor, nn
 
 from lockstep.core.summation_tree import fold_in_place
 from lockstep.data.batch import Batch
-from lockstep.distributed.collectives import (
-    all_gather_flat,
-)
+from lockstep.distributed.collectives import all_gather_flat
 from lockstep.distributed.rank_exchange import GroupExchange, RankExchange
 from lockstep.numerics.hooks import share_hooks
 from lockstep.reduce import BucketShape, NodeLayout

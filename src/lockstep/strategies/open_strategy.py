@@ -61,7 +61,7 @@ def open_strategy(
 
 
 def _opener(options: RunOptions, mesh: Mesh) -> Callable[[RunOptions, Groups, torch.device], Strategy]:
-    """What opens the strategy: its name decides, or else which axes of the mesh have several ranks."""
+    """The function that opens the strategy: its name decides, or else which axes of the mesh have several ranks."""
     axes = {axis for axis, size in mesh.axes if size > 1}
     if options.strategy == "dp":
         return _open_dp

@@ -32,6 +32,7 @@ from lockstep.run import Run
 from lockstep.runtime import Callback
 from lockstep.runtime.events import CallbackHandle
 from lockstep.strategies.absent import AbsentParameter
+from lockstep.text import shorten
 
 
 def digest_gradients(run: Run) -> tuple[dict[str, str], float]:
@@ -174,7 +175,12 @@ class GradientDigest:
 
     def differing(self, other: GradientDigest) -> list[str]:
         """Names of the parameters whose digests differ, in name order; none where all bits are equal."""
-        return [] if self.digest == other.digest else differing(self.parameters, other.parameters)
+        return differing(self.parameters, other.parameters)
+
+    def difference(self, other: GradientDigest, most: int) -> str:
+        """At most so many names of the parameters that differ, and their number, as text; empty where none does."""
+        names, every = self.differing(other), len(self.parameters.keys() | other.parameters.keys())
+        return f"{shorten(names, most)} ({len(names)} of {every} parameters)" if names else ""
 
 
 @dataclass(frozen=True, kw_only=True)

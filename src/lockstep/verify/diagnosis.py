@@ -177,7 +177,7 @@ _CONDITIONS = {
     "optimizers": Cause.OPTIMIZER,
     **dict.fromkeys(("device", "cpu", "torch", "photos"), Cause.SOFTWARE),
 }
-"""What differs in the conditions of two runs; all others are the recipe."""
+"""The cause that another value of each condition is; those that are not here belong to the recipe."""
 
 
 def _context(reference: Trace, other: Trace) -> Diagnosis | None:

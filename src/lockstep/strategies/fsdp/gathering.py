@@ -77,11 +77,10 @@ class Gathering:
         initial_values: InitialValues | None,
     ) -> None:
         self._exchange, self._host = exchange, host
-        self._keep, self._keep_for_step = (
-            not options.reshard_after_forward,
-            not options.reshard_after_backward,
-        )
-        """Whether blocks are freed after the backward pass only, or after the step only."""
+        self._keep = not options.reshard_after_forward
+        """True if blocks are freed after the backward pass only."""
+        self._keep_for_step = not options.reshard_after_backward
+        """True if they are freed after the step only."""
         self._dtype = _TYPES.get(options.mixed_precision)
         modules = large_blocks(model)
         ranks = exchange.ranks

@@ -289,7 +289,7 @@ class Pipeline(Strategy):
         )
         state = tensor_state(model)
         self._held = {name: held_of(state[name]) for name in self._specs if self._is_mine(name)}
-        """What is held of the model's state, by name; the very tensors, as assignments to ``.data`` are seen."""
+        """The held tensors of the model's state, by name: no copies, as assignments to ``.data`` are seen."""
         self._present: tuple[Sequence[int], Tensor] = (), torch.empty(0)
         """Which gradients there are here after a step, and why to stop; the same on the device."""
         self._whole_parameters = list(placed.parameters())
