@@ -70,7 +70,10 @@ def _tokens(output: Tensor, target: Tensor) -> Tensor:
 
 
 def job_of(name: str) -> tuple[nn.Module, TensorDataset, Any]:
-    """A model, its data and its loss, by name: ``perceptron``, ``convolutions``, ``decoder``, ``lstm`` or ``resnet18``.
+    """A model, its data and its loss, by name.
+
+    They are ``perceptron``, ``convolutions``, ``decoder``, ``lstm``, ``stacked`` (with dropout between two layers), and
+    ``resnet18``.
 
     The last one is for real devices: ResNets take long on simulated ones.
     """
@@ -86,8 +89,9 @@ def job_of(name: str) -> tuple[nn.Module, TensorDataset, Any]:
         data = TensorDataset(torch.randn(48, 1, 8, 8, generator=generator), labels)
         return Convolutions(), data, nn.CrossEntropyLoss()
     tokens = torch.randint(11, (48, 7), generator=generator)
-    if name == "lstm":
-        made = lstm(num_classes=5, vocabulary_size=11, hidden_size=16)
+    if name in ("lstm", "stacked"):
+        stacked = {"num_layers": 2, "dropout": 0.3} if name == "stacked" else {}
+        made = lstm(num_classes=5, vocabulary_size=11, hidden_size=16, **stacked)
         return made, TensorDataset(tokens, labels), nn.CrossEntropyLoss()
     data = TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
     return (

@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from lockstep.core.plan import Indices, StepPlan
 from lockstep.errors import ConfigError
 
@@ -31,8 +34,14 @@ def map_leaves(data: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def pinned(data: Any) -> Any:
-    """The same tensors in page-locked memory, in tuples, lists and dicts of any depth."""
-    return map_leaves(data, lambda value: value.pin_memory() if hasattr(value, "pin_memory") else value)
+    """The same tensors in page-locked memory, in tuples, lists and dicts of any depth; others stay where they are."""
+    return map_leaves(data, _pinned)
+
+
+def _pinned(value: Any) -> Any:
+    if isinstance(value, Tensor) and (value.device.type != "cpu" or value.layout is not torch.strided):
+        return value
+    return value.pin_memory() if hasattr(value, "pin_memory") else value
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def aligned(data: Any) -> Any:
-    """The same values, each CPU tensor at a multiple of 64 bytes; copied only where it is not.
+    """The same values, each tensor at a multiple of 64 bytes; copied only where it is not.
 
     Page-locked tensors stay where they are: nothing is computed on them before they are on their device.
     """
@@ -64,8 +64,8 @@ def aligned(data: Any) -> Any:
 
 
 def _aligned(value: Any) -> Any:
-    is_here = isinstance(value, Tensor) and value.device.type == "cpu" and is_dense(value)
-    return value.clone() if is_here and value.data_ptr() % ALIGNMENT and not value.is_pinned() else value
+    fits = not isinstance(value, Tensor) or not is_dense(value) or value.data_ptr() % ALIGNMENT == 0
+    return value if fits or value.is_pinned() else value.clone()
 
 
 def _resolved(value: Any) -> Any:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from lockstep.core.plan import Share
 from lockstep.core.summation_tree import TreeStack, fold_rows, merges_after_leaf, push_leaf, push_leaves
 from lockstep.errors import ConfigError
-from lockstep.numerics.hooks import hooks_made
+from lockstep.numerics.hooks import after_accumulation, hooks_made
 from lockstep.numerics.running_buffers import RunningBuffers
 from lockstep.reduce import BucketShape, Reducer
 from lockstep.reduce.reducer import most_slots
@@ -178,8 +177,7 @@ class GradientTree:
     def _register(self) -> None:
         """Lets hooks take the gradients."""
         self._handles = [
-            slot.parameter.register_post_accumulate_grad_hook(partial(self._take, slot))  # type: ignore[no-untyped-call]  # torch's stub
-            for slot in self.slots
+            after_accumulation(slot.parameter, self._take, number) for number, slot in enumerate(self.slots)
         ]
 
     @property
@@ -350,8 +348,8 @@ class GradientTree:
                 parameter.grad = before
             self.end()
 
-    def _take(self, slot: Slot, parameter: Tensor) -> None:
-        gradient = parameter.grad
+    def _take(self, number: int, parameter: Tensor) -> None:
+        slot, gradient = self.slots[number], parameter.grad
         if gradient is None or not self._merges or parameter is not slot.parameter:
             return
         gradient = one_dense(slot.name, gradient, is_first=self._lacks_leaf(slot))

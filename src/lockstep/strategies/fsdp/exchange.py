@@ -21,6 +21,7 @@ from lockstep.core.summation_tree import merges_after_leaf, push_leaf
 from lockstep.distributed.rank_exchange import RankExchange
 from lockstep.errors import ConfigError
 from lockstep.numerics.blocks import blocks_of
+from lockstep.numerics.hooks import after_accumulation
 from lockstep.runtime.devices import current_stream, is_gpu
 from lockstep.strategies.gradients import one_dense
 from lockstep.strategies.sharding import GatheredBlock, GatheredParameter, by_dtype
@@ -41,7 +42,7 @@ class ShardedParameter(GatheredParameter):
 
     def take_gradients(self) -> None:
         """Takes the gradient of the whole one whenever a backward pass has given it."""
-        self.whole.register_post_accumulate_grad_hook(self._take)  # type: ignore[no-untyped-call]  # torch's stub
+        after_accumulation(self.whole, self._take)
 
     def gradient_parts(self) -> Sequence[Tensor]:
         """Each rank's rows of the gradient, flat; zeros where there is none."""
