@@ -1,6 +1,7 @@
-"""Applies the patches of this folder to public training scripts, and runs each on 1, 2 and 3 processes.
+"""Applies the patches of this folder to public training scripts, and runs each on several numbers of devices.
 
-    make ports SCRIPTS=DIR [ARGS="--only mnist vae"]
+    make ports SCRIPTS=DIR [ARGS="--only mnist vae"]           on 1, 2 and 3 processes of the CPU
+    make ports SCRIPTS=DIR ARGS="--devices 1 2"                on GPUs
 
 ``DIR`` holds clones of the repositories, each under its name: ``examples`` (pytorch), ``nanoGPT``, ``minGPT``,
 ``accelerate``, ``pytorch-image-models``, ``pytorch-lightning``, ``stanford_alpaca``,
@@ -237,14 +238,14 @@ def copied(port: Port, scripts: Path, folder: Path) -> Path:
     return place
 
 
-def run(name: str, scripts: Path, patches: str, processes: int | None, timeout: float, more: str = "") -> str:
+def run(name: str, scripts: Path, patches: str, devices: str | None, timeout: float, more: str = "") -> str:
     """Runs a port in a copy of its own; returns its output.
 
     Args:
         name: of the port.
         scripts: the folder with the clones.
         patches: the folder of its patch, "" for the script as it is.
-        processes: how many; None for plain ``python``.
+        devices: of ``lockstep run``, such as ``cpu:2``; None for plain ``python``.
         timeout: seconds.
         more: further arguments of the script.
     """
@@ -256,12 +257,12 @@ def run(name: str, scripts: Path, patches: str, processes: int | None, timeout: 
             patch = (HERE / patches / f"{name}.patch").resolve()
             subprocess.run(["git", "apply", "--whitespace=nowarn", str(patch)], cwd=root, check=True)
         launcher = (
-            []
-            if processes is None
-            else ["-m", "lockstep", "run", "--devices", f"cpu:{processes}", "--threads", "1"]
+            [] if devices is None else ["-m", "lockstep", "run", "--devices", devices, "--threads", "1"]
         )
+        on_cpu = devices is None or devices.startswith("cpu")
+        command = port.command if on_cpu else re.sub(r" --(use_)?cpu\b| --device[= ]cpu\b", "", port.command)
         completed = subprocess.run(
-            [sys.executable, *launcher, *port.command.split(), *more.split()],
+            [sys.executable, *launcher, *command.split(), *more.split()],
             cwd=place,
             env=environment(root),
             capture_output=True,
@@ -271,7 +272,7 @@ def run(name: str, scripts: Path, patches: str, processes: int | None, timeout: 
         )
     if completed.returncode:
         tail = "\n".join((completed.stdout + completed.stderr).splitlines()[-30:])
-        raise RuntimeError(f"{name} on {processes} processes: exit status {completed.returncode}\n{tail}")
+        raise RuntimeError(f"{name} on {devices}: exit status {completed.returncode}\n{tail}")
     return completed.stdout
 
 
@@ -283,9 +284,7 @@ def missing(port: Port, scripts: Path) -> str:
     return "" if (scripts / port.repository / port.folder).is_dir() else f"not run: no {port.repository}"
 
 
-def check(
-    name: str, patches: str, scripts: Path, processes: list[int], timeout: float, verbose: bool
-) -> bool:
+def check(name: str, patches: str, scripts: Path, devices: list[str], timeout: float, verbose: bool) -> bool:
     """Runs one port and prints its line; False if it failed or its fingerprints differ."""
     patch = HERE / patches / f"{name}.patch"
     added, removed = count(patch)
@@ -293,9 +292,9 @@ def check(
         print(COLUMNS.format(name, patches, added, removed, "", verdict), flush=True)
         return True
     share = f"{kept(patch, scripts / PORTS[name].repository):.0%}"
-    worlds: list[int | None] = [*processes] if patches in OURS else [None]
+    worlds: list[str | None] = [*devices] if patches in OURS else [None]
     try:
-        outputs = [run(name, scripts, patches, number, timeout) for number in worlds]
+        outputs = [run(name, scripts, patches, world, timeout) for world in worlds]
     except (RuntimeError, subprocess.SubprocessError) as error:
         print(COLUMNS.format(name, patches, added, removed, share, error), flush=True)
         return False
@@ -313,10 +312,10 @@ def check(
 def compare(name: str, scripts: Path, seeds: list[int], timeout: float) -> None:
     """Prints what the script and its port on two processes say about the test set, for some seeds."""
     values = []
-    for patches, processes in (("", None), ("lockstep", 2)):
+    for patches, devices in (("", None), ("lockstep", "cpu:2")):
         found = []
         for seed in seeds:
-            output = run(name, scripts, patches, processes, timeout, f"--seed {seed}")
+            output = run(name, scripts, patches, devices, timeout, f"--seed {seed}")
             found.append(float(re.findall(PORTS[name].metric, output)[-1]))
         values += [
             ", ".join(f"{value:g}" for value in found),
@@ -335,7 +334,9 @@ def main() -> int:
     parser.add_argument("scripts", type=Path, metavar="DIR", help="the folder with the clones")
     parser.add_argument("--only", nargs="+", choices=PORTS, default=list(PORTS), metavar="NAME")
     parser.add_argument("--patches", nargs="+", choices=[*OURS, *OTHERS], default=list(OURS))
-    parser.add_argument("--processes", nargs="+", type=int, default=[1, 2, 3])
+    parser.add_argument(
+        "--devices", nargs="+", default=["cpu:1", "cpu:2", "cpu:3"], help="of each run, as of 'lockstep run'"
+    )
     parser.add_argument("--timeout", type=float, default=600, help="seconds for each run")
     parser.add_argument("-v", "--verbose", action="store_true", help="print what the scripts print")
     parser.add_argument(
@@ -347,9 +348,9 @@ def main() -> int:
             if PORTS[name].metric and not missing(PORTS[name], arguments.scripts):
                 compare(name, arguments.scripts.resolve(), arguments.seeds, arguments.timeout)
         return 0
-    verdict = "fingerprint on " + ", ".join(map(str, arguments.processes))
+    verdict = "fingerprint on " + ", ".join(arguments.devices)
     print(COLUMNS.format("script", "patches", "added", "removed", "kept", verdict), flush=True)
-    how = arguments.scripts.resolve(), arguments.processes, arguments.timeout, arguments.verbose
+    how = arguments.scripts.resolve(), arguments.devices, arguments.timeout, arguments.verbose
     passed = [
         check(name, patches, *how)
         for name in arguments.only

@@ -310,17 +310,27 @@ def _deterministic(on: bool) -> Iterator[None]:
 
 
 def step_times(
-    world: Any, model: str, batch: int, micro_batches: int, compiled: bool, steps: int = 30, first: int = 50
+    world: Any, model: str, batch: int, micro_batches: int, compiled: str, steps: int = 30, first: int = 50
 ) -> tuple[float, float, float]:
     """Seconds of a step of Lockstep, of a plain loop, and of one that is deterministic as Lockstep is.
 
-    Data is read anew in each step, at first into memory that is still to be page-locked. Medians of three. What is
-    compiled takes long, and has no third loop.
+    Data is read anew in each step, at first into memory that is still to be page-locked. Medians of three.
+
+    Args:
+        world: this rank.
+        model: its name.
+        batch: samples of a step.
+        micro_batches: K.
+        compiled: "" for no compiler, "blocks" with ``compile=True``, or "whole" by hand. The plain loops compile the
+            whole.
+        steps: of a turn.
+        first: steps of the first turn, which is not counted.
     """
     own_loop, data = _lockstep_loop(world, model, batch, micro_batches, compiled)
-    loops = [(own_loop, True), (_plain_loop(model, data, batch, compiled), False)]
-    if not compiled:
-        loops.append((_plain_loop(model, data, batch, compiled), True))
+    loops = [(own_loop, True)]
+    loops += [
+        (_plain_loop(model, data, batch, bool(compiled)), deterministic) for deterministic in (False, True)
+    ]
     found: list[list[float]] = [[] for _ in loops]
     for turn in range(4):  # the first is not counted
         for (loop, deterministic), times in zip(loops, found):
@@ -333,8 +343,8 @@ def step_times(
                 torch.cuda.synchronize()
             if turn:
                 times.append((time.perf_counter() - began) / count)
-    own, plain, *others = (sorted(times)[1] for times in found)
-    return own, plain, others[0] if others else float("nan")
+    own, plain, deterministic = (sorted(times)[1] for times in found)
+    return own, plain, deterministic
 
 
 def workers_for(name: str) -> int:
@@ -346,7 +356,7 @@ def workers_for(name: str) -> int:
     return min(8, os.cpu_count() or 1) if name == "resnet50" and not small else 0
 
 
-def _lockstep_loop(world: Any, name: str, batch: int, micro_batches: int, compiled: bool) -> Any:
+def _lockstep_loop(world: Any, name: str, batch: int, micro_batches: int, compiled: str) -> Any:
     run = open_run(
         world,
         "single",
@@ -354,10 +364,11 @@ def _lockstep_loop(world: Any, name: str, batch: int, micro_batches: int, compil
         micro_batches=micro_batches,
         precision="bf16",
         channels_last=name == "resnet50",
-        compile=compiled,
+        compile=compiled == "blocks",
         fingerprint_every=0,
     )
     net, data = _resnet(batch) if name == "resnet50" else _perceptron(batch)
+    net = torch.compile(net) if compiled == "whole" else net
     net, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.9))
     loss_fn = torch.nn.CrossEntropyLoss()
 
@@ -406,7 +417,7 @@ def _plain_loop(name: str, data: Any, batch: int, compiled: bool) -> Any:
 
 def idle_shares(world: Any, model: str, batch: int, steps: int = 20, first: int = 8) -> tuple[float, float]:
     """The share of the time of steps in which the device runs nothing: of a plain loop, and of Lockstep's."""
-    own_loop, data = _lockstep_loop(world, model, batch, 1, False)
+    own_loop, data = _lockstep_loop(world, model, batch, 1, "")
     found = []
     for loop, deterministic in ((_plain_loop(model, data, batch, False), False), (own_loop, True)):
         with _deterministic(deterministic):

@@ -1,12 +1,21 @@
 """Compiled graphs that depend on their code and inputs alone."""
 
 import shutil
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from lockstep.errors import ConfigError
-from lockstep.numerics.compilation import CompiledForward, explain_compiler, fix_graphs, uncompiled
+from lockstep.numerics.compilation import (
+    CompiledForward,
+    explain_compiler,
+    fix_graphs,
+    require_no_graphs,
+    require_repeatable,
+    uncompiled,
+)
 
 pytestmark = [
     pytest.mark.slow,
@@ -76,3 +85,60 @@ def test_a_refusal_while_the_compiler_traces_is_told_as_such():
         function(torch.ones(2, 2))
     with pytest.raises(ConfigError, match="The gradient is elsewhere"):
         explain_compiler(raised.value)
+
+
+def by_method(mode):
+    module = torch.nn.Linear(2, 2)
+    module.compile(mode=mode)
+    return module
+
+
+def by_run(mode):
+    """As with compile=True where the environment has the setting."""
+    module = torch.nn.Linear(2, 2)
+    with torch._inductor.config.patch({"max_autotune": True} if mode else {}):
+        module.forward = CompiledForward(module.forward)
+    return module
+
+
+WAYS = [
+    lambda mode: torch.compile(torch.nn.Linear(2, 2), mode=mode),
+    lambda mode: torch.compile(torch.nn.functional.cross_entropy, mode=mode),
+    by_method,
+    by_run,
+]
+
+
+@pytest.mark.parametrize("compiled", WAYS, ids=["module", "function", "method", "run"])
+def test_kernels_that_are_chosen_by_their_speed_are_refused(compiled):
+    with pytest.raises(ConfigError, match="It was compiled with max_autotune, as mode='max-autotune' does"):
+        require_repeatable("It", compiled("max-autotune-no-cudagraphs"), on_gpu=False)
+    require_repeatable("It", compiled(None), on_gpu=True)
+    require_repeatable("It", compiled("max-autotune"), on_gpu=False, is_deterministic=False)
+
+
+@pytest.mark.parametrize("compiled", WAYS[:3], ids=["module", "function", "method"])
+def test_cuda_graphs_are_refused_on_a_gpu(compiled):
+    for mode in ("reduce-overhead", "max-autotune"):
+        with pytest.raises(ConfigError, match="It was compiled with CUDA graphs"):
+            require_repeatable("It", compiled(mode), on_gpu=True, is_deterministic=False)
+    require_repeatable("It", compiled("reduce-overhead"), on_gpu=False)
+
+
+def test_what_torch_compile_has_not_made_is_let_be():
+    for given in (torch.nn.Linear(2, 2), normalized, object(), torch.compile(normalized, backend="eager")):
+        require_repeatable("It", given, on_gpu=True)
+
+
+@pytest.mark.parametrize("mode", ["FORWARD", "BACKWARD"])
+def test_a_backward_pass_in_cuda_graphs_is_found(monkeypatch, mode):
+    from torch._inductor import cudagraph_trees
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    require_no_graphs()
+    manager = SimpleNamespace(id_to_mode={1: cudagraph_trees.CompilationMode[mode]})
+    monkeypatch.setattr(cudagraph_trees.get_container(0), "tree_manager", manager)
+    with (
+        nullcontext() if mode == "FORWARD" else pytest.raises(ConfigError, match="compiled with CUDA graphs")
+    ):
+        require_no_graphs()

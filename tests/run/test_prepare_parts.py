@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.run.jobs import GLOBAL_BATCH, begin, dataset, network
+from tests.run.jobs import GLOBAL_BATCH, begin, dataset, network, train_step
 from torch import nn
 from torch.nn.parallel import DataParallel
 
@@ -45,3 +45,20 @@ def test_prepare_takes_a_plain_model_once():
     run.prepare(network())
     with pytest.raises(ConfigError, match="twice"):
         run.prepare(network())
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.*torch.jit.script_method:DeprecationWarning"
+)  # torch's, on the compiler's import
+def test_what_the_compiler_chooses_by_speed_is_refused():
+    """Two runs of the same script on an H200 ended in two fingerprints."""
+    said = "was compiled with max_autotune, as mode='max-autotune' does"
+    model = network()
+    model[0] = torch.compile(model[0], mode="max-autotune")
+    with pytest.raises(ConfigError, match=f"^'0' {said}"):
+        begin(model)
+    begin(model, deterministic=False)
+    run, _, optimizer = begin()
+    with pytest.raises(ConfigError, match=f"^The loss function {said}"):
+        for batch in run.batches(dataset()):
+            train_step(run, batch, optimizer, torch.compile(nn.functional.cross_entropy, mode="max-autotune"))

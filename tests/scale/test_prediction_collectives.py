@@ -71,7 +71,6 @@ def test_buckets_are_those_that_gradients_are_cut_into():
     tree = GradientTree(parameters, None)
     sizes = [4 * shape.numel for shape in tree.bucket_shapes]
     assert bucket_sizes(sum(sizes)) == sizes
-    tree.remove()
     assert bucket_sizes(5) == [5]
 
 

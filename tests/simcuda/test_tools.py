@@ -13,6 +13,7 @@ from tests.simcuda.layouts import functions_of
 from tests.simcuda.trainings import job_of, open_run, rehearse_no_more, saving, steps_of, train, trained_for
 
 from lockstep.data import ImageArrays, Normalize
+from lockstep.errors import ConfigError
 
 pytestmark = pytest.mark.slow
 
@@ -306,3 +307,21 @@ def fed(world, strategy, place):
 def test_samples_may_be_on_the_device(machine, ranks, strategy, place):
     ((expected, _),) = machine.run(fed, 1, "single", "host")
     assert machine.run(fed, ranks, strategy, place) == [(expected, {})] * ranks
+
+
+def compiled_by_hand(world, mode):
+    """What run.prepare says of a model with a compiled layer."""
+    run = open_run(world, "single")
+    model, _, _ = job_of("perceptron")
+    model[0] = torch.compile(model[0], mode=mode)
+    try:
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_cuda_graphs_of_the_compiler_are_refused(machine):
+    """Sums of gradients were wrong on an H200, without a word."""
+    assert "'0' was compiled with CUDA graphs" in machine.run(compiled_by_hand, 1, "reduce-overhead")[0]
+    assert machine.run(compiled_by_hand, 1, "default") == [""]

@@ -192,7 +192,7 @@ def device_request(value: int | str) -> DeviceRequest | str:
     indices = tuple(int(index) for index in (found["indices"] or "").split(",") if index)
     count = found["count"] or found["processes"]
     if count and int(count) < 1:
-        return f"should ask for at least 1 process and is {value!r}."
+        return f"should ask for at least 1 process and is {value!r}. The GPU with index 0 alone is '0,'."
     if count and int(count) > _MOST_PROCESSES:
         return f"should ask for at most {_MOST_PROCESSES} processes of a host and is {value!r}."
     return DeviceRequest(int(count) if count else None, found["cpu"] is not None, indices)

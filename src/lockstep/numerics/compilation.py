@@ -77,6 +77,49 @@ def compiled_around(model: nn.Module) -> dict[nn.Module, nn.Module]:
     return found
 
 
+def require_repeatable(name: str, compiled: object, *, on_gpu: bool, is_deterministic: bool = True) -> None:
+    """Raises ``ConfigError`` where torch.compile was told to use what gives other bits in another layout or run.
+
+    Args:
+        name: of what was compiled, for the message.
+        compiled: a module or function; nothing is required of one that torch.compile has not made.
+        on_gpu: whether it runs on a CUDA device.
+        is_deterministic: whether the run promises bits.
+    """
+    by_method = getattr(compiled, "_compiled_call_impl", None)
+    by_run = vars(compiled).get("forward") if isinstance(compiled, nn.Module) else None
+    told = getattr(by_method or by_run or compiled, "get_compiler_config", None)
+    settings = (told() if callable(told) else None) or {}
+    if on_gpu and settings.get("triton.cudagraphs"):
+        raise ConfigError(f"{name} was compiled {_WITH_GRAPHS}")
+    if is_deterministic and (chosen := next((each for each in _BY_SPEED if settings.get(each)), None)):
+        raise ConfigError(
+            f"{name} was compiled with {chosen}, as mode='max-autotune' does: kernels are chosen by their speed, and "
+            "others in another process have other bits. Leave the mode out, or give "
+            "lockstep.init(deterministic=False)."
+        )
+
+
+_BY_SPEED = ("max_autotune", "max_autotune_gemm", "coordinate_descent_tuning")
+_WITH_GRAPHS = (
+    "with CUDA graphs, as mode='reduce-overhead' and mode='max-autotune' do. They write the gradients of a micro-batch "
+    "over those of the one before, which are still to be added. Leave the mode out."
+)
+
+
+def require_no_graphs() -> None:
+    """Raises ``ConfigError`` where a backward pass of this thread ran in CUDA graphs of the compiler.
+
+    So it finds functions that a model calls, whose settings ``require_repeatable`` does not see.
+    """
+    trees: Any = sys.modules.get("torch._inductor.cudagraph_trees")
+    if trees is None:
+        return
+    manager = trees.get_manager(torch.cuda.current_device(), create_if_none_exists=False)
+    if manager is not None and trees.CompilationMode.BACKWARD in manager.id_to_mode.values():
+        raise ConfigError(f"A function that the model or the loss calls was compiled {_WITH_GRAPHS}")
+
+
 class CompiledForward:
     """A module's forward, compiled. A copy of the module, as a replica of strategy dp is one, compiles its own.
 
@@ -101,6 +144,10 @@ class CompiledForward:
         except Exception as error:
             explain_compiler(error)
             raise
+
+    def get_compiler_config(self) -> Any:
+        """The settings of the compiler, as functions have them that torch.compile gives."""
+        return self._static.get_compiler_config()  # type: ignore[attr-defined]  # torch sets it on a function
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledForward:
         return CompiledForward(copy.deepcopy(self._forward, memo), self._modules)

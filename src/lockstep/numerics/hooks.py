@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, MutableMapping
 from functools import partial
 from typing import Any
-from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -51,24 +50,6 @@ def gradient_hooks(parameter: Tensor) -> tuple[Hooks, Hooks]:
     """The hooks of a parameter's gradient: those that see it before, and after, it is added up."""
     after: Hooks | None = parameter._post_accumulate_grad_hooks
     return parameter._backward_hooks or {}, after or {}
-
-
-def after_accumulation(
-    parameter: Tensor, method: Callable[..., None], *arguments: Any
-) -> RemovableHandle:
-    """Calls ``method(*arguments, parameter)`` after a gradient was added to the parameter's.
-
-    Python's garbage collector cannot see what such a hook of torch holds, so that nothing that both holds the parameter
-    and is held by the hook would ever be freed. The object of the method is therefore held weakly; ``arguments`` must
-    not hold it.
-    """
-    hook = partial(_call_if_alive, WeakMethod(method), arguments)
-    return parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call,no-any-return]  # torch's stub
-
-
-def _call_if_alive(method: WeakMethod[Callable[..., None]], arguments: tuple[Any, ...], parameter: Tensor) -> None:
-    if (alive := method()) is not None:
-        alive(*arguments, parameter)
 
 
 def hooked_globally() -> bool:

@@ -14,6 +14,7 @@ from torch import nn
 from lockstep.config.options import RunOptions
 from lockstep.config.strategy_options import PRECISIONS
 from lockstep.errors import ConfigError, nearest
+from lockstep.numerics.compilation import require_no_graphs, require_repeatable
 from lockstep.numerics.randomness import OwnHook
 from lockstep.runtime.devices import memory_shortages
 
@@ -111,8 +112,16 @@ class Precision:
             torch.set_deterministic_debug_mode("error")
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # of its class
 
+    def require_repeatable(self, name: str, compiled: object) -> None:
+        """Raises ``ConfigError`` where a module or function was compiled in a way whose bits differ between runs."""
+        if isinstance(compiled, nn.Module) or hasattr(compiled, "get_compiler_config"):
+            on_gpu = self._device.type == "cuda"
+            require_repeatable(name, compiled, on_gpu=on_gpu, is_deterministic=self.is_deterministic)
+
     def require_settings(self) -> None:
         """Raises ``ConfigError`` where user code has changed a setting of torch on which bits depend."""
+        if self._device.type == "cuda":
+            require_no_graphs()
         now = _settings(self._device, self.is_deterministic)
         if now == self._settings:
             return

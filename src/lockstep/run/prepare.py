@@ -384,6 +384,8 @@ def prepare_model(
     precision.prepare(model)
     if options.compile:
         compile_blocks(model)
+    for name, module in model.named_modules():
+        precision.require_repeatable(repr(name) if name else "The model", module)
     apart = strategy.separates_units
     randomness = KeyedRandomness(model, options.seed, device, strategy.devices, apart)
     if draws_globally(model):

@@ -311,6 +311,7 @@ class Run:
             require_whole_models(self.strategy, sync_batch_norm=self.options.sync_batch_norm)
         gradients, randomness = prepared.gradients, prepared.state.model.randomness
         self._precision.require_settings()
+        self._precision.require_repeatable("The loss function", loss)
         gradients.begin_backward()
         plan, heartbeat, events = batch.plan, self._session.heartbeat, self._events
         key = self._loop.begin_backward(plan, gradients) * self.options.micro_batches

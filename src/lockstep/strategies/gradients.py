@@ -12,14 +12,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lockstep.core.plan import Share
 from lockstep.core.summation_tree import TreeStack, fold_rows, merges_after_leaf, push_leaf, push_leaves
 from lockstep.errors import ConfigError
-from lockstep.numerics.hooks import after_accumulation, hooks_made
+from lockstep.numerics.hooks import hooks_made
 from lockstep.numerics.running_buffers import RunningBuffers
 from lockstep.reduce import BucketShape, Reducer
 from lockstep.reduce.reducer import most_slots
@@ -133,10 +136,6 @@ class Slot:
     total: Tensor | None = None
 
 
-def _never() -> bool:
-    return False
-
-
 class GradientTree:
     """The gradients of one rank's micro-batches, added in the tree's order.
 
@@ -157,7 +156,7 @@ class GradientTree:
         held: Mapping[str, nn.Parameter] | None = None,
         events: StepEvents = NO_EVENTS,
         *,
-        may_collect: Callable[[], bool] = _never,
+        may_collect: Callable[[], bool] = lambda: False,
     ) -> None:
         held = parameters if held is None else held
         self.slots = [Slot(name, parameter, held[name]) for name, parameter in parameters.items()]
@@ -191,12 +190,6 @@ class GradientTree:
             )
             for members in self._members
         ]
-
-    def remove(self) -> None:
-        """Takes the hooks away."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
 
     def connect(self, slots: int) -> None:
         """Makes the views of the reducer's memory, once it has been allocated with ``slots`` nodes per rank."""
@@ -284,8 +277,9 @@ class GradientTree:
         self._leaf += 1
         self._watched -= 1
         if self._watched == 0 and self._may_collect():
-            self.remove()
-            self._hooks_seen = hooks_made()
+            for handle in self._handles:
+                handle.remove()
+            self._handles, self._hooks_seen = [], hooks_made()
 
     def _collect(self) -> None:
         """Takes all gradients of a backward pass."""
@@ -419,7 +413,7 @@ class StepSums:
         held: Mapping[str, nn.Parameter] | None = None,
         events: StepEvents = NO_EVENTS,
         *,
-        may_collect: Callable[[], bool] = _never,
+        may_collect: Callable[[], bool] = lambda: False,
     ) -> None:
         self.tree = GradientTree(parameters, reducer, held, events, may_collect=may_collect)
         self._buffers, self._reducer, self._events = buffers, reducer, events
@@ -505,6 +499,20 @@ class StepSums:
         for ends in self._events.exchange_end:
             ends()
         return headers
+
+
+def after_accumulation(parameter: Tensor, method: Callable[..., None], *arguments: Any) -> RemovableHandle:
+    """Calls ``method(*arguments, parameter)`` after a gradient was added; holds the object of the method weakly.
+
+    Python's garbage collector does not see what such a hook of torch holds: nothing in a circle would ever be freed.
+    """
+    weak = WeakMethod(method)
+
+    def call(summed: Tensor) -> None:
+        if (alive := weak()) is not None:
+            alive(*arguments, summed)
+
+    return parameter.register_post_accumulate_grad_hook(call)  # type: ignore[no-untyped-call,no-any-return]  # torch's stub
 
 
 def _in_float64(numbers: Sequence[Tensor]) -> Tensor:

@@ -21,9 +21,8 @@ from lockstep.core.summation_tree import merges_after_leaf, push_leaf
 from lockstep.distributed.rank_exchange import RankExchange
 from lockstep.errors import ConfigError
 from lockstep.numerics.blocks import blocks_of
-from lockstep.numerics.hooks import after_accumulation
 from lockstep.runtime.devices import current_stream, is_gpu
-from lockstep.strategies.gradients import one_dense
+from lockstep.strategies.gradients import after_accumulation, one_dense
 from lockstep.strategies.sharding import GatheredBlock, GatheredParameter, by_dtype
 
 _SMALLEST = 1024
