@@ -3,10 +3,10 @@
 from pathlib import Path
 
 from lockstep.config.components import Component
-from lockstep.config.job import DataConfig, JobConfig
+from lockstep.config.job import DataConfig, JobConfig, TrainingConfig
 from lockstep.core.plan import Share
 from lockstep.job.run_folder import Start
-from lockstep.replay import GradientComparison, Origin, ReplayReport, describe
+from lockstep.replay import GradientComparison, Origin, ReplayReport, _is_missing, describe
 from lockstep.trainer.gradient_record import GradientDigest, GradientRecord
 
 DIGESTS = {f"layer.{number}": f"{number:064x}" for number in range(8)}
@@ -20,7 +20,15 @@ STAGES = [Share(holders=2, holder=rank // 2) for rank in range(4)]
 
 
 def report(
-    compared, *, earlier=(), record=None, micro_batch=None, level="A", samples=(3, 1, 4), shares=INTERLEAVED
+    compared,
+    *,
+    earlier=(),
+    record=None,
+    micro_batch=None,
+    level="A",
+    samples=(3, 1, 4),
+    shares=INTERLEAVED,
+    is_missing=False,
 ):
     part = Component(target="torch.nn:Identity")
     job = JobConfig(model=part, data=DataConfig(train=part), optimizer=part)
@@ -32,6 +40,7 @@ def report(
         position=5,
         leaves=8,
         micro_batch=micro_batch,
+        is_missing=is_missing,
         samples=samples,
         loss=1.5,
         norm=2.25,
@@ -127,3 +136,12 @@ def test_what_was_not_recorded_is_no_difference_and_says_how_to_record_it():
 
 def test_a_level_that_promises_no_bits_is_named():
     assert "promises level B with these settings" in last_line(report(compared(None), level="B"))
+
+
+def test_a_record_that_is_gone_is_told_from_one_that_was_never_made():
+    """A line that was deleted or is torn was said to be "not recorded"."""
+    training, records = TrainingConfig(gradients_every=2), {0: None, 4: None, 9: None}
+    assert [step for step in range(12) if _is_missing(step, records, training)] == [2, 6, 8]
+    assert not _is_missing(2, {}, training)
+    assert not _is_missing(2, records, TrainingConfig(gradients_every=0))
+    assert "is missing: gradients.jsonl has later steps" in last_line(report(compared(None), is_missing=True))

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lockstep import checkpoint
 from lockstep.checkpoint.folder import step_of
-from lockstep.config.job import CheckpointConfig, JobConfig, LogConfig, RunConfig
+from lockstep.config.job import CheckpointConfig, JobConfig, LogConfig, RunConfig, TrainingConfig
 from lockstep.core.world import World
 from lockstep.data.batch import Batch
 from lockstep.errors import CheckpointError, CheckpointMismatch, ConfigError
@@ -202,9 +202,15 @@ def replay(request: ReplayRequest, origin: Origin) -> ReplayReport:
             compared=comparer.compared[-1],
             earlier=comparer.compared[:-1],
             record=comparer.records.get(request.step),
+            is_missing=_is_missing(request.step, comparer.records, origin.start.job.training),
         )
     finally:
         trainer.run.close()
+
+
+def _is_missing(step: int, records: Collection[int], training: TrainingConfig) -> bool:
+    every = training.fingerprint_every if training.gradients_every is None else training.gradients_every
+    return step not in records and step < max(records, default=-1) and every > 0 and step % every == 0
 
 
 class GradientComparer(Callback):
@@ -377,6 +383,8 @@ class ReplayReport:
     """The recorded steps before it that were recomputed too."""
     record: GradientRecord | None
     """Of the step; None where there is none."""
+    is_missing: bool = False
+    """True where there is none though the run has recorded the step, and later ones are there."""
 
     @property
     def differs(self) -> bool:
@@ -437,6 +445,8 @@ def _why_absent(report: ReplayReport) -> str:
             f"was not recorded: strategy {start.strategy} promises level {start.level} with these settings, "
             "so its bits may differ from those of one device"
         )
+    if report.is_missing:
+        return "is missing: gradients.jsonl has later steps, and no line of this one that can be read"
     setting = "gradients_every=1" if report.record is None else "record_micro_batches=true"
     text = f"was not recorded; train with --set training.{setting} to record it"
     if report.earlier:

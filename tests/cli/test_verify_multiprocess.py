@@ -132,7 +132,7 @@ def test_a_job_whose_code_depends_on_the_layout_is_found_out(change, cause, proc
     result, found = verified(process, job, "--set", "=".join(change))
     assert result.returncode == 1, result.stdout + result.stderr
     assert found["cause"] == cause
-    said = "refuses the program while it trains" if cause == "refused" else "differs since step 0"
+    said = "refused while it trained" if cause == "refused" else "differs since step 0"
     assert said in result.stdout
 
 

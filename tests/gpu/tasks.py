@@ -24,9 +24,9 @@ from tests.simcuda.trainings import MISTAKES, Trained, job_of, open_run, saving,
 
 from lockstep.core.summation_tree import merges_after_leaf, push_leaf
 from lockstep.data import ImageFolder, RandomResizedCrop
+from lockstep.numerics.precision import all_finite
 from lockstep.profile.timeline import DeviceTrace
 from lockstep.profile.trace import TraceSpan
-from lockstep.strategies.gradients import all_finite
 
 _NCCL = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_DEBUG": "WARN"}
 """Variables of NCCL that nobody has set: the loopback interface, and its reasons where it refuses."""

@@ -1,8 +1,6 @@
 """Compiled graphs that depend on their code and inputs alone."""
 
 import shutil
-from contextlib import nullcontext
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +10,6 @@ from lockstep.numerics.compilation import (
     CompiledForward,
     explain_compiler,
     fix_graphs,
-    require_no_graphs,
     require_repeatable,
     uncompiled,
 )
@@ -128,17 +125,3 @@ def test_cuda_graphs_are_refused_on_a_gpu(compiled):
 def test_what_torch_compile_has_not_made_is_let_be():
     for given in (torch.nn.Linear(2, 2), normalized, object(), torch.compile(normalized, backend="eager")):
         require_repeatable("It", given, on_gpu=True)
-
-
-@pytest.mark.parametrize("mode", ["FORWARD", "BACKWARD"])
-def test_a_backward_pass_in_cuda_graphs_is_found(monkeypatch, mode):
-    from torch._inductor import cudagraph_trees
-
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    require_no_graphs()
-    manager = SimpleNamespace(id_to_mode={1: cudagraph_trees.CompilationMode[mode]})
-    monkeypatch.setattr(cudagraph_trees.get_container(0), "tree_manager", manager)
-    with (
-        nullcontext() if mode == "FORWARD" else pytest.raises(ConfigError, match="compiled with CUDA graphs")
-    ):
-        require_no_graphs()

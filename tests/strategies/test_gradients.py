@@ -2,6 +2,7 @@
 
 import copy
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from lockstep.core.plan import BatchShape, SamplePlan
 from lockstep.data.batch import Batch, MicroBatch
 from lockstep.errors import ConfigError
+from lockstep.numerics.precision import all_finite
 from lockstep.strategies import Single
 from lockstep.strategies.gradients import (
     _PASSES_WATCHED,
@@ -19,7 +21,6 @@ from lockstep.strategies.gradients import (
     Slot,
     _fill_buckets,
     _shaped_like,
-    all_finite,
 )
 
 CPU = torch.device("cpu")
@@ -299,3 +300,43 @@ def test_finite_entries_count_as_finite_though_their_sum_overflows():
     assert not largest.sum().isfinite()
     assert bool(all_finite([largest, -largest], CPU))
     assert bool(all_finite([], CPU))
+
+
+class Reused(torch.autograd.Function):
+    """Has a buffer for the gradient of the weight, which it writes in every backward pass."""
+
+    @staticmethod
+    def forward(ctx, inputs, weight, buffer):
+        ctx.save_for_backward(inputs)
+        ctx.buffer = buffer
+        return inputs @ weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (inputs,) = ctx.saved_tensors
+        torch.mm(inputs.t(), gradient, out=ctx.buffer)
+        return None, ctx.buffer.view_as(ctx.buffer), None
+
+
+@pytest.mark.parametrize("collects", [False, True], ids=["hooks", "collected"])
+@pytest.mark.parametrize("reused", [False, True])
+def test_a_gradient_that_is_written_over_the_one_before_is_refused(reused, collects):
+    """One process had other bits than one for each micro-batch, without a word."""
+    weight, buffers = nn.Parameter(torch.ones(3, 2)), [torch.zeros(3, 2) for _ in range(10)]
+    tree = GradientTree({"weight": weight}, None, may_collect=lambda: collects)
+    said = "The gradient of 'weight' was written over that of the micro-batch before"
+    steps = _PASSES_WATCHED + 1
+    for step in range(steps):
+        # With one micro-batch in a step there is nothing that could be written over.
+        leaves = 2 if step == steps - 1 else 1
+        tree.begin(0, leaves, leaves)
+        for k in range(leaves):
+            loss = Reused.apply(torch.ones(1, 3), weight, buffers[0 if reused else k]).sum()
+            tree.begin_backward()
+            with pytest.raises(ConfigError, match=said) if reused and k else nullcontext():
+                loss.backward()
+                tree.end_micro_batch()
+        if leaves == 1:
+            tree.finish([1], torch.tensor(1.0))
+            weight.grad = None
+    assert bool(tree._handles) != collects

@@ -122,7 +122,7 @@ def test_a_refusal_while_it_trains_is_a_finding_and_one_before_is_none():
     assert refused.is_broken
     lines = table([equal, refused]).splitlines()
     assert lines[2].split() == ["ddp", "on", "2", "refused"]
-    assert lines[4] == f"ddp on 2 refuses the program while it trains: {said}"
+    assert lines[4] == f"ddp on 2: refused while it trained: {said}"
     assert lines[5].startswith("1 of 2 layouts have the bits of one device")
     assert json.loads(as_json([equal, refused]))[1]["cause"] == "refused"
     alone = table([refused])

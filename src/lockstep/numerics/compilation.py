@@ -107,19 +107,6 @@ _WITH_GRAPHS = (
 )
 
 
-def require_no_graphs() -> None:
-    """Raises ``ConfigError`` where a backward pass of this thread ran in CUDA graphs of the compiler.
-
-    So it finds functions that a model calls, whose settings ``require_repeatable`` does not see.
-    """
-    trees: Any = sys.modules.get("torch._inductor.cudagraph_trees")
-    if trees is None:
-        return
-    manager = trees.get_manager(torch.cuda.current_device(), create_if_none_exists=False)
-    if manager is not None and trees.CompilationMode.BACKWARD in manager.id_to_mode.values():
-        raise ConfigError(f"A function that the model or the loss calls was compiled {_WITH_GRAPHS}")
-
-
 class CompiledForward:
     """A module's forward, compiled. A copy of the module, as a replica of strategy dp is one, compiles its own.
 

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep.config.options import RunOptions
 from lockstep.config.strategy_options import PRECISIONS
 from lockstep.errors import ConfigError, nearest
-from lockstep.numerics.compilation import require_no_graphs, require_repeatable
+from lockstep.numerics.compilation import require_repeatable
 from lockstep.numerics.randomness import OwnHook
 from lockstep.runtime.devices import memory_shortages
 
 logger = logging.getLogger(__name__)
+
+_FEW_NUMBERS = 1024
 
 
 class Precision:
@@ -120,8 +123,6 @@ class Precision:
 
     def require_settings(self) -> None:
         """Raises ``ConfigError`` where user code has changed a setting of torch on which bits depend."""
-        if self._device.type == "cuda":
-            require_no_graphs()
         now = _settings(self._device, self.is_deterministic)
         if now == self._settings:
             return
@@ -160,6 +161,34 @@ _REMEDIES = {
         "lockstep.init(precision='tf32')."
     ),
 }
+
+
+def all_finite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Tells whether every entry of all tensors is finite, as a 0-dim bool on ``device``; does not wait for it.
+
+    From the extremes, which are NaN where an entry is. A sum may overflow though every entry is finite, and does so or
+    not by how the entries are spread over processes.
+    """
+    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            groups.setdefault((real.dtype, real.device), []).append(real)
+    extremes = [_extremes(group).to(device, torch.float64) for group in groups.values()]
+    if not extremes:
+        return torch.ones((), dtype=torch.bool, device=device)
+    largest: Tensor = torch.linalg.vector_norm(torch.cat(extremes), math.inf)
+    return largest < math.inf  # which NaN is not
+
+
+def _extremes(group: list[Tensor]) -> Tensor:
+    """Numbers of which one is NaN or infinite where an entry of the tensors is, which share type and device."""
+    if group[0].is_cpu:
+        return torch.stack([extreme for tensor in group for extreme in torch.aminmax(tensor)])
+    if len(group) == 1 and group[0].dim() == 1 and len(group[0]) <= _FEW_NUMBERS:
+        return group[0]
+    # A few launches for all of them; several times slower than aminmax on a CPU
+    return torch.stack(list(torch._foreach_norm(group, math.inf)))
 
 
 def _settings(device: torch.device, is_deterministic: bool) -> dict[str, Any]:

@@ -9,7 +9,6 @@ statistics to that, for a model or one stage of it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +22,7 @@ from lockstep.core.plan import Share
 from lockstep.core.summation_tree import TreeStack, fold_rows, merges_after_leaf, push_leaf, push_leaves
 from lockstep.errors import ConfigError
 from lockstep.numerics.hooks import hooks_made
+from lockstep.numerics.precision import all_finite
 from lockstep.numerics.running_buffers import RunningBuffers
 from lockstep.reduce import BucketShape, Reducer
 from lockstep.reduce.reducer import most_slots
@@ -34,7 +34,6 @@ from lockstep.strategies.strategy import StepResult
 _BUCKET_BYTES, _CUDA_BUCKET_BYTES = 8 << 20, 25 << 20
 """On a GPU an exchange costs launches, and fewer and larger ones are faster."""
 _FIRST_BUCKET_BYTES = 1 << 20
-_FEW_NUMBERS = 1024
 _PASSES_WATCHED = 4
 """Backward passes in which gradients are taken by hooks where they might be collected afterwards."""
 
@@ -286,6 +285,8 @@ class GradientTree:
         found = [(slot, slot.parameter.grad) for slot in self.slots]
         reached = [slot for slot, gradient in found if gradient is not None]
         gradients = [one_dense(slot.name, each, is_first=True) for slot, each in found if each is not None]
+        for slot, gradient in zip(reached, gradients):
+            require_own_memory(slot.name, gradient, slot.stack)
         push_leaves([slot.stack for slot in reached], gradients, self._merges[self._leaf])
         for slot in reached:
             slot.parameter.grad = None
@@ -356,6 +357,7 @@ class GradientTree:
 
     def _add_leaf(self, slot: Slot, gradient: Tensor) -> None:
         """Pushes the current micro-batch's gradient, in order: at once, or when those to the left of it are there."""
+        require_own_memory(slot.name, gradient, (*slot.stack, *slot.early.values()))
         slot.early[self._leaf] = gradient
         while slot.pushed in slot.early:
             self._push(slot, slot.early.pop(slot.pushed))
@@ -521,6 +523,17 @@ def _in_float64(numbers: Sequence[Tensor]) -> Tensor:
     return torch.stack(wide) if len(wide) > 1 else wide[0].view(1)
 
 
+def require_own_memory(name: str, gradient: Tensor, kept: Iterable[Tensor]) -> None:
+    """Raises ``ConfigError`` where a gradient was written over one that is still to be added."""
+    place = gradient.data_ptr()
+    if place and any(place == each.data_ptr() for each in kept):
+        raise ConfigError(
+            f"The gradient of {name!r} was written over that of the micro-batch before, which is still to be added: "
+            "its memory is used again, as an autograd.Function with a buffer of its own, CUDA graphs and "
+            "make_graphed_callables do. Return a new tensor from backward (.clone()), or leave the graphs out."
+        )
+
+
 def one_dense(name: str, gradient: Tensor, *, is_first: bool) -> Tensor:
     """A parameter's gradient, dense; ``ConfigError`` for a second one in a backward pass."""
     if not is_first:
@@ -534,34 +547,6 @@ def _second(name: str) -> ConfigError:
         "torch.utils.checkpoint.checkpoint(..., use_reentrant=False). A loss function must not call backward() "
         "itself: return the loss, or use torch.autograd.grad."
     )
-
-
-def all_finite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Tells whether every entry of all tensors is finite, as a 0-dim bool on ``device``; does not wait for it.
-
-    From the extremes, which are NaN where an entry is. A sum may overflow though every entry is finite, and does so or
-    not by how the entries are spread over processes.
-    """
-    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in tensors:
-        if tensor.numel():
-            real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-            groups.setdefault((real.dtype, real.device), []).append(real)
-    extremes = [_extremes(group).to(device, torch.float64) for group in groups.values()]
-    if not extremes:
-        return torch.ones((), dtype=torch.bool, device=device)
-    largest: Tensor = torch.linalg.vector_norm(torch.cat(extremes), math.inf)
-    return largest < math.inf  # which NaN is not
-
-
-def _extremes(group: list[Tensor]) -> Tensor:
-    """Numbers of which one is NaN or infinite where an entry of the tensors is, which share type and device."""
-    if group[0].is_cpu:
-        return torch.stack([extreme for tensor in group for extreme in torch.aminmax(tensor)])
-    if len(group) == 1 and group[0].dim() == 1 and len(group[0]) <= _FEW_NUMBERS:
-        return group[0]
-    # A few launches for all of them; several times slower than aminmax on a CPU
-    return torch.stack(list(torch._foreach_norm(group, math.inf)))
 
 
 def add_prior(prior: Iterable[tuple[nn.Parameter, Tensor]]) -> None:

@@ -119,7 +119,6 @@ def largest_difference(reference: Path, other: Path) -> float:
     return worst
 
 
-_REFUSED = "refuses the program while it trains"
 _HEAD = ("layout", "level", "result", "ms/step", "MiB/rank", "sent/step")
 
 
@@ -133,7 +132,8 @@ def table(comparisons: Sequence[Comparison]) -> str:
     ]
     lines += [_beyond_bound(each) for each in comparisons if each.sensitivity is not None]
     lines += [
-        f"{each.trace.label} {_REFUSED if each.trace.in_training else 'did not run'}: {each.trace.refused}"
+        f"{each.trace.label}{': refused while it trained' if each.trace.in_training else ' did not run'}: "
+        + each.trace.refused
         for each in comparisons
         if each.trace.refused
     ]

@@ -29,10 +29,11 @@ from lockstep.distributed.rank_exchange import RankExchange
 from lockstep.errors import ConfigError, RankError
 from lockstep.numerics.compilation import compiled_around
 from lockstep.numerics.initial_values import move_model
+from lockstep.numerics.precision import all_finite
 from lockstep.numerics.running_buffers import RunningBuffers, has_batch_norm
 from lockstep.runtime.torch_internals import NO_SAVED_TENSORS_HOOKS
 from lockstep.strategies.fsdp.gathering import Gathering
-from lockstep.strategies.gradients import StepHeader, add_prior, all_finite
+from lockstep.strategies.gradients import StepHeader, add_prior
 from lockstep.strategies.optimizer_trial import Unit
 from lockstep.strategies.sharding import (
     gather_rows,

@@ -24,8 +24,8 @@ from torch import Tensor
 from lockstep.data.batch import Batch
 from lockstep.distributed.authentication import Refused
 from lockstep.errors import NonFiniteError, RankError
+from lockstep.numerics.precision import all_finite
 from lockstep.numerics.running_buffers import RunningBuffers
-from lockstep.strategies.gradients import all_finite
 from lockstep.strategies.parameter_server.asynchronous_staleness import (
     Barrier,
     BarrierTracker,

@@ -29,9 +29,10 @@ from lockstep.distributed.collectives import (
     gather_json,
 )
 from lockstep.distributed.process_group import connect_pair
+from lockstep.numerics.precision import all_finite
 from lockstep.numerics.running_buffers import RunningBuffers
 from lockstep.strategies.absent import Absence, GradientElsewhere
-from lockstep.strategies.gradients import GradientTree, StepHeader, add_prior, all_finite
+from lockstep.strategies.gradients import GradientTree, StepHeader, add_prior
 from lockstep.strategies.loop_writes import LoopWrites
 from lockstep.strategies.optimizer_trial import Unit
 from lockstep.strategies.parameter_server.shards import ParameterShards
