@@ -7,7 +7,7 @@ from PIL import Image
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from lockstep.data import check_labels, known_labels
-from lockstep.data.naming import class_names, require_map_style, uncollatable
+from lockstep.data.naming import class_names, require_map_style, sample_error, uncollatable
 from lockstep.errors import ConfigError, DataError
 
 
@@ -92,3 +92,15 @@ def test_classes_are_their_number_or_a_list_of_names():
     for wrong in (0, -1, "cat", {"cat", "dog"}, {"cat": 0}, [1, 2], [], None, 1.5):
         with pytest.raises(ConfigError, match="Give their number, from 1 on, or a list of their names"):
             class_names(wrong)
+
+
+def test_a_gpu_in_a_loader_process_is_said_to_be_the_cause(monkeypatch):
+    """torch says to use another start method, which nobody has chosen."""
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    with pytest.raises(RuntimeError) as raised:
+        torch.cuda._lazy_init()
+    said = "Lockstep moves batches to the GPU: give tensors on the CPU here, or leave out the workers."
+    assert str(sample_error(range(5), 3, raised.value)).endswith(said)
+    with pytest.raises(OSError, match="none") as raised:
+        raise OSError("none")
+    assert str(sample_error(range(5), 3, raised.value)) == "Sample 3 cannot be read: OSError: none"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence, Set
 from numbers import Integral
 from pathlib import PurePath
+from traceback import walk_tb
 from typing import Any
 
 import numpy as np
@@ -46,9 +47,17 @@ def path_of(dataset: Any, index: int) -> str:
 
 def sample_error(dataset: Any, index: int, error: BaseException) -> DataError:
     """The ``DataError`` for a sample whose reading raised ``error``."""
-    found = str(error) if isinstance(error, DataError) else f"{type(error).__name__}: {error}"
+    found = str(error) if isinstance(error, DataError) else told(error)
     name = sample_name(dataset, index)
     return DataError(f"S{name[1:]} cannot be read: {found}")
+
+
+def told(error: BaseException) -> str:
+    """An error of user code, with what to do where it is torch's about CUDA in a loader process."""
+    places = [frame.f_globals.get("__name__") for frame, _ in walk_tb(error.__traceback__)]
+    of_fork = places[-1:] == ["torch.cuda"] and torch.cuda._is_in_bad_fork()
+    remedy = " Lockstep moves batches to the GPU: give tensors on the CPU here, or leave out the workers."
+    return f"{type(error).__name__}: {error}{remedy if of_fork else ''}"
 
 
 _NUMBERS = np.generic | float | int
