@@ -27,7 +27,7 @@ LAYOUTS = {
     "data x tensor": (4, {"strategy": "hybrid", "mesh": "data=2,tensor=2"}),
     "tensor x data": (4, {"strategy": "hybrid", "mesh": "tensor=2,data=2"}),
 }
-QUICK = (("tensor 2", 4, "fp32 of most jobs"),)
+QUICK = (("tensor 2", 4, "fp32 of some jobs"),)
 CASES = [
     *QUICK,
     *((name, shards, "fp32") for name in LAYOUTS for shards in (4, 8)),
@@ -44,8 +44,8 @@ def test_every_layout_has_the_bits_of_one_process(name, shards, way):
     """Losses, norms, parameters, buffers and optimizer tensors of 12 steps with clipping, the last ones ragged."""
     world, options = LAYOUTS[name]
     jobs = FOUR if shards != 12 else ("heads",)
-    if way == "fp32 of most jobs":  # blocks have split channels, too
-        way, jobs = "fp32", ("heads", "features", "blocks")
+    if way == "fp32 of some jobs":  # blocks have split channels, too
+        way, jobs = "fp32", ("heads", "blocks")
     settings = {**options, **recipe(shards, way)}
     expected = alone(shards, way, jobs)
     found = run_ranks(train_jobs, world, settings, jobs, 2 if shards == 8 else 1, timeout=200)[0]
