@@ -126,6 +126,35 @@ def test_what_a_stop_loses_is_found_before_it_is_lost(verified, weight, code, re
     assert said in result.stdout
 
 
+AHEAD = """
+import torch, lockstep
+from torch import nn
+torch.manual_seed(0)
+run = lockstep.init(global_batch=16, micro_batches=4, seed=1, directory="runs", resume="auto")
+model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 3))
+model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+data = torch.utils.data.TensorDataset(torch.randn(64, 6), torch.arange(64) % 3)
+for _ in run.epochs(3):
+    batches = iter(run.batches(data))
+    batch = next(batches, None)
+    while batch is not None:
+        run.backward(batch, nn.functional.cross_entropy)
+        following = next(batches, None)
+        optimizer.step()
+        optimizer.zero_grad()
+        batch = following
+    run.save()
+"""
+
+
+@pytest.mark.slow
+def test_a_loop_that_takes_the_next_batch_before_it_updates_goes_on_with_equal_bits(verified):
+    """Its steps were recorded before they had ended: "differs by 0.0e+00", with level B."""
+    result, found = verified(AHEAD, steps="8", more=("--stop-after", "2"))
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert [each["reached"] for each in found] == ["A"] * 4
+
+
 @pytest.mark.slow
 def test_an_own_loop_goes_on_in_every_layout_with_equal_bits(verified):
     result, found = verified(OWN_LOOP, devices="2,4", steps="8", more=("--stop-after", "3"))

@@ -78,6 +78,7 @@ class Observer(Callback):
         self._observing = 0.0
         self._noted: dict[str, Any] = {}
         self._loss: Tensor | None = None
+        self._unrecorded: tuple[int, Tensor] | None = None
         self._outputs: dict[str, str] = {}
         self._kept = attributes({"": self.model})
         strategy, context = run.strategy, self._saved.context.as_dict()
@@ -106,14 +107,23 @@ class Observer(Callback):
         self._loss = loss
 
     def on_step_end(self, batch: Batch) -> None:
-        """Records the step, unless the loop has left out its backward pass. Collective."""
+        """Records the step, unless the loop has left out its backward pass. Collective.
+
+        A loop that takes a batch before it updates the parameters with the gradients of the last has not ended its step
+        yet; that is recorded later.
+        """
         if self._loss is not None:
-            self._record(batch.plan.step, self._loss)
+            self._seconds.append(time.perf_counter() - self._began - self._observing)
+            self._unrecorded = batch.plan.step, self._loss
+            if self.trace.independent or not self.run.require_prepared().gradients.anywhere():
+                self._record()
         if batch.plan.step + 1 >= self._steps:
             raise StopRecording
 
-    def _record(self, step: int, loss: Tensor) -> None:
-        self._seconds.append(time.perf_counter() - self._began - self._observing)
+    def _record(self) -> None:
+        if self._unrecorded is None:
+            return
+        (step, loss), self._unrecorded = self._unrecorded, None
         model, apart = self._state()
         captured = self._saved.capture("", keep=self.run.is_main)
         trained = set(self._names)
@@ -133,6 +143,7 @@ class Observer(Callback):
     def finish(self, final: Path) -> Trace:
         """Returns the trace and writes parameters and buffers to ``final``. Collective."""
         run = self.run
+        self._record()
         self.trace.milliseconds = 1000 * settled(self._seconds)
         memory = peak_memory(run.strategy.device)
         everyone = self._gather((memory, run.strategy.bytes_sent))
@@ -145,7 +156,8 @@ class Observer(Callback):
         return self.trace
 
     def on_backward_begin(self, batch: Batch, scale: float) -> None:
-        """Records the hyperparameters of the step."""
+        """Records the hyperparameters of the step, and the step before where that has not ended until now."""
+        self._record()
         self._noted, self._outputs = {"settings": hyperparameters(self._saved.parts.optimizers)}, {}
 
     def on_output(self, micro_batch: MicroBatch, output: Any, target: Any) -> None:
