@@ -239,6 +239,15 @@ def bits(kit: Kit) -> Iterator[Check]:
                 )
         return found[:12], _verdict(found == expected)
 
+    def on_the_gpu() -> tuple[str, str]:
+        found = set(kit.machine.run(tasks.fed_with, 1, {}, "single", "host"))
+        for place in ("device", "made there"):
+            for ranks, strategy in ((1, "single"), (2, "ddp")):
+                found |= set(
+                    kit.machine.run(tasks.fed_with, ranks, _environment(kit, ranks), strategy, place)
+                )
+        return f"{len(found)} found", _verdict(len(found) == 1)
+
     def together() -> tuple[str, str]:
         ((same, seen),) = kit.machine.run(tasks.gradients_together, 1)
         words = f"{'equal' if same else 'other'} bits, NaN and infinities {'seen' if seen else 'missed'}"
@@ -248,7 +257,8 @@ def bits(kit: Kit) -> Iterator[Check]:
     # What a short time on a card shows first: every model, then every layout, then every precision.
     others = [each for each in (*LAYOUTS, *DEEP) if each not in (*FIRST, "fsdp 3", "ddp 3", "pipeline 3")]
     yield from cases(FIRST, precisions=precisions[:2])
-    yield from cases(FIRST[:3], models=("stacked",), precisions=precisions[:2])
+    yield from cases(FIRST[:3], models=("stacked", "gru", "encoder"), precisions=precisions[:2])
+    yield "samples on the GPU: single, ddp 2", "one fingerprint", on_the_gpu
     yield "resume: ddp 2, fsdp 2, pipeline 2, single", "one fingerprint", resume
     yield from cases(others, models=("decoder",), precisions=("fp32",))
     yield from compiled()

@@ -20,7 +20,7 @@ import numpy
 import torch
 import torch.distributed as dist
 from PIL import Image
-from tests.simcuda.trainings import MISTAKES, Trained, job_of, open_run, saving, steps_of, train
+from tests.simcuda.trainings import MISTAKES, Trained, fed, job_of, open_run, saving, steps_of, train
 
 from lockstep.core.summation_tree import merges_after_leaf, push_leaf
 from lockstep.data import ImageFolder, RandomResizedCrop
@@ -52,6 +52,12 @@ def saving_with(world: Any, shared: dict[str, str], *arguments: Any) -> Any:
     """``saving`` of ``tests.simcuda.trainings`` on shared cards."""
     _share(shared)
     return saving(world, *arguments)
+
+
+def fed_with(world: Any, shared: dict[str, str], *arguments: Any) -> str:
+    """The fingerprint of ``fed`` of ``tests.simcuda.trainings`` on shared cards."""
+    _share(shared)
+    return fed(world, *arguments)[0]
 
 
 def versions(world: Any) -> dict[str, str]:

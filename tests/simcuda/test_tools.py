@@ -10,7 +10,16 @@ import pytest
 import torch
 from tests.simcuda import cuda, nccl
 from tests.simcuda.layouts import functions_of
-from tests.simcuda.trainings import job_of, open_run, rehearse_no_more, saving, steps_of, train, trained_for
+from tests.simcuda.trainings import (
+    fed,
+    job_of,
+    open_run,
+    rehearse_no_more,
+    saving,
+    steps_of,
+    train,
+    trained_for,
+)
 
 from lockstep.data import ImageArrays, Normalize
 from lockstep.errors import ConfigError
@@ -267,39 +276,6 @@ def test_the_host_does_not_wait_for_what_a_loop_may_use_besides(machine, ranks, 
             assert waits == {"reduce" if strategy == "ddp" else "_finish": 3}
         else:
             assert waits == {}
-
-
-class OnTheDevice(torch.utils.data.Dataset):
-    """Makes samples on the device."""
-
-    def __init__(self, samples):
-        self._samples = samples
-
-    def __getitem__(self, index):
-        return tuple(each.cuda() for each in self._samples[index])
-
-    def __len__(self):
-        return len(self._samples)
-
-
-def fed(world, strategy, place):
-    """Trains on samples that are on the host, on the device, or brought there by the data set."""
-    with cuda.observed() as seen:
-        run = open_run(world, strategy, fingerprint_every=0)
-        model, data, loss_fn = job_of("perceptron")
-        if place == "device":
-            data = torch.utils.data.TensorDataset(*(each.cuda() for each in data.tensors))
-        elif place == "made there":
-            data = OnTheDevice(data)
-        model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
-        for _ in run.epochs(2):
-            for batch in run.batches(data):
-                run.backward(batch, loss_fn)
-                optimizer.step()
-                optimizer.zero_grad()
-        found = run.fingerprint()
-        run.close()
-    return found, dict(seen.races)
 
 
 @pytest.mark.parametrize("place", ["device", "made there"])

@@ -59,6 +59,30 @@ class Convolutions(nn.Sequential):
         )
 
 
+class Pooled(nn.Module):
+    """One row of a sequence: its last, or the mean of all."""
+
+    def __init__(self, is_last: bool) -> None:
+        super().__init__()
+        self.is_last = is_last
+
+    def forward(self, given: Any) -> Tensor:
+        rows: Tensor = (
+            given[0] if isinstance(given, tuple) else given
+        )  # a recurrent layer gives its state, too
+        return rows[:, -1] if self.is_last else rows.mean(1)
+
+
+def _of_tokens(name: str) -> nn.Module:
+    """A classifier of tokens: a bidirectional GRU with dropout between its layers, or an encoder."""
+    if name == "gru":
+        inner: nn.Module = nn.GRU(16, 8, num_layers=2, dropout=0.3, batch_first=True, bidirectional=True)
+    else:
+        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
+        inner = nn.TransformerEncoder(layer, 2)
+    return nn.Sequential(nn.Embedding(11, 16), inner, Pooled(name == "gru"), nn.Linear(16, 5))
+
+
 def _perceptron() -> nn.Module:
     return nn.Sequential(
         nn.Linear(16, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 5)
@@ -72,8 +96,8 @@ def _tokens(output: Tensor, target: Tensor) -> Tensor:
 def job_of(name: str) -> tuple[nn.Module, TensorDataset, Any]:
     """A model, its data and its loss, by name.
 
-    They are ``perceptron``, ``convolutions``, ``decoder``, ``lstm``, ``stacked`` (with dropout between two layers), and
-    ``resnet18``.
+    They are ``perceptron``, ``convolutions``, ``decoder``, ``encoder``, ``lstm``, ``stacked`` (with dropout between two
+    layers), ``gru`` (the same), and ``resnet18``.
 
     The last one is for real devices: ResNets take long on simulated ones.
     """
@@ -93,6 +117,8 @@ def job_of(name: str) -> tuple[nn.Module, TensorDataset, Any]:
         stacked = {"num_layers": 2, "dropout": 0.3} if name == "stacked" else {}
         made = lstm(num_classes=5, vocabulary_size=11, hidden_size=16, **stacked)
         return made, TensorDataset(tokens, labels), nn.CrossEntropyLoss()
+    if name in ("gru", "encoder"):
+        return _of_tokens(name), TensorDataset(tokens, labels), nn.CrossEntropyLoss()
     data = TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
     return (
         transformer(vocabulary_size=11, max_length=6, width=16, depth=2, heads=2, dropout=0.1),
@@ -253,4 +279,41 @@ def saving(
     """``trained_for`` with a run folder; returns the fingerprint and the races."""
     with observed() as seen:
         found = trained_for(world, strategy, options, steps, directory=folder, resume=resume)
+    return found, dict(seen.races)
+
+
+class OnTheDevice(torch.utils.data.Dataset[tuple[Tensor, ...]]):
+    """Makes samples on the device."""
+
+    def __init__(self, samples: TensorDataset) -> None:
+        self._samples = samples
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        """One sample."""
+        return tuple(each.cuda() for each in self._samples[index])
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+
+def fed(world: World, strategy: str, place: str) -> tuple[str, dict[tuple[str, str], int]]:
+    """Trains on samples that are on the host, on the device, or ``made there``; the fingerprint and the races."""
+    with observed() as seen:
+        run = open_run(world, strategy, fingerprint_every=0)
+        torch.manual_seed(0)
+        model, few, loss_fn = job_of("perceptron")
+        data: Any = few
+        if place == "device":
+            data = TensorDataset(*(each.cuda() for each in few.tensors))
+        elif place == "made there":
+            data = OnTheDevice(few)
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        model, optimizer = run.prepare(model, optimizer)
+        for _ in run.epochs(2):
+            for batch in run.batches(data):
+                run.backward(batch, loss_fn)
+                optimizer.step()
+                optimizer.zero_grad()
+        found = run.fingerprint()
+        run.close()
     return found, dict(seen.races)
