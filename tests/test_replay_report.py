@@ -140,8 +140,8 @@ def test_a_level_that_promises_no_bits_is_named():
 
 def test_a_record_that_is_gone_is_told_from_one_that_was_never_made():
     """A line that was deleted or is torn was said to be "not recorded"."""
-    training, records = TrainingConfig(gradients_every=2), {0: None, 4: None, 9: None}
-    assert [step for step in range(12) if _is_missing(step, records, training)] == [2, 6, 8]
-    assert not _is_missing(2, {}, training)
-    assert not _is_missing(2, records, TrainingConfig(gradients_every=0))
+    every, records = TrainingConfig(gradients_every=2).record_every, {0: None, 4: None, 9: None}
+    assert [step for step in range(12) if _is_missing(step, records, every)] == [2, 6, 8]
+    assert not _is_missing(2, {}, every)
+    assert not _is_missing(2, records, TrainingConfig(gradients_every=0).record_every)
     assert "is missing: gradients.jsonl has later steps" in last_line(report(compared(None), is_missing=True))

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lockstep import checkpoint
 from lockstep.checkpoint.folder import step_of
-from lockstep.config.job import CheckpointConfig, JobConfig, LogConfig, RunConfig, TrainingConfig
+from lockstep.config.job import CheckpointConfig, JobConfig, LogConfig, RunConfig
 from lockstep.core.world import World
 from lockstep.data.batch import Batch
 from lockstep.errors import CheckpointError, CheckpointMismatch, ConfigError
@@ -202,14 +202,13 @@ def replay(request: ReplayRequest, origin: Origin) -> ReplayReport:
             compared=comparer.compared[-1],
             earlier=comparer.compared[:-1],
             record=comparer.records.get(request.step),
-            is_missing=_is_missing(request.step, comparer.records, origin.start.job.training),
+            is_missing=_is_missing(request.step, comparer.records, origin.start.job.training.record_every),
         )
     finally:
         trainer.run.close()
 
 
-def _is_missing(step: int, records: Collection[int], training: TrainingConfig) -> bool:
-    every = training.fingerprint_every if training.gradients_every is None else training.gradients_every
+def _is_missing(step: int, records: Collection[int], every: int) -> bool:
     return step not in records and step < max(records, default=-1) and every > 0 and step % every == 0
 
 

@@ -45,11 +45,19 @@ class Skip(Exception):
     """A check does not apply here, with the reason."""
 
 
-_NO_COMPILER = "torch.compile needs a C compiler, such as gcc"
+_NOT_SIMULATED = "not on simulated devices"
 
 
 def _has_compiler() -> bool:
     return any(map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang")))
+
+
+def _require_compiler(kit: Kit) -> None:
+    """Raises ``Skip`` where torch.compile cannot be shown."""
+    if kit.simulated:
+        raise Skip(_NOT_SIMULATED)
+    if not _has_compiler():
+        raise Skip("torch.compile needs a C compiler, such as gcc")
 
 
 def count_cards(world: Any) -> int:
@@ -104,7 +112,7 @@ def what_is_there(kit: Kit) -> Iterator[Check]:
 
     def triton() -> tuple[str, str]:
         if kit.simulated:
-            raise Skip("not on simulated devices")
+            raise Skip(_NOT_SIMULATED)
         try:
             (differ,) = kit.machine.run(tasks.kernel_sums, 1, timeout=120.0)
         except ImportError as error:
@@ -188,10 +196,8 @@ def bits(kit: Kit) -> Iterator[Check]:
         return known[recipe]
 
     def same(layout: str, model: str, precision: str, compiled: bool = False) -> tuple[str, str]:
-        if compiled and kit.simulated:
-            raise Skip("not on simulated devices")
-        if compiled and not _has_compiler():
-            raise Skip(_NO_COMPILER)
+        if compiled:
+            _require_compiler(kit)
         expected = reference(model, precision, compiled)
         found = _train(kit, layout, model, precision=precision, compile=compiled)
         if layout in LEVEL_B:
@@ -205,24 +211,22 @@ def bits(kit: Kit) -> Iterator[Check]:
     done: set[str] = set()
 
     def cases(
-        layouts: Sequence[str], models: Sequence[str] = models, precisions: Sequence[str] = precisions
+        layouts: Sequence[str],
+        models: Sequence[str] = models,
+        precisions: Sequence[str] = precisions,
+        compiled: bool = False,
     ) -> Iterator[Check]:
         for precision in precisions:
             for model in models:
                 for layout in layouts:
-                    name = f"{model}, {precision}: {'again' if layout == 'single' else layout}"
+                    recipe = f"{model}, {precision}{', compiled' if compiled else ''}"
+                    name = f"{recipe}: {'again' if layout == 'single' else layout}"
                     unfit = model in _UNFIT.get(layout, ())
                     if name in done or unfit:
                         continue
                     done.add(name)
                     expected = "losses within 2 %" if layout in LEVEL_B else "one fingerprint"
-                    yield name, expected, partial(same, layout, model, precision)
-
-    def compiled() -> Iterator[Check]:
-        for model, precision in (("decoder", "fp32"), (models[0], "bf16")):
-            for layout in (*FIRST, "dp 2", "ddp 4"):
-                name = f"{model}, {precision}, compiled: {'again' if layout == 'single' else layout}"
-                yield name, "one fingerprint", partial(same, layout, model, precision, compiled=True)
+                    yield name, expected, partial(same, layout, model, precision, compiled)
 
     def resume() -> tuple[str, str]:
         with tempfile.TemporaryDirectory() as folder:
@@ -264,7 +268,8 @@ def bits(kit: Kit) -> Iterator[Check]:
     yield "samples on the GPU: single, ddp 2", "one fingerprint", on_the_gpu
     yield "resume: ddp 2, fsdp 2, pipeline 2, single", "one fingerprint", resume
     yield from cases(others, models=("decoder",), precisions=("fp32",))
-    yield from compiled()
+    for model, precision in (("decoder", "fp32"), (models[0], "bf16")):
+        yield from cases((*FIRST, "dp 2", "ddp 4"), (model,), (precision,), compiled=True)
     yield from cases(FIRST)
     yield from cases(others)
 
@@ -273,10 +278,10 @@ def speed(kit: Kit) -> Iterator[Check]:
     """Part c."""
 
     def against_plain(model: str, batch: int, compiled: str, k: int) -> tuple[str, str]:
-        if kit.simulated and (compiled or model == "resnet50"):
-            raise Skip("not on simulated devices")
-        if compiled and not _has_compiler():
-            raise Skip(_NO_COMPILER)
+        if kit.simulated and model == "resnet50":
+            raise Skip(_NOT_SIMULATED)
+        if compiled:
+            _require_compiler(kit)
         times = kit.machine.run(tasks.step_times, 1, model, batch, k, compiled, timeout=400.0)[0]
         own, plain, deterministic = times
         ratio = own / plain
@@ -391,7 +396,7 @@ def _cifar10_job(kit: Kit) -> tuple[str, str]:
     if kit.cifar10 is None:
         raise Skip(_NO_CIFAR10)
     if kit.simulated:
-        raise Skip("not on simulated devices")
+        raise Skip(_NOT_SIMULATED)
     with tempfile.TemporaryDirectory() as folder:
         command = ["train", "cifar10", "--data", str(kit.cifar10.resolve()), "--precision", "bf16"]
         compiled = str(_has_compiler()).lower()
@@ -455,7 +460,7 @@ def faults(kit: Kit) -> Iterator[Check]:
 
     def ends(how: str, ranks: int, *words: str) -> tuple[str, str]:
         if kit.simulated and how in ("spins", "asserts"):
-            raise Skip("not on simulated devices")
+            raise Skip(_NOT_SIMULATED)
         before, said = used(), "nothing was raised"
         try:
             kit.machine.run(tasks.fails, ranks, _environment(kit, ranks), how, timeout=130.0)

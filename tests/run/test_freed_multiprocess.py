@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 from tests.ranks import run_ranks
+from tests.run.jobs import dataset, train_step
 from torch import nn
 
 import lockstep
@@ -32,12 +33,9 @@ def trained(strategy, options):
     found = [run, model, optimizer, *model.parameters()]
     model, optimizer = run.prepare(model, optimizer)
     found += [model, optimizer, *model.parameters()]
-    data = torch.utils.data.TensorDataset(torch.randn(48, 6), torch.arange(48) % 3)
     for _ in run.epochs(1):
-        for batch in run.batches(data):
-            run.backward(batch, nn.functional.cross_entropy)
-            optimizer.step()
-            optimizer.zero_grad()
+        for batch in run.batches(dataset()):
+            train_step(run, batch, optimizer)
     run.close()
     return {f"{number} {type(each).__name__}": weakref.ref(each) for number, each in enumerate(found)}
 

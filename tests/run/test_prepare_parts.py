@@ -47,9 +47,8 @@ def test_prepare_takes_a_plain_model_once():
         run.prepare(network())
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.*torch.jit.script_method:DeprecationWarning"
-)  # torch's, on the compiler's import
+# torch's own, on the compiler's import
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
 def test_what_the_compiler_chooses_by_speed_is_refused():
     """Two runs of the same script on an H200 ended in two fingerprints."""
     said = "was compiled with max_autotune, as mode='max-autotune' does"

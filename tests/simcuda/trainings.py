@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,9 +67,8 @@ class Pooled(nn.Module):
         self.is_last = is_last
 
     def forward(self, given: Any) -> Tensor:
-        rows: Tensor = (
-            given[0] if isinstance(given, tuple) else given
-        )  # a recurrent layer gives its state, too
+        # A recurrent layer gives its state, too.
+        rows: Tensor = given[0] if isinstance(given, tuple) else given
         return rows[:, -1] if self.is_last else rows.mean(1)
 
 
@@ -239,9 +238,10 @@ def train(
     return found
 
 
-def steps_of(run: Run, name: str, epochs: int) -> Iterator[Batch]:
-    """Trains a job of ``job_of`` by SGD; gives each batch after its step."""
-    model, data, loss_fn = job_of(name)
+def steps_of(run: Run, name: str, epochs: int, place: str = "host") -> Iterator[Batch]:
+    """Trains a job of ``job_of`` by SGD, with samples at one of ``PLACES``; gives each batch after its step."""
+    model, few, loss_fn = job_of(name)
+    data = PLACES[place](few)
     model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for _ in run.epochs(epochs):
         for batch in run.batches(data):
@@ -296,24 +296,21 @@ class OnTheDevice(torch.utils.data.Dataset[tuple[Tensor, ...]]):
         return len(self._samples)
 
 
+PLACES: dict[str, Callable[[TensorDataset], Any]] = {
+    "host": lambda data: data,
+    "device": lambda data: TensorDataset(*(each.cuda() for each in data.tensors)),
+    "made there": OnTheDevice,
+}
+"""Where samples may be, and the data set that has them there."""
+
+
 def fed(world: World, strategy: str, place: str) -> tuple[str, dict[tuple[str, str], int]]:
-    """Trains on samples that are on the host, on the device, or ``made there``; the fingerprint and the races."""
+    """Trains on samples that are at one of ``PLACES``; the fingerprint and the races."""
     with observed() as seen:
         run = open_run(world, strategy, fingerprint_every=0)
         torch.manual_seed(0)
-        model, few, loss_fn = job_of("perceptron")
-        data: Any = few
-        if place == "device":
-            data = TensorDataset(*(each.cuda() for each in few.tensors))
-        elif place == "made there":
-            data = OnTheDevice(few)
-        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        model, optimizer = run.prepare(model, optimizer)
-        for _ in run.epochs(2):
-            for batch in run.batches(data):
-                run.backward(batch, loss_fn)
-                optimizer.step()
-                optimizer.zero_grad()
+        for _ in steps_of(run, "perceptron", 2, place):
+            pass
         found = run.fingerprint()
         run.close()
     return found, dict(seen.races)

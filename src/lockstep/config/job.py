@@ -185,6 +185,11 @@ class TrainingConfig(Recipe):
     audit: bool = False
     """Records every step in a chain of hashes, with which ``lockstep audit`` checks the run."""
 
+    @property
+    def record_every(self) -> int:
+        """Optimizer steps between two records of the gradients' bits; 0: never."""
+        return self.fingerprint_every if self.gradients_every is None else self.gradients_every
+
     def steps(self, steps_per_epoch: int) -> int:
         """Optimizer steps of the whole run."""
         steps = self.epochs * steps_per_epoch

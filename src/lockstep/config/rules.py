@@ -381,9 +381,7 @@ def _parts_are_stepped_alone(job: JobConfig, machine: AvailableDevices) -> Itera
 
 @_rule(JOB_RULES, "recorded micro-batches belong to recorded steps", "training.record_micro_batches")
 def _micro_batches_have_a_record(job: JobConfig, machine: AvailableDevices) -> Iterator[str]:
-    training = job.training
-    every = training.fingerprint_every if training.gradients_every is None else training.gradients_every
-    if training.record_micro_batches and not every:
+    if job.training.record_micro_batches and not job.training.record_every:
         yield "is true, but no step is recorded. Set gradients_every to 1 or more, or leave it out."
 
 

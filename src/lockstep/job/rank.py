@@ -57,8 +57,7 @@ def record(trainer: Trainer, config: JobConfig, folder: Path) -> AuditRecorder |
             cannot be written.
     """
     run, training = trainer.run, config.training
-    every = training.gradients_every
-    every = training.fingerprint_every if every is None else every
+    every = training.record_every
     if every and run.strategy.level is Level.BITWISE:
         run.add_callback(GradientRecorder(run, folder, every, micro_batches=training.record_micro_batches))
     elif training.record_micro_batches:

@@ -91,7 +91,11 @@ def require_repeatable(name: str, compiled: object, *, on_gpu: bool, is_determin
     told = getattr(by_method or by_run or compiled, "get_compiler_config", None)
     settings = (told() if callable(told) else None) or {}
     if on_gpu and settings.get("triton.cudagraphs"):
-        raise ConfigError(f"{name} was compiled {_WITH_GRAPHS}")
+        raise ConfigError(
+            f"{name} was compiled with CUDA graphs, as mode='reduce-overhead' and mode='max-autotune' do. They write "
+            "the gradients of a micro-batch over those of the one before, which are still to be added. Leave the mode "
+            "out."
+        )
     if is_deterministic and (chosen := next((each for each in _BY_SPEED if settings.get(each)), None)):
         raise ConfigError(
             f"{name} was compiled with {chosen}, as mode='max-autotune' does: kernels are chosen by their speed, and "
@@ -101,10 +105,6 @@ def require_repeatable(name: str, compiled: object, *, on_gpu: bool, is_determin
 
 
 _BY_SPEED = ("max_autotune", "max_autotune_gemm", "coordinate_descent_tuning")
-_WITH_GRAPHS = (
-    "with CUDA graphs, as mode='reduce-overhead' and mode='max-autotune' do. They write the gradients of a micro-batch "
-    "over those of the one before, which are still to be added. Leave the mode out."
-)
 
 
 class CompiledForward:

@@ -163,34 +163,6 @@ _REMEDIES = {
 }
 
 
-def all_finite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Tells whether every entry of all tensors is finite, as a 0-dim bool on ``device``; does not wait for it.
-
-    From the extremes, which are NaN where an entry is. A sum may overflow though every entry is finite, and does so or
-    not by how the entries are spread over processes.
-    """
-    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in tensors:
-        if tensor.numel():
-            real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-            groups.setdefault((real.dtype, real.device), []).append(real)
-    extremes = [_extremes(group).to(device, torch.float64) for group in groups.values()]
-    if not extremes:
-        return torch.ones((), dtype=torch.bool, device=device)
-    largest: Tensor = torch.linalg.vector_norm(torch.cat(extremes), math.inf)
-    return largest < math.inf  # which NaN is not
-
-
-def _extremes(group: list[Tensor]) -> Tensor:
-    """Numbers of which one is NaN or infinite where an entry of the tensors is, which share type and device."""
-    if group[0].is_cpu:
-        return torch.stack([extreme for tensor in group for extreme in torch.aminmax(tensor)])
-    if len(group) == 1 and group[0].dim() == 1 and len(group[0]) <= _FEW_NUMBERS:
-        return group[0]
-    # A few launches for all of them; several times slower than aminmax on a CPU
-    return torch.stack(list(torch._foreach_norm(group, math.inf)))
-
-
 def _settings(device: torch.device, is_deterministic: bool) -> dict[str, Any]:
     """The settings on which the bits of a device depend, by what users know them by."""
     if device.type != "cuda":
@@ -218,6 +190,34 @@ def _require_unscaled_types(model: nn.Module) -> None:
                 f"as it is {str(parameter.dtype).removeprefix('torch.')}. Use precision bf16 or fp32, or make the "
                 "parameter float32 (a complex one as two real ones)."
             )
+
+
+def all_finite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Tells whether every entry of all tensors is finite, as a 0-dim bool on ``device``; does not wait for it.
+
+    From the extremes, which are NaN where an entry is. A sum may overflow though every entry is finite, and does so or
+    not by how the entries are spread over processes.
+    """
+    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            groups.setdefault((real.dtype, real.device), []).append(real)
+    extremes = [_extremes(group).to(device, torch.float64) for group in groups.values()]
+    if not extremes:
+        return torch.ones((), dtype=torch.bool, device=device)
+    largest: Tensor = torch.linalg.vector_norm(torch.cat(extremes), math.inf)
+    return largest < math.inf  # which NaN is not
+
+
+def _extremes(group: list[Tensor]) -> Tensor:
+    """Numbers of which one is NaN or infinite where an entry of the tensors is, which share type and device."""
+    if group[0].is_cpu:
+        return torch.stack([extreme for tensor in group for extreme in torch.aminmax(tensor)])
+    if len(group) == 1 and group[0].dim() == 1 and len(group[0]) <= _FEW_NUMBERS:
+        return group[0]
+    # A few launches for all of them; several times slower than aminmax on a CPU
+    return torch.stack(list(torch._foreach_norm(group, math.inf)))
 
 
 def _without_onednn(module: nn.Module) -> None:

@@ -506,7 +506,8 @@ class StepSums:
 def after_accumulation(parameter: Tensor, method: Callable[..., None], *arguments: Any) -> RemovableHandle:
     """Calls ``method(*arguments, parameter)`` after a gradient was added; holds the object of the method weakly.
 
-    Python's garbage collector does not see what such a hook of torch holds: nothing in a circle would ever be freed.
+    Python's garbage collector does not see what such a hook of torch holds: nothing in a circle would ever be freed. So
+    ``arguments`` must hold neither the object nor the parameter.
     """
     weak = WeakMethod(method)
 
