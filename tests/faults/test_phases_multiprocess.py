@@ -47,6 +47,10 @@ def test_a_rank_killed_in_any_phase_ends_all_and_is_named_with_it(command, phase
     command.wait_until_nothing_runs()
 
 
+SAVED = "Saved in {}. Go on with the same command and --resume auto, in a script with resume='auto'."
+PREEMPTED = "Preempted: {} ranks stopped at step {}. Exit code 75."
+
+
 @SLOW
 @pytest.mark.fault("P7", "P5")
 @pytest.mark.parametrize("phase", ["evaluate", "data", "save", "prepare"])
@@ -54,8 +58,9 @@ def test_a_request_to_stop_in_any_phase_is_kept_and_nothing_is_lost(command, und
     step = -1 if phase == "prepare" else 2
     code, lines = command.start(SCRIPT, command.folder, f"1:{phase}:{step}:preempted", devices="cpu:2").end()
     stopped = {"prepare": 1, "data": 3}.get(phase, 4)
-    assert (code, lines) == (75, [f"Preempted: 2 ranks stopped at step {stopped}. Exit code 75."])
-    assert f"step-{stopped:08}" in {path.name for path in (command.folder / "run").iterdir()}
+    saved = command.folder / "run" / f"step-{stopped:08}"
+    assert (code, lines) == (75, [SAVED.format(saved), PREEMPTED.format(2, stopped)])
+    assert saved.exists()
     assert command.start(SCRIPT, command.folder, devices="cpu:2").end()[0] == 0
     assert command.stdout == undisturbed
 
@@ -70,7 +75,10 @@ def test_a_long_evaluation_is_left_within_seconds_and_done_again(command, tmp_pa
     assert time.monotonic() - float((command.folder / "disturbed").read_text()) < 8, (
         "the evaluation takes 20 s"
     )
-    assert (code, lines) == (75, ["Preempted: 4 ranks stopped at step 40. Exit code 75."])
+    assert (code, lines) == (
+        75,
+        [SAVED.format(command.folder / "run/step-00000040"), PREEMPTED.format(4, 40)],
+    )
     before = command.stdout
     assert command.start(LONG_EVALUATION, command.folder, devices="cpu:2").end()[0] == 0
     assert before + command.stdout == one.stdout

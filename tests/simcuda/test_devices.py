@@ -255,7 +255,19 @@ def settings(world):
     assert re.search(
         r"\(132 multiprocessors\) CUDA 13\.0 .*cuBLAS .+ cuDNN ", device_model(torch.device("cuda", 0))
     )
-    return torch.are_deterministic_algorithms_enabled(), filled, "torch._inductor" in sys.modules
+    imported = "torch._inductor" in sys.modules
+    import torch._inductor.config as compiler
+
+    return torch.are_deterministic_algorithms_enabled(), filled, imported, compiler.deterministic
+
+
+def settings_of_loaded_compiler(world, deterministic):
+    """Whether the compiler, imported before the run, chooses kernels by rules that do not look at their speed."""
+    import torch._inductor.config as compiler
+
+    compiler.deterministic = not deterministic
+    open_run(world, "single", deterministic=deterministic).close()
+    return compiler.deterministic
 
 
 def changed_settings(world, change):
@@ -312,7 +324,13 @@ def test_a_gpu_that_was_short_of_memory_is_told_since_cudnn_goes_on_in_another_w
 
 
 def test_memory_is_not_filled_and_the_compiler_not_imported_for_deterministic_kernels(machine):
-    assert machine.run(settings, 1) == [(True, False, False)]
+    assert machine.run(settings, 1) == [(True, False, False, True)]
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_the_compiler_chooses_no_kernel_by_its_speed(machine, deterministic):
+    """set_deterministic_debug_mode leaves this switch as it is: matrices were padded where that was faster."""
+    assert machine.run(settings_of_loaded_compiler, 1, deterministic) == [deterministic]
 
 
 def norm_launches(world):

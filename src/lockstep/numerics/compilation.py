@@ -1,13 +1,15 @@
 """torch.compile with the same graphs on every layout: one for each shape, whatever a process has seen before.
 
 By itself the compiler learns: the second shape of an input makes a graph for all shapes, the ninth ends in code that is
-not compiled, and a module may run the graph of another one that has no hooks. Which graph runs, and so which bits come
-out, then depends on what else ran in the process. In a run these are switched off.
+not compiled, and a module may run the graph of another one that has no hooks. On a GPU it takes some kernels because
+they were faster when it tried them. Which graph and kernels run, and so which bits come out, then depends on what else
+ran in the process, and on the clock. In a run these are switched off.
 """
 
 from __future__ import annotations
 
 import copy
+import os
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -25,14 +27,28 @@ _SETTINGS = {
     "fail_on_recompile_limit_hit": True,
     "skip_nnmodule_hook_guards": False,
 }
+_KERNELS = "torch._inductor.config"
 
 
 def fix_graphs() -> None:
-    """Sets the compiler, where this process has loaded it, so that a graph depends on its code and inputs alone."""
+    """Sets the compiler, where this process has loaded it, so that a graph depends on its code and inputs alone.
+
+    Where torch is to be deterministic, so is the choice of kernels, as ``torch.use_deterministic_algorithms`` has it:
+    without that switch of the compiler's own, matrices are padded and sums are split where this was faster when it was
+    tried. torch turns the switch on by itself after the first graph of a process.
+    """
     config = getattr(sys.modules.get(_COMPILER), "config", None)
     if config is not None:
         for name, value in _SETTINGS.items():
             setattr(config, name, value)
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    kernels = sys.modules.get(_KERNELS)
+    if kernels is None and is_deterministic:
+        os.environ["TORCHINDUCTOR_DETERMINISTIC"] = "1"  # read when the compiler is loaded
+    elif hasattr(kernels, "deterministic"):
+        kernels.deterministic = is_deterministic
+    elif kernels is not None and is_deterministic:  # torch 2.8 and 2.9 have no such switch
+        kernels.shape_padding = kernels.dynamic_scale_rblock = False
 
 
 def uncompiled() -> AbstractContextManager[object]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lockstep.config.options import RunOptions
 from lockstep.config.strategy_options import PRECISIONS
 from lockstep.errors import ConfigError, nearest
-from lockstep.numerics.compilation import require_repeatable
+from lockstep.numerics.compilation import fix_graphs, require_repeatable
 from lockstep.numerics.randomness import OwnHook
 from lockstep.runtime.devices import memory_shortages
 
@@ -114,6 +114,7 @@ class Precision:
             # also fill memory that is written anyway.
             torch.set_deterministic_debug_mode("error")
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # of its class
+        fix_graphs()
 
     def require_repeatable(self, name: str, compiled: object) -> None:
         """Raises ``ConfigError`` where a module or function was compiled in a way whose bits differ between runs."""
