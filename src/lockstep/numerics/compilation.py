@@ -42,7 +42,7 @@ def fix_graphs() -> None:
         for name, value in _SETTINGS.items():
             setattr(config, name, value)
     is_deterministic = torch.are_deterministic_algorithms_enabled()
-    kernels = sys.modules.get(_KERNELS)
+    kernels: Any = sys.modules.get(_KERNELS)
     if kernels is None and is_deterministic:
         os.environ["TORCHINDUCTOR_DETERMINISTIC"] = "1"  # read when the compiler is loaded
     elif hasattr(kernels, "deterministic"):
