@@ -1,6 +1,8 @@
 """Compiled graphs that depend on their code and inputs alone."""
 
 import shutil
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -42,6 +44,30 @@ def test_bits_do_not_depend_on_the_numbers_that_a_function_was_compiled_for():
     inputs = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
     expected = compiled_after()(inputs, 0.3)
     assert torch.equal(compiled_after(0.9, 0.8)(inputs, 0.3), expected)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"deterministic": False, "shape_padding": True}, {"deterministic": True, "shape_padding": True}),
+        (
+            {"shape_padding": True, "dynamic_scale_rblock": True},  # torch 2.8 and 2.9
+            {"shape_padding": False, "dynamic_scale_rblock": False},
+        ),
+    ],
+    ids=["with a switch", "without"],
+)
+def test_no_kernel_is_chosen_by_its_speed_where_torch_is_deterministic(monkeypatch, settings, expected):
+    compiler = SimpleNamespace(**settings)
+    monkeypatch.setitem(sys.modules, "torch._inductor.config", compiler)
+    fix_graphs()
+    assert vars(compiler) == settings
+    torch.set_deterministic_debug_mode("error")
+    try:
+        fix_graphs()
+        assert vars(compiler) == expected
+    finally:
+        torch.set_deterministic_debug_mode("default")
 
 
 def test_more_graphs_than_torch_keeps_are_explained():
