@@ -150,7 +150,7 @@ def submit(cluster, folder, *more, epochs=6):
 
 def completed(cluster, number, log):
     """Waits for the end of a job; returns its log."""
-    wait_until(lambda: cluster.state(number) in ("COMPLETED", "FAILED"), 200, "the job to end")
+    wait_until(lambda: cluster.state(number) in ("COMPLETED", "FAILED"), 300, "the job to end")
     text = log.read_text()
     assert cluster.state(number) == "COMPLETED", text
     return text

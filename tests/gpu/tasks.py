@@ -24,6 +24,7 @@ from tests.simcuda.trainings import MISTAKES, Trained, fed, job_of, open_run, sa
 
 from lockstep.core.summation_tree import merges_after_leaf, push_leaf
 from lockstep.data import ImageFolder, RandomResizedCrop
+from lockstep.numerics.compilation import fix_graphs
 from lockstep.numerics.precision import all_finite
 from lockstep.profile.timeline import DeviceTrace
 from lockstep.profile.trace import TraceSpan
@@ -306,13 +307,15 @@ def _perceptron(batch: int) -> tuple[torch.nn.Module, Any]:
 
 @contextmanager
 def _deterministic(on: bool) -> Iterator[None]:
-    """Lets operators take kernels that add in no fixed order, as torch does by itself, or forbids it."""
+    """Lets operators and graphs take kernels that add in no fixed order, as torch does by itself, or forbids it."""
     before = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode("error" if on else "default")
+    fix_graphs()
     try:
         yield
     finally:
         torch.set_deterministic_debug_mode(before)
+        fix_graphs()
 
 
 def step_times(
