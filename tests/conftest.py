@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import settings
 
 _GRACE_SECONDS = 2.0
 _WRITTEN_SECONDS = 10.0
@@ -28,7 +29,12 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """Takes back signals that a background shell or nohup told its children to ignore: they are tested here."""
+    """Takes back signals that a background shell or nohup told its children to ignore: they are tested here.
+
+    Examples of hypothesis have no time limit of their own, since three workers share two cores.
+    """
+    settings.register_profile("tests", deadline=None)
+    settings.load_profile("tests")
     for number in (signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)

@@ -18,7 +18,7 @@ SECTIONS = st.sampled_from(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.dictionaries(SECTIONS, VALUES, max_size=6))
 def test_any_table_is_a_job_or_a_list_of_problems(table):
     config, problems = read_table(JobConfig, table)
@@ -26,7 +26,7 @@ def test_any_table_is_a_job_or_a_list_of_problems(table):
     assert all(problem.text for problem in problems)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.text(max_size=30))
 def test_any_option_is_an_override_or_a_config_error(text):
     try:

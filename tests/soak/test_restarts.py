@@ -10,6 +10,7 @@ from tests.soak.killing import SCRIPT
 from lockstep.checkpoint import committed
 
 
+@pytest.mark.slow
 @pytest.mark.fault("P1")
 def test_a_run_that_lost_a_rank_goes_on_without_it_to_the_same_fingerprint(soak, undisturbed):
     """The script does not even ask to resume: a restarted run finds its own checkpoint."""

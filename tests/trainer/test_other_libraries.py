@@ -58,10 +58,11 @@ def train(folder, model, workers):
     return assemble(config, World()).fit().fingerprint
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model",
     [
-        pytest.param('target = "torchvision.models:resnet18"', id="torchvision", marks=pytest.mark.slow),
+        pytest.param('target = "torchvision.models:resnet18"', id="torchvision"),
         pytest.param('target = "timm:create_model"\nmodel_name = "resnet10t"', id="timm"),
     ],
 )

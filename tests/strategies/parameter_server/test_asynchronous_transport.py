@@ -92,7 +92,7 @@ def test_what_is_no_message_is_refused(pair, sent, why):
 
 
 @given(st.binary(max_size=200), st.sampled_from([b"", b"LSPS", HEADER.pack(b"LSPS", 20, 30)]))
-@hypothesis_settings(max_examples=100, deadline=None)
+@hypothesis_settings(max_examples=100)
 def test_arbitrary_bytes_are_a_message_or_are_refused(sent, begin):
     left, right = socket.socketpair()
     with left, right:
