@@ -112,6 +112,16 @@ def test_a_cpu_is_named_by_its_vector_instructions():
     assert torch.backends.cpu.get_cpu_capability() in device_model(torch.device("cpu"))
 
 
+def test_variables_by_which_libraries_choose_other_code_are_part_of_the_device(monkeypatch):
+    """With MKL_CBWR=COMPATIBLE products of matrices have other bits; a resumed run went on in them without a word."""
+    device = torch.device("cpu")
+    before = device_model(device)
+    monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+    assert device_model(device) == f"{before} MKL_CBWR=COMPATIBLE"
+    assert device_model(device, portable=True) == "any x86_64 with AVX2"
+
+
 def test_the_maker_of_the_cpu_and_its_library_of_products_count_where_both_sides_know_them():
     known = cpu_of(torch.device("cpu"))
     assert known.endswith("MKL" if torch.backends.mkl.is_available() else "without MKL")

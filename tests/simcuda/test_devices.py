@@ -252,9 +252,9 @@ def settings(world):
     operators = torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn
     assert [each.fp32_precision for each in operators] == ["ieee"] * 3
     filled = torch.utils.deterministic.fill_uninitialized_memory
-    assert re.search(
-        r"\(132 multiprocessors\) CUDA 13\.0 .*cuBLAS .+ cuDNN ", device_model(torch.device("cuda", 0))
-    )
+    os.environ["NVIDIA_TF32_OVERRIDE"] = "0"
+    name = device_model(torch.device("cuda", 0))
+    assert re.search(r"\(132 multiprocessors\) CUDA 13\.0 .*cuBLAS .+ cuDNN .*NVIDIA_TF32_OVERRIDE=0$", name)
     imported = "torch._inductor" in sys.modules
     import torch._inductor.config as compiler
 

@@ -7,6 +7,7 @@ hashed by whoever holds it, and where two fingerprints differ the tensor that di
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -23,6 +24,11 @@ _SUMMED = 512
 """Bytes whose sum gets one weight in a checksum."""
 _SPREAD = 0x9E3779B97F4A7C15
 _MATRIX_INSTRUCTIONS = ("avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16")
+_KERNEL_VARIABLES = {
+    "cpu": "MKL_CBWR ONEDNN_MAX_CPU_ISA DNNL_MAX_CPU_ISA ONEDNN_DEFAULT_FPMATH_MODE DNNL_DEFAULT_FPMATH_MODE",
+    "cuda": "NVIDIA_TF32_OVERRIDE CUBLASLT_WORKSPACE_SIZE CUDNN_CONV_WSCAP_DBG TORCH_BLAS_PREFER_CUBLASLT",
+}
+"""Environment variables by which the libraries of a type of device choose their code."""
 
 
 def digest_tensor(tensor: Tensor) -> str:
@@ -135,16 +141,21 @@ def device_model(device: torch.device, *, portable: bool = False) -> str:
     """The model of a device, as far as bits may depend on it.
 
     Of a GPU its name, the number of its multiprocessors, and the versions of CUDA, cuBLAS and cuDNN; of a CPU its
-    vector instructions.
+    vector instructions. Of both the environment variables by which libraries choose other code than they would.
     """
+    names = _KERNEL_VARIABLES.get(device.type, "").split()
+    chosen = [f"{name}={os.environ[name]}" for name in names if os.environ.get(name)]
     if device.type == "cuda":
         count = torch.cuda.get_device_properties(device).multi_processor_count
         cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]  # torch's stub
         versions = f"CUDA {torch.version.cuda} cuBLAS {_cublas()} cuDNN {cudnn}"
-        return f"{torch.cuda.get_device_name(device)} ({count} multiprocessors) {versions}"
+        return " ".join(
+            [f"{torch.cuda.get_device_name(device)} ({count} multiprocessors) {versions}", *chosen]
+        )
     if portable:
         return "any x86_64 with AVX2"
-    return " ".join([platform.machine(), torch.backends.cpu.get_cpu_capability(), *_matrix_instructions()])
+    capability = torch.backends.cpu.get_cpu_capability()
+    return " ".join([platform.machine(), capability, *_matrix_instructions(), *chosen])
 
 
 def _cublas() -> str:
