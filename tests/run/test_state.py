@@ -12,6 +12,7 @@ from tests.checkpoint.manifests import manifest_of
 from tests.run.jobs import begin, dataset, network, train_step
 from torch import nn
 
+import lockstep
 from lockstep.checkpoint import read_newest
 from lockstep.checkpoint.manifest import MANIFEST, RECORD
 from lockstep.errors import CheckpointError, CheckpointMismatch
@@ -294,3 +295,26 @@ def test_skipped_steps_are_counted_over_a_stop(tmp_path):
     run.save(wait=True)
     run, *_ = begin(**options, resume="auto")
     assert run.skipped_steps == 1
+
+
+class Scale(nn.Module):
+    """Keeps a number as extra state."""
+
+    scale = 1.0
+
+    def get_extra_state(self):
+        return {"scale": self.scale}
+
+    def set_extra_state(self, state):
+        self.scale = state["scale"]
+
+
+def test_extra_state_of_a_module_beside_the_model_goes_on(tmp_path):
+    options = {"global_batch": 8, "micro_batches": 2, "directory": tmp_path}
+    for scale, resume in ((0.5, None), (1.0, "auto")):
+        run = lockstep.init(**options, resume=resume)
+        _, beside = run.prepare(network(), nn.Sequential(Scale()))
+        beside[0].scale *= scale
+        assert beside[0].scale == 0.5
+        run.save(wait=True)
+        run.close()
