@@ -298,9 +298,14 @@ def test_skipped_steps_are_counted_over_a_stop(tmp_path):
 
 
 class Scale(nn.Module):
-    """Keeps a number as extra state."""
+    """Keeps a number as extra state, others as an attribute and in a buffer that no ``state_dict`` has."""
 
     scale = 1.0
+
+    def __init__(self):
+        super().__init__()
+        self.rate = 1.0
+        self.register_buffer("sums", torch.ones(2), persistent=False)
 
     def get_extra_state(self):
         return {"scale": self.scale}
@@ -309,12 +314,14 @@ class Scale(nn.Module):
         self.scale = state["scale"]
 
 
-def test_extra_state_of_a_module_beside_the_model_goes_on(tmp_path):
+def test_what_a_module_beside_the_model_keeps_goes_on(tmp_path):
     options = {"global_batch": 8, "micro_batches": 2, "directory": tmp_path}
     for scale, resume in ((0.5, None), (1.0, "auto")):
         run = lockstep.init(**options, resume=resume)
         _, beside = run.prepare(network(), nn.Sequential(Scale()))
         beside[0].scale *= scale
-        assert beside[0].scale == 0.5
+        beside[0].rate *= scale
+        beside[0].sums.mul_(scale)
+        assert (beside[0].scale, beside[0].rate, beside[0].sums.tolist()) == (0.5, 0.5, [0.5, 0.5])
         run.save(wait=True)
         run.close()

@@ -164,7 +164,7 @@ class RunState:
             if key not in _HOW and _is_plain(_number(value))
         }
         self._made_groups = [len(each.param_groups) for each in self.parts.optimizers]
-        self._attributes = Attributes(self.parts.optimizers, self.parts.model)
+        self._attributes = Attributes(self.parts.optimizers, self.parts.named_modules)
         self._first_unsaved = [unsaved_tensors(each) for each in self.parts.optimizers]
 
     def reads_photos(self, decoded: str) -> None:
