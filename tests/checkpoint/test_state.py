@@ -74,17 +74,17 @@ def test_extra_state_is_written_beside_the_tensors_and_given_back():
     model, again, tensors = nn.Sequential(Counter()), nn.Sequential(Counter()), {}
     model[0].calls = 3
     assert model_state(model) == ({}, {})
-    encoded = encoded_extra_states(model, tensors)
-    load_extra_states(again, json.loads(json.dumps(encoded)), tensors)
+    encoded = encoded_extra_states(dict(model.named_modules()), tensors)
+    load_extra_states(dict(again.named_modules()), json.loads(json.dumps(encoded)), tensors)
     assert again[0].calls == 3 and len(tensors) == 1
     with pytest.raises(
         CheckpointMismatch, match="extra state of the module '0', which has no set_extra_state"
     ):
-        load_extra_states(nn.Sequential(nn.ReLU()), encoded, tensors)
+        load_extra_states({"0": nn.ReLU()}, encoded, tensors)
 
 
 def test_extra_state_that_no_checkpoint_can_hold_is_refused_by_name():
     model = nn.Sequential(Counter())
     model[0].calls = object()
     with pytest.raises(ConfigError, match=r"'extra state of 0.calls' is a object"):
-        encoded_extra_states(model, {})
+        encoded_extra_states(dict(model.named_modules()), {})

@@ -16,8 +16,8 @@ from lockstep.config.job_file import load_job, parse_set
 from lockstep.core.seeding import derive_seed
 from lockstep.data import Digits
 from lockstep.errors import ConfigError
-from lockstep.job.assemble import assemble, build_model, sample_plan
-from lockstep.job.instantiate import importable_from
+from lockstep.job.assemble import assemble, build_model, data_to_predict, sample_plan
+from lockstep.job.instantiate import importable_from, instantiate
 
 JOB = """\
 [model]
@@ -138,7 +138,7 @@ def by_hand(world, config):
     importable_from(config.code)
     data = Digits("validation")
     torch.manual_seed(derive_seed(0, "weights"))
-    model = build_model(config.model)
+    model = build_model(config)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     first, second, last = model[1], model[2][0], model[3]
     groups = [
@@ -251,3 +251,37 @@ def test_a_schedule_or_a_data_set_that_means_nothing_is_refused_before_it_is_use
     empty validation set was refused after the first epoch."""
     with pytest.raises(ConfigError, match=re.escape(said)):
         run_ranks(trained, 1, job(*sets))
+
+
+DRAWN = """\
+import torch
+from lockstep.data import Digits
+from torch.utils.data import random_split
+
+
+class Fixed(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(64, 10)
+        self.register_buffer("mask", torch.randn(64), persistent=False)
+
+
+def part(which):
+    return random_split(Digits("validation"), [0.5, 0.5])[which]
+"""
+
+
+def test_what_a_model_and_its_data_draw_when_they_are_made_is_drawn_again_to_predict(job, tmp_path):
+    (tmp_path / "drawn.py").write_text(DRAWN)
+    sets = ['model={target="drawn:Fixed"}', *(f"data.{name}.split=none" for name in ("train", "validation"))]
+    sets += [f"data.train.{each}" for each in ("target=drawn:part", "which=0")]
+    config = job(*sets, *(f"data.validation.{each}" for each in ("target=drawn:part", "which=1")))
+    importable_from(config.code)
+    assert torch.equal(build_model(config).mask, build_model(config).mask)
+    parts = []
+    for is_training in (True, False):
+        torch.manual_seed(3)
+        if is_training:
+            parts += [instantiate(each) for each in (config.data.train, config.data.validation)]
+        else:
+            parts.append(data_to_predict(config, config.data.validation))
+    assert list(parts[1].indices) == list(parts[2].indices) != list(parts[0].indices)

@@ -145,3 +145,33 @@ def test_what_a_run_learned_last_is_loaded_or_its_best(tmp_path):
         load_run(nn.Linear(3, 2), tmp_path, best=True)
     with pytest.raises(CheckpointError, match="has no weights and no checkpoint"):
         load_run(loaded, tmp_path / "absent", best=False)
+
+
+class Shifted(nn.Linear):
+    """Adds a number that it keeps as extra state."""
+
+    shift = 0.0
+
+    def get_extra_state(self):
+        return {"shift": self.shift}
+
+    def set_extra_state(self, state):
+        self.shift = state["shift"]
+
+
+def test_extra_state_comes_from_the_checkpoint_of_the_step_that_the_weights_are_of(tmp_path):
+    model = Shifted(2, 2)
+    for model.shift, step in ((3.0, 3), (6.0, 6)):
+        extra = checkpoint.encoded_extra_states({"": model}, {})
+        tensors, aliases = checkpoint.model_state(model)
+        state = checkpoint.CheckpointState(tensors, {}, {"extra_states": extra}, aliases, {})
+        checkpoint.write(tmp_path, state, step=step)
+    checkpoint.write_best(tmp_path, checkpoint.Best(3, "validation_loss", 0.5))
+    checkpoint.export(tmp_path / "model.safetensors", tensors, {"step": "6"})
+    for best, wanted in ((False, 6.0), (True, 3.0)):
+        loaded = Shifted(2, 2)
+        load_run(loaded, tmp_path, best=best)
+        assert torch.equal(loaded.weight, model.weight) and loaded.shift == wanted
+    checkpoint.export(tmp_path / "model.safetensors", tensors, {"step": "7"})
+    with pytest.raises(CheckpointError, match="has no checkpoint of its last step, for extra state"):
+        load_run(loaded, tmp_path, best=False)

@@ -12,6 +12,7 @@ from tests.checkpoint.manifests import manifest_of
 from tests.run.jobs import begin, dataset, network, train_step
 from torch import nn
 
+import lockstep
 from lockstep.checkpoint import read_newest
 from lockstep.checkpoint.manifest import MANIFEST, RECORD
 from lockstep.errors import CheckpointError, CheckpointMismatch
@@ -294,3 +295,33 @@ def test_skipped_steps_are_counted_over_a_stop(tmp_path):
     run.save(wait=True)
     run, *_ = begin(**options, resume="auto")
     assert run.skipped_steps == 1
+
+
+class Scale(nn.Module):
+    """Keeps a number as extra state, others as an attribute and in a buffer that no ``state_dict`` has."""
+
+    scale = 1.0
+
+    def __init__(self):
+        super().__init__()
+        self.rate = 1.0
+        self.register_buffer("sums", torch.ones(2), persistent=False)
+
+    def get_extra_state(self):
+        return {"scale": self.scale}
+
+    def set_extra_state(self, state):
+        self.scale = state["scale"]
+
+
+def test_what_a_module_beside_the_model_keeps_goes_on(tmp_path):
+    options = {"global_batch": 8, "micro_batches": 2, "directory": tmp_path}
+    for scale, resume in ((0.5, None), (1.0, "auto")):
+        run = lockstep.init(**options, resume=resume)
+        _, beside = run.prepare(network(), nn.Sequential(Scale()))
+        beside[0].scale *= scale
+        beside[0].rate *= scale
+        beside[0].sums.mul_(scale)
+        assert (beside[0].scale, beside[0].rate, beside[0].sums.tolist()) == (0.5, 0.5, [0.5, 0.5])
+        run.save(wait=True)
+        run.close()

@@ -56,21 +56,22 @@ def tensor_state(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def encoded_extra_states(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, JSON]:
-    """The extra state of each module that has its own, by name, as JSON; tensors go into ``tensors``.
+def encoded_extra_states(modules: Mapping[str, nn.Module], tensors: dict[str, Tensor]) -> dict[str, JSON]:
+    """The extra state of each of the modules that has its own, by name, as JSON; tensors go into ``tensors``.
 
     ``ConfigError`` for what a checkpoint cannot hold.
     """
     return {
         name: encode(module.get_extra_state(), f"extra state of {name or 'the model'}", tensors, ordered=True)
-        for name, module in model.named_modules()
+        for name, module in modules.items()
         if type(module).get_extra_state is not nn.Module.get_extra_state
     }
 
 
-def load_extra_states(model: nn.Module, encoded: Mapping[str, JSON], tensors: Mapping[str, Tensor]) -> None:
+def load_extra_states(
+    modules: Mapping[str, nn.Module], encoded: Mapping[str, JSON], tensors: Mapping[str, Tensor]
+) -> None:
     """Gives each module its extra state; ``CheckpointMismatch`` where one of a checkpoint has no module here."""
-    modules = dict(model.named_modules())
     for name, value in encoded.items():
         module = modules.get(name)
         if module is None or type(module).set_extra_state is nn.Module.set_extra_state:

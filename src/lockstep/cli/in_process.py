@@ -44,7 +44,7 @@ def print_plan(config: JobConfig, devices: int, hosts: int) -> None:
     print_origins(config)
     postpone_compiler()  # an optimizer is made, and not stepped
     importable_from(config.code)
-    model, validation = build_model(config.model), config.data.validation
+    model, validation = build_model(config), config.data.validation
     held_out = None if validation is None else adopt(instantiate(validation, name="data.validation")).dataset
     plan = sample_plan(config, instantiate(config.data.train, name="data.train"), model)
     if config.weights.freeze:

@@ -29,8 +29,8 @@ from lockstep.errors import ConfigError, LockstepError
 from lockstep.explain.chart import html_document, svg, table
 from lockstep.explain.curves import FILE, RunLog, chart, final_table, read_logs
 from lockstep.explain.timeline import explain_timeline, timeline_svg
-from lockstep.job.assemble import balance, build_model, collated
-from lockstep.job.instantiate import importable_from, instantiate, instantiate_function
+from lockstep.job.assemble import balance, build_model, collated, data_to_predict
+from lockstep.job.instantiate import importable_from, instantiate_function
 from lockstep.job.prediction import class_names, has_gone_on, load_run, read_outcome
 from lockstep.job.run_folder import Start, one_recipe, read_starts
 from lockstep.run import Run
@@ -82,13 +82,13 @@ def answers_of(folder: Path, job: JobConfig) -> Answers:
     loss = instantiate_function(job.loss, ("loss",))
     if not is_of_classes(loss):
         raise ConfigError(f"The loss of the job, {job.loss.target}, is not one of classes.")
-    data_set = instantiate(job.data.validation, name="data.validation")
-    source = collated(data_set, job.data)
     alone = dataclasses.replace(job.training, strategy="single", mesh="")
     begun = dataclasses.replace(job.checkpoint, resume="")
     run = Run(dataclasses.replace(job, training=alone, checkpoint=begun).run_options(None), World())
     try:
-        model = build_model(job.model)
+        data_set = data_to_predict(job, job.data.validation)
+        source = collated(data_set, job.data)
+        model = build_model(job)
         load_run(model, folder, best=False)
         balance(run, model, source)
         run.prepare(model, values_from_main=True)

@@ -27,6 +27,7 @@ from lockstep.core.seeding import derive_seed
 from lockstep.core.world import World
 from lockstep.data import SkipBroken, StepLoader, adopt, check_labels
 from lockstep.data.images.encoded import EncodedPairs
+from lockstep.data.keyed import encoded_states, set_encoded_states
 from lockstep.data.naming import unwrap_subset
 from lockstep.data.wrappers.wrapping import Wrapping
 from lockstep.distributed.collectives import gather_json
@@ -47,12 +48,29 @@ from lockstep.trainer import Accuracy, Trainer, TrainingParts
 logger = logging.getLogger(__name__)
 
 
-def build_model(component: Component) -> nn.Module:
-    """Makes the model that a component names; ``ConfigError`` where that is no ``torch.nn.Module``."""
-    model = instantiate(component, name="model")
+def build_model(config: JobConfig) -> nn.Module:
+    """Makes the model of a job, from its seed; ``ConfigError`` where that is no ``torch.nn.Module``."""
+    torch.manual_seed(derive_seed(config.training.seed, "weights"))
+    model = instantiate(config.model, name="model")
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"model: {component.target} made a {type(model).__name__}, not a torch.nn.Module.")
+        raise ConfigError(
+            f"model: {config.model.target} made a {type(model).__name__}, not a torch.nn.Module."
+        )
     return model
+
+
+def data_to_predict(config: JobConfig, component: Component) -> Any:
+    """A data set for the model of a run; one that draws random numbers when it is made draws those of the training.
+
+    They come after the numbers that the training set draws, and after ``Run`` has seeded the generators.
+    """
+    before = encoded_states()
+    data_set = instantiate(component, name="data.validation")
+    if encoded_states() != before:
+        set_encoded_states(before)
+        instantiate(config.data.train, name="data.train")
+        data_set = instantiate(component, name="data.validation")
+    return data_set
 
 
 def use_image_cache(data_set: Any, name: str, config: DataConfig, run: Run) -> None:
@@ -141,7 +159,7 @@ def sample_plan(config: JobConfig, data_set: Any, model: nn.Module | None = None
     shape = BatchShape(global_batch=training.global_batch, micro_batches=training.micro_batches)
     samples, smallest = len(source.dataset), 1
     if samples % shape.micro_batch_size == 1:
-        smallest = smallest_micro_batch(model if model is not None else build_model(config.model))
+        smallest = smallest_micro_batch(model if model is not None else build_model(config))
     return SamplePlan(
         samples=samples,
         shape=shape,
@@ -256,8 +274,7 @@ def collated(data_set: Any, config: DataConfig) -> Any:
 
 def _model(config: JobConfig, reads_weights: bool) -> nn.Module:
     """The model with its first weights: from the seed on every rank, then from a file on the main one alone."""
-    torch.manual_seed(derive_seed(config.training.seed, "weights"))
-    model = build_model(config.model)
+    model = build_model(config)
     if config.weights.path and reads_weights:
         logger.info("%s", load_weights(model, config.weights.path).describe())
     if config.weights.freeze:

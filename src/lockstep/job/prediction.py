@@ -29,8 +29,8 @@ from lockstep.data.adopt import adopt
 from lockstep.data.formats.arrow_files import optional_module
 from lockstep.data.naming import known_classes, path_of
 from lockstep.errors import CheckpointError, ConfigError
-from lockstep.job.assemble import balance, build_model, collated
-from lockstep.job.instantiate import importable_from, instantiate, instantiate_function
+from lockstep.job.assemble import balance, build_model, collated, data_to_predict
+from lockstep.job.instantiate import importable_from, instantiate_function
 from lockstep.job.rank import OUTCOME
 from lockstep.models import load_weights
 from lockstep.models.weights import metadata_of
@@ -52,12 +52,12 @@ def main(payload: Any) -> None:
     log_to_terminal(logging.WARNING)
     importable_from(config.code)
     target, arguments = payload["data"]
-    data_set = instantiate(Component(target=target, args=arguments), name="data.validation")
-    source = collated(data_set, config.data)
     run = Run(config.run_options(None), world)
-    model = build_model(config.model)
+    data_set = data_to_predict(config, Component(target=target, args=arguments))
+    source = collated(data_set, config.data)
+    model = build_model(config)
     folder = Path(payload["run"])
-    if run.is_main:
+    if run.is_main or checkpoint.encoded_extra_states(dict(model.named_modules()), {}):
         load_run(model, folder, best=payload["best"])
     balance(run, model, source)
     run.prepare(model, values_from_main=True)
@@ -107,23 +107,30 @@ def _steps(folder: Path) -> dict[int, Path]:
 def load_run(model: nn.Module, folder: Path, *, best: bool) -> None:
     """Loads what a run has learned: the exported weights or a checkpoint, whichever is of a later step; or its best.
 
-    ``CheckpointError`` where there is none that is sound.
+    Extra state of modules is in checkpoints alone. ``CheckpointError`` where there is none that is sound.
     """
-    steps = _steps(folder)
-    if not best and has_ended(folder):
+    steps, modules = _steps(folder), dict(model.named_modules())
+    ended, absent = not best and has_ended(folder), "weights and no checkpoint"
+    has_extra = bool(checkpoint.encoded_extra_states(modules, {}))
+    if ended and not has_extra:
         load_weights(model, folder / WEIGHTS, strict_head=True)
         return
     if best:
-        record = checkpoint.read_best(folder)
+        record, absent = checkpoint.read_best(folder), "best checkpoint"
         state = checkpoint.read(steps[record.step]) if record is not None and record.step in steps else None
+    elif ended:
+        step, absent = (
+            int(metadata_of(folder / WEIGHTS)["step"]),
+            "checkpoint of its last step, for extra state",
+        )
+        state = checkpoint.read(steps[step]) if step in steps else None
     else:
         restored = checkpoint.read_newest(folder)
         state = restored.state if restored is not None else None
     if state is None:
-        raise CheckpointError(
-            f"'{folder}' has no {'best checkpoint' if best else 'weights and no checkpoint'}."
-        )
+        raise CheckpointError(f"'{folder}' has no {absent}.")
     checkpoint.load_model_state(model, state.model, state.aliases)
+    checkpoint.load_extra_states(modules, state.progress.get("extra_states", {}), state.optimizer)
 
 
 def class_names(folder: Path, data_set: Any) -> tuple[str, ...]:

@@ -57,8 +57,8 @@ def _number(text: str) -> bool | int | float:
 class Attributes:
     """The values that optimizers and modules keep in attributes, beside what they kept when this was made."""
 
-    def __init__(self, optimizers: Sequence[Optimizer], model: nn.Module) -> None:
-        self._optimizers, self._model = optimizers, model
+    def __init__(self, optimizers: Sequence[Optimizer], modules: Mapping[str, nn.Module]) -> None:
+        self._optimizers, self._modules = optimizers, modules
         self._first = self._held()
 
     def changed(self, strategy: Strategy) -> dict[str, Any]:
@@ -85,7 +85,7 @@ class Attributes:
     def _holders(self) -> dict[str, Any]:
         """The objects that may keep values as attributes, which no ``state_dict`` has."""
         optimizers = {f"optimizer {number}": each for number, each in enumerate(self._optimizers)}
-        return optimizers | {f"module {name}": each for name, each in self._model.named_modules()}
+        return optimizers | {f"module {name}": each for name, each in self._modules.items()}
 
     def _held(self) -> dict[tuple[str, str, str], str]:
         """The numbers of all, and what else is plain there, as texts by kind, holder and attribute."""

@@ -90,6 +90,14 @@ class Parts:
         start = initial_values.digest() if any(True for _ in empty_tensors(model)) else ""
         return cls(model, optimizers, schedulers, modules, frozen, start)
 
+    @property
+    def named_modules(self) -> dict[str, nn.Module]:
+        """All modules of the model and of those beside it, by name."""
+        found = dict(self.model.named_modules())
+        for number, beside in enumerate(self.modules):
+            found |= {f"module{number}|{name}": module for name, module in beside.named_modules()}
+        return found
+
     def digests(self, prepared: nn.Module, *, of_all_modules: bool) -> dict[str, str]:
         """Digests of what replicas must agree on beside the model's values, each name in angle brackets.
 
@@ -103,7 +111,7 @@ class Parts:
         evaluating = [name for name, each in modules if not each.training]
         found |= {f"{EVALUATING}{name or 'the model'}>": "set" for name in evaluating}
         tensors: dict[str, Tensor] = {}
-        for name, value in encoded_extra_states(self.model, tensors).items():
+        for name, value in encoded_extra_states(self.named_modules, tensors).items():
             found[f"<extra state of {name or 'the model'}>"] = repr(value)
         found |= {f"<{name}>": digest for name, digest in digest_tensors(tensors).items()}
         for number, module in enumerate(self.modules):
@@ -374,7 +382,7 @@ def prepare_model(
     smallest = smallest_micro_batch(model)
     in_training = options.shape.micro_batch_size < smallest and not options.sync_batch_norm
     explain_single_values(model, options.global_batch, options.micro_batches, in_training=in_training)
-    encoded_extra_states(model, {})  # refuses what no checkpoint could hold
+    encoded_extra_states(parts.named_modules, {})  # refuses what no checkpoint could hold
     whole, aliases = model_state(model)
     tensors = {name: without_values(tensor) for name, tensor in whole.items()}
     members = [

@@ -164,7 +164,7 @@ class RunState:
             if key not in _HOW and _is_plain(_number(value))
         }
         self._made_groups = [len(each.param_groups) for each in self.parts.optimizers]
-        self._attributes = Attributes(self.parts.optimizers, self.parts.model)
+        self._attributes = Attributes(self.parts.optimizers, self.parts.named_modules)
         self._first_unsaved = [unsaved_tensors(each) for each in self.parts.optimizers]
 
     def reads_photos(self, decoded: str) -> None:
@@ -200,7 +200,7 @@ class RunState:
         held = self.model_state(keep=keep) if rows is None else rows
         state = self._without_tensors(fingerprint)
         # Of tensors that several processes write, a reader joins the rows, and each has these whole.
-        extra = checkpoint.encoded_extra_states(self.parts.model, state.optimizer if keep else {})
+        extra = checkpoint.encoded_extra_states(self.parts.named_modules, state.optimizer if keep else {})
         state.progress.update({"extra_states": extra} if extra else {})
         state.model.update({name: held[name] for name in held if name not in self.model.aliases})
         for number, optimizer in enumerate(self.parts.optimizers):
@@ -336,7 +336,9 @@ class RunState:
         self.strategy.load_state(
             {**state.model, **{a: state.model[name] for a, name in state.aliases.items()}}
         )
-        checkpoint.load_extra_states(self.parts.model, written.get("extra_states", {}), state.optimizer)
+        checkpoint.load_extra_states(
+            self.parts.named_modules, written.get("extra_states", {}), state.optimizer
+        )
         for number, optimizer in enumerate(self.parts.optimizers):
             self._load_optimizer(number, optimizer, state)
         self._attributes.restore(written)
