@@ -336,6 +336,16 @@ def test_a_hook_that_counts_is_refused_by_its_gradient():
         train(trained)
 
 
+def test_an_optimizer_that_a_hook_steps_is_refused_by_its_name():
+    trained = model()
+    inner = torch.optim.SGD([trained[0].weight], lr=0.1)
+    trained[0].weight.register_post_accumulate_grad_hook(lambda _: inner.step())
+    with pytest.raises(
+        ConfigError, match=r"'0.weight'.*a hook of the backward pass steps an optimizer.*in the loop"
+    ):
+        train(trained)
+
+
 def test_one_micro_batch_in_one_process_may_do_as_it_likes():
     class Clamps(Calls):
         def forward(self, x):

@@ -147,9 +147,9 @@ class Findings:
         if self.written:
             raise ConfigError(
                 f"The forward pass writes into the parameter {shorten(map(repr, self.written), _MOST)}, as clamp_, "
-                "Embedding(max_norm=...) and an initialisation from the first batch do, so each micro-batch starts "
-                "from other values than on another number of processes. Do it in the loop after optimizer.step(), "
-                f"under torch.no_grad(); initialise before run.prepare. {OFF}"
+                "Embedding(max_norm=...) and an initialisation from the first batch do, or a hook of the backward pass "
+                "steps an optimizer, so each micro-batch starts from other values than on another number of processes. "
+                f"Step, then clamp under torch.no_grad(), in the loop; initialise before run.prepare. {OFF}"
             )
         if self.drew:
             raise ConfigError(
