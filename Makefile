@@ -31,7 +31,7 @@ COMPILED = @$(BIN)/python -m compileall -q src tests
 
 test: $(VENV)/.test
 	$(COMPILED)
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-all: $(VENV)/.test
 	$(COMPILED)

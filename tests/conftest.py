@@ -18,7 +18,7 @@ _GRACE_SECONDS = 2.0
 _WRITTEN_SECONDS = 10.0
 _MANY_MODULES = 50
 _frozen_modules = 0
-# Threads of torch that wait for each other sleep: three workers share two cores, where polling takes those that work.
+# Threads of torch that wait for each other sleep: four workers share two cores, where polling takes those that work.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 _STANDING_HELPERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
 
@@ -31,7 +31,7 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     """Takes back signals that a background shell or nohup told its children to ignore: they are tested here.
 
-    Examples of hypothesis have no time limit of their own, since three workers share two cores.
+    Examples of hypothesis have no time limit of their own, since four workers share two cores.
     """
     settings.register_profile("tests", deadline=None)
     settings.load_profile("tests")
