@@ -110,8 +110,8 @@ class Precision:
         if not self.is_deterministic:
             torch.set_deterministic_debug_mode("default")
         elif not torch.are_deterministic_algorithms_enabled():
-            # The same switch as torch.use_deterministic_algorithms, which imports the compiler; and with it torch would
-            # also fill memory that is written anyway.
+            # The same switch as torch.use_deterministic_algorithms, which imports the compiler to set its own
+            # (``fix_graphs``); and with it torch would also fill memory that is written anyway.
             torch.set_deterministic_debug_mode("error")
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # of its class
         fix_graphs()
