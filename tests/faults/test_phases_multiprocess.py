@@ -9,6 +9,8 @@ from tests.launch.command import Command
 SCRIPT = Path(__file__).with_name("phased_training.py")
 LONG_EVALUATION = SCRIPT.with_name("long_evaluation.py")
 SLOW = pytest.mark.slow
+SAVED = "Saved in {}. Go on with the same command and --resume auto, in a script with resume='auto'."
+PREEMPTED = "Preempted: {} ranks stopped at step {}. Exit code 75."
 
 
 @pytest.fixture
@@ -45,10 +47,6 @@ def test_a_rank_killed_in_any_phase_ends_all_and_is_named_with_it(command, phase
     assert lines[0].startswith(f"rank 1 killed by SIGKILL, {place} (")
     assert len(lines) <= 15
     command.wait_until_nothing_runs()
-
-
-SAVED = "Saved in {}. Go on with the same command and --resume auto, in a script with resume='auto'."
-PREEMPTED = "Preempted: {} ranks stopped at step {}. Exit code 75."
 
 
 @SLOW

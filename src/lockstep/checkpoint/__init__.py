@@ -6,6 +6,7 @@ from lockstep.checkpoint.reader import Restored, read, read_newest, verify
 from lockstep.checkpoint.state import (
     CheckpointState,
     encoded_extra_states,
+    has_extra_state,
     load_extra_states,
     load_model_state,
     load_optimizer_state,
@@ -26,6 +27,7 @@ __all__ = [
     "committed",
     "encoded_extra_states",
     "export",
+    "has_extra_state",
     "load_extra_states",
     "load_model_state",
     "load_optimizer_state",

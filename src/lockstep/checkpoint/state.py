@@ -56,6 +56,11 @@ def tensor_state(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
+def has_extra_state(module: nn.Module) -> bool:
+    """True for a module with extra state of its own, submodules aside."""
+    return type(module).get_extra_state is not nn.Module.get_extra_state
+
+
 def encoded_extra_states(modules: Mapping[str, nn.Module], tensors: dict[str, Tensor]) -> dict[str, JSON]:
     """The extra state of each of the modules that has its own, by name, as JSON; tensors go into ``tensors``.
 
@@ -64,7 +69,7 @@ def encoded_extra_states(modules: Mapping[str, nn.Module], tensors: dict[str, Te
     return {
         name: encode(module.get_extra_state(), f"extra state of {name or 'the model'}", tensors, ordered=True)
         for name, module in modules.items()
-        if type(module).get_extra_state is not nn.Module.get_extra_state
+        if has_extra_state(module)
     }
 
 

@@ -149,13 +149,12 @@ def device_model(device: torch.device, *, portable: bool = False) -> str:
         count = torch.cuda.get_device_properties(device).multi_processor_count
         cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]  # torch's stub
         versions = f"CUDA {torch.version.cuda} cuBLAS {_cublas()} cuDNN {cudnn}"
-        return " ".join(
-            [f"{torch.cuda.get_device_name(device)} ({count} multiprocessors) {versions}", *chosen]
-        )
-    if portable:
+        words = [torch.cuda.get_device_name(device), f"({count} multiprocessors)", versions]
+    elif portable:
         return "any x86_64 with AVX2"
-    capability = torch.backends.cpu.get_cpu_capability()
-    return " ".join([platform.machine(), capability, *_matrix_instructions(), *chosen])
+    else:
+        words = [platform.machine(), torch.backends.cpu.get_cpu_capability(), *_matrix_instructions()]
+    return " ".join([*words, *chosen])
 
 
 def _cublas() -> str:

@@ -51,11 +51,10 @@ logger = logging.getLogger(__name__)
 def build_model(config: JobConfig) -> nn.Module:
     """Makes the model of a job, from its seed; ``ConfigError`` where that is no ``torch.nn.Module``."""
     torch.manual_seed(derive_seed(config.training.seed, "weights"))
-    model = instantiate(config.model, name="model")
+    component = config.model
+    model = instantiate(component, name="model")
     if not isinstance(model, nn.Module):
-        raise ConfigError(
-            f"model: {config.model.target} made a {type(model).__name__}, not a torch.nn.Module."
-        )
+        raise ConfigError(f"model: {component.target} made a {type(model).__name__}, not a torch.nn.Module.")
     return model
 
 

@@ -57,7 +57,7 @@ def main(payload: Any) -> None:
     source = collated(data_set, config.data)
     model = build_model(config)
     folder = Path(payload["run"])
-    if run.is_main or checkpoint.encoded_extra_states(dict(model.named_modules()), {}):
+    if run.is_main or any(map(checkpoint.has_extra_state, model.modules())):
         load_run(model, folder, best=payload["best"])
     balance(run, model, source)
     run.prepare(model, values_from_main=True)
@@ -110,15 +110,14 @@ def load_run(model: nn.Module, folder: Path, *, best: bool) -> None:
     Extra state of modules is in checkpoints alone. ``CheckpointError`` where there is none that is sound.
     """
     steps, modules = _steps(folder), dict(model.named_modules())
-    ended, absent = not best and has_ended(folder), "weights and no checkpoint"
-    has_extra = bool(checkpoint.encoded_extra_states(modules, {}))
-    if ended and not has_extra:
+    has_weights, absent = not best and has_ended(folder), "weights and no checkpoint"
+    if has_weights and not any(map(checkpoint.has_extra_state, modules.values())):
         load_weights(model, folder / WEIGHTS, strict_head=True)
         return
     if best:
         record, absent = checkpoint.read_best(folder), "best checkpoint"
         state = checkpoint.read(steps[record.step]) if record is not None and record.step in steps else None
-    elif ended:
+    elif has_weights:
         step, absent = (
             int(metadata_of(folder / WEIGHTS)["step"]),
             "checkpoint of its last step, for extra state",

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.checkpoint.manifest import decode, encode
+from lockstep.checkpoint.state import has_extra_state
 from lockstep.core.fingerprint import sum_of_bits
 from lockstep.data.keyed import encoded_state, set_encoded_state
 from lockstep.distributed.collectives import gather_json
@@ -228,8 +229,7 @@ def is_stored(name: str, model: nn.Module) -> bool:
     """True for a place, as a snapshot calls it, that a checkpoint holds: plain attributes, extra states."""
     for path, module in model.named_modules():
         owner = f" of {path or 'the model'}"
-        has_extra_state = type(module).get_extra_state is not nn.Module.get_extra_state
-        if has_extra_state and owner in name:
+        if has_extra_state(module) and owner in name:
             return True
         places = [
             f"the attribute {key!r}{owner}"
