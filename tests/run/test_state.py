@@ -5,7 +5,6 @@ import re
 from collections import deque
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 from tests.checkpoint.manifests import manifest_of
@@ -16,7 +15,7 @@ import lockstep
 from lockstep.checkpoint import read_newest
 from lockstep.checkpoint.manifest import MANIFEST, RECORD
 from lockstep.errors import CheckpointError, CheckpointMismatch
-from lockstep.run.attributes import decoded, numbers_of, set_values, values_of
+from lockstep.run.attributes import Values
 
 
 def saved(tmp_path, **options):
@@ -180,13 +179,18 @@ def test_numbers_that_torch_keeps_for_this_process_are_none_of_them(name):
     sparse = name == "SparseAdam"
     weight = nn.Parameter(torch.ones(4, 4))
     optimizer = kind([weight], lr=0.1)
-    before = numbers_of(optimizer)
+
+    def held():
+        found = Values({"optimizer 0": optimizer}).found
+        return {place: value for place, value in found.items() if value != ["left out"]}
+
+    before = held()
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     for _ in range(2):
         weight.grad = torch.ones(4, 4).to_sparse() if sparse else torch.ones(4, 4)
         optimizer.step(lambda: weight.sum().detach())
         schedule.step()
-    assert numbers_of(optimizer) == before
+    assert held() == before
 
 
 @pytest.mark.fault("K6")
@@ -194,31 +198,6 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     saved(tmp_path)
     with pytest.raises(CheckpointMismatch, match=r"4\.weight"):
         begin(nn.Sequential(*network()[:4]), directory=tmp_path, resume="auto")
-
-
-def test_plain_values_of_every_kind_go_through_a_checkpoint():
-    class Holder:
-        pass
-
-    holder, again = Holder(), Holder()
-    numbers = {"a": 3, "b": -4, "c": 0.1, "d": float("inf"), "e": 1e-30, "f": True, "g": False, "i": 2.0}
-    containers = {
-        "l": [1, [2.5, "x"]],
-        "n": {"a": True, 2: (1,)},
-        "p": {},
-        "s": (1, None),
-        "t": "text",
-        "u": None,
-    }
-    vars(holder).update(**numbers, **containers, m=deque([None]), r=-(10**5000), _step_count=7)
-    vars(holder).update(o=[object()], q=[0] * 2000, v={1, 2}, w=np.float64(0.5))
-    again.m = deque([1, 2], maxlen=3)
-    vars(again).update(decoded(numbers_of(holder)))
-    set_values(again, values_of(holder))
-    assert vars(again).pop("r") == -(10**5000)
-    assert vars(again) == {**numbers, **containers, "m": deque([None])}
-    assert again.m.maxlen == 3
-    assert all(type(vars(again)[name]) is type(value) for name, value in {**numbers, **containers}.items())
 
 
 def test_a_checkpoint_of_other_schedulers_or_optimizers_is_refused(tmp_path):

@@ -72,6 +72,36 @@ def ended(model, step):
     if step == 1:
         model[2].mode, model[4].scales, model[4].bound = "tanh", (0.5, 3), 0.7
 """
+HOLDERS = """
+import numpy as np
+class Schedule:
+    def __init__(self):
+        self.scale, self.tables = 1.0, {"a": torch.ones(40), 2: [np.ones(40, np.float32)]}
+class Changing(nn.Module):
+    def __init__(self, schedule):
+        super().__init__()
+        self.schedule, self.large, self.queue = schedule, torch.ones(200, 40), [torch.ones(40), torch.ones(40)]
+        self.teacher = [nn.Linear(40, 40)]
+    def forward(self, x):
+        with torch.no_grad():
+            teacher = self.teacher[0](x.detach()).mean()
+        x = x * self.schedule.scale * self.schedule.tables["a"] * torch.from_numpy(self.schedule.tables[2][0])
+        return x * self.large[3] * self.queue[0] + teacher
+def make():
+    torch.manual_seed(5)
+    schedule = Schedule()
+    return layers(Changing(schedule), nn.Dropout(0.1), Changing(schedule))
+def ended(model, step):
+    held = model[2].schedule
+    held.scale *= 0.9
+    held.tables["a"] *= 0.95
+    held.tables[2][0] *= np.float32(1.05)
+    model[4].large[3] *= 0.9
+    model[4].queue.pop(0)
+    model[4].queue.append(torch.full((40,), 1.0 + step))
+    with torch.no_grad():
+        model[2].teacher[0].weight.mul_(0.9)
+"""
 EXTRA_STATES = """
 class Keeping(nn.Module):
     def __init__(self):
@@ -90,7 +120,7 @@ def ended(model, step):
     model[2].held["steps"] += 1
     found[f"e.s{step} held"] = model[2].held["steps"], float(model[2].held["scale"].sum())
 """
-PROGRAMS = {"freezing": FROZEN, "attributes": ATTRIBUTES, "extra states": EXTRA_STATES}
+PROGRAMS = {"freezing": FROZEN, "attributes": ATTRIBUTES, "holders": HOLDERS, "extra states": EXTRA_STATES}
 DDP = Layout("ddp 2", 2, {"strategy": "ddp"})
 WORLDS = Worlds()
 FSDP = Layout("fsdp 3", 3, {"strategy": "fsdp"})

@@ -232,16 +232,16 @@ class Snapshot:
         self._note(name, f"{len(value)} entries")
         if self._restorable:
             entries = (
-                dict(_entries_of(value))
+                dict(entries_of(value))
                 if isinstance(value, dict)
                 else set(value)
                 if isinstance(value, set)
                 else list(value)
             )
-            self._remember(functools.partial(_refill, value, entries))
+            self._remember(functools.partial(refill, value, entries))
             self._setters[name] = entries, functools.partial(_shrink, value)
         if isinstance(value, dict):
-            self._entries(_entries_of(value), name, value)
+            self._entries(entries_of(value), name, value)
         elif isinstance(value, set):
             self._note(name, f"{len(value)} entries {_short(repr(sorted(map(repr, value))))}")
         elif not isinstance(value, bytearray):
@@ -488,14 +488,15 @@ def _put_back(tensor: Tensor, values: Tensor) -> None:
         tensor.detach().copy_(values)
 
 
-def _entries_of(container: dict[Any, Any]) -> Iterable[tuple[Any, Any]]:
+def entries_of(container: dict[Any, Any]) -> Iterable[tuple[Any, Any]]:
     """The entries as they are stored: a class of the user's may make something else of them when it is asked."""
     return OrderedDict.items(container) if isinstance(container, OrderedDict) else dict.items(container)
 
 
-def _refill(container: Any, entries: Any) -> None:
+def refill(container: Any, entries: Any) -> None:
+    """Gives a list, deque, set or dict these entries, as they are stored; one that has them is left alone."""
     if isinstance(container, dict):
-        now = [*_entries_of(container)]
+        now = [*entries_of(container)]
         if len(now) == len(entries) and all(
             a == c and b is d for (a, b), (c, d) in zip(now, entries.items())
         ):

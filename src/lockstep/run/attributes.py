@@ -1,187 +1,452 @@
-"""The values that optimizers and modules keep in attributes, beside ``state_dict()``. Checkpoints hold the plain ones:
+"""The values that optimizers and modules keep beside ``state_dict()``. Checkpoints hold those that have changed.
 
-numbers, texts, lists, tuples, deques and dicts of such, and the states of generators; of modules also small tensors.
+    numbers, texts, tensors, arrays, generators        by value
+    lists, dicts, sets, the user's own objects         entry by entry, put back in place: others may refer to them
+    functions, what is too large or has odd keys       not held: a run that has changed one is not resumed
+    layers, parameters, files, data sets               left out: they are stored elsewhere, or no state
+
+Tensors of optimizers are not held here; ``unsaved_tensors`` names those that are in no ``state_dict()``.
 """
 
 from __future__ import annotations
 
-import itertools
+import copy
+import hashlib
 import json
-from collections import deque
-from collections.abc import Mapping, Sequence
+import math
+import pickle
+import weakref
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping
+from enum import Enum
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.checkpoint.manifest import decode, encode
+from lockstep.checkpoint.manifest import JSON, decode, encode
 from lockstep.checkpoint.state import has_extra_state
-from lockstep.core.fingerprint import sum_of_bits
+from lockstep.core.fingerprint import checksum, sum_of_bits
 from lockstep.data.keyed import encoded_state, set_encoded_state
 from lockstep.distributed.collectives import gather_json
+from lockstep.errors import ConfigError
+from lockstep.numerics.hidden_state import entries_of, is_closed, refill
+from lockstep.run.prepare import Parts
 from lockstep.strategies import Strategy
 from lockstep.strategies.absent import AbsentTensor
 
+Place = tuple[str, str]
+"""An object, as ``"module layers.0"``, and its attribute."""
 _OF_TORCH = (
     *("_opt_called", "_step_count", "_numel_cache", "_step_supports_amp_scaling", "_zero_grad_profile_name"),
     *("_need_device_dtype_check_for_fused", "_warned_capturable_if_run_uncaptured", "_is_full_backward_hook"),
 )
 """Attributes by which torch's own optimizers, schedulers and modules know what they do in this process."""
-_OF_BASES = frozenset(vars(nn.Module())) | {"defaults", "state", "param_groups"}
+_REGISTERED = ("_parameters", "_buffers", "_modules")
+_OF_BASES = frozenset(vars(nn.Module())) - {"training"} | {"defaults", "state", "param_groups"}
+_MOST_NUMBERS, _LEAST_BYTES = 4_096, 64 << 20
+"""Of a tensor that is held as text; of all others together, if the model has fewer."""
+_MOST_ENTRIES, _MOST_DEPTH = 100_000, 20
+"""Of what an attribute holds."""
+_LEFT_OUT: JSON = ["left out"]
+_PREFIX = "attribute|"
+"""Of the names that tensors have in a checkpoint."""
+_MISSING = object()
+_CONTAINERS: dict[str, Callable[..., Any]] = {
+    each.__name__: each for each in (list, tuple, dict, set, frozenset, deque, OrderedDict, Counter)
+}
 
 
-def numbers_of(holder: Any) -> dict[str, str]:
-    """The numbers among an object's attributes, as texts from which they can be read back.
+class Values:
+    """What some objects keep in attributes now: as JSON, in which every list begins with the kind of a value.
 
-    Those of a module have its mode, ``training``.
+    ``first`` gives by path the objects that there were at first: one that has taken another's place is marked as new.
     """
-    return {
-        name: hex(value) if type(value) is int and value.bit_length() > _MOST_BITS else repr(value)
-        for name, value in vars(holder).items()
-        if type(value) in (bool, int, float) and name not in _OF_TORCH
-    }
+
+    def __init__(
+        self, holders: Mapping[str, Any], first: Mapping[str, Callable[[], Any]] | None = None
+    ) -> None:
+        self.found: dict[Place, JSON] = {}
+        self.tensors: dict[str, Tensor] = {}
+        """Those of more numbers than are held as text, by the path to each."""
+        self.large: dict[Place, list[str]] = {}
+        """Their paths, by attribute."""
+        self.objects: dict[str, Any] = {}
+        """Objects by the path at which each was found first."""
+        self.unheld: dict[Place, list[str]] = {}
+        """Digests of what cannot be held."""
+        self.absent: set[Place] = set()
+        """Attributes whose tensors another process has."""
+        self.computed: set[Place] = set()
+        """Attributes with large tensors that have a graph, as the outputs of layers."""
+        modules = {name: each for name, each in holders.items() if isinstance(each, nn.Module)}
+        registered = [each for module in modules.values() for each in _registered(module)]
+        self._known = {id(each) for each in holders.values()}
+        self._memory = {memory for each in registered if (memory := _memory_of(each))}
+        self._room = max(_LEAST_BYTES, sum(each.nbytes for each in registered))
+        self._first, self._paths = first, dict[int, str]()
+        self._place, self._entries = ("", ""), 0
+        for name, holder in holders.items():
+            for key, value in _attributes(holder).items():
+                self._place, self._entries = (name, key), 0
+                self.found[name, key] = self._value(value, f"{name}|{key}")
+        for name, module in modules.items():
+            self.unheld[name, "__class__"] = [type(module).__qualname__]
+            if has_extra_state(module):
+                self.unheld = {place: each for place, each in self.unheld.items() if place[0] != name}
+
+    def _value(self, value: Any, path: str, depth: int = 0) -> JSON:
+        kind = type(value)
+        if value is None or kind in (bool, str):
+            return value  # type: ignore[no-any-return]
+        if kind is int:
+            return ["int", hex(value)]
+        if kind is float:
+            return float(value) if math.isfinite(value) else ["float", repr(value)]
+        if kind is bytes:
+            return ["bytes", value.hex()]
+        if issubclass(kind, Enum):
+            return ["enum", str(value.name)]
+        if issubclass(kind, np.generic) and not value.dtype.hasobject:
+            return ["scalar", value.dtype.str, value.tobytes().hex()]
+        if id(value) in self._known:
+            return _LEFT_OUT
+        if id(value) in self._paths:
+            return ["same", self._paths[id(value)]]
+        self._paths[id(value)], self.objects[path] = path, value
+        if (state := encoded_state(value)) is not None:
+            return ["generator", json.dumps(state)]
+        found = self._object(value, path, depth)
+        is_new = self._first is not None and (path not in self._first or self._first[path]() is not value)
+        return ["new", found] if is_new and found != _LEFT_OUT else found
+
+    def _object(self, value: Any, path: str, depth: int) -> JSON:
+        kind = type(value)
+        if issubclass(kind, Tensor | Optimizer | type | FunctionType | BuiltinFunctionType):
+            if self._place[0].startswith("optimizer "):
+                return _LEFT_OUT
+            if not issubclass(kind, Tensor | Optimizer):
+                return self._unheld(f"{value.__module__}.{value.__qualname__}")
+            return self._tensor(value, path) if issubclass(kind, Tensor) else self._unheld(value.state)
+        if issubclass(kind, np.ndarray):
+            return self._array(value, path)
+        if issubclass(kind, list | tuple | dict | set | frozenset | deque):
+            return self._container(value, path, depth)
+        if issubclass(kind, MethodType | ModuleType) or (
+            is_closed(value) and not issubclass(kind, nn.Module)
+        ):
+            return _LEFT_OUT
+        fields = _fields_of(value)
+        self._entries += len(fields)
+        if self._entries > _MOST_ENTRIES or depth > _MOST_DEPTH:
+            return self._unheld(value)
+        held = {key: self._value(each, f"{path}.{key}", depth + 1) for key, each in fields.items()}
+        held = {key: each for key, each in held.items() if each != _LEFT_OUT}
+        return ["object", kind.__qualname__, held] if held else _LEFT_OUT
+
+    def _tensor(self, tensor: Tensor, path: str) -> JSON:
+        if isinstance(tensor, AbsentTensor):
+            self.absent.add(self._place)
+            return _LEFT_OUT
+        if tensor.is_meta or (memory := _memory_of(tensor)) in self._memory:
+            return _LEFT_OUT
+        if memory is None or tensor.is_quantized:
+            return self._unheld(tensor)
+        plain = tensor.detach().resolve_conj().resolve_neg()
+        if tensor.numel() <= _MOST_NUMBERS:
+            numbers = plain.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            return ["numbers", str(tensor.dtype).removeprefix("torch."), list(tensor.shape), numbers.hex()]
+        if tensor.grad_fn is not None:
+            self.computed.add(self._place)
+            return _LEFT_OUT
+        self._room -= tensor.nbytes
+        if self._room < 0:
+            return self._unheld(int(checksum(plain)))
+        self.tensors[path] = plain
+        self.large.setdefault(self._place, []).append(path)
+        return ["tensor", path, f"{int(checksum(plain)):x}"]
+
+    def _array(self, array: Any, path: str) -> JSON:
+        if isinstance(array, np.memmap):
+            return _LEFT_OUT
+        if array.dtype.hasobject or array.dtype.fields:
+            return self._unheld(array)
+        numbers = torch.tensor(np.frombuffer(array.tobytes(), dtype=np.uint8))
+        return ["array", array.dtype.str, list(array.shape), self._tensor(numbers, path)]
+
+    def _container(self, value: Any, path: str, depth: int) -> JSON:
+        self._entries += len(value)
+        if self._entries > _MOST_ENTRIES or depth > _MOST_DEPTH:
+            return self._unheld(value)
+        kind = type(value).__qualname__
+        entries = [each for _, each in entries_of(value)] if isinstance(value, dict) else list(value)
+        try:
+            keys = [encode(each, path) for each in value] if isinstance(value, dict | set | frozenset) else []
+        except ConfigError:  # objects, whose like is not found again by its value
+            return self._unheld(entries)
+        if isinstance(value, set | frozenset):
+            return ["set", kind, sorted(keys, key=json.dumps)]
+        names = [json.dumps(key) for key in keys] or range(len(entries))
+        held = [self._value(each, f"{path}.{name}", depth + 1) for name, each in zip(names, entries)]
+        if held and all(each == _LEFT_OUT for each in held):
+            return _LEFT_OUT  # as a list of layers
+        return ["dict", kind, keys, held] if isinstance(value, dict) else ["list", kind, held]
+
+    def _unheld(self, value: Any) -> JSON:
+        """Notes a digest of what cannot be held, which shows that it has changed."""
+        try:
+            content = pickle.dumps(value)
+        except Exception:  # an object of the user's may raise anything
+            content = type(value).__qualname__.encode()
+        self.unheld.setdefault(self._place, []).append(hashlib.sha256(content).hexdigest())
+        return _LEFT_OUT
 
 
-def decoded(attributes: Mapping[str, str]) -> dict[str, bool | int | float]:
-    """The numbers again."""
-    return {name: _number(text) for name, text in attributes.items()}
+class _Restoring:
+    """Gives objects the values that a checkpoint holds, in place where they have one of the same kind."""
 
+    def __init__(self, now: Values, tensors: Mapping[str, Tensor]) -> None:
+        self._now, self._tensors = now, tensors
+        self._objects = dict(now.objects)
+        self._uses = Counter(_memory_of(each) for each in now.objects.values() if isinstance(each, Tensor))
+        self.is_whole = True
+        """False once a part had no counterpart here."""
 
-def _number(text: str) -> bool | int | float:
-    if text in ("True", "False"):
-        return text == "True"
-    digits = text.lstrip("-")
-    return int(text, 0) if digits.startswith("0x") or digits.isdigit() else float(text)
+    def value(self, stored: Any, own: Any, path: str) -> Any:
+        """What to hold in the place of ``own``, which may be missing."""
+        match stored:
+            case ["left out"]:
+                return self._lost(own) if own is _MISSING else own
+            case ["int", text]:
+                return int(text, 0)
+            case ["float", text]:
+                return float(text)
+            case ["bytes", text]:
+                return bytes.fromhex(text)
+            case ["scalar", dtype, text]:
+                return np.frombuffer(bytes.fromhex(text), dtype=dtype)[0]
+            case ["enum", name]:
+                known = type(own).__members__ if isinstance(own, Enum) else {}
+                return known[name] if name in known else self._lost(own)
+            case ["same", other]:
+                return self._objects.get(other, own)
+            case ["new", list() as inner]:
+                self._objects[path] = found = self._object(inner, own, path, is_new=True)
+                return found
+            case list():
+                self._objects[path] = found = self._object(stored, own, path, is_new=False)
+                return found
+        return stored
+
+    def _object(self, stored: list[Any], own: Any, path: str, *, is_new: bool) -> Any:
+        if self._now.objects.get(path) is not own:
+            own = _MISSING  # it belongs to another place, too
+        match stored:
+            case ["generator", state] if encoded_state(own) is not None:
+                set_encoded_state(own, json.loads(state))
+                return own
+            case ["tensor" | "numbers", *_]:
+                return self._put(self._numbers(stored), own, is_new)
+            case ["array", dtype, shape, content]:
+                octets = self._numbers(content).numpy().tobytes()
+                array = np.frombuffer(octets, dtype=dtype).reshape(shape)
+                is_like = isinstance(own, np.ndarray) and (own.shape, own.dtype) == (array.shape, array.dtype)
+                if is_new or not is_like:
+                    return array.copy()
+                np.copyto(own, array)
+                return own
+            case ["set", kind, keys]:
+                return self._filled(kind, [decode(each) for each in keys], own, is_new)
+            case ["list", kind, entries]:
+                held = list(own) if isinstance(own, list | tuple | deque) else []
+                held += [_MISSING] * (len(entries) - len(held))
+                return self._filled(kind, self._parts(range(len(entries)), entries, held, path), own, is_new)
+            case ["dict", kind, keys, entries]:
+                names = [decode(key) for key in keys]
+                entry = dict(entries_of(own)) if isinstance(own, dict) else {}
+                held = [entry.get(name, _MISSING) for name in names]
+                found = self._parts([json.dumps(key) for key in keys], entries, held, path)
+                return self._filled(kind, dict(zip(names, found)), own, is_new)
+            case ["object", kind, fields] if type(own).__qualname__ == kind:
+                own = copy.copy(own) if is_new else own
+                has = _fields_of(own)
+                for key, each in fields.items():
+                    value = self.value(each, has.get(key, _MISSING), f"{path}.{key}")
+                    if value is not has.get(key, _MISSING):
+                        _set_field(own, key, value)
+                return own
+        return self._lost(own)
+
+    def _parts(self, names: Iterable[Any], stored: list[Any], held: list[Any], path: str) -> list[Any]:
+        return [self.value(each, own, f"{path}.{name}") for name, each, own in zip(names, stored, held)]
+
+    def _filled(self, kind: str, entries: Any, own: Any, is_new: bool) -> Any:
+        """A container with these entries: the own one, where its kind is the same."""
+        if isinstance(entries, dict):
+            entries = {key: each for key, each in entries.items() if each is not _MISSING}
+        else:
+            entries = [each for each in entries if each is not _MISSING]
+        if type(own).__qualname__ != kind:
+            return _CONTAINERS[kind](entries) if kind in _CONTAINERS else self._lost(own)
+        if isinstance(own, tuple | frozenset):
+            return type(own)(*entries) if hasattr(own, "_fields") else type(own)(entries)
+        found = copy.copy(own) if is_new else own
+        refill(found, entries)
+        return found
+
+    def _numbers(self, stored: list[Any]) -> Tensor:
+        if stored[0] == "tensor":
+            return self._tensors[f"{_PREFIX}{stored[1]}"]
+        _, dtype, shape, text = stored
+        octets = torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8)
+        return octets.view(getattr(torch, dtype)).reshape(shape)
+
+    def _put(self, tensor: Tensor, own: Any, is_new: bool) -> Any:
+        if isinstance(own, AbsentTensor):
+            return own  # another process has it
+        is_like = isinstance(own, Tensor) and own.shape == tensor.shape and own.dtype == tensor.dtype
+        if is_new or not is_like or own.grad_fn is not None or own.is_inference():
+            return tensor.to(own.device if isinstance(own, Tensor) else tensor.device, copy=True)
+        if self._uses[_memory_of(own)] > 1:
+            return self._lost(own)  # a copy into it would change others
+        with torch.no_grad():
+            own.copy_(tensor)
+        return own
+
+    def _lost(self, own: Any) -> Any:
+        self.is_whole = False
+        return own
 
 
 class Attributes:
-    """The values that optimizers and modules keep in attributes, beside what they kept when this was made."""
+    """The values that the optimizers and modules of a run keep, beside what they kept when this was made."""
 
-    def __init__(self, optimizers: Sequence[Optimizer], modules: Mapping[str, nn.Module]) -> None:
-        self._optimizers, self._modules = optimizers, modules
-        self._first = self._held()
-
-    def changed(self, strategy: Strategy) -> dict[str, Any]:
-        """The values that have changed since, as texts by holder and attribute. Collective."""
-        mine = [[*place, text] for place, text in self._held().items() if self._first.get(place) != text]
-        everyone = [mine]
-        if not strategy.replicated and strategy.all_ranks is not None:
-            everyone = gather_json(mine, strategy.all_ranks, strategy.device)
-        found: dict[str, dict[str, dict[str, str]]] = {}
-        # A process that steps no optimizer, as a worker of a parameter server, knows the first numbers only.
-        for kind, holder, name, text in itertools.chain(*reversed(everyone)):
-            found.setdefault(kind, {}).setdefault(holder, {})[name] = text
-        return found
-
-    def restore(self, stored: Mapping[str, Any]) -> None:
-        """Sets what ``changed`` gave."""
-        for name, holder in self._holders().items():
-            vars(holder).update(decoded(stored.get("attributes", {}).get(name, {})))
-            set_values(holder, stored.get("values", {}).get(name, {}))
-            for key, state in stored.get("generators", {}).get(name, {}).items():
-                if key in vars(holder):
-                    set_encoded_state(vars(holder)[key], json.loads(state))
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        first = Values(self._holders())
+        self._first = {place: json.dumps(value) for place, value in first.found.items()}
+        self._objects = {path: _reference(value) for path, value in first.objects.items()}
+        self._unheld = first.unheld
+        self.lost: list[str] = []
+        """What has changed and the last ``capture`` could not hold, in words."""
 
     def _holders(self) -> dict[str, Any]:
-        """The objects that may keep values as attributes, which no ``state_dict`` has."""
-        optimizers = {f"optimizer {number}": each for number, each in enumerate(self._optimizers)}
-        return optimizers | {f"module {name}": each for name, each in self._modules.items()}
+        optimizers = {f"optimizer {number}": each for number, each in enumerate(self._parts.optimizers)}
+        return optimizers | {f"module {name}": each for name, each in self._parts.named_modules.items()}
 
-    def _held(self) -> dict[tuple[str, str, str], str]:
-        """The numbers of all, and what else is plain there, as texts by kind, holder and attribute."""
-        kinds = {"attributes": numbers_of, "values": values_of, "generators": generators_of}
-        return {
-            (kind, name, key): text
-            for kind, texts_of in kinds.items()
-            for name, holder in self._holders().items()
-            for key, text in texts_of(holder).items()
-        }
+    def capture(self, strategy: Strategy, tensors: dict[str, Tensor]) -> dict[str, Any]:
+        """The values that have changed since, as JSON by object and attribute; ``tensors`` gets large ones. Collective.
+
+        What processes have apart is the first one's, and another's where that has it not: a loop changes it on all of
+        them, and what only calls on one process leave behind must not matter.
+        """
+        now = Values(self._holders(), self._objects)
+        changed = {p: v for p, v in now.found.items() if json.dumps(v) != self._first.get(p)}
+        large = {place: value for place, value in changed.items() if place in now.large}
+        unheld = {place for place, digests in now.unheld.items() if self._unheld.get(place) != digests}
+        unheld |= self._first.keys() - now.found.keys()
+        if not strategy.replicated and strategy.all_ranks is not None:
+            small = [[*place, value] for place, value in changed.items() if place not in large]
+            mine = [small, sorted(unheld | large.keys()), sorted(now.absent)]
+            everyone = gather_json(mine, strategy.all_ranks, strategy.device)
+            # A process that steps no optimizer, as a worker of a parameter server, knows the first numbers only.
+            changed = {(holder, key): value for each, *_ in reversed(everyone) for holder, key, value in each}
+            changed |= large
+            absent = {(holder, key) for holder, key in everyone[0][2]}
+            unheld |= absent & {(holder, key) for _, places, _ in everyone[1:] for holder, key in places}
+        found: dict[str, dict[str, JSON]] = {}
+        for (holder, key), value in changed.items():
+            found.setdefault(holder, {})[key] = value
+        tensors.update(
+            {f"{_PREFIX}{path}": now.tensors[path] for place in large for path in now.large[place]}
+        )
+        self.lost = sorted(_words(*place) for place in unheld)
+        return {"held": found} if found else {}
+
+    def restore(self, stored: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[str]:
+        """Sets what ``capture`` gave; returns what has no counterpart here, in words."""
+        holders = self._holders()
+        restoring, lost = _Restoring(Values(holders), tensors), []
+        for name, values in stored.get("held", {}).items():
+            holder = holders.get(name)
+            if holder is None:
+                lost += [_words(name, key) for key in values]
+                continue
+            held = _attributes(holder)
+            for key, value in values.items():
+                restoring.is_whole, own = True, held.get(key, _MISSING)
+                found = restoring.value(value, own, f"{name}|{key}")
+                if not restoring.is_whole:
+                    lost.append(_words(name, key))
+                elif found is not own:
+                    is_buffer = isinstance(holder, nn.Module) and key in holder._buffers
+                    (holder._buffers if is_buffer else vars(holder))[key] = found
+        return lost
 
 
-def generators_of(holder: Any) -> dict[str, str]:
-    """The states of generators of random numbers among an object's attributes, as texts."""
-    states = {name: encoded_state(value) for name, value in vars(holder).items()}
-    return {name: json.dumps(state) for name, state in states.items() if state is not None}
-
-
-_MOST_ENTRIES, _MOST_NUMBERS, _MOST_BITS = 1_000, 4_096, 1_000
-"""Of a container, of a tensor, and of an int that is written in decimal digits."""
-
-
-def values_of(holder: Any) -> dict[str, str]:
-    """The plain values among the attributes of a module or an optimizer that are no numbers, as texts.
-
-    Of a module also its small tensors that no ``state_dict()`` has: attributes, and buffers with ``persistent=False``.
-    """
+def _attributes(holder: Any) -> dict[str, Any]:
+    """The attributes of an object that are its own, and a module's buffers that no ``state_dict()`` has."""
+    left_out = _OF_BASES.union(_OF_TORCH)
+    own = {name: value for name, value in vars(holder).items() if name not in left_out}
     found = {
-        name: json.dumps(encode(list(value) if type(value) is deque else value, name))
-        for name, value in vars(holder).items()
-        if type(value) in (str, type(None), list, tuple, dict, deque)
-        and name not in _OF_BASES
-        and name not in _OF_TORCH
-        and _is_plain(value)
-    }
-    if not isinstance(holder, nn.Module):
-        return found
-    tensors = {name: value for name, value in vars(holder).items() if _is_small(value)}
-    buffers = {name: holder._buffers.get(name) for name in sorted(holder._non_persistent_buffers_set)}
-    tensors |= {name: buffer for name, buffer in buffers.items() if _is_small(buffer)}
-    return found | {name: json.dumps({_TENSOR: _numbers(tensor)}) for name, tensor in tensors.items()}
+        name: value for name, value in own.items() if not name.startswith("__")
+    }  # torch's notes on its wrappers
+    if isinstance(holder, nn.Module):
+        found |= {name: holder._buffers.get(name) for name in sorted(holder._non_persistent_buffers_set)}
+    return found
 
 
-def set_values(holder: Any, stored: Mapping[str, str]) -> None:
-    """Gives an object what ``values_of`` gave of it; containers and tensors in place: others may refer to them."""
-    held = vars(holder)
-    for name, text in stored.items():
-        value, own = decode(json.loads(text)), held.get(name)
-        if isinstance(value, dict) and value.keys() == {_TENSOR}:
-            _set_tensor(holder, name, *value[_TENSOR])
-        elif type(own) is dict and isinstance(value, dict):
-            own.clear()
-            own.update(value)
-        elif type(own) in (list, deque) and isinstance(value, list):
-            own.clear()
-            own.extend(value)
-        else:
-            held[name] = value
+def _fields_of(value: Any) -> dict[str, Any]:
+    """The attributes of an object of any class as they are stored."""
+    try:
+        held = dict(object.__getattribute__(value, "__dict__"))
+    except (AttributeError, TypeError):
+        held = {}
+    if isinstance(value, nn.Module):
+        return {key: each for key, each in held.items() if key not in _OF_BASES or key in _REGISTERED}
+    for cls in type(value).__mro__:
+        slots = vars(cls).get("__slots__", ())
+        for key in (slots,) if isinstance(slots, str) else slots:
+            if key not in ("__dict__", "__weakref__") and hasattr(value, key):
+                held[key] = getattr(value, key)
+    return held
 
 
-def _set_tensor(module: nn.Module, name: str, dtype: str, shape: list[int], numbers: list[Any]) -> None:
-    place = module._buffers if name in module._buffers else vars(module)
-    own, tensor = place.get(name), torch.tensor(numbers, dtype=getattr(torch, dtype)).reshape(shape)
-    if isinstance(own, AbsentTensor):
-        return  # another process has it
-    if type(own) is Tensor and own.shape == tensor.shape and own.dtype == tensor.dtype:
-        with torch.no_grad():
-            own.copy_(tensor)
+def _set_field(owner: Any, key: str, value: Any) -> None:
+    held = getattr(owner, "__dict__", {})
+    if key in held or not hasattr(type(owner), key):
+        held[key] = value
     else:
-        place[name] = tensor.to(own.device if isinstance(own, Tensor) else tensor.device)
+        object.__setattr__(owner, key, value)  # a slot, of a frozen class, too
 
 
-_TENSOR = "tensor values"
-"""Marks what stands for a tensor."""
+def _registered(module: nn.Module) -> list[Tensor]:
+    """The parameters and buffers of a module that its ``state_dict()`` has, submodules aside."""
+    others = module._non_persistent_buffers_set
+    buffers = [each for name, each in module._buffers.items() if name not in others]
+    return [each for each in (*module._parameters.values(), *buffers) if each is not None]
 
 
-def _is_plain(value: Any, depth: int = 4) -> bool:
-    """True for numbers, texts, None, and for lists, deques, tuples and dicts of at most 1,000 entries of such."""
-    kind = type(value)
-    if kind in (list, tuple, dict, deque):
-        values = [*value.keys(), *value.values()] if kind is dict else value
-        is_small = len(value) <= _MOST_ENTRIES and depth > 0
-        return is_small and all(_is_plain(each, depth - 1) for each in values)
-    return kind in (bool, int, float, str, type(None))
+def _memory_of(tensor: Tensor) -> int | None:
+    """Equal for tensors that share memory; None for those whose numbers do not lie in memory here."""
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided or tensor.is_meta:
+        return None
+    return tensor.untyped_storage().data_ptr() or id(tensor)
 
 
-def _is_small(value: Any) -> bool:
-    """True for a tensor of a few real numbers, without a gradient or a graph."""
-    if type(value) is not Tensor or value.is_meta or value.layout is not torch.strided:
-        return False
-    return value.numel() <= _MOST_NUMBERS and not (value.requires_grad or value.is_complex())
+def _reference(value: Any) -> Callable[[], Any]:
+    """What gives an object while it lives; lists and dicts know no weak references."""
+    try:
+        return weakref.ref(value)
+    except TypeError:
+        return lambda: value
 
 
-def _numbers(tensor: Tensor) -> list[Any]:
-    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), tensor.flatten().tolist()]
+def _words(holder: str, key: str) -> str:
+    return f"the attribute {key!r} of {holder.removeprefix('module ') or 'the model'}"
 
 
 def unsaved_tensors(optimizer: Optimizer) -> dict[str, str]:
@@ -226,15 +491,11 @@ def unsaved_tensors(optimizer: Optimizer) -> dict[str, str]:
 
 
 def is_stored(name: str, model: nn.Module) -> bool:
-    """True for a place, as a snapshot calls it, that a checkpoint holds: plain attributes, extra states."""
-    for path, module in model.named_modules():
-        owner = f" of {path or 'the model'}"
-        if has_extra_state(module) and owner in name:
-            return True
-        places = [
-            f"the attribute {key!r}{owner}"
-            for key in (*numbers_of(module), *values_of(module), *generators_of(module))
-        ]
-        if any(name == place or name.startswith(f"{place}[") for place in places):
-            return True
-    return False
+    """True for a place, as a snapshot calls it, that a checkpoint holds: attributes, extra states."""
+    modules = dict(model.named_modules())
+    if any(has_extra_state(each) and f" of {path or 'the model'}" in name for path, each in modules.items()):
+        return True
+    values = Values({f"module {path}": module for path, module in modules.items()})
+    held = {place for place, value in values.found.items() if value != _LEFT_OUT}
+    places = [_words(*place) for place in held - values.unheld.keys() - values.computed]
+    return any(name == place or name.endswith(f" of {place}") or f"{place}[" in name for place in places)

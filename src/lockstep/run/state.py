@@ -46,6 +46,18 @@ _TENSOR = "tensor|"
 _OF_OBJECTS = frozenset({"lr_lambdas", "_scale_fn_custom"})
 """In the state of a scheduler: attributes of what it calls for a learning rate; None for a function."""
 _MOST_LINES, _MOST_CHARACTERS = 5, 60
+_UNSAVED = {
+    "unsaved": ("which no state_dict() has", "Keep it in self.state[parameter] of the optimizer"),
+    "unsaved_optimizers": (
+        "which run.prepare was not given",
+        "Make all optimizers before run.prepare, and give it all of them",
+    ),
+    "unsaved_attributes": (
+        "which has changed and is no number, tensor or list of such, or too large",
+        "Make it a buffer, or let get_extra_state and set_extra_state of its module store it",
+    ),
+}
+"""What a checkpoint does not hold: why, and what to do."""
 
 
 def _shared_state(
@@ -164,7 +176,7 @@ class RunState:
             if key not in _HOW and _is_plain(_number(value))
         }
         self._made_groups = [len(each.param_groups) for each in self.parts.optimizers]
-        self._attributes = Attributes(self.parts.optimizers, self.parts.named_modules)
+        self._attributes = Attributes(self.parts)
         self._first_unsaved = [unsaved_tensors(each) for each in self.parts.optimizers]
 
     def reads_photos(self, decoded: str) -> None:
@@ -199,9 +211,10 @@ class RunState:
         """
         held = self.model_state(keep=keep) if rows is None else rows
         state = self._without_tensors(fingerprint)
-        # Of tensors that several processes write, a reader joins the rows, and each has these whole.
-        extra = checkpoint.encoded_extra_states(self.parts.named_modules, state.optimizer if keep else {})
+        whole: dict[str, Tensor] = {}
+        extra = checkpoint.encoded_extra_states(self.parts.named_modules, whole)
         state.progress.update({"extra_states": extra} if extra else {})
+        state.progress.update(self._attributes.capture(self.strategy, whole))
         state.model.update({name: held[name] for name in held if name not in self.model.aliases})
         for number, optimizer in enumerate(self.parts.optimizers):
             if self.strategy.replicated:
@@ -213,14 +226,19 @@ class RunState:
                 )
             state.optimizer_records[str(number)] = record
             state.optimizer.update({f"{number}|{key}": tensor for key, tensor in tensors.items()})
-        state.progress.update(self._attributes.changed(self.strategy))
         frozen = sorted({*frozen_parameters(self.model.module)} - self.parts.frozen)
-        found = {"frozen": frozen, "unsaved": self._unsaved(), "unsaved_optimizers": self.loop.unsaved}
+        found = {"frozen": frozen, **self._unsaved()}
         state.progress.update({name: values for name, values in found.items() if values})
         self._capture_gradients(state, keep, rows)
-        for number, module in enumerate(self.parts.modules if keep else ()):
+        for number, module in enumerate(self.parts.modules):
             own, _ = checkpoint.model_state(module)
-            state.optimizer.update({f"module{number}|{name}": tensor for name, tensor in own.items()})
+            whole.update({f"module{number}|{name}": tensor for name, tensor in own.items()})
+        if keep:  # of tensors that several processes write, a reader joins the rows, and each has these whole
+            if (
+                not self.strategy.replicated and rows is None
+            ):  # nobody copies what is gathered before it is written
+                whole = {name: tensor.clone() for name, tensor in whole.items()}
+            state.optimizer.update(whole)
         return state
 
     def _held_objects(self) -> frozenset[int]:
@@ -232,8 +250,8 @@ class RunState:
         wrapped = [each for one in optimizers for each in vars(one).values() if isinstance(each, Optimizer)]
         return frozenset(map(id, [*modules, *tensors, *optimizers, *wrapped, *self.parts.schedulers]))
 
-    def _unsaved(self) -> list[str]:
-        """The values that optimizers have changed and no ``state_dict()`` has; warns once. Collective."""
+    def _unsaved(self) -> dict[str, list[str]]:
+        """What a checkpoint does not hold, by the keys of ``_UNSAVED``; warns once. Collective."""
         mine = [
             f"{name} of {type(optimizer).__name__}"
             for optimizer, first in zip(self.parts.optimizers, self._first_unsaved)
@@ -241,21 +259,17 @@ class RunState:
             if first.get(name) != value
         ]
         everyone = [mine] if self.strategy.replicated else self.strategy.gather_records(mine)
-        found = sorted({name for names in everyone for name in names})
-        own, warns = self.loop.unsaved, self.strategy.share.holder == 0 and not self._has_warned
-        if found and warns:
-            logger.warning(
-                "No checkpoint holds %s, so a resumed run would be refused. Keep it in self.state[parameter], which "
-                "state_dict() has.",
-                shorten(found, 3),
-            )
-        if own and warns:
-            logger.warning(
-                "No checkpoint holds the state of %s, which run.prepare was not given, so a resumed run would be "
-                "refused. Make all optimizers before run.prepare, and give it all of them.",
-                shorten(own, 3),
-            )
-        self._has_warned |= bool(found or own)
+        found = {
+            "unsaved": sorted({name for names in everyone for name in names}),
+            "unsaved_optimizers": [f"the state of {each}" for each in self.loop.unsaved],
+            "unsaved_attributes": self._attributes.lost,
+        }
+        for kind, names in found.items():
+            if names and not self._has_warned and self.strategy.share.holder == 0:
+                why, remedy = _UNSAVED[kind]
+                text = "No checkpoint holds %s, %s, so a resumed run would be refused. %s."
+                logger.warning(text, shorten(names, 3), why, remedy)
+        self._has_warned |= any(found.values())
         return found
 
     def _capture_gradients(
@@ -316,18 +330,12 @@ class RunState:
                 + "\n  ".join(differences)
                 + "\nRestore these, or go on at level B with force_context=True (--force-context)."
             )
-        if (unsaved := written.get("unsaved", [])) and not force_context:
-            raise CheckpointMismatch(
-                f"The checkpoint does not hold {shorten(unsaved, 3)}, which the optimizer's state_dict() has not, so "
-                "the bits would not continue. Keep it in self.state[parameter] and begin anew; or go on at level B "
-                "with force_context=True (--force-context)."
-            )
-        if (own := written.get("unsaved_optimizers", [])) and not force_context:
-            raise CheckpointMismatch(
-                f"The checkpoint does not hold the state of {shorten(own, 3)}, which run.prepare was not given, so the "
-                "bits would not continue. Make all optimizers before run.prepare, give it all of them, and begin anew; "
-                "or go on at level B with force_context=True (--force-context)."
-            )
+        for kind, (why, remedy) in _UNSAVED.items():
+            if (names := written.get(kind, [])) and not force_context:
+                raise CheckpointMismatch(
+                    f"The checkpoint does not hold {shorten(names, 3)}, {why}, so the bits would not continue. "
+                    f"{remedy}, and begin anew; or go on at level B with force_context=True (--force-context)."
+                )
         self.resumed_context = {} if force_context else written["context"]
         self._require_equal_counts(state)
         self._add_groups(state)
@@ -341,7 +349,13 @@ class RunState:
         )
         for number, optimizer in enumerate(self.parts.optimizers):
             self._load_optimizer(number, optimizer, state)
-        self._attributes.restore(written)
+        lost = self._attributes.restore(written, state.optimizer)
+        if lost and not force_context:
+            raise CheckpointMismatch(
+                f"The checkpoint's values of {shorten(lost, 3)} do not fit what this run has there. Make the model and "
+                "the optimizers as in the checkpoint's run; or go on at level B with force_context=True "
+                "(--force-context)."
+            )
         for name in written.get("frozen", ()):
             self.model.parameters[name].requires_grad_(False)
         self._restore_gradients(_under(_GRADIENT, state.optimizer), set(written.get("zero_gradients", ())))

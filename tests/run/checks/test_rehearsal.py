@@ -5,6 +5,7 @@ import itertools
 import logging
 import time
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -431,24 +432,61 @@ class Noisy(nn.Module):
 
 
 class NoisyInAList(nn.Module):
-    """The same, with the generator where no checkpoint has it."""
+    """The same, with the generator in a list."""
 
     def __init__(self):
         super().__init__()
         self.inner, self.generators = nn.Linear(8, 4), [torch.Generator().manual_seed(7)]
 
+    def generator(self):
+        return self.generators[0]
+
     def forward(self, x):
-        return self.inner(x) + 0.1 * torch.randn(len(x), 4, generator=self.generators[0])
+        return self.inner(x) + 0.1 * torch.randn(len(x), 4, generator=self.generator())
+
+
+class NoisyByItsClass(NoisyInAList):
+    """The same, with the generator where no checkpoint has it."""
+
+    drawn: ClassVar = [torch.Generator()]
+
+    def __init__(self):
+        super().__init__()
+        self.drawn[0].manual_seed(7)
+
+    def generator(self):
+        return self.drawn[0]
 
 
 class NoisyAndStored(NoisyInAList):
-    """The same, and knows how to store it."""
+    """The same, by an object, and knows how to store it."""
+
+    def __init__(self):
+        super().__init__()
+        self.key = object()
+        self.generators = {self.key: self.generators[0]}
+
+    def generator(self):
+        return self.generators[self.key]
 
     def get_extra_state(self):
-        return self.generators[0].get_state()
+        return self.generator().get_state()
 
     def set_extra_state(self, state):
-        self.generators[0].set_state(state)
+        self.generator().set_state(state)
+
+
+class Carrying(nn.Module):
+    """Begins with what the last call has left, without its graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.last = nn.Linear(8, 4), None
+
+    def forward(self, x):
+        before = 0.0 if self.last is None else self.last.detach().mean()
+        self.last = self.inner(x) + before
+        return self.last
 
 
 class Rising(nn.Module):
@@ -485,7 +523,7 @@ def train_in_two_parts(made, folder):
     return found
 
 
-@pytest.mark.parametrize("made", [Noisy, NoisyAndStored, Rising, model])
+@pytest.mark.parametrize("made", [Noisy, NoisyInAList, NoisyAndStored, Rising, Carrying, model])
 def test_one_process_that_keeps_what_a_checkpoint_holds_is_resumed_with_equal_bits(made, tmp_path, caplog):
     torch.manual_seed(3)
     whole, _ = train(made(), micro_batches=1)
@@ -495,10 +533,11 @@ def test_one_process_that_keeps_what_a_checkpoint_holds_is_resumed_with_equal_bi
 
 def test_one_process_that_keeps_what_no_checkpoint_holds_is_told_and_not_resumed(tmp_path, caplog):
     with pytest.raises(
-        ConfigError, match=r"'generators' of the model\[0\] from one call to the next\. The checkpoint does"
+        ConfigError,
+        match=r"'drawn' of NoisyByItsClass\[0\] from one call to the next\. The checkpoint does",
     ):
-        train_in_two_parts(NoisyInAList, tmp_path)
-    named = "'generators' of the model[0] from one call to the next, which no checkpoint holds"
+        train_in_two_parts(NoisyByItsClass, tmp_path)
+    named = "'drawn' of NoisyByItsClass[0] from one call to the next, which no checkpoint holds"
     assert caplog.text.count(named) == 1
 
 
@@ -527,11 +566,11 @@ def test_a_run_that_resumes_for_its_evaluation_only_gets_the_same(made, tmp_path
 
 
 def test_an_evaluation_that_needs_what_no_checkpoint_holds_is_refused_in_a_resumed_run(tmp_path):
-    evaluated(NoisyInAList, tmp_path, trains=True)
+    evaluated(NoisyByItsClass, tmp_path, trains=True)
     with pytest.raises(
-        ConfigError, match=r"forward pass of the evaluation keeps .*'generators'.*does not hold it"
+        ConfigError, match=r"forward pass of the evaluation keeps .*'drawn'.*does not hold it"
     ):
-        evaluated(NoisyInAList, tmp_path, trains=False)
+        evaluated(NoisyByItsClass, tmp_path, trains=False)
 
 
 def test_one_process_that_saves_nothing_is_not_told(caplog):

@@ -1,0 +1,228 @@
+"""What optimizers and modules keep beside ``state_dict()``, over a checkpoint."""
+
+import json
+from collections import deque, namedtuple
+from dataclasses import dataclass
+from enum import Enum
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from tests.run.jobs import begin, dataset, network, train_step
+from torch import nn
+from torch.nn import functional as F
+
+from lockstep.checkpoint.manifest import canonical, decode, encode
+from lockstep.core.fingerprint import digest_tensor
+from lockstep.errors import CheckpointMismatch
+from lockstep.numerics.initial_values import InitialValues
+from lockstep.run.attributes import Attributes
+from lockstep.run.prepare import Parts
+
+
+class Phase(Enum):
+    WARM, COLD = 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    scale: float
+    table: torch.Tensor
+
+
+class Memory:
+    """An object of the user's, which two modules share."""
+
+    def __init__(self):
+        self.scale, self.table, self.entry = 1.0, torch.ones(3), Entry(1.0, torch.ones(2))
+
+
+Pair = namedtuple("Pair", "first second")
+
+
+class Holding(nn.Module):
+    """Keeps values of every kind beside its ``state_dict()``."""
+
+    def __init__(self, memory):
+        super().__init__()
+        self.register_buffer("hidden", torch.ones(2), persistent=False)
+        self.inner = nn.Linear(2, 2)
+        self.numbers = {"i": 3, "f": 0.1, "b": True, "long": -(10**5000)}
+        self.texts = ["a", None, b"b", (1, ("x",))]
+        self.rates = deque([1.0], maxlen=2)
+        self.arrays, self.scalar = {"a": np.ones(3, np.float32), 2: np.arange(4)}, np.float64(0.5)
+        self.tensors = [torch.ones(3), torch.ones(2, dtype=torch.bfloat16), torch.zeros(0)]
+        self.large, self.by_pair = torch.ones(100, 100).t(), {(1, "a"): torch.ones(1)}
+        self.phase, self.seen, self.fixed = Phase.WARM, {1, "a"}, frozenset({3})
+        self.pair, self.generators = Pair(1, torch.ones(1)), [torch.Generator().manual_seed(1)]
+        self.teacher = [nn.Linear(2, 2)]
+        self.layers, self.weight = [self.inner], self.inner.weight.data[0]
+        self.memory = memory
+
+    def change(self):
+        with torch.no_grad():
+            self.hidden.fill_(float("nan"))
+            self.numbers.update(i=4, f=float("-inf"), b=None, long=10**5000, new=[torch.full((2,), 7.0)])
+            self.texts.extend(["more", [1.5]])
+            self.rates.append(0.5)
+            self.arrays["a"] *= 3
+            self.arrays["f"] = np.array([1 + 2j])
+            self.scalar = np.float64(2.5)
+            self.tensors[0].mul_(2)
+            self.tensors[1] = torch.full((3,), 1.5, dtype=torch.bfloat16)
+            self.large[1, 2] = 5
+            self.by_pair[2, "b"] = torch.full((1,), 2.0)
+            self.phase, self.fixed = Phase.COLD, frozenset({4})
+            self.seen.add(5)
+            self.pair = Pair(2, torch.full((1,), 3.0))
+            torch.randn(1, generator=self.generators[0])
+            self.teacher[0].weight.fill_(0.25)
+            self.memory.scale, self.memory.entry = self.memory.scale * 2, Entry(4.0, torch.full((2,), 4.0))
+            self.memory.table.add_(1)
+
+
+def shown(value):
+    """A value as text that tells kinds, shapes and numbers."""
+    if isinstance(value, torch.Generator):
+        return digest_tensor(value.get_state())
+    if isinstance(value, nn.Module):
+        return shown(dict(value.state_dict()))
+    if isinstance(value, dict):
+        return {repr(key): shown(each) for key, each in value.items()}
+    if isinstance(value, list | tuple | deque):
+        return type(value), [shown(each) for each in value]
+    if isinstance(value, Memory):
+        return shown(vars(value))
+    if isinstance(value, Entry):
+        return value.scale, shown(value.table)
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return f"{value!r} {value.dtype} {tuple(value.shape)}"
+    return (type(value), sorted(map(repr, value))) if isinstance(value, set | frozenset) else value
+
+
+def shown_of(model):
+    own = {name: value for name, value in vars(model).items() if not name.startswith("_")}
+    return shown({**own, "hidden": model.hidden})
+
+
+def same_after(model):
+    """The objects that ``change`` leaves in their places."""
+    arrays, memory = model.arrays["a"], model.memory
+    return [
+        model.tensors,
+        model.tensors[0],
+        model.large,
+        memory,
+        memory.table,
+        model.rates,
+        arrays,
+        model.numbers,
+    ]
+
+
+def parts_of(*modules):
+    return Parts.of(nn.ModuleList(modules), [], InitialValues(0))
+
+
+def test_values_of_every_kind_go_through_a_checkpoint(tmp_path):
+    """In place where there is a like object, so that others who refer to it have the values, too."""
+    torch.manual_seed(1)
+    memory = Memory()
+    models = Holding(memory), Holding(memory)
+    attributes = Attributes(parts_of(*models))
+    strategy, tensors = SimpleNamespace(replicated=True), {}
+    assert attributes.capture(strategy, {}) == {}
+    models[1].change()
+    record = attributes.capture(strategy, tensors)
+    assert attributes.lost == []
+    assert {name.partition("|")[2] for name in tensors} == {"module 1|large"}
+    path = tmp_path / "tensors"
+    safetensors.torch.save_file({name: each.contiguous() for name, each in tensors.items()}, path)
+
+    torch.manual_seed(1)
+    memory = Memory()
+    again = Holding(memory), Holding(memory)
+    held, entry = same_after(again[1]), memory.entry
+    record = decode(json.loads(canonical(encode(record, "record"))))
+    assert Attributes(parts_of(*again)).restore(record, safetensors.torch.load_file(path)) == []
+    assert [shown_of(each) for each in again] == [shown_of(each) for each in models]
+    assert all(one is other for one, other in zip(same_after(again[1]), held))
+    assert (entry.scale, again[1].phase) == (1.0, Phase.COLD), "an object in whose place there is another"
+    assert again[0].memory is again[1].memory is memory
+    assert again[1].rates.maxlen == 2
+    assert again[1].layers == [again[1].inner]
+
+
+class Odd(nn.Module):
+    """Keeps what no checkpoint can hold."""
+
+    def __init__(self):
+        super().__init__()
+        self.key, self.act, self.plain = object(), F.relu, nn.Linear(2, 2)
+        self.by_object, self.rows, self.large = {self.key: 1.0}, [0.0] * 10, torch.zeros(0)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("by_object", lambda model: model.by_object.update({model.key: 2.0})),
+        ("act", lambda model: setattr(model, "act", F.gelu)),
+        ("rows", lambda model: model.rows.extend([0.0] * 100_001)),
+        ("large", lambda model: setattr(model, "large", torch.zeros((64 << 20) // 4 + 1))),
+        ("key", lambda model: delattr(model, "key")),
+    ],
+)
+def test_values_that_no_checkpoint_can_hold_are_named_once_they_change(name, change):
+    model = nn.Sequential(Odd())
+    attributes = Attributes(parts_of(model))
+    strategy = SimpleNamespace(replicated=True)
+    attributes.capture(strategy, {})
+    assert attributes.lost == []
+    change(model[0])
+    attributes.capture(strategy, {})
+    assert attributes.lost == [f"the attribute {name!r} of 0.0"]
+
+
+class OddIdentity(Odd):
+    def forward(self, x):
+        return x
+
+
+def train_in_two_parts(folder, change, *, stop=2, **options):
+    """A run of one epoch that is stopped after a step, and goes on: what a loop changes meanwhile."""
+    for last in (stop, 99):
+        model = nn.Sequential(*network(), OddIdentity())
+        run, model, optimizer = begin(model, directory=folder, resume="auto", **options)
+        for batch in run.batches(dataset()):
+            train_step(run, batch, optimizer)
+            change(model[-1])
+            if run.position.step + 1 == last:
+                run.save(wait=True)
+                break
+        run.close()
+    return run.position.step
+
+
+def test_a_run_that_changed_what_no_checkpoint_holds_is_told_and_not_resumed(tmp_path, caplog):
+    def change(model):
+        model.act = F.gelu
+
+    with pytest.raises(
+        CheckpointMismatch, match=r"does not hold the attribute 'act' of 5, which has changed"
+    ):
+        train_in_two_parts(tmp_path / "changed", change)
+    assert caplog.text.count("No checkpoint holds the attribute 'act' of 5") == 1
+    train_in_two_parts(tmp_path / "forced", change, force_context=True)
+    caplog.clear()
+    train_in_two_parts(tmp_path / "plain", lambda model: None)
+    assert "No checkpoint holds" not in caplog.text
+
+
+def test_values_that_do_not_fit_the_model_that_resumes_are_refused(tmp_path):
+    def change(model):
+        model.plain.kept = Memory() if isinstance(getattr(model.plain, "kept", 0), int) else 0
+
+    with pytest.raises(CheckpointMismatch, match=r"values of the attribute 'kept' of 5\.plain do not fit"):
+        train_in_two_parts(tmp_path, change, stop=1)
