@@ -226,3 +226,53 @@ def test_values_that_do_not_fit_the_model_that_resumes_are_refused(tmp_path):
 
     with pytest.raises(CheckpointMismatch, match=r"values of the attribute 'kept' of 5\.plain do not fit"):
         train_in_two_parts(tmp_path, change, stop=1)
+
+
+class Settled(nn.Module):
+    def __init__(self, *, rows=2, seed=1, wide=False):
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.rows, self.table = rows, torch.randn(4, generator=generator)
+        self.register_buffer("hidden", torch.randn(4, generator=generator), persistent=False)
+        self.act = nn.GELU() if wide else nn.ReLU()
+        self.folder, self.changed = f"/tmp/{seed}", torch.randn(2)
+
+    def forward(self, x):
+        self.changed += 1
+        return self.act(x)
+
+
+def resumed_with(folder, *, p=0.2, settled=None, **options):
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(p), Settled(**settled or {}), nn.Linear(8, 3))
+    run, _, optimizer = begin(model, directory=folder, resume="auto", micro_batches=1, **options)
+    steps = iter(run.batches(dataset()))
+    if run.position.step == 0:
+        train_step(run, next(steps), optimizer)
+        run.save(wait=True)
+    run.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"p": 0.3}, r"conditions.*\n  the attribute 'p' of 1: 0\.2 there, 0\.3 here"),
+        ({"settled": {"wide": True}}, "the class of 2.act: ReLU there, GELU here"),
+        ({"settled": {"seed": 2}}, "the attribute 'hidden' of 2: .*\n.*the attribute 'table' of 2: .*"),
+    ],
+)
+def test_a_model_that_is_made_otherwise_in_the_resumed_run_is_refused(settings, said, tmp_path):
+    """The values that a checkpoint holds would go on in other bits, without a word."""
+    resumed_with(tmp_path)
+    resumed_with(tmp_path)
+    with pytest.raises(CheckpointMismatch, match=said):
+        resumed_with(tmp_path, **settings)
+    resumed_with(tmp_path, **settings, force_context=True)
+
+
+def test_numbers_of_the_users_own_modules_that_are_others_in_the_resumed_run_are_named(tmp_path, caplog):
+    resumed_with(tmp_path)
+    resumed_with(tmp_path)
+    assert "made with other values" not in caplog.text
+    resumed_with(tmp_path, settled={"rows": 3})
+    assert "the attribute 'rows' of 2: 2 there, 3 here. This run goes on with those here" in caplog.text

@@ -363,7 +363,7 @@ class Attributes:
         tensors.update(
             {f"{_PREFIX}{path}": now.tensors[path] for place in large for path in now.large[place]}
         )
-        self.lost = sorted(_words(*place) for place in unheld)
+        self.lost = sorted(words_of(*place) for place in unheld)
         return {"held": found} if found else {}
 
     def restore(self, stored: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[str]:
@@ -373,14 +373,14 @@ class Attributes:
         for name, values in stored.get("held", {}).items():
             holder = holders.get(name)
             if holder is None:
-                lost += [_words(name, key) for key in values]
+                lost += [words_of(name, key) for key in values]
                 continue
             held = _attributes(holder)
             for key, value in values.items():
                 restoring.is_whole, own = True, held.get(key, _MISSING)
                 found = restoring.value(value, own, f"{name}|{key}")
                 if not restoring.is_whole:
-                    lost.append(_words(name, key))
+                    lost.append(words_of(name, key))
                 elif found is not own:
                     is_buffer = isinstance(holder, nn.Module) and key in holder._buffers
                     (holder._buffers if is_buffer else vars(holder))[key] = found
@@ -445,7 +445,8 @@ def _reference(value: Any) -> Callable[[], Any]:
         return lambda: value
 
 
-def _words(holder: str, key: str) -> str:
+def words_of(holder: str, key: str) -> str:
+    """An attribute for a message."""
     return f"the attribute {key!r} of {holder.removeprefix('module ') or 'the model'}"
 
 
@@ -497,5 +498,5 @@ def is_stored(name: str, model: nn.Module) -> bool:
         return True
     values = Values({f"module {path}": module for path, module in modules.items()})
     held = {place for place, value in values.found.items() if value != _LEFT_OUT}
-    places = [_words(*place) for place in held - values.unheld.keys() - values.computed]
+    places = [words_of(*place) for place in held - values.unheld.keys() - values.computed]
     return any(name == place or name.endswith(f" of {place}") or f"{place}[" in name for place in places)

@@ -23,7 +23,7 @@ from lockstep.data.images.decoding import jpeg_decoder
 from lockstep.distributed.collectives import gather_json
 from lockstep.errors import CheckpointError, CheckpointMismatch, ConfigError
 from lockstep.numerics.precision import Precision
-from lockstep.run.attributes import Attributes, unsaved_tensors
+from lockstep.run.attributes import Attributes, unsaved_tensors, words_of
 from lockstep.run.checks.agreement import source_digests
 from lockstep.run.epoch_loop import Position
 from lockstep.run.loop_variables import LoopState
@@ -142,6 +142,8 @@ class RunState:
     precision: Precision
     position: Position
     context: Context
+    made_with: tuple[dict[str, str], dict[str, str]]
+    """See ``agreement.made_with``."""
     run_id: str = ""
     """Of the run, over all its restarts."""
     extra: dict[str, Any] = field(default_factory=dict)
@@ -323,7 +325,7 @@ class RunState:
             CheckpointMismatch: it is of another model, recipe or software.
         """
         written = state.progress
-        differences = self.context.differences(written["context"])
+        differences = self.context.differences(written["context"]) + self._differences(written)
         if differences and not force_context:
             raise CheckpointMismatch(
                 "The checkpoint was written under other conditions, so the bits would not continue:\n  "
@@ -374,6 +376,30 @@ class RunState:
         self.extra, self.data = dict(written["extra"]), dict(written.get("data", {}))
         return str(written["fingerprint"])
 
+    def _differences(self, written: Mapping[str, Any]) -> list[str]:
+        """What the model was made with and a checkpoint does not restore, where the checkpoint's run had another."""
+        held = {words_of(holder, key) for holder, values in written.get("held", {}).items() for key in values}
+
+        def unequal(there: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
+            names = [name for name in {**there, **here} if there.get(name) != here.get(name)]
+            lines = [
+                f"{name}: {there.get(name, 'absent')} there, {here.get(name, 'absent')} here"
+                for name in names
+            ]
+            return [line for name, line in zip(names, lines) if name not in held]
+
+        if "made_with" not in written:
+            return []  # of an earlier version
+        certain, others = map(unequal, written["made_with"], self.made_with)
+        if others and self.strategy.share.holder == 0:
+            logger.warning(
+                "The model was made with other values than in the checkpoint's run: %s. This run goes on with those "
+                "here, so it ends in other bits if the model computes with them.",
+                shorten(others, _MOST_LINES),
+            )
+        more = [f"and {len(certain) - _MOST_LINES} more of the model"] if len(certain) > _MOST_LINES else []
+        return certain[:_MOST_LINES] + more
+
     def _restore_gradients(self, kept: Mapping[str, Tensor], zeros: Collection[str]) -> None:
         """Sets gradients that a checkpoint holds, whole and in parts; ``zeros``: those that are zeros."""
         for name, parameter in self.strategy.trainable().items():
@@ -414,6 +440,7 @@ class RunState:
             "run": self.run_id,
             "loop": self.loop.capture(),
             "sources": self.sources,
+            "made_with": list(self.made_with),
         }
         return CheckpointState({}, {}, progress, self.model.aliases)
 

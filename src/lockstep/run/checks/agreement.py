@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.checkpoint.state import has_extra_state
 from lockstep.config.options import RunOptions
 from lockstep.core.fingerprint import Context, checksums, combine, differing, digest_tensors
 from lockstep.core.plan import SamplePlan
@@ -193,6 +194,29 @@ def described(model: nn.Module) -> dict[str, str]:
             if key not in _OF_TORCH and not key.startswith(_COMPOSABLE):
                 found[f"{name}.{key}" if name else key] = _text(value, shared)
     return found
+
+
+def made_with(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
+    """What a model was made with beside its state, as text by name: what it computes with for certain, and the rest.
+
+    Certain are the classes of modules, the settings of torch's layers, and tensors that no ``state_dict()`` has.
+    """
+    texts, certain, others = described(model), dict[str, str](), dict[str, str]()
+    for path, module in model.named_modules():
+        name, prefix = path or "the model", f"{path}." if path else ""
+        certain[f"the class of {name}"] = type(module).__qualname__
+        if has_extra_state(module):
+            continue
+        is_torchs = type(module).__module__.startswith("torch.")
+        for key in vars(module):
+            text = texts.get(prefix + key)
+            if text is not None and not key.startswith("_") and key not in ("training", "inplace"):
+                is_certain = is_torchs or _VALUES in text
+                (certain if is_certain else others)[f"the attribute {key!r} of {name}"] = _cut(text)
+        for key in sorted(module._non_persistent_buffers_set):
+            if (buffer := module._buffers[key]) is not None:
+                certain[f"the attribute {key!r} of {name}"] = _text(buffer, frozenset())
+    return certain, others
 
 
 def _text(value: Any, shared: Set[int], depth: int = 4) -> str:
