@@ -1,6 +1,7 @@
 """The table of ``lockstep predict``: its columns, its two formats, and the weights that it is made with."""
 
 import csv
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ from lockstep.data.naming import known_classes
 from lockstep.errors import CheckpointError, CheckpointMismatch, ConfigError
 from lockstep.job.prediction import class_names, load_run, report, table, write_table
 from lockstep.models.weights import metadata_of
+from lockstep.run.attributes import Attributes
+from lockstep.run.prepare import Parts
 
 
 class Named:
@@ -175,3 +178,31 @@ def test_extra_state_comes_from_the_checkpoint_of_the_step_that_the_weights_are_
     checkpoint.export(tmp_path / "model.safetensors", tensors, {"step": "7"})
     with pytest.raises(CheckpointError, match="has no checkpoint of its last step, for extra state"):
         load_run(loaded, tmp_path, best=False)
+
+
+class Table(nn.Linear):
+    """Keeps a number and a large table in attributes, which a loop changes."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.shift, self.tables = 0.0, [torch.zeros(100, 100)]
+
+
+def test_what_a_run_has_changed_in_modules_comes_from_the_checkpoint(tmp_path):
+    model = Table(2, 2)
+    attributes = Attributes(Parts(model))
+    for model.shift, step in ((3.0, 3), (6.0, 6)):
+        model.tables[0].fill_(step)
+        beside = {}
+        progress = attributes.capture(SimpleNamespace(replicated=True), beside)
+        tensors, aliases = checkpoint.model_state(model)
+        checkpoint.write(
+            tmp_path, checkpoint.CheckpointState(tensors, beside, progress, aliases, {}), step=step
+        )
+    checkpoint.export(tmp_path / "model.safetensors", tensors, {"step": "6"})
+    checkpoint.write_best(tmp_path, checkpoint.Best(3, "validation_loss", 0.5))
+    for best, wanted in ((False, 6.0), (True, 3.0)):
+        loaded = Table(2, 2)
+        load_run(loaded, tmp_path, best=best)
+        assert torch.equal(loaded.weight, model.weight) and loaded.shift == wanted
+        assert loaded.tables[0].unique().tolist() == [wanted]

@@ -2,7 +2,7 @@
 
 from lockstep.checkpoint.background import BackgroundWriter
 from lockstep.checkpoint.folder import Best, committed, prune, read_best, write_best
-from lockstep.checkpoint.reader import Restored, read, read_newest, verify
+from lockstep.checkpoint.reader import Restored, read, read_newest, read_progress, verify
 from lockstep.checkpoint.state import (
     CheckpointState,
     encoded_extra_states,
@@ -39,6 +39,7 @@ __all__ = [
     "read",
     "read_best",
     "read_newest",
+    "read_progress",
     "require_same_model",
     "verify",
     "write",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from safetensors import SafetensorError
 
@@ -64,6 +64,15 @@ def read(path: Path | str) -> CheckpointState:
     if not sound:
         raise CheckpointError(f"{path / RECORD} does not hold a progress record. Use another checkpoint.")
     return CheckpointState(model, optimizer, progress, aliases, records)
+
+
+def read_progress(path: Path | str) -> dict[str, Any]:
+    """The numbers and texts of one checkpoint, without its tensors; empty where they cannot be read."""
+    try:
+        progress = decode(json.loads((Path(path) / RECORD).read_bytes())["progress"])
+        return progress if isinstance(progress, dict) else {}
+    except (ValueError, KeyError, TypeError, RecursionError, OSError, CheckpointError):
+        return {}
 
 
 def read_newest(directory: Path | str, *, written_by: str = "") -> Restored | None:

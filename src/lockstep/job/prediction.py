@@ -10,7 +10,7 @@ import csv
 import io
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,15 @@ from lockstep.core.world import World
 from lockstep.data.adopt import adopt
 from lockstep.data.formats.arrow_files import optional_module
 from lockstep.data.naming import known_classes, path_of
-from lockstep.errors import CheckpointError, ConfigError
+from lockstep.errors import CheckpointError, CheckpointMismatch, ConfigError
 from lockstep.job.assemble import balance, build_model, collated, data_to_predict
 from lockstep.job.instantiate import importable_from, instantiate_function
 from lockstep.job.rank import OUTCOME
 from lockstep.models import load_weights
 from lockstep.models.weights import metadata_of
 from lockstep.run import Run
+from lockstep.run.attributes import Attributes
+from lockstep.run.prepare import Parts
 from lockstep.runtime.output import log_to_terminal
 from lockstep.text import plural, shorten
 from lockstep.trainer.state import is_of_classes, is_of_log_probabilities
@@ -57,7 +59,7 @@ def main(payload: Any) -> None:
     source = collated(data_set, config.data)
     model = build_model(config)
     folder = Path(payload["run"])
-    if run.is_main or any(map(checkpoint.has_extra_state, model.modules())):
+    if run.is_main or _keeps_more(model, _steps(folder).values()):
         load_run(model, folder, best=payload["best"])
     balance(run, model, source)
     run.prepare(model, values_from_main=True)
@@ -107,29 +109,40 @@ def _steps(folder: Path) -> dict[int, Path]:
 def load_run(model: nn.Module, folder: Path, *, best: bool) -> None:
     """Loads what a run has learned: the exported weights or a checkpoint, whichever is of a later step; or its best.
 
-    Extra state of modules is in checkpoints alone. ``CheckpointError`` where there is none that is sound.
+    What modules keep beside their weights, as extra state or in attributes that the run has changed, is in checkpoints
+    alone. ``CheckpointError`` where there is none that is sound.
     """
-    steps, modules = _steps(folder), dict(model.named_modules())
-    has_weights, absent = not best and has_ended(folder), "weights and no checkpoint"
-    if has_weights and not any(map(checkpoint.has_extra_state, modules.values())):
-        load_weights(model, folder / WEIGHTS, strict_head=True)
-        return
-    if best:
+    steps, has_weights = _steps(folder), not best and has_ended(folder)
+    if has_weights:
+        own = steps.get(int(metadata_of(folder / WEIGHTS).get("step", -1)))
+        if not _keeps_more(model, [] if own is None else [own]):
+            load_weights(model, folder / WEIGHTS, strict_head=True)
+            return
+        absent = "checkpoint of its last step, for extra state"
+        state = None if own is None else checkpoint.read(own)
+    elif best:
         record, absent = checkpoint.read_best(folder), "best checkpoint"
         state = checkpoint.read(steps[record.step]) if record is not None and record.step in steps else None
-    elif has_weights:
-        step, absent = (
-            int(metadata_of(folder / WEIGHTS)["step"]),
-            "checkpoint of its last step, for extra state",
-        )
-        state = checkpoint.read(steps[step]) if step in steps else None
     else:
-        restored = checkpoint.read_newest(folder)
-        state = restored.state if restored is not None else None
+        restored, absent = checkpoint.read_newest(folder), "weights and no checkpoint"
+        state = None if restored is None else restored.state
     if state is None:
         raise CheckpointError(f"'{folder}' has no {absent}.")
     checkpoint.load_model_state(model, state.model, state.aliases)
-    checkpoint.load_extra_states(modules, state.progress.get("extra_states", {}), state.optimizer)
+    parts = Parts(model)
+    checkpoint.load_extra_states(parts.named_modules, state.progress.get("extra_states", {}), state.optimizer)
+    if lost := Attributes(parts).restore(state.progress, state.optimizer):
+        raise CheckpointMismatch(
+            f"The checkpoint's values of {shorten(lost, 3)} do not fit the model that the job makes. Predict with the "
+            "code that trained it."
+        )
+
+
+def _keeps_more(model: nn.Module, checkpoints: Iterable[Path]) -> bool:
+    """True if weights alone do not make the model what it was in training, as far as these checkpoints tell."""
+    return any(map(checkpoint.has_extra_state, model.modules())) or any(
+        checkpoint.read_progress(path).get("held") for path in checkpoints
+    )
 
 
 def class_names(folder: Path, data_set: Any) -> tuple[str, ...]:

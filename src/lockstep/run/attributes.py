@@ -112,6 +112,8 @@ class Values:
             return ["enum", str(value.name)]
         if issubclass(kind, np.generic) and not value.dtype.hasobject:
             return ["scalar", value.dtype.str, value.tobytes().hex()]
+        if issubclass(kind, int | float | complex | str | bytes | torch.dtype | torch.device):
+            return self._unheld(value)  # of a class of the user's, or not told apart by JSON
         if id(value) in self._known:
             return _LEFT_OUT
         if id(value) in self._paths:
@@ -143,8 +145,8 @@ class Values:
         self._entries += len(fields)
         if self._entries > _MOST_ENTRIES or depth > _MOST_DEPTH:
             return self._unheld(value)
-        held = {key: self._value(each, f"{path}.{key}", depth + 1) for key, each in fields.items()}
-        held = {key: each for key, each in held.items() if each != _LEFT_OUT}
+        every = ([key, self._value(each, f"{path}.{key}", depth + 1)] for key, each in fields.items())
+        held: JSON = [pair for pair in every if pair[1] != _LEFT_OUT]
         return ["object", kind.__qualname__, held] if held else _LEFT_OUT
 
     def _tensor(self, tensor: Tensor, path: str) -> JSON:
@@ -174,6 +176,8 @@ class Values:
             return _LEFT_OUT
         if array.dtype.hasobject or array.dtype.fields:
             return self._unheld(array)
+        if array.nbytes > self._room:
+            return self._unheld(hashlib.sha256(np.ascontiguousarray(array).data).hexdigest())
         numbers = torch.tensor(np.frombuffer(array.tobytes(), dtype=np.uint8))
         return ["array", array.dtype.str, list(array.shape), self._tensor(numbers, path)]
 
@@ -182,13 +186,16 @@ class Values:
         if self._entries > _MOST_ENTRIES or depth > _MOST_DEPTH:
             return self._unheld(value)
         kind = type(value).__qualname__
-        entries = [each for _, each in entries_of(value)] if isinstance(value, dict) else list(value)
+        pairs = list(entries_of(value) if isinstance(value, dict) else enumerate(value))
+        entries = [each for _, each in pairs]
+        keys: list[JSON] = []
         try:
-            keys = [encode(each, path) for each in value] if isinstance(value, dict | set | frozenset) else []
+            if isinstance(value, dict):
+                keys = [encode(key, path) for key, _ in pairs]
+            elif isinstance(value, set | frozenset):
+                return ["set", kind, sorted((encode(each, path) for each in entries), key=json.dumps)]
         except ConfigError:  # objects, whose like is not found again by its value
             return self._unheld(entries)
-        if isinstance(value, set | frozenset):
-            return ["set", kind, sorted(keys, key=json.dumps)]
         names = [json.dumps(key) for key in keys] or range(len(entries))
         held = [self._value(each, f"{path}.{name}", depth + 1) for name, each in zip(names, entries)]
         if held and all(each == _LEFT_OUT for each in held):
@@ -273,7 +280,7 @@ class _Restoring:
             case ["object", kind, fields] if type(own).__qualname__ == kind:
                 own = copy.copy(own) if is_new else own
                 has = _fields_of(own)
-                for key, each in fields.items():
+                for key, each in fields:
                     value = self.value(each, has.get(key, _MISSING), f"{path}.{key}")
                     if value is not has.get(key, _MISSING):
                         _set_field(own, key, value)
@@ -338,13 +345,14 @@ class Attributes:
         return optimizers | {f"module {name}": each for name, each in self._parts.named_modules.items()}
 
     def capture(self, strategy: Strategy, tensors: dict[str, Tensor]) -> dict[str, Any]:
-        """The values that have changed since, as JSON by object and attribute; ``tensors`` gets large ones. Collective.
+        """The values that have changed since, as JSON; large tensors go into ``tensors``. Collective.
 
         What processes have apart is the first one's, and another's where that has it not: a loop changes it on all of
         them, and what only calls on one process leave behind must not matter.
         """
         now = Values(self._holders(), self._objects)
-        changed = {p: v for p, v in now.found.items() if json.dumps(v) != self._first.get(p)}
+        held = {place: value for place, value in now.found.items() if value != _LEFT_OUT}
+        changed = {place: v for place, v in held.items() if json.dumps(v) != self._first.get(place)}
         large = {place: value for place, value in changed.items() if place in now.large}
         unheld = {place for place, digests in now.unheld.items() if self._unheld.get(place) != digests}
         unheld |= self._first.keys() - now.found.keys()
@@ -357,33 +365,27 @@ class Attributes:
             changed |= large
             absent = {(holder, key) for holder, key in everyone[0][2]}
             unheld |= absent & {(holder, key) for _, places, _ in everyone[1:] for holder, key in places}
-        found: dict[str, dict[str, JSON]] = {}
-        for (holder, key), value in changed.items():
-            found.setdefault(holder, {})[key] = value
         tensors.update(
             {f"{_PREFIX}{path}": now.tensors[path] for place in large for path in now.large[place]}
         )
         self.lost = sorted(words_of(*place) for place in unheld)
+        found = [[*place, changed[place]] for place in {**now.found, **changed} if place in changed]
         return {"held": found} if found else {}
 
     def restore(self, stored: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[str]:
         """Sets what ``capture`` gave; returns what has no counterpart here, in words."""
         holders = self._holders()
         restoring, lost = _Restoring(Values(holders), tensors), []
-        for name, values in stored.get("held", {}).items():
-            holder = holders.get(name)
-            if holder is None:
-                lost += [words_of(name, key) for key in values]
-                continue
-            held = _attributes(holder)
-            for key, value in values.items():
-                restoring.is_whole, own = True, held.get(key, _MISSING)
-                found = restoring.value(value, own, f"{name}|{key}")
-                if not restoring.is_whole:
-                    lost.append(words_of(name, key))
-                elif found is not own:
-                    is_buffer = isinstance(holder, nn.Module) and key in holder._buffers
-                    (holder._buffers if is_buffer else vars(holder))[key] = found
+        for name, key, value in stored.get("held", ()):  # in the order in which they were found
+            if (holder := holders.get(name)) is None:
+                continue  # an optimizer, where a model predicts
+            restoring.is_whole, own = True, _attributes(holder).get(key, _MISSING)
+            found = restoring.value(value, own, f"{name}|{key}")
+            if not restoring.is_whole:
+                lost.append(words_of(name, key))
+            elif found is not own:
+                is_buffer = isinstance(holder, nn.Module) and key in holder._buffers
+                (holder._buffers if is_buffer else vars(holder))[key] = found
         return lost
 
 

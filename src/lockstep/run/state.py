@@ -325,13 +325,7 @@ class RunState:
             CheckpointMismatch: it is of another model, recipe or software.
         """
         written = state.progress
-        differences = self.context.differences(written["context"]) + self._differences(written)
-        if differences and not force_context:
-            raise CheckpointMismatch(
-                "The checkpoint was written under other conditions, so the bits would not continue:\n  "
-                + "\n  ".join(differences)
-                + "\nRestore these, or go on at level B with force_context=True (--force-context)."
-            )
+        _require_none(self.context.differences(written["context"]), force_context)
         for kind, (why, remedy) in _UNSAVED.items():
             if (names := written.get(kind, [])) and not force_context:
                 raise CheckpointMismatch(
@@ -343,6 +337,7 @@ class RunState:
         self._add_groups(state)
         self._compare_settings(written.get("settings", {}), restarted)
         checkpoint.require_same_model(state.model, state.aliases, self.model.tensors, self.model.aliases)
+        _require_none(self._differences(written), force_context)
         self.strategy.load_state(
             {**state.model, **{a: state.model[name] for a, name in state.aliases.items()}}
         )
@@ -355,8 +350,8 @@ class RunState:
         if lost and not force_context:
             raise CheckpointMismatch(
                 f"The checkpoint's values of {shorten(lost, 3)} do not fit what this run has there. Make the model and "
-                "the optimizers as in the checkpoint's run; or go on at level B with force_context=True "
-                "(--force-context)."
+                "the optimizers as in the checkpoint's run, with an object of the same class there from the start; or "
+                "go on at level B with force_context=True (--force-context)."
             )
         for name in written.get("frozen", ()):
             self.model.parameters[name].requires_grad_(False)
@@ -378,7 +373,7 @@ class RunState:
 
     def _differences(self, written: Mapping[str, Any]) -> list[str]:
         """What the model was made with and a checkpoint does not restore, where the checkpoint's run had another."""
-        held = {words_of(holder, key) for holder, values in written.get("held", {}).items() for key in values}
+        held = {words_of(holder, key) for holder, key, _ in written.get("held", ())}
 
         def unequal(there: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
             names = [name for name in {**there, **here} if there.get(name) != here.get(name)]
@@ -516,6 +511,15 @@ class RunState:
                 raise CheckpointMismatch(
                     f"The checkpoint holds {stored} {kind}, and run.prepare was given {here}. Give the same ones."
                 )
+
+
+def _require_none(differences: Sequence[str], force_context: bool) -> None:
+    if differences and not force_context:
+        raise CheckpointMismatch(
+            "The checkpoint was written under other conditions, so the bits would not continue:\n  "
+            + "\n  ".join(differences)
+            + "\nRestore these, or go on at level B with force_context=True (--force-context)."
+        )
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
