@@ -22,6 +22,9 @@ from lockstep.run.attributes import Attributes
 from lockstep.run.prepare import Parts
 
 
+CPU = torch.device("cpu")
+
+
 class Phase(Enum):
     WARM, COLD = 1, 2
 
@@ -37,6 +40,7 @@ class Memory:
 
     def __init__(self):
         self.scale, self.table, self.entry = 1.0, torch.ones(3), Entry(1.0, torch.ones(2))
+        self.limits = {"steps": 5, "done": 0}
 
 
 Pair = namedtuple("Pair", "first second")
@@ -81,6 +85,7 @@ class Holding(nn.Module):
             self.teacher[0].weight.fill_(0.25)
             self.memory.scale, self.memory.entry = self.memory.scale * 2, Entry(4.0, torch.full((2,), 4.0))
             self.memory.table.add_(1)
+            self.memory.limits["done"] += 1
 
 
 def shown(value):
@@ -146,7 +151,7 @@ def test_values_of_every_kind_go_through_a_checkpoint(tmp_path):
     again = Holding(memory), Holding(memory)
     held, entry = same_after(again[1]), memory.entry
     record = decode(json.loads(canonical(encode(record, "record"))))
-    assert Attributes(parts_of(*again)).restore(record, safetensors.torch.load_file(path)) == []
+    assert Attributes(parts_of(*again)).restore(record, safetensors.torch.load_file(path), CPU) == []
     assert [shown_of(each) for each in again] == [shown_of(each) for each in models]
     assert all(one is other for one, other in zip(same_after(again[1]), held))
     assert (entry.scale, again[1].phase) == (1.0, Phase.COLD), "an object in whose place there is another"
@@ -276,3 +281,24 @@ def test_numbers_of_the_users_own_modules_that_are_others_in_the_resumed_run_are
     assert "made with other values" not in caplog.text
     resumed_with(tmp_path, settled={"rows": 3})
     assert "the attribute 'rows' of 2: 2 there, 3 here. This run goes on with those here" in caplog.text
+
+
+def test_fields_and_entries_that_the_run_has_not_changed_stay_as_the_script_makes_them():
+    """A trainer that the model refers to has more epochs in the resumed run."""
+    model, again = (Holding(Memory()) for _ in range(2))
+    attributes = Attributes(parts_of(model))
+    model.memory.scale, model.memory.limits["done"] = 3.0, 1
+    record = attributes.capture(SimpleNamespace(replicated=True), {})
+    again.memory.limits["steps"] = 9
+    again.memory.table = table = torch.zeros(3)
+    assert Attributes(parts_of(again)).restore(record, {}, CPU) == []
+    assert again.memory.limits == {"steps": 9, "done": 1}
+    assert (again.memory.scale, again.memory.table) == (3.0, table)
+
+
+def test_a_value_that_becomes_a_view_of_the_weights_is_named():
+    model = Holding(Memory())
+    attributes = Attributes(parts_of(model))
+    model.large = model.inner.weight.detach()
+    attributes.capture(SimpleNamespace(replicated=True), {})
+    assert attributes.lost == ["the attribute 'large' of 0"]

@@ -131,7 +131,7 @@ def load_run(model: nn.Module, folder: Path, *, best: bool) -> None:
     checkpoint.load_model_state(model, state.model, state.aliases)
     parts = Parts(model)
     checkpoint.load_extra_states(parts.named_modules, state.progress.get("extra_states", {}), state.optimizer)
-    if lost := Attributes(parts).restore(state.progress, state.optimizer):
+    if lost := Attributes(parts).restore(state.progress, state.optimizer, torch.device("cpu")):
         raise CheckpointMismatch(
             f"The checkpoint's values of {shorten(lost, 3)} do not fit the model that the job makes. Predict with the "
             "code that trained it."

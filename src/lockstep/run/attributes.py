@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import inspect
 import json
 import math
 import pickle
@@ -19,7 +20,7 @@ import weakref
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,7 @@ from lockstep.core.fingerprint import checksum, sum_of_bits
 from lockstep.data.keyed import encoded_state, set_encoded_state
 from lockstep.distributed.collectives import gather_json
 from lockstep.errors import ConfigError
-from lockstep.numerics.hidden_state import entries_of, is_closed, refill
+from lockstep.numerics.hidden_state import NAMESPACES, entries_of, is_closed, is_users_module, refill
 from lockstep.run.prepare import Parts
 from lockstep.strategies import Strategy
 from lockstep.strategies.absent import AbsentTensor
@@ -93,10 +94,11 @@ class Values:
             for key, value in _attributes(holder).items():
                 self._place, self._entries = (name, key), 0
                 self.found[name, key] = self._value(value, f"{name}|{key}")
-        for name, module in modules.items():
-            self.unheld[name, "__class__"] = [type(module).__qualname__]
-            if has_extra_state(module):
-                self.unheld = {place: each for place, each in self.unheld.items() if place[0] != name}
+        self.unheld |= {(name, "__class__"): [type(each).__qualname__] for name, each in modules.items()}
+        for place in [
+            (name, key) for name, key in self.unheld if name in modules and has_extra_state(modules[name])
+        ]:
+            del self.unheld[place]  # the module's own affair
 
     def _value(self, value: Any, path: str, depth: int = 0) -> JSON:
         kind = type(value)
@@ -137,9 +139,8 @@ class Values:
             return self._array(value, path)
         if issubclass(kind, list | tuple | dict | set | frozenset | deque):
             return self._container(value, path, depth)
-        if issubclass(kind, MethodType | ModuleType) or (
-            is_closed(value) and not issubclass(kind, nn.Module)
-        ):
+        is_users = is_users_module(kind.__module__) and not is_closed(value)
+        if not (is_users or issubclass(kind, (*NAMESPACES, nn.Module))):
             return _LEFT_OUT
         fields = _fields_of(value)
         self._entries += len(fields)
@@ -153,14 +154,17 @@ class Values:
         if isinstance(tensor, AbsentTensor):
             self.absent.add(self._place)
             return _LEFT_OUT
-        if tensor.is_meta or (memory := _memory_of(tensor)) in self._memory:
+        if tensor.is_meta:
             return _LEFT_OUT
+        if (memory := _memory_of(tensor)) in self._memory:
+            return self._unheld("a view of the state")
         if memory is None or tensor.is_quantized:
             return self._unheld(tensor)
         plain = tensor.detach().resolve_conj().resolve_neg()
         if tensor.numel() <= _MOST_NUMBERS:
             numbers = plain.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-            return ["numbers", str(tensor.dtype).removeprefix("torch."), list(tensor.shape), numbers.hex()]
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            return ["numbers", dtype, list(tensor.shape), numbers.hex(), tensor.is_cpu]
         if tensor.grad_fn is not None:
             self.computed.add(self._place)
             return _LEFT_OUT
@@ -169,7 +173,7 @@ class Values:
             return self._unheld(int(checksum(plain)))
         self.tensors[path] = plain
         self.large.setdefault(self._place, []).append(path)
-        return ["tensor", path, f"{int(checksum(plain)):x}"]
+        return ["tensor", path, f"{int(checksum(plain)):x}", tensor.is_cpu]
 
     def _array(self, array: Any, path: str) -> JSON:
         if isinstance(array, np.memmap):
@@ -215,8 +219,8 @@ class Values:
 class _Restoring:
     """Gives objects the values that a checkpoint holds, in place where they have one of the same kind."""
 
-    def __init__(self, now: Values, tensors: Mapping[str, Tensor]) -> None:
-        self._now, self._tensors = now, tensors
+    def __init__(self, now: Values, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+        self._now, self._tensors, self._device = now, tensors, device
         self._objects = dict(now.objects)
         self._uses = Counter(_memory_of(each) for each in now.objects.values() if isinstance(each, Tensor))
         self.is_whole = True
@@ -255,8 +259,9 @@ class _Restoring:
             case ["generator", state] if encoded_state(own) is not None:
                 set_encoded_state(own, json.loads(state))
                 return own
-            case ["tensor" | "numbers", *_]:
-                return self._put(self._numbers(stored), own, is_new)
+            case ["tensor" | "numbers", *_, is_on_host]:
+                device = own.device if isinstance(own, Tensor) else "cpu" if is_on_host else self._device
+                return self._put(self._numbers(stored).to(device), own, is_new)
             case ["array", dtype, shape, content]:
                 octets = self._numbers(content).numpy().tobytes()
                 array = np.frombuffer(octets, dtype=dtype).reshape(shape)
@@ -307,7 +312,7 @@ class _Restoring:
     def _numbers(self, stored: list[Any]) -> Tensor:
         if stored[0] == "tensor":
             return self._tensors[f"{_PREFIX}{stored[1]}"]
-        _, dtype, shape, text = stored
+        _, dtype, shape, text, _ = stored
         octets = torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8)
         return octets.view(getattr(torch, dtype)).reshape(shape)
 
@@ -316,7 +321,7 @@ class _Restoring:
             return own  # another process has it
         is_like = isinstance(own, Tensor) and own.shape == tensor.shape and own.dtype == tensor.dtype
         if is_new or not is_like or own.grad_fn is not None or own.is_inference():
-            return tensor.to(own.device if isinstance(own, Tensor) else tensor.device, copy=True)
+            return tensor.clone()
         if self._uses[_memory_of(own)] > 1:
             return self._lost(own)  # a copy into it would change others
         with torch.no_grad():
@@ -352,7 +357,11 @@ class Attributes:
         """
         now = Values(self._holders(), self._objects)
         held = {place: value for place, value in now.found.items() if value != _LEFT_OUT}
-        changed = {place: v for place, v in held.items() if json.dumps(v) != self._first.get(place)}
+        changed = {
+            place: _pruned(value, json.loads(self._first[place])) if place in self._first else value
+            for place, value in held.items()
+            if json.dumps(value) != self._first.get(place)
+        }
         large = {place: value for place, value in changed.items() if place in now.large}
         unheld = {place for place, digests in now.unheld.items() if self._unheld.get(place) != digests}
         unheld |= self._first.keys() - now.found.keys()
@@ -365,17 +374,23 @@ class Attributes:
             changed |= large
             absent = {(holder, key) for holder, key in everyone[0][2]}
             unheld |= absent & {(holder, key) for _, places, _ in everyone[1:] for holder, key in places}
-        tensors.update(
-            {f"{_PREFIX}{path}": now.tensors[path] for place in large for path in now.large[place]}
-        )
+        for place, value in large.items():
+            text = json.dumps(value)
+            used = [path for path in now.large[place] if json.dumps(path) in text]
+            tensors.update({f"{_PREFIX}{path}": now.tensors[path] for path in used})
         self.lost = sorted(words_of(*place) for place in unheld)
         found = [[*place, changed[place]] for place in {**now.found, **changed} if place in changed]
         return {"held": found} if found else {}
 
-    def restore(self, stored: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[str]:
-        """Sets what ``capture`` gave; returns what has no counterpart here, in words."""
+    def restore(
+        self, stored: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device
+    ) -> list[str]:
+        """Sets what ``capture`` gave; returns what has no counterpart here, in words.
+
+        ``device`` gets tensors that were on another than the CPU, and have no counterpart here.
+        """
         holders = self._holders()
-        restoring, lost = _Restoring(Values(holders), tensors), []
+        restoring, lost = _Restoring(Values(holders), tensors, device), []
         for name, key, value in stored.get("held", ()):  # in the order in which they were found
             if (holder := holders.get(name)) is None:
                 continue  # an optimizer, where a model predicts
@@ -389,13 +404,32 @@ class Attributes:
         return lost
 
 
+def _pruned(value: Any, first: Any) -> Any:
+    """A value without what it had at first: fields of objects and entries of dicts that the run has not changed."""
+    match value, first:
+        case ["object", kind, fields], ["object", str() as other, known] if kind == other:
+            before = dict(known)
+            pairs = [[key, _pruned(each, before.get(key, _MISSING))] for key, each in fields]
+            return ["object", kind, [pair for pair in pairs if pair[1] != _LEFT_OUT]]
+        case ["dict", kind, keys, entries], ["dict", str() as other, *known] if kind == other:
+            names = [json.dumps(key) for key in keys]
+            before = dict(zip(map(json.dumps, known[0]), known[1]))
+            return [
+                "dict",
+                kind,
+                keys,
+                [_pruned(each, before.get(n, _MISSING)) for n, each in zip(names, entries)],
+            ]
+    return _LEFT_OUT if value == first else value
+
+
 def _attributes(holder: Any) -> dict[str, Any]:
     """The attributes of an object that are its own, and a module's buffers that no ``state_dict()`` has."""
-    left_out = _OF_BASES.union(_OF_TORCH)
-    own = {name: value for name, value in vars(holder).items() if name not in left_out}
-    found = {
-        name: value for name, value in own.items() if not name.startswith("__")
-    }  # torch's notes on its wrappers
+    split = [each for each in type(holder).__mro__ if each.__module__.startswith("lockstep.strategies.")]
+    left_out = _OF_BASES.union(_OF_TORCH, *map(inspect.get_annotations, split))
+    # Names that begin with two underscores are those of torch's notes on what it has wrapped.
+    names = [name for name in vars(holder) if name not in left_out and not name.startswith("__")]
+    found = {name: vars(holder)[name] for name in names}
     if isinstance(holder, nn.Module):
         found |= {name: holder._buffers.get(name) for name in sorted(holder._non_persistent_buffers_set)}
     return found

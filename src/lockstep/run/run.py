@@ -148,17 +148,10 @@ class Run:
         if (group := self._session.group) is not None:
             agreement.agree(parts, context, group, self.device, values_from_main)
         self.strategy.initial_values = self._initial_values
-        made_with = agreement.made_with(parts.model)
+        conditions = context, agreement.made_with(parts.model)
         placed = prepare_model(parts, self.options, self.strategy, self._precision, self.device)
         state = RunState(
-            parts,
-            placed,
-            self.strategy,
-            self._precision,
-            self.position,
-            context,
-            made_with,
-            self.world.run_id,
+            parts, placed, self.strategy, self._precision, self.position, *conditions, self.world.run_id
         )
         compute = ForwardPass(
             placed.module, self._precision, self.device, self.options.channels_last, self._events

@@ -54,7 +54,8 @@ _UNSAVED = {
     ),
     "unsaved_attributes": (
         "which has changed and is no number, tensor or list of such, or too large",
-        "Make it a buffer, or let get_extra_state and set_extra_state of its module store it",
+        "In a module, make it a buffer, or let get_extra_state and set_extra_state store it; in an optimizer, keep it "
+        "in self.state[parameter]",
     ),
 }
 """What a checkpoint does not hold: why, and what to do."""
@@ -346,7 +347,7 @@ class RunState:
         )
         for number, optimizer in enumerate(self.parts.optimizers):
             self._load_optimizer(number, optimizer, state)
-        lost = self._attributes.restore(written, state.optimizer)
+        lost = self._attributes.restore(written, state.optimizer, self.strategy.device)
         if lost and not force_context:
             raise CheckpointMismatch(
                 f"The checkpoint's values of {shorten(lost, 3)} do not fit what this run has there. Make the model and "
