@@ -21,7 +21,6 @@ from lockstep.numerics.initial_values import InitialValues
 from lockstep.run.attributes import Attributes
 from lockstep.run.prepare import Parts
 
-
 CPU = torch.device("cpu")
 
 

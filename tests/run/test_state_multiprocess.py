@@ -124,3 +124,43 @@ def test_gradients_are_kept_where_a_rank_has_no_rows_of_them_or_zeros_only():
         for found in run_ranks(gradients_of_nobody, world, {"strategy": "fsdp"}):
             for name in ("gradient|0.weight", "gradient|2.bias"):
                 assert torch.equal(found[name], whole[name]), (world, name)
+
+
+class Keeping(nn.Module):
+    """Keeps tensors as extra state and in an attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.held, self.table = torch.ones(40), torch.ones(200, 40)
+
+    def forward(self, x):
+        return x
+
+    def get_extra_state(self):
+        return {"held": self.held}
+
+    def set_extra_state(self, state):
+        self.held = state["held"]
+
+
+def memory_of_checkpoint(world):
+    """Whether a checkpoint's tensors share memory with those of the model, on rank 0."""
+    run = Run(RunOptions.of(global_batch=24, micro_batches=8, strategy="pipeline"), world)
+    model = nn.Sequential(nn.Linear(6, 40), Keeping(), nn.Linear(40, 3))
+    keeping = model[1]
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    train_step(run, next(iter(run.batches(dataset()))), optimizer)
+    keeping.table += 1
+    held = run.require_prepared().state.capture("", keep=run.is_main).optimizer
+    run.close()
+    return {
+        name: tensor.data_ptr() in (keeping.held.data_ptr(), keeping.table.data_ptr())
+        for name, tensor in held.items()
+    }
+
+
+def test_what_modules_keep_beside_the_weights_is_copied_before_it_is_written_in_the_background():
+    """Under a strategy whose tensors are gathered nobody copies the rest, and the loop would change it meanwhile."""
+    found = run_ranks(memory_of_checkpoint, 2)[0]
+    assert sorted(found) == ["attribute|module 1|table", "extra state of 1.held"]
+    assert not any(found.values())
