@@ -162,6 +162,8 @@ class Snapshot:
     def _held(self, value: Any, name: str, put: Callable[[Any], object]) -> None:
         """Looks at what a variable, an attribute or an entry holds; ``put`` gives it another value."""
         self._value(value, name)
+        if isinstance(value, type | FunctionType):
+            self._note(name, f"{value.__module__}.{value.__qualname__}")
         if self._restorable and isinstance(value, _NUMBERS):
             self._setters[name] = value, put
         elif isinstance(value, Tensor) and name in self._setters:
@@ -283,14 +285,17 @@ class Snapshot:
             if child is not None:
                 self._value(child, f"{name}.{key}" if name else key)
         words = name or "the model"
+        self._note(f"the class of {words}", type(module).__qualname__)
         if self._restorable:
             self._remember(functools.partial(_rebind, module._buffers, dict(module._buffers), frozenset()))
         for key, buffer in module._buffers.items():
             if buffer is not None:
                 self._value(buffer, f"the buffer {key!r} of {words}")
-        for hooks in _HOOKS:
-            for hook in vars(module)[hooks].values() if hooks in vars(module) else ():
-                self._value(hook, f"a hook of {words}")
+        hooks = [each for kind in _HOOKS for each in vars(module).get(kind, {}).values()]
+        own = [each for each in hooks if is_users_module(getattr(each, "__module__", None) or "")]
+        self._note(f"the hooks of {words}", repr([getattr(each, "__qualname__", "") for each in own]))
+        for hook in hooks:
+            self._value(hook, f"a hook of {words}")
         home = type(module).__module__
         if not home.startswith("lockstep.") or home.startswith("lockstep.models."):
             self._slots(vars(module), words, leave_out=_OF_TORCH)

@@ -11,16 +11,15 @@ Tensors of optimizers are not held here; ``unsaved_tensors`` names those that ar
 from __future__ import annotations
 
 import copy
-import hashlib
 import inspect
 import json
 import math
-import pickle
+import re
 import weakref
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
-from types import BuiltinFunctionType, FunctionType
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import numpy as np
@@ -56,6 +55,8 @@ _LEFT_OUT: JSON = ["left out"]
 _PREFIX = "attribute|"
 """Of the names that tensors have in a checkpoint."""
 _MISSING = object()
+_ATTRIBUTE = re.compile(r"(?:the attribute '\w+' of )*(the attribute '\w+' of [^\[\]]*)(?:\[.*)?")
+"""The name of an attribute of a module, or of what it holds."""
 _CONTAINERS: dict[str, Callable[..., Any]] = {
     each.__name__: each for each in (list, tuple, dict, set, frozenset, deque, OrderedDict, Counter)
 }
@@ -77,12 +78,10 @@ class Values:
         """Their paths, by attribute."""
         self.objects: dict[str, Any] = {}
         """Objects by the path at which each was found first."""
-        self.unheld: dict[Place, list[str]] = {}
-        """Digests of what cannot be held."""
+        self.unheld: set[Place] = set()
+        """Those with something that cannot be held."""
         self.absent: set[Place] = set()
         """Attributes whose tensors another process has."""
-        self.computed: set[Place] = set()
-        """Attributes with large tensors that have a graph, as the outputs of layers."""
         modules = {name: each for name, each in holders.items() if isinstance(each, nn.Module)}
         registered = [each for module in modules.values() for each in _registered(module)]
         self._known = {id(each) for each in holders.values()}
@@ -94,11 +93,6 @@ class Values:
             for key, value in _attributes(holder).items():
                 self._place, self._entries = (name, key), 0
                 self.found[name, key] = self._value(value, f"{name}|{key}")
-        self.unheld |= {(name, "__class__"): [type(each).__qualname__] for name, each in modules.items()}
-        for place in [
-            (name, key) for name, key in self.unheld if name in modules and has_extra_state(modules[name])
-        ]:
-            del self.unheld[place]  # the module's own affair
 
     def _value(self, value: Any, path: str, depth: int = 0) -> JSON:
         kind = type(value)
@@ -115,7 +109,7 @@ class Values:
         if issubclass(kind, np.generic) and not value.dtype.hasobject:
             return ["scalar", value.dtype.str, value.tobytes().hex()]
         if issubclass(kind, int | float | complex | str | bytes | torch.dtype | torch.device):
-            return self._unheld(value)  # of a class of the user's, or not told apart by JSON
+            return self._unheld()  # of a class of the user's, or not told apart by JSON
         if id(value) in self._known:
             return _LEFT_OUT
         if id(value) in self._paths:
@@ -132,9 +126,7 @@ class Values:
         if issubclass(kind, Tensor | Optimizer | type | FunctionType | BuiltinFunctionType):
             if self._place[0].startswith("optimizer "):
                 return _LEFT_OUT
-            if not issubclass(kind, Tensor | Optimizer):
-                return self._unheld(f"{value.__module__}.{value.__qualname__}")
-            return self._tensor(value, path) if issubclass(kind, Tensor) else self._unheld(value.state)
+            return self._tensor(value, path) if issubclass(kind, Tensor) else self._unheld()
         if issubclass(kind, np.ndarray):
             return self._array(value, path)
         if issubclass(kind, list | tuple | dict | set | frozenset | deque):
@@ -145,7 +137,7 @@ class Values:
         fields = _fields_of(value)
         self._entries += len(fields)
         if self._entries > _MOST_ENTRIES or depth > _MOST_DEPTH:
-            return self._unheld(value)
+            return self._unheld()
         every = ([key, self._value(each, f"{path}.{key}", depth + 1)] for key, each in fields.items())
         held: JSON = [pair for pair in every if pair[1] != _LEFT_OUT]
         return ["object", kind.__qualname__, held] if held else _LEFT_OUT
@@ -157,20 +149,17 @@ class Values:
         if tensor.is_meta:
             return _LEFT_OUT
         if (memory := _memory_of(tensor)) in self._memory:
-            return self._unheld("a view of the state")
+            return self._unheld()
         if memory is None or tensor.is_quantized:
-            return self._unheld(tensor)
+            return self._unheld()
         plain = tensor.detach().resolve_conj().resolve_neg()
         if tensor.numel() <= _MOST_NUMBERS:
             numbers = plain.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
             dtype = str(tensor.dtype).removeprefix("torch.")
             return ["numbers", dtype, list(tensor.shape), numbers.hex(), tensor.is_cpu]
-        if tensor.grad_fn is not None:
-            self.computed.add(self._place)
-            return _LEFT_OUT
+        if tensor.grad_fn is not None or tensor.nbytes > self._room:  # the output of a layer, or too large
+            return self._unheld()
         self._room -= tensor.nbytes
-        if self._room < 0:
-            return self._unheld(int(checksum(plain)))
         self.tensors[path] = plain
         self.large.setdefault(self._place, []).append(path)
         return ["tensor", path, f"{int(checksum(plain)):x}", tensor.is_cpu]
@@ -178,17 +167,15 @@ class Values:
     def _array(self, array: Any, path: str) -> JSON:
         if isinstance(array, np.memmap):
             return _LEFT_OUT
-        if array.dtype.hasobject or array.dtype.fields:
-            return self._unheld(array)
-        if array.nbytes > self._room:
-            return self._unheld(hashlib.sha256(np.ascontiguousarray(array).data).hexdigest())
+        if array.dtype.hasobject or array.dtype.fields or array.nbytes > self._room:
+            return self._unheld()
         numbers = torch.tensor(np.frombuffer(array.tobytes(), dtype=np.uint8))
         return ["array", array.dtype.str, list(array.shape), self._tensor(numbers, path)]
 
     def _container(self, value: Any, path: str, depth: int) -> JSON:
         self._entries += len(value)
         if self._entries > _MOST_ENTRIES or depth > _MOST_DEPTH:
-            return self._unheld(value)
+            return self._unheld()
         kind = type(value).__qualname__
         pairs = list(entries_of(value) if isinstance(value, dict) else enumerate(value))
         entries = [each for _, each in pairs]
@@ -199,20 +186,15 @@ class Values:
             elif isinstance(value, set | frozenset):
                 return ["set", kind, sorted((encode(each, path) for each in entries), key=json.dumps)]
         except ConfigError:  # objects, whose like is not found again by its value
-            return self._unheld(entries)
+            return self._unheld()
         names = [json.dumps(key) for key in keys] or range(len(entries))
         held = [self._value(each, f"{path}.{name}", depth + 1) for name, each in zip(names, entries)]
         if held and all(each == _LEFT_OUT for each in held):
             return _LEFT_OUT  # as a list of layers
         return ["dict", kind, keys, held] if isinstance(value, dict) else ["list", kind, held]
 
-    def _unheld(self, value: Any) -> JSON:
-        """Notes a digest of what cannot be held, which shows that it has changed."""
-        try:
-            content = pickle.dumps(value)
-        except Exception:  # an object of the user's may raise anything
-            content = type(value).__qualname__.encode()
-        self.unheld.setdefault(self._place, []).append(hashlib.sha256(content).hexdigest())
+    def _unheld(self) -> JSON:
+        self.unheld.add(self._place)
         return _LEFT_OUT
 
 
@@ -340,10 +322,9 @@ class Attributes:
         self._parts = parts
         first = Values(self._holders())
         self._first = {place: json.dumps(value) for place, value in first.found.items()}
-        self._objects = {path: _reference(value) for path, value in first.objects.items()}
-        self._unheld = first.unheld
+        self._objects = {path: reference(value) for path, value in first.objects.items()}
         self.lost: list[str] = []
-        """What has changed and the last ``capture`` could not hold, in words."""
+        """What the last ``capture`` did not hold, since another process has it, in words."""
 
     def _holders(self) -> dict[str, Any]:
         optimizers = {f"optimizer {number}": each for number, each in enumerate(self._parts.optimizers)}
@@ -363,22 +344,20 @@ class Attributes:
             if json.dumps(value) != self._first.get(place)
         }
         large = {place: value for place, value in changed.items() if place in now.large}
-        unheld = {place for place, digests in now.unheld.items() if self._unheld.get(place) != digests}
-        unheld |= self._first.keys() - now.found.keys()
         if not strategy.replicated and strategy.all_ranks is not None:
             small = [[*place, value] for place, value in changed.items() if place not in large]
-            mine = [small, sorted(unheld | large.keys()), sorted(now.absent)]
+            mine = [small, sorted(large), sorted(now.absent)]
             everyone = gather_json(mine, strategy.all_ranks, strategy.device)
             # A process that steps no optimizer, as a worker of a parameter server, knows the first numbers only.
             changed = {(holder, key): value for each, *_ in reversed(everyone) for holder, key, value in each}
             changed |= large
             absent = {(holder, key) for holder, key in everyone[0][2]}
-            unheld |= absent & {(holder, key) for _, places, _ in everyone[1:] for holder, key in places}
+            elsewhere = absent & {(holder, key) for _, places, _ in everyone[1:] for holder, key in places}
+            self.lost = sorted(words_of(*place) for place in elsewhere)
         for place, value in large.items():
             text = json.dumps(value)
             used = [path for path in now.large[place] if json.dumps(path) in text]
             tensors.update({f"{_PREFIX}{path}": now.tensors[path] for path in used})
-        self.lost = sorted(words_of(*place) for place in unheld)
         found = [[*place, changed[place]] for place in {**now.found, **changed} if place in changed]
         return {"held": found} if found else {}
 
@@ -473,10 +452,10 @@ def _memory_of(tensor: Tensor) -> int | None:
     return tensor.untyped_storage().data_ptr() or id(tensor)
 
 
-def _reference(value: Any) -> Callable[[], Any]:
+def reference(value: Any) -> Callable[[], Any]:
     """What gives an object while it lives; lists and dicts know no weak references."""
     try:
-        return weakref.ref(value)
+        return weakref.WeakMethod(value) if isinstance(value, MethodType) else weakref.ref(value)
     except TypeError:
         return lambda: value
 
@@ -527,12 +506,18 @@ def unsaved_tensors(optimizer: Optimizer) -> dict[str, str]:
     return found
 
 
-def is_stored(name: str, model: nn.Module) -> bool:
-    """True for a place, as a snapshot calls it, that a checkpoint holds: attributes, extra states."""
+def held_places(model: nn.Module) -> Callable[[str], bool]:
+    """Tells of places, as a snapshot calls them, whether a checkpoint holds them: attributes, extra states."""
     modules = dict(model.named_modules())
-    if any(has_extra_state(each) and f" of {path or 'the model'}" in name for path, each in modules.items()):
-        return True
+    owners = {path or "the model" for path, each in modules.items() if has_extra_state(each)}
     values = Values({f"module {path}": module for path, module in modules.items()})
     held = {place for place, value in values.found.items() if value != _LEFT_OUT}
-    places = [words_of(*place) for place in held - values.unheld.keys() - values.computed]
-    return any(name == place or name.endswith(f" of {place}") or f"{place}[" in name for place in places)
+    places = {words_of(*place) for place in held - values.unheld}
+
+    def is_held(name: str) -> bool:
+        attribute = _ATTRIBUTE.fullmatch(name)
+        if attribute is not None and attribute[1] in places:
+            return True
+        return name.partition("[")[0].rpartition(" of ")[2] in owners
+
+    return is_held

@@ -81,8 +81,8 @@ def _set_by(code: CodeType) -> set[str]:
 
 
 @functools.cache
-def _live_after(code: CodeType) -> tuple[list[int], list[frozenset[str]]]:
-    """The offset of each instruction, and the names that are live after it (backward data flow; Kildall 1973)."""
+def _flow(code: CodeType) -> tuple[list[dis.Instruction], list[list[int]]]:
+    """The instructions, and the numbers of those that may follow each."""
     instructions = list(dis.get_instructions(code))
     place = {each.offset: number for number, each in enumerate(instructions)}
     follow: list[list[int]] = []
@@ -91,6 +91,25 @@ def _live_after(code: CodeType) -> tuple[list[int], list[frozenset[str]]]:
         if number + 1 < len(instructions) and each.opname not in _NEVER_CONTINUE:
             targets.append(number + 1)
         follow.append(targets)
+    return instructions, follow
+
+
+def names_ahead(code: CodeType, offset: int) -> set[str]:
+    """The variables that code may read or set after an instruction; see ``live_names``."""
+    instructions, follow = _flow(code)
+    number = bisect_right([each.offset for each in instructions], offset) - 1
+    seen, todo = set[int](), list(follow[number])
+    while todo:
+        if (number := todo.pop()) not in seen:
+            seen.add(number)
+            todo += follow[number]
+    return {name for each in seen for _, name in _accesses(instructions[each])}
+
+
+@functools.cache
+def _live_after(code: CodeType) -> tuple[list[int], list[frozenset[str]]]:
+    """The offset of each instruction, and the names that are live after it (backward data flow; Kildall 1973)."""
+    instructions, follow = _flow(code)
     inner = _inner_functions(instructions)
     before: list[frozenset[str]] = [frozenset()] * len(instructions)
     after = list(before)

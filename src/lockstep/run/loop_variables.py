@@ -36,6 +36,7 @@ from lockstep.data.keyed import encoded_state, set_encoded_state
 from lockstep.errors import ConfigError
 from lockstep.numerics.hidden_state import (
     NAMESPACES,
+    Snapshot,
     is_closed,
     is_plain,
     is_users_code,
@@ -49,6 +50,7 @@ from lockstep.run.loop_code import (
     changed_since,
     globals_of,
     live_in,
+    names_ahead,
     state_of,
     users_frames,
 )
@@ -61,6 +63,8 @@ logger = logging.getLogger(__name__)
 _MOST_PLACES, _MOST_ENTRIES, _MOST_DEPTH = 2_000, 64, 4
 _MOST_BYTES, _SAMPLE = 1 << 20, 4_096
 """Of a tensor or array that is read; the numbers out of a larger one."""
+_VARIABLE = r"(?:[^ ]+: )?\w+"
+"""A variable of a frame, before its attributes and entries."""
 _CONFIGS = ("omegaconf.", "ml_collections.")
 """Installed packages whose objects hold the user's numbers."""
 
@@ -387,6 +391,17 @@ class LoopState:
         yield
         if before is not None:
             self._at_end |= dict(Variables.of_loop(self._known).texts.items() - before)
+
+    def seen_in(self, found: Snapshot) -> set[str]:
+        """The names that a snapshot has for what variables hold that the loop goes on with: ``capture`` notes these."""
+        variables, ahead = Variables.of_loop(self._known), set[str]()
+        for frame in users_frames():
+            owner = "" if frame.f_code.co_name == "<module>" else f"{frame.f_code.co_qualname}: "
+            ahead |= {f"{owner}{name}" for name in names_ahead(frame.f_code, frame.f_lasti)}
+        names = [n for n in variables.texts if n in variables.live or re.match(_VARIABLE, n)[0] in ahead]
+        entries = [variables.plain[name].place for name in names if name in variables.plain]
+        objects = [found.name_of(variables.values[name]) for name in names]
+        return {*objects, *(found.places[place][0] for place in entries if place in found.places)}
 
     def _note_data(self, found: Variables) -> None:
         """Notes what the loop has changed in data sets since the steps ended."""

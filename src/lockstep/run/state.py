@@ -53,9 +53,8 @@ _UNSAVED = {
         "Make all optimizers before run.prepare, and give it all of them",
     ),
     "unsaved_attributes": (
-        "which has changed and is no number, tensor or list of such, or too large",
-        "In a module, make it a buffer, or let get_extra_state and set_extra_state store it; in an optimizer, keep it "
-        "in self.state[parameter]",
+        "which has changed, is large, and is in another process than the first",
+        "Make it a persistent buffer",
     ),
 }
 """What a checkpoint does not hold: why, and what to do."""
@@ -158,6 +157,12 @@ class RunState:
     """With which the optimizers and schedulers were made, before any step or checkpoint changed them."""
     add_group: Sequence[Callable[[dict[str, Any]], None]] = ()
     """Of each optimizer: adds a group of the prepared model's parameters."""
+    places: dict[str, list[str]] = field(default_factory=dict)
+    """Of a checkpoint: see ``capture_places``."""
+    was_inside: bool = False
+    """True if the checkpoint was written within an epoch."""
+    capture_places: Callable[[RunState], dict[str, list[str]]] = lambda _: {}
+    """Gives what the model and the loss read, the loop has changed, and no checkpoint holds; see ``UnheldPlaces``."""
     loop: LoopState = field(init=False)
 
     def __post_init__(self) -> None:
@@ -369,6 +374,7 @@ class RunState:
             scheduler.load_state_dict(_like(scheduler.state_dict(), stored))
         self.position.load_state_dict(written["position"])
         self.loop.resume(written.get("loop", {}), inside=self.position.inside)
+        self.places, self.was_inside = dict(written.get("places", {})), self.position.inside
         self.extra, self.data = dict(written["extra"]), dict(written.get("data", {}))
         return str(written["fingerprint"])
 
@@ -437,6 +443,7 @@ class RunState:
             "loop": self.loop.capture(),
             "sources": self.sources,
             "made_with": list(self.made_with),
+            "places": self.capture_places(self),
         }
         return CheckpointState({}, {}, progress, self.model.aliases)
 

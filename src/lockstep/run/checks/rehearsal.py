@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,7 +34,7 @@ from lockstep.errors import ConfigError
 from lockstep.numerics.compilation import fix_graphs
 from lockstep.numerics.hidden_state import Kind, Snapshot, draws_globally, told
 from lockstep.numerics.randomness import KeyedRandomness
-from lockstep.run.attributes import is_stored
+from lockstep.run.attributes import held_places, reference
 from lockstep.run.checks.agreement import compared_replicas
 from lockstep.run.checks.means import Deviation, judge_with_model
 from lockstep.run.checks.same_call import gather_agreed
@@ -73,6 +74,8 @@ then after a quarter of them. So is the last step of all, where it is known."""
 _VALUES = (Kind.NUMBER, Kind.TENSOR)
 _GENERATORS = ("torch", "NumPy", "random")
 _STORE_IT = "Make it a registered buffer, or let its module's get_extra_state and set_extra_state store it."
+_SWITCH = re.compile(r"True|False|None|-?\d+|['\"].*", re.DOTALL)
+"""Texts of values that a loop may turn to and fro."""
 _TIMES = {"first": 2, "always": math.inf, "off": 1}
 
 
@@ -96,6 +99,7 @@ class Rehearsals:
         self._read: dict[str, str] = {}
         self._moved: set[str] = set()
         """The variables that the loss and the model read, and those that calls change or that differ from the start."""
+        self._unheld = UnheldPlaces(is_main)
         self._are_concurrent = options.sync_batch_norm
         alone = options.micro_batches == 1 and strategy.all_ranks is None
         # Otherwise two passes may differ by themselves
@@ -159,7 +163,7 @@ class Rehearsals:
         everyone = self._strategy.gather_records(found)
         changed = next((each for differs, each in everyone if differs), None)
         if changed is not None and self._is_for_resume:
-            if changed and all(is_stored(name, model) for name in changed):
+            if changed and all(map(held_places(model), changed)):
                 return
             what = told(changed, _MOST) if changed else "something that was not found, such as an iterator"
             raise ConfigError(
@@ -319,6 +323,8 @@ class Rehearsals:
             codes = [code for each in (loss, compute.forward) if isinstance(code := code_of(each), CodeType)]
             names = names_reached(codes, before.functions)
             findings.lost = [name for name, each in lost.items() if each.is_read_by(before, noted, names)]
+        moved = {name.partition("[")[0] for name in {**noted, **counting}}
+        findings.lost += self._unheld.look(prepared.state, roots, before, moved)
         if any(each.differs(first) for each in from_start):
             now = {name: (text, before.texts.get(name, "nothing")) for name, (text, _) in starts.items()}
             findings.changed = {name: pair for name, pair in now.items() if pair[0] != pair[1]}
@@ -408,7 +414,8 @@ class Rehearsals:
         """Warns of what no checkpoint holds and the loss depends on; refuses it in a run that was resumed."""
         found.require_nothing_lost()
         kept = [*found.foreign, *found.drew, *found.changed]
-        missed = [name for name in kept if not is_stored(name, state.parts.model)]
+        is_held = held_places(state.parts.model)
+        missed = [name for name in kept if not is_held(name)]
         depends = found.losses_differ or found.gradients or found.foreign or found.drew
         if not depends or (kept and not missed):
             return
@@ -428,6 +435,67 @@ class Rehearsals:
                 what,
                 _STORE_IT,
             )
+
+
+class UnheldPlaces:
+    """The places that the model and the loss read and no checkpoint holds: globals, variables of functions, attributes
+    of classes, functions and hooks. A checkpoint notes those that the loop has changed.
+
+    A resumed run where one is again what it was at first has lost it.
+    """
+
+    def __init__(self, is_main: bool) -> None:
+        self._is_main = is_main
+        self._roots: dict[str, Callable[[], Any]] = {}
+        self._first: dict[str, str] = {}
+        """Texts at the first rehearsal of all, over all resumes."""
+        self._start: dict[str, str] = {}
+        """Texts at the newest one at the start of a later epoch than the first."""
+        self._moved: set[str] = set()
+        """Those that calls change by themselves, without the keys of entries."""
+
+    def look(self, state: RunState, roots: Mapping[str, Any], found: Snapshot, moved: set[str]) -> list[str]:
+        """Takes what a rehearsal has found; returns what a stop has lost, and warns of what it may have lost."""
+        state.capture_places = self.changed
+        self._roots |= {name: reference(root) for name, root in roots.items()}
+        self._moved |= moved
+        texts = self._texts(state, found)
+        lost: list[str] = []
+        uncertain: list[str] = []
+        for name in sorted(state.places.keys() & texts.keys()):
+            first, saved, start = state.places.pop(name)
+            self._first[name] = first
+            is_set_anew = not state.was_inside and start == first  # where an epoch begins
+            if texts[name] == first and not is_set_anew and name.partition("[")[0] not in self._moved:
+                # A step may set a switch anew, such as one of every second step, to what it was at first.
+                is_certain = state.was_inside and not _SWITCH.fullmatch(first)
+                (lost if is_certain else uncertain).append(f"{name} ({first}, was {saved})")
+        self._first = {**texts, **self._first}
+        if state.position.epoch:
+            self._start = texts
+        if uncertain and self._is_main:
+            logger.warning(
+                "The model or the loss reads %s, which is what it was at the start of the run and not what it was at "
+                "the checkpoint. Unless that is right, keep it in run.extra and give it back before run.batches.",
+                shorten(uncertain, _MOST),
+            )
+        return lost
+
+    def changed(self, state: RunState) -> dict[str, list[str]]:
+        """By place: what it was at first, what it is, and what it was at the start of an epoch, if that is known."""
+        roots = {name: root for name, each in self._roots.items() if (root := each()) is not None}
+        known = [each for model in (state.parts.model, state.model.module) for each in model.buffers()]
+        texts = self._texts(state, Snapshot(roots, known, restorable=False))
+        return {
+            name: [self._first[name], text, self._start.get(name, "")]
+            for name, text in texts.items()
+            if self._first.get(name, text) != text and name.partition("[")[0] not in self._moved
+        }
+
+    def _texts(self, state: RunState, found: Snapshot) -> dict[str, str]:
+        """Those of places that neither a checkpoint's values nor the loop's variables cover."""
+        is_held, seen = held_places(state.parts.model), state.loop.seen_in(found)
+        return {name: text for name, text in found.texts.items() if name not in seen and not is_held(name)}
 
 
 @dataclass(frozen=True)

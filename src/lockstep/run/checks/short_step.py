@@ -165,9 +165,9 @@ class Findings:
         if self.lost:
             raise ConfigError(
                 f"The loss or the model reads {shorten(self.lost, _MOST)}, which the loop changes or computes and no "
-                "checkpoint holds: it is not what it was before the stop, so the bits would not continue. Give it back "
-                "from run.extra before run.batches; or make it a part of the model, such as a buffer or a frozen "
-                f"module, and begin anew without resume. {OFF}"
+                "checkpoint holds: it is not what it was before the stop, so the bits would not continue. Set it "
+                "before run.batches, from run.extra; or make it a part of the model, such as a buffer, and "
+                f"begin anew without resume. {OFF}"
             )
 
     def _refuse_other_bits(self) -> None:
