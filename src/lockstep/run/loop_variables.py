@@ -63,8 +63,8 @@ logger = logging.getLogger(__name__)
 _MOST_PLACES, _MOST_ENTRIES, _MOST_DEPTH = 2_000, 64, 4
 _MOST_BYTES, _SAMPLE = 1 << 20, 4_096
 """Of a tensor or array that is read; the numbers out of a larger one."""
-_VARIABLE = r"(?:[^ ]+: )?\w+"
-"""A variable of a frame, before its attributes and entries."""
+_VARIABLE = re.compile(r"\.(?!<)(?![^ ]*: )|\[")
+"""Where the name of a variable of a frame ends, and that of an attribute or entry begins."""
 _CONFIGS = ("omegaconf.", "ml_collections.")
 """Installed packages whose objects hold the user's numbers."""
 
@@ -394,11 +394,16 @@ class LoopState:
 
     def seen_in(self, found: Snapshot) -> set[str]:
         """The names that a snapshot has for what variables hold that the loop goes on with: ``capture`` notes these."""
-        variables, ahead = Variables.of_loop(self._known), set[str]()
-        for frame in users_frames():
-            owner = "" if frame.f_code.co_name == "<module>" else f"{frame.f_code.co_qualname}: "
-            ahead |= {f"{owner}{name}" for name in names_ahead(frame.f_code, frame.f_lasti)}
-        names = [n for n in variables.texts if n in variables.live or re.match(_VARIABLE, n)[0] in ahead]
+        variables, ahead, of_inner = Variables.of_loop(self._known), set[str](), set[str]()
+        for frame in reversed(list(users_frames())):
+            code = frame.f_code
+            owner = "" if code.co_name == "<module>" else f"{code.co_qualname}: "
+            named = names_ahead(code, frame.f_lasti) | of_inner.intersection(
+                (*code.co_cellvars, *code.co_freevars)
+            )
+            ahead |= {f"{owner}{name}" for name in named}
+            of_inner = named.intersection(code.co_freevars)
+        names = [n for n in variables.texts if n in variables.live or _VARIABLE.split(n)[0] in ahead]
         entries = [variables.plain[name].place for name in names if name in variables.plain]
         objects = [found.name_of(variables.values[name]) for name in names]
         return {*objects, *(found.places[place][0] for place in entries if place in found.places)}
