@@ -162,7 +162,7 @@ class Snapshot:
     def _held(self, value: Any, name: str, put: Callable[[Any], object]) -> None:
         """Looks at what a variable, an attribute or an entry holds; ``put`` gives it another value."""
         self._value(value, name)
-        if isinstance(value, type | FunctionType):
+        if isinstance(value, type | FunctionType | BuiltinFunctionType):
             self._note(name, f"{value.__module__}.{value.__qualname__}")
         if self._restorable and isinstance(value, _NUMBERS):
             self._setters[name] = value, put

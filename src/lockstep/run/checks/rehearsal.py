@@ -459,20 +459,19 @@ class UnheldPlaces:
         state.capture_places = self.changed
         self._roots |= {name: reference(root) for name, root in roots.items()}
         self._moved |= moved
-        texts = self._texts(state, found)
         lost: list[str] = []
         uncertain: list[str] = []
-        for name in sorted(state.places.keys() & texts.keys()):
+        for name in sorted(state.places.keys() & found.texts.keys()):
             first, saved, start = state.places.pop(name)
             self._first[name] = first
             is_set_anew = not state.was_inside and start == first  # where an epoch begins
-            if texts[name] == first and not is_set_anew and name.partition("[")[0] not in self._moved:
+            if found.texts[name] == first and not is_set_anew and name.partition("[")[0] not in self._moved:
                 # A step may set a switch anew, such as one of every second step, to what it was at first.
                 is_certain = state.was_inside and not _SWITCH.fullmatch(first)
                 (lost if is_certain else uncertain).append(f"{name} ({first}, was {saved})")
-        self._first = {**texts, **self._first}
+        self._first = {**found.texts, **self._first}
         if state.position.epoch:
-            self._start = texts
+            self._start = found.texts
         if uncertain and self._is_main:
             logger.warning(
                 "The model or the loss reads %s, which is what it was at the start of the run and not what it was at "
@@ -485,17 +484,14 @@ class UnheldPlaces:
         """By place: what it was at first, what it is, and what it was at the start of an epoch, if that is known."""
         roots = {name: root for name, each in self._roots.items() if (root := each()) is not None}
         known = [each for model in (state.parts.model, state.model.module) for each in model.buffers()]
-        texts = self._texts(state, Snapshot(roots, known, restorable=False))
+        found = Snapshot(roots, known, restorable=False)
+        is_held, of_loop = held_places(state.parts.model), state.loop.seen_in(found)
         return {
             name: [self._first[name], text, self._start.get(name, "")]
-            for name, text in texts.items()
-            if self._first.get(name, text) != text and name.partition("[")[0] not in self._moved
+            for name, text in found.texts.items()
+            if self._first.get(name, text) != text and name not in of_loop
+            if name.partition("[")[0] not in self._moved and not is_held(name)
         }
-
-    def _texts(self, state: RunState, found: Snapshot) -> dict[str, str]:
-        """Those of places that neither a checkpoint's values nor the loop's variables cover."""
-        is_held, seen = held_places(state.parts.model), state.loop.seen_in(found)
-        return {name: text for name, text in found.texts.items() if name not in seen and not is_held(name)}
 
 
 @dataclass(frozen=True)
