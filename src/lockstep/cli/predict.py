@@ -84,10 +84,8 @@ def _placed(job: JobConfig, arguments: argparse.Namespace) -> JobConfig:
     for section, settings in (
         ("training", given),
         ("run", {"name": ""} if arguments.devices is None else {"name": "", "devices": arguments.devices}),
-        (
-            "checkpoint",
-            {"resume": ""},
-        ),  # nothing is resumed, and nothing goes into the run's folder by itself
+        # Nothing is resumed, and nothing goes into the run's folder by itself.
+        ("checkpoint", {"resume": ""}),
         ("weights", {"path": ""}),
     ):
         table.setdefault(section, {}).update(settings)

@@ -177,9 +177,8 @@ def _parts(value: Any) -> Iterator[Any]:
         yield from _read_by(value)
     elif isinstance(value, partial):
         yield from (value.func, value.args, value.keywords)
-    elif not isinstance(
-        value, Stream | IterableDataset | torch.Tensor | np.ndarray
-    ):  # read here, as they are
+    # The others are read here, as they are.
+    elif not isinstance(value, Stream | IterableDataset | torch.Tensor | np.ndarray):
         own = type(value).__module__.startswith("lockstep.")
         for name, each in getattr(value, "__dict__", {}).items():
             is_place = isinstance(value, Sampler) and name == "epoch"  # the run has its own
