@@ -175,6 +175,8 @@ def _recipe(job: JobConfig) -> str:
         table.pop(section, None)
     for key in _TRAINING_NOT_OF_RECIPE:
         table.get("training", {}).pop(key, None)
+    if job.tensor.shards:  # then every layout computes in them
+        table["tensor"] = dataclasses.asdict(job.tensor)
     return json.dumps(table, sort_keys=True)
 
 
