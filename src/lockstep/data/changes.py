@@ -43,14 +43,8 @@ _MOST_NOTES, _MOST_ENTRIES, _DEPTH = 2_000, 64, 8
 _MOST_BYTES, _MOST_HASHED = 1 << 20, 100_000
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _LEAVES = (
-    type,
-    BuiltinFunctionType,
-    MethodDescriptorType,
-    np.ufunc,
-    ModuleType,
-    logging.Logger,
-    io.IOBase,
-    Enum,
+    *(type, BuiltinFunctionType, MethodDescriptorType, np.ufunc),
+    *(ModuleType, logging.Logger, io.IOBase, Enum),
 )
 _FIXED = (PurePath, range, re.Pattern, np.generic, np.dtype, torch.dtype, torch.device, torch.Generator)
 """Types whose values stay what they are; a generator is drawn from, and what it draws is looked for elsewhere."""

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.job import JobConfig, ScheduleConfig
+from lockstep.config.reader import flat
 from lockstep.config.strategy_options import STRATEGIES
 from lockstep.core.atomic import sole_use
 from lockstep.core.plan import Share
@@ -129,7 +130,7 @@ def settings_that_differ(starts: Mapping[str, Start]) -> list[tuple[str, ...]]:
 
     With a head; of the head alone where all are the same. What only names a run or a place is left out.
     """
-    tables = [_flat(json.loads(start.job.to_json())) for start in starts.values()]
+    tables = [flat(json.loads(start.job.to_json())) for start in starts.values()]
     keys = {key for table in tables for key in table} - set(_OF_ONE_RUN)
     return [("setting", *starts), *_differing(keys, tables)]
 
@@ -153,13 +154,6 @@ def decides_result(setting: str) -> bool:
     section, _, key = setting.partition(".")
     is_of_layout = section in _NOT_OF_RECIPE or (section == "training" and key in _TRAINING_NOT_OF_RECIPE)
     return setting in _OF_RECIPE or not is_of_layout
-
-
-def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in table.items():
-        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return found
 
 
 def recipe_digest(job: JobConfig) -> str:
