@@ -30,16 +30,19 @@ SETTINGS = (
 )
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def trained(runs, *more):
     """The folder of a run of the digits job."""
-    runs = tmp_path_factory.mktemp("runs")
-    settings = [parse_set(text) for text in (f"run.directory={runs}", *SETTINGS)]
+    settings = [parse_set(text) for text in (f"run.directory={runs}", *SETTINGS, *more)]
     config = choose_run_folder(load_job("digits", settings))
     trainer = assemble(config, World())
     record(trainer, config, run_folder(config))
     trainer.fit()
     return runs / "run"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return trained(tmp_path_factory.mktemp("runs"))
 
 
 def replayed(folder, **request):
@@ -58,6 +61,13 @@ def test_the_gradient_of_a_micro_batch_has_the_recorded_bits(folder):
     report = replayed(folder, step=1, micro_batch=3)
     assert not report.differs and report.compared.recorded is not None
     assert len(report.samples) * report.leaves == len(replayed(folder, step=1).samples)
+
+
+def test_a_run_whose_layers_are_in_shards_is_computed_in_shards_again(tmp_path):
+    """It was refused for other conditions, since the table ``[tensor]`` was left out, as those of layouts are."""
+    settings = ("tensor.shards=2", "training.record_micro_batches=false", "training.max_steps=2")
+    report = replayed(trained(tmp_path, *settings), step=1)
+    assert not report.differs and report.compared.recorded is not None
 
 
 @pytest.mark.parametrize(

@@ -372,12 +372,8 @@ def describe(report: AuditReport) -> str:
         return "\n".join(f"{name:9} {text}" for name, text in rows)
     done, whole = sum(i.end - i.first for i in checked), sum(i.end - i.first for i in every)
     which = "; ".join(f"steps {interval}" for interval in checked)
-    rows.append(
-        (
-            "checked",
-            f"{len(checked)} of {plural(len(every), 'interval')}, chosen by seed {report.seed}: {which}",
-        )
-    )
+    chosen = f"{len(checked)} of {plural(len(every), 'interval')}, chosen by seed {report.seed}"
+    rows.append(("checked", f"{chosen}: {which}"))
     rows.append(("cost", f"{plural(done, 'step')} of {whole}"))
     found = chance(len(every), len(checked))
     percent = 100 if found == 1 else min(99, round(100 * found))

@@ -105,6 +105,7 @@ def single_process_config(job: JobConfig, *, resume: str = "", force_context: bo
         parameters=job.parameters,
         schedule=job.schedule,
         callbacks=job.callbacks,
+        tensor=job.tensor,
         training=dataclasses.replace(
             job.training,
             strategy="single",

@@ -35,7 +35,11 @@ def test_a_run_that_only_moved_to_other_devices_has_one_recipe():
 
 
 @pytest.mark.parametrize(
-    "changed", [{"training": {"clip_norm": 0.5}}, {"training": {"epochs": 9}}, {"run": {"threads": 2}}]
+    "changed",
+    [
+        *({"training": {"clip_norm": 0.5}}, {"training": {"epochs": 9}}, {"run": {"threads": 2}}),
+        {"tensor": {"shards": 2}},
+    ],
 )
 def test_a_run_whose_settings_changed_on_the_way_has_not(changed):
     assert not one_recipe([start(0), start(9, **changed)])

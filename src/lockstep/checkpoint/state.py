@@ -141,10 +141,15 @@ def load_model_state(model: nn.Module, tensors: Mapping[str, Tensor], aliases: M
     nothing has been copied then.
     """
     require_same_model(tensors, aliases, *model_state(model))
-    given = OrderedDict(_with_aliases(tensors, aliases))
+    copy_values(model, _with_aliases(tensors, aliases))
+
+
+def copy_values(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Copies values into the model's own tensors, whose names were compared."""
+    given = OrderedDict(tensors)
     # Without the version metadata, torch would take every module's state for one of its oldest format.
-    given._metadata = getattr(model.state_dict(), "_metadata", None)  # type: ignore[attr-defined] # torch's own name
-    model.load_state_dict(given, strict=False)  # the names were compared; extra state has a place of its own
+    given._metadata = getattr(model.state_dict(), "_metadata", None)  # type: ignore[attr-defined]  # torch's
+    model.load_state_dict(given, strict=False)  # extra state has a place of its own
 
 
 def _with_aliases(tensors: Mapping[str, Tensor], aliases: Mapping[str, str]) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ import shlex
 from pathlib import Path
 
 from lockstep.cli.command_line import Parser
-from lockstep.cli.shared_options import add_train_options, require_files
+from lockstep.cli.shared_options import add_options, add_train_options, require_files
 from lockstep.cli.train import overrides, resolve_devices
 from lockstep.config.job_file import load_job
 from lockstep.core.world import World
@@ -23,25 +23,16 @@ EXIT_UNREADABLE = 1
 
 def add_arguments(parser: Parser) -> None:
     """Declares the command's arguments."""
-    parser.add_argument(
-        "job",
-        metavar="JOB",
-        nargs="?",
-        default="digits",
-        help="a TOML file, or a built-in job (default: digits)",
-    )
+    add_options(parser, ("job", "JOB", "digits", "a TOML file, or a built-in job"))
     add_train_options(parser, "data", "devices", "strategy", "mesh")
-    parser.add_argument(
-        "--epoch", type=int, default=0, metavar="E", help="epoch of the step, from 0 (default: 0)"
+    add_options(
+        parser,
+        ("--epoch", "E", 0, "epoch of the step, from 0"),
+        ("--step", "S", 0, "step within the epoch, from 0"),
+        ("--sheet", "FILE", str, "write the pictures of the step, augmented, as PNG"),
+        ("--json", "FILE", str, "write all that is found, with every sample of the step"),
+        ("--quick", "", False, "do not read every sample"),
     )
-    parser.add_argument(
-        "--step", type=int, default=0, metavar="S", help="step within the epoch, from 0 (default: 0)"
-    )
-    parser.add_argument("--sheet", metavar="FILE", help="write the pictures of the step, augmented, as PNG")
-    parser.add_argument(
-        "--json", metavar="FILE", help="write all that is found, with every sample of the step"
-    )
-    parser.add_argument("--quick", action="store_true", help="do not read every sample")
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.cli.command_line import Parser
+from lockstep.cli.shared_options import add_options
 from lockstep.cli.train import resolve_devices, with_devices_of_process
 from lockstep.config.checks import refuse
 from lockstep.config.components import Component
@@ -27,18 +28,15 @@ _SUFFIXES = (".csv", ".parquet")
 
 def add_arguments(parser: Parser) -> None:
     """Declares the command's arguments."""
-    parser.add_argument("run", metavar="RUN", help="a run folder, such as runs/flowers-001")
-    parser.add_argument(
-        "--data", metavar="DIR", help="folder of the data (default: what the run was evaluated on)"
-    )
-    parser.add_argument("--devices", metavar="N", help="N, auto, cpu, cpu:N or a list such as 0,5")
-    parser.add_argument("--strategy", metavar="NAME", help=", ".join(STRATEGIES))
-    parser.add_argument("--mesh", metavar="AXES", help="axes of the strategy hybrid")
-    parser.add_argument(
-        "--out", metavar="FILE", help=".csv or .parquet (default: predictions.csv in the run folder)"
-    )
-    parser.add_argument(
-        "--best", action="store_true", help="use the best checkpoint instead of the last weights"
+    add_options(
+        parser,
+        ("run", "RUN", str, "a run folder, such as runs/flowers-001"),
+        ("--data", "DIR", str, "folder of the data (default: what the run was evaluated on)"),
+        ("--devices", "N", str, "N, auto, cpu, cpu:N or a list such as 0,5"),
+        ("--strategy", "NAME", str, ", ".join(STRATEGIES)),
+        ("--mesh", "AXES", str, "axes of the strategy hybrid"),
+        ("--out", "FILE", str, ".csv or .parquet (default: predictions.csv in the run folder)"),
+        ("--best", "", False, "use the best checkpoint instead of the last weights"),
     )
 
 
@@ -84,10 +82,8 @@ def _placed(job: JobConfig, arguments: argparse.Namespace) -> JobConfig:
     for section, settings in (
         ("training", given),
         ("run", {"name": ""} if arguments.devices is None else {"name": "", "devices": arguments.devices}),
-        (
-            "checkpoint",
-            {"resume": ""},
-        ),  # nothing is resumed, and nothing goes into the run's folder by itself
+        # Nothing is resumed, and nothing goes into the run's folder by itself.
+        ("checkpoint", {"resume": ""}),
         ("weights", {"path": ""}),
     ):
         table.setdefault(section, {}).update(settings)

@@ -129,19 +129,14 @@ def stop(arguments: argparse.Namespace) -> int:
     if save and _wait_for(run, arguments.within, signal.SIGTERM):
         print(f"{run.run_id} has stopped.")
         return EXIT_DONE
-    _refuse_restarts(run)
+    with suppress(OSError), closing(Control(run.directory)) as control:  # so that its ranks are not restarted
+        control.request_stop(StopReason.PREEMPTED)
     count = end_processes(run)
     if run.is_supervised:
         _wait_for(run, 5.0)
     remove_run_directory(run)
     print(f"{run.run_id} has ended ({count} processes); its last checkpoint stands.", file=sys.stderr)
     return EXIT_DONE
-
-
-def _refuse_restarts(run: RunOnHost) -> None:
-    """Marks the run as stopped on purpose, so that its ranks are not restarted."""
-    with suppress(OSError), closing(Control(run.directory)) as control:
-        control.request_stop(StopReason.PREEMPTED)
 
 
 def _wait_for(run: RunOnHost, limit: float, first: signal.Signals | None = None) -> bool:

@@ -170,14 +170,8 @@ def overrides(arguments: argparse.Namespace) -> list[Override]:
 
 _WORKERS = re.compile(r"([1-9]\d*)(?:-([1-9]\d*))?")
 _NOT_ON_RAY = (
-    "nnodes",
-    "node_rank",
-    "master",
-    "debug_rank",
-    "rendezvous",
-    "profile",
-    "per_device_batch",
-    "restart_world",
+    *("nnodes", "node_rank", "master", "debug_rank"),
+    *("rendezvous", "profile", "per_device_batch", "restart_world"),
 )
 
 

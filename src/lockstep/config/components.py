@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.checks import (
+    CheckedOptions,
     KeyPath,
     Problem,
     absent_module,
-    check_fields,
     import_path,
     nearest_name,
     spell,
@@ -38,7 +38,7 @@ _GIVEN_TO_FUNCTIONS = {"loss": 2, "metrics": 2, "data.collate": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Component:
+class Component(CheckedOptions):
     """An import path and the keyword arguments of the call that makes the object.
 
     In a job file it is one table: ``target`` is the path and every other key an argument. An argument may be
@@ -49,9 +49,6 @@ class Component:
     """Import path: ``package.module:name``."""
     args: Mapping[str, Any] = field(default_factory=dict)
     """Arguments by name: strings, numbers, booleans, lists and tables."""
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 def origins(components: Iterable[tuple[KeyPath, Component]], folders: Sequence[str] = ()) -> list[str]:

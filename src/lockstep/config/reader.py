@@ -84,6 +84,14 @@ def to_table(config: Any) -> dict[str, Any]:
     return {name: _plain(value) for name, value in values.items() if value is not None}
 
 
+def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested tables as one, with dots in the names."""
+    found: dict[str, Any] = {}
+    for name, value in table.items():
+        found |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return found
+
+
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
         return to_table(value)

@@ -117,11 +117,8 @@ def job_problems(job: JobConfig, machine: AvailableDevices | None = None) -> lis
     """Every rule that a job breaks, on the devices that it asks for or on those given."""
     options, machine = job.settings, machine or AvailableDevices.asked_for(job.run.devices)
     if machine.count is not None and machine.count > _MOST_DEVICES:
-        return [
-            Problem(
-                ("run", "devices"), f"is {machine.shown!r}, and a run has at most {_MOST_DEVICES:,} devices."
-            )
-        ]
+        problem = f"is {machine.shown!r}, and a run has at most {_MOST_DEVICES:,} devices."
+        return [Problem(("run", "devices"), problem)]
     found = [Problem(rule.path, message) for rule in RULES for message in rule.problems(options, machine)]
     return found + [Problem(rule.path, each) for rule in JOB_RULES for each in _of_job(rule, job, machine)]
 

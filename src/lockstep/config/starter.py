@@ -351,11 +351,8 @@ def _look_at_tensors(data: Path, target: str, goal: str) -> DataSummary:
         )
     for name, values in (("x", x), ("y", y)):
         for first in range(0, len(values), 4096):
-            rows = (
-                np.isfinite(values[first : first + 4096])
-                .reshape(len(values[first : first + 4096]), -1)
-                .all(1)
-            )
+            part = values[first : first + 4096]
+            rows = np.isfinite(part).reshape(len(part), -1).all(1)
             if not rows.all():
                 raise ConfigError(
                     f"Row {first + int(rows.argmin())} of {name} is NaN or infinite. Fill or remove such rows."

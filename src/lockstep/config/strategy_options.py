@@ -209,17 +209,8 @@ ONE_PROCESS = {"dp": "replicas", "layers": "devices"}
 """The strategies that use several devices from one process, and their option that says how many."""
 
 ELEMENTWISE = (
-    "SGD",
-    "Adam",
-    "AdamW",
-    "Adamax",
-    "NAdam",
-    "RAdam",
-    "Adagrad",
-    "Adadelta",
-    "RMSprop",
-    "Rprop",
-    "ASGD",
+    *("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam"),
+    *("Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD"),
 )
 """The optimizers of ``torch.optim`` that update every element from that element alone."""
 

@@ -43,14 +43,8 @@ _MOST_NOTES, _MOST_ENTRIES, _DEPTH = 2_000, 64, 8
 _MOST_BYTES, _MOST_HASHED = 1 << 20, 100_000
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _LEAVES = (
-    type,
-    BuiltinFunctionType,
-    MethodDescriptorType,
-    np.ufunc,
-    ModuleType,
-    logging.Logger,
-    io.IOBase,
-    Enum,
+    *(type, BuiltinFunctionType, MethodDescriptorType, np.ufunc),
+    *(ModuleType, logging.Logger, io.IOBase, Enum),
 )
 _FIXED = (PurePath, range, re.Pattern, np.generic, np.dtype, torch.dtype, torch.device, torch.Generator)
 """Types whose values stay what they are; a generator is drawn from, and what it draws is looked for elsewhere."""
@@ -177,9 +171,8 @@ def _parts(value: Any) -> Iterator[Any]:
         yield from _read_by(value)
     elif isinstance(value, partial):
         yield from (value.func, value.args, value.keywords)
-    elif not isinstance(
-        value, Stream | IterableDataset | torch.Tensor | np.ndarray
-    ):  # read here, as they are
+    # The others are read here, as they are.
+    elif not isinstance(value, Stream | IterableDataset | torch.Tensor | np.ndarray):
         own = type(value).__module__.startswith("lockstep.")
         for name, each in getattr(value, "__dict__", {}).items():
             is_place = isinstance(value, Sampler) and name == "epoch"  # the run has its own

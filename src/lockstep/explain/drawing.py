@@ -115,13 +115,9 @@ class Drawing:
     def __init__(self, title: str) -> None:
         self._title = title
         self._shapes: list[str] = []
-        self._width = self._height = 0.0
+        self._width = self.bottom = 0.0
+        """The greatest x and the lowest y in use."""
         self.text(0, 8, title, "title", size=16)
-
-    @property
-    def bottom(self) -> float:
-        """The lowest y in use."""
-        return self._height
 
     def text(
         self, x: float, y: float, words: str, style: str = "word", *, size: int = 13, at: str = "start"
@@ -137,7 +133,7 @@ class Drawing:
     def caption(self, *paragraphs: str) -> None:
         """Paragraphs below everything drawn so far."""
         for words in paragraphs:
-            y = self._height + 18
+            y = self.bottom + 18
             for line in paragraph(words, CAPTION_CHARACTERS):
                 self.text(0, y, line, "soft", size=12)
                 y += 18
@@ -160,7 +156,7 @@ class Drawing:
 
     def svg(self) -> str:
         """The contents of the file."""
-        width, height = self._width + 2 * MARGIN, self._height + 2 * MARGIN
+        width, height = self._width + 2 * MARGIN, self.bottom + 2 * MARGIN
         elements = [
             f'<title id="title">{escape(self._title)}</title>',
             f"<style>\n{_style()}\n</style>",
@@ -173,7 +169,7 @@ class Drawing:
         return document(width, height, elements, 'aria-labelledby="title"', margin=MARGIN)
 
     def _reach(self, x: float, y: float) -> None:
-        self._width, self._height = max(self._width, x), max(self._height, y)
+        self._width, self.bottom = max(self._width, x), max(self.bottom, y)
 
 
 def document(width: float, height: float, elements: Sequence[str], look: str, *, margin: float = 0.0) -> str:

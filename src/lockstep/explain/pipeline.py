@@ -110,6 +110,8 @@ def explain_pipeline(
 def _timeline(schedule: str, ranks: int, stages_per_rank: int, count: int, shown: Chosen) -> ScheduleTimeline:
     orders = [order_of(schedule, rank, ranks, stages_per_rank, count) for rank in range(ranks)]
     spans = timeline(orders)
+    # How many forward passes wait for their backward pass, after each pass of a rank
+    kept = [accumulate(1 if action.forward else -1 for action in order) for order in orders]
     return ScheduleTimeline(
         schedule,
         stages_per_rank,
@@ -117,13 +119,8 @@ def _timeline(schedule: str, ranks: int, stages_per_rank: int, count: int, shown
         round(max(span.stop for mine in spans for span in mine)),
         waiting(spans),
         bubble(ranks, stages_per_rank, count),
-        max(map(_most_kept, orders)) / stages_per_rank,
+        max(map(max, kept)) / stages_per_rank,
     )
-
-
-def _most_kept(order: Sequence[Action]) -> int:
-    """The most forward passes of a rank whose backward pass has not run yet."""
-    return max(accumulate(1 if action.forward else -1 for action in order))
 
 
 _MOST_BLOCKS = 3

@@ -167,11 +167,8 @@ def _failure(folder: Path) -> list[str]:
 
 def _curves(log: RunLog | None) -> list[str]:
     if log is None:
-        return [
-            _note(
-                f"There are no curves: the run has no {FILE} (log.json = false), or ended before its first line."
-            )
-        ]
+        why = f"the run has no {FILE} (log.json = false), or ended before its first line"
+        return [_note(f"There are no curves: {why}.")]
     try:
         drawn = svg(chart([log], also=("samples_per_second",)))
     except ConfigError as error:

@@ -305,9 +305,8 @@ def _draw_branch(drawing: Drawing, branch: Branch, top: float) -> tuple[float, f
         second, after = _draw_branch(drawing, branch.children[1], after)
         middle = (first + second) / 2
         heights = zip(branch.children, (first, second))
-        for child, height in sorted(
-            heights, key=lambda pair: pair[0].handed_over
-        ):  # thick lines above thin ones
+        # Thick lines above thin ones
+        for child, height in sorted(heights, key=lambda pair: pair[0].handed_over):
             right, turn = _LEAD + child.level * _STEP + _WIDTH, x - (_STEP - _WIDTH) / 2
             style = "strong-edge" if child.handed_over else "edge"
             drawing.line([(right, height), (turn, height), (turn, middle), (x, middle)], style)

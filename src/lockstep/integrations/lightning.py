@@ -49,23 +49,9 @@ from lockstep.strategies.ddp import Replicated
 
 _CALLED = frozenset(
     {
-        *(
-            "training_step",
-            "validation_step",
-            "test_step",
-            "configure_optimizers",
-            "configure_model",
-            "forward",
-        ),
-        *(
-            "prepare_data",
-            "setup",
-            "teardown",
-            "on_fit_start",
-            "on_fit_end",
-            "on_train_start",
-            "on_train_end",
-        ),
+        *("training_step", "validation_step", "test_step", "forward"),
+        *("configure_optimizers", "configure_model", "prepare_data", "setup", "teardown"),
+        *("on_fit_start", "on_fit_end", "on_train_start", "on_train_end"),
         *("on_train_epoch_start", "on_train_epoch_end"),
         *(f"on_{stage}_{when}" for stage in ("validation", "test") for when in ("start", "end")),
         *(f"on_{stage}_epoch_{when}" for stage in ("validation", "test") for when in ("start", "end")),

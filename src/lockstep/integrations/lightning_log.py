@@ -188,9 +188,8 @@ def gathered(step: str, values: Values, reasons: Mapping[str, str], strategy: St
     for name, is_what in sorted({item for _, found in everyone for item in found.items()}):
         raise ConfigError(_NO_MEAN.format(name=name, step=step, is_what=is_what))
     averages = Averages()
-    once = {
-        (k, name): tuple(row) for theirs, _ in everyone for k, name, *row in theirs
-    }  # some share a micro-batch
+    # Some share a micro-batch.
+    once = {(k, name): tuple(row) for theirs, _ in everyone for k, name, *row in theirs}
     for (_, name), row in sorted(once.items()):
         averages.add(name, *row)
     return averages

@@ -94,8 +94,10 @@ class LockstepTrainer(DataParallelTrainer):  # type: ignore[misc]  # Ray has no 
             threads, stall_limit = config.run.threads, config.run.stall_limit
             portable = bool(config.training.portable)
             loop = partial(_train_job, config.to_json())
-        if portable:
-            _add_environment(run_config, PORTABLE_ENVIRONMENT)
+        if portable:  # workers must have these variables before they import torch
+            environment = run_config.worker_runtime_env or {}
+            variables = {**PORTABLE_ENVIRONMENT, **environment.get("env_vars", {})}
+            run_config.worker_runtime_env = {**environment, "env_vars": variables}
         if scaling.elasticity_enabled and run_config.failure_config.max_failures == 0:
             run_config.failure_config = dataclasses.replace(run_config.failure_config, max_failures=-1)
         self._stall_limit = stall_limit
@@ -169,13 +171,6 @@ def train_on_cluster(
         return str(result.return_value["report"])
     finally:
         ray.shutdown()
-
-
-def _add_environment(run_config: RunConfig, variables: Mapping[str, str]) -> None:
-    """Adds variables that the workers must have before they import torch."""
-    environment = dict(run_config.worker_runtime_env or {})
-    environment["env_vars"] = {**variables, **environment.get("env_vars", {})}
-    run_config.worker_runtime_env = environment
 
 
 def _train_job(job: str) -> Any:

@@ -86,7 +86,9 @@ def run_worker(function: Callable[..., Any], arguments: Callable[[RunPlace], tup
                 place.publish(*(path for path in place.folder.iterdir() if not path.name.startswith("step-")))
             return result
     except Stopped as stop:
-        _wait_until_reported()
+        # Until the controller has taken every report of every rank
+        get_train_context().get_result_queue().join()
+        barrier()
         raise WorkerFailure(None, int(stop.reason)) from stop
     except Exception as error:
         raise WorkerFailure(dataclasses.asdict(_record(error, world, heartbeat))) from error
@@ -236,12 +238,6 @@ def _drains_noticed(control: Control) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
-
-
-def _wait_until_reported() -> None:
-    """Waits until the controller has taken every report of every rank. Collective."""
-    get_train_context().get_result_queue().join()
-    barrier()
 
 
 def place() -> dict[str, int]:

@@ -405,13 +405,9 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
             if not isinstance(items, Tensor):
                 self._divides_by_items = False
                 return
+            counts = (torch.full_like(items, count) for count in (1, 2))
             one, two = (
-                float(
-                    self.compute_loss(
-                        self.model, dict(inputs), num_items_in_batch=torch.full_like(items, count)
-                    )
-                )
-                for count in (1, 2)
+                float(self.compute_loss(self.model, dict(inputs), num_items_in_batch=each)) for each in counts
             )
         if not math.isfinite(one):
             return  # nothing of these rows counts

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.job import JobConfig, ScheduleConfig
+from lockstep.config.reader import flat
 from lockstep.config.strategy_options import STRATEGIES
 from lockstep.core.atomic import sole_use
 from lockstep.core.plan import Share
@@ -129,7 +130,7 @@ def settings_that_differ(starts: Mapping[str, Start]) -> list[tuple[str, ...]]:
 
     With a head; of the head alone where all are the same. What only names a run or a place is left out.
     """
-    tables = [_flat(json.loads(start.job.to_json())) for start in starts.values()]
+    tables = [flat(json.loads(start.job.to_json())) for start in starts.values()]
     keys = {key for table in tables for key in table} - set(_OF_ONE_RUN)
     return [("setting", *starts), *_differing(keys, tables)]
 
@@ -155,13 +156,6 @@ def decides_result(setting: str) -> bool:
     return setting in _OF_RECIPE or not is_of_layout
 
 
-def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in table.items():
-        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return found
-
-
 def recipe_digest(job: JobConfig) -> str:
     """SHA-256 of the settings that the result depends on, in hexadecimal."""
     return hashlib.sha256(_recipe(job).encode()).hexdigest()
@@ -175,6 +169,8 @@ def _recipe(job: JobConfig) -> str:
         table.pop(section, None)
     for key in _TRAINING_NOT_OF_RECIPE:
         table.get("training", {}).pop(key, None)
+    if job.tensor.shards:  # then every layout computes in them
+        table["tensor"] = dataclasses.asdict(job.tensor)
     return json.dumps(table, sort_keys=True)
 
 

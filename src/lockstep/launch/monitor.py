@@ -193,9 +193,8 @@ class Watch:
             while len(self._ended) < len(self._ranks) and not self.broken:
                 asleep = time.monotonic()
                 selector.select(max(0.0, min(_TICK, self._schedule.next_due - asleep)))
-                if (
-                    time.monotonic() > asleep + _SUSPENDED
-                ):  # by SIGSTOP or `scontrol suspend`, as the ranks were
+                # By SIGSTOP or `scontrol suspend`, as the ranks were
+                if time.monotonic() > asleep + _SUSPENDED:
                     self._no_stall_before = time.monotonic() + self._options.stall_limit
                 self._take_events(self._server.events())
                 self._take_signals(inbox.take(), drain(from_ranks))

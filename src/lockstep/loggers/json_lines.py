@@ -70,7 +70,9 @@ class MetricsFile(ABC):
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             if self._path.is_file():
-                kept = [each for each in self._records() if not self._is_to_come(each)]
+                open_epoch = ("epoch", self._open_epoch)
+                earlier = [each for each in self._records() if each["step"] <= self._first_step]
+                kept = [each for each in earlier if (each.get("kind"), each.get("epoch")) != open_epoch]
                 self._earlier = float(kept[-1].get("seconds", 0.0)) if kept else 0.0
                 self._replace(kept)
             self._file = self._path.open("a", encoding="utf-8", newline="")
@@ -84,10 +86,6 @@ class MetricsFile(ABC):
         ):
             file.write(self._head())
             file.writelines(map(self._line, records))
-
-    def _is_to_come(self, record: dict[str, Any]) -> bool:
-        ends_open_epoch = record.get("kind") == "epoch" and record.get("epoch") == self._open_epoch
-        return bool(record["step"] > self._first_step or ends_open_epoch)
 
     def _head(self) -> str:
         return ""

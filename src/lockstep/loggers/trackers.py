@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lockstep.config.reader import flat
 from lockstep.loggers.console import import_installed
 
 
@@ -100,7 +101,7 @@ class MLflow(_Tracker):
             experiment = mlflow.set_experiment(self._project)
             run = self._client.create_run(experiment.experiment_id, run_name=self._directory.name)
             number = str(run.info.run_id)
-            for name, value in _flat(self._settings).items():
+            for name, value in flat(self._settings).items():
                 self._client.log_param(number, name, value)
         self._number = number
         return number
@@ -111,13 +112,3 @@ class MLflow(_Tracker):
 
     def _end(self) -> None:
         self._client.set_terminated(self._number)
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested tables as one, with dots in the names."""
-    found: dict[str, Any] = {}
-    for name, value in settings.items():
-        found |= (
-            _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
-        )
-    return found

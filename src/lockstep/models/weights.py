@@ -23,6 +23,8 @@ from lockstep.config.job import ParametersConfig
 from lockstep.errors import CheckpointError, CheckpointMismatch, ConfigError
 from lockstep.text import shorten
 
+_UNREADABLE = (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError)
+
 
 @dataclass(frozen=True)
 class Differences:
@@ -335,15 +337,7 @@ def _read(path: Path) -> dict[str, Tensor]:
         if path.suffix == ".safetensors":
             return dict(safetensors.torch.load_file(path))
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except (
-        SafetensorError,
-        pickle.UnpicklingError,
-        RuntimeError,
-        EOFError,
-        OSError,
-        ValueError,
-        KeyError,
-    ) as error:
+    except _UNREADABLE as error:
         first_line = str(error).strip().partition("\n")[0]
         raise CheckpointError(
             f"{path} cannot be read as weights: {first_line} Nothing in it was run. "

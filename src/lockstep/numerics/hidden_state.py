@@ -49,14 +49,8 @@ _OF_TORCH = vars(nn.Module()).keys() - {"training"}
 _INNER = ".<locals>."
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 _CLOSED = (
-    ModuleType,
-    Dataset,
-    DataLoader,
-    torch.optim.Optimizer,
-    torch.optim.lr_scheduler.LRScheduler,
-    threading.Thread,
-    logging.Logger,
-    io.IOBase,
+    *(Dataset, DataLoader, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler),
+    *(ModuleType, threading.Thread, logging.Logger, io.IOBase),
 )
 """Objects that are not looked into: they are no part of a forward pass."""
 NAMESPACES = (SimpleNamespace, argparse.Namespace)
@@ -286,8 +280,7 @@ class Snapshot:
                 self._value(child, f"{name}.{key}" if name else key)
         words = name or "the model"
         self._note(f"the class of {words}", type(module).__qualname__)
-        if self._restorable:
-            self._remember(functools.partial(_rebind, module._buffers, dict(module._buffers), frozenset()))
+        self._remember(functools.partial(_rebind, module._buffers, dict(module._buffers), frozenset()))
         for key, buffer in module._buffers.items():
             if buffer is not None:
                 self._value(buffer, f"the buffer {key!r} of {words}")

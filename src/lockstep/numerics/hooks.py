@@ -55,15 +55,8 @@ def gradient_hooks(parameter: Tensor) -> tuple[Hooks, Hooks]:
 def hooked_globally() -> bool:
     """Returns whether hooks of the user are called for every module of the process."""
     every = torch.nn.modules.module
-    return any(
-        is_hooked(getattr(every, name))
-        for name in (
-            "_global_forward_pre_hooks",
-            "_global_forward_hooks",
-            "_global_backward_pre_hooks",
-            "_global_backward_hooks",
-        )
-    )
+    kinds = ("forward_pre", "forward", "backward_pre", "backward")
+    return any(is_hooked(getattr(every, f"_global_{kind}_hooks")) for kind in kinds)
 
 
 def first_hooked(model: nn.Module) -> str | None:

@@ -53,27 +53,11 @@ from lockstep.numerics.hooks import (
 from lockstep.runtime.devices import generators_of
 
 _NEVER_DRAW = (
-    nn.Linear,
-    nn.Bilinear,
-    nn.Identity,
-    nn.Flatten,
-    nn.Unflatten,
-    nn.Embedding,
-    nn.modules.conv._ConvNd,
-    nn.modules.batchnorm._NormBase,
-    nn.LayerNorm,
-    nn.GroupNorm,
-    nn.ReLU,
-    nn.LeakyReLU,
-    nn.GELU,
-    nn.SiLU,
-    nn.Sigmoid,
-    nn.Tanh,
-    nn.Softmax,
-    nn.modules.pooling._MaxPoolNd,
-    nn.modules.pooling._AvgPoolNd,
-    nn.modules.pooling._AdaptiveAvgPoolNd,
-    nn.modules.pooling._AdaptiveMaxPoolNd,
+    *(nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, nn.Embedding, nn.Identity, nn.Flatten, nn.Unflatten),
+    *(nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm),
+    *(nn.ReLU, nn.LeakyReLU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh, nn.Softmax),
+    *(nn.modules.pooling._MaxPoolNd, nn.modules.pooling._AdaptiveMaxPoolNd),
+    *(nn.modules.pooling._AvgPoolNd, nn.modules.pooling._AdaptiveAvgPoolNd),
 )
 
 

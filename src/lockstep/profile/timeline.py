@@ -80,10 +80,7 @@ class DeviceTrace:
             # Without acc_events torch 2.11 warns of what a second cycle would clear, and there is only one.
             profiler = torch.profiler.profile(activities=[ProfilerActivity.CUDA], acc_events=True)
             profiler.start()
-        except (
-            RuntimeError,
-            AssertionError,
-        ) as error:  # the latter from a torch that was built without CUPTI
+        except (RuntimeError, AssertionError) as error:  # the latter from a torch without CUPTI
             logger.warning("The timeline will not show the device: its profiler failed to start: %s.", error)
             return
         self._profiler = profiler

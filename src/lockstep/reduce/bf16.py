@@ -40,18 +40,14 @@ class _RoundedBucket(OrderedBucket):
 
     def __init__(self, shape: BucketShape, ranks: int, slots: int, device: torch.device) -> None:
         super().__init__(dataclasses.replace(shape, dtype=torch.bfloat16), ranks, slots, device)
-        self._total = torch.zeros(shape.numel, dtype=shape.dtype, device=device)
-
-    @property
-    def total(self) -> Tensor:
-        return self._total
+        self.total = torch.zeros(shape.numel, dtype=shape.dtype, device=device)
 
     def renew(self) -> None:
-        self._total = torch.zeros_like(self._total)
+        self.total = torch.zeros_like(self.total)
 
     def finish(self) -> None:
         super().finish()
-        self._total.copy_(self._gathered[: self._total.numel()])
+        self.total.copy_(self._gathered[: self._numel])
 
     def _fold(self, nodes: list[Node], parts: Tensor, leaves: int) -> Tensor:
-        return super()._fold(nodes, parts.to(self._total.dtype), leaves).to(torch.bfloat16)
+        return super()._fold(nodes, parts.to(self.total.dtype), leaves).to(torch.bfloat16)

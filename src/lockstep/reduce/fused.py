@@ -141,23 +141,18 @@ class FusedBucket(OrderedBucket):
         held = memory.own[place : place + slots * self._node_bytes].view(shape.dtype)
         self._outgoing = held.view(slots, -1)
         self._outgoing.zero_()
-        self._total = torch.zeros(shape.numel, dtype=shape.dtype, device=held.device)
+        self.total = torch.zeros(shape.numel, dtype=shape.dtype, device=held.device)
         self._tables: dict[NodeLayout, Tensor] = {}
         self._written: torch.cuda.Event | None = None
 
-    @property
-    def total(self) -> Tensor:
-        """The flat sum, once it is finished."""
-        return self._total
-
     def renew(self) -> None:
         """Gives other memory to ``total``."""
-        self._total = torch.zeros_like(self._total)
+        self.total = torch.zeros_like(self.total)
 
     def send(self, layout: NodeLayout, rank: int, group: dist.ProcessGroup) -> None:
         """Notes that this rank's nodes are written, on the current stream."""
-        if is_gpu(self._total.device):
-            self._written = current_stream(self._total.device).record_event()
+        if is_gpu(self.total.device):
+            self._written = current_stream(self.total.device).record_event()
 
     def has_arrived(self) -> bool:
         """True: the barrier waits for the others' nodes."""
@@ -166,17 +161,17 @@ class FusedBucket(OrderedBucket):
     def fold_and_gather(self, layout: NodeLayout, group: dist.ProcessGroup) -> None:
         """Adds this rank's shard of all ranks' nodes, and writes it to all ranks, on the current stream."""
         if self._written is not None:
-            current_stream(self._total.device).wait_event(self._written)
+            current_stream(self.total.device).wait_event(self._written)
         self._memory.barrier()
         add_shard(
             self._table(layout),
             merges_after_nodes(chain.from_iterable(layout.ranks), layout.leaves),
             self._ranks,
             self._edges,
-            self._total.dtype,
+            self.total.dtype,
         )
         self._memory.barrier()
-        self._total.copy_(self._outgoing[0, : self._numel])
+        self.total.copy_(self._outgoing[0, : self._numel])
 
     def finish(self) -> None:
         """Does nothing: the reducer waits for the stream."""
@@ -191,8 +186,8 @@ class FusedBucket(OrderedBucket):
                 for slot in range(len(held))
             ]
             table = torch.tensor([*nodes, *begins], dtype=torch.int64)
-            if is_gpu(self._total.device):
-                table = table.pin_memory().to(self._total.device, non_blocking=True)
+            if is_gpu(self.total.device):
+                table = table.pin_memory().to(self.total.device, non_blocking=True)
             self._tables[layout] = table
         return self._tables[layout]
 
@@ -307,13 +302,9 @@ def _trial(
             FusedReducer(group, device, lambda size: open_memory(size, group, device, _TRIAL_SECONDS)),
         ):
             reducer.allocate(shapes, 1, 2 * ranks + 1)
-            found.append(
-                [
-                    each
-                    for leaves in (ranks, 2 * ranks + 1, 1)
-                    for each in _trial_sums(reducer, shapes, leaves, group, device)
-                ]
-            )
+            found.append([])
+            for leaves in (ranks, 2 * ranks + 1, 1):
+                found[-1] += _trial_sums(reducer, shapes, leaves, group, device)
         for expected, total in zip(*found):
             if not torch.equal(expected.view(torch.uint8), total.view(torch.uint8)):
                 return f"a sum of {len(total)} numbers ({total.dtype}) had other bits"

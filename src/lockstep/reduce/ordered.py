@@ -120,17 +120,15 @@ class OrderedBucket:
         )
         self._incoming = torch.zeros(slots * padded, dtype=shape.dtype, device=device)
         self._gathered = self._outgoing[0]  # what was sent has arrived everywhere when the sums come
-        self._work: dist.Work | None = None
-
-    @property
-    def total(self) -> Tensor:
+        self.total = self._gathered[: self._numel]
         """The flat sum, once it is finished."""
-        return self._gathered[: self._numel]
+        self._work: dist.Work | None = None
 
     def renew(self) -> None:
         """Gives other memory to ``total``."""
         self._outgoing = torch.zeros_like(self._outgoing)
         self._gathered = self._outgoing[0]
+        self.total = self._gathered[: self._numel]
 
     def staging(self, slot: int) -> Tensor:
         """The memory into which this rank writes its node number ``slot``."""

@@ -198,11 +198,9 @@ class _SharedBucket:
 
 def _map(memory: mmap.mmap, dtype: torch.dtype, count: int, place: int) -> Tensor:
     """A flat tensor over shared memory; a parameter of size zero may need one of no elements, which torch refuses."""
-    return (
-        torch.frombuffer(memory, dtype=dtype, count=count, offset=place)
-        if count
-        else torch.empty(0, dtype=dtype)
-    )
+    if count == 0:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=place)
 
 
 def _is_sharded(shape: BucketShape, ranks: int) -> bool:

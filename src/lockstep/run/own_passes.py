@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,12 +38,10 @@ from lockstep.run.checks.short_step import (
     taken_gradients,
     with_own_data,
 )
+from lockstep.run.run import Run
 from lockstep.run.step import BackwardPass, evaluating, sum_and_weight
 from lockstep.run.step_errors import other_on_ranks
 from lockstep.strategies.ddp import DistributedDataParallel, Replicated, Single
-
-if TYPE_CHECKING:
-    from lockstep.run.run import Run
 
 _LEAST_ROWS = 4
 _OFF = "checks='off' lets it run, with results that depend on the number of processes."

@@ -126,11 +126,8 @@ def read_beat(directory: Path, rank: int) -> Beat | None:
 def _parsed(content: bytes) -> Beat | None:
     pid, phase, micro_batch, moment, epoch, step, work, waited, packed_phase = _BEAT.unpack_from(content)
     if packed_phase:
-        phase, micro_batch, step = (
-            packed_phase % MICRO_BATCH - 1,
-            packed_phase % STEP // MICRO_BATCH - 1,
-            packed_phase // STEP,
-        )
+        step, rest = divmod(packed_phase, STEP)
+        micro_batch, phase = rest // MICRO_BATCH - 1, rest % MICRO_BATCH - 1
     if pid == 0 or not 0 <= phase < len(PHASES) or content[MEMBERSHIP] not in _MEMBERSHIPS:
         return None
     name = PHASES[phase]

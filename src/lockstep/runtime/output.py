@@ -53,7 +53,9 @@ class LastingFile(io.FileIO):
                 continue
             if written is not None:
                 return written
-            _wait_for_room(self.fileno())
+            poll = select.poll()  # another program has made the terminal non-blocking
+            poll.register(self.fileno(), select.POLLOUT)
+            poll.poll()
 
     def _divert(self) -> None:
         """Puts the file in the log folder, or nothing, in the descriptor's place; from then on no write fails."""
@@ -65,13 +67,6 @@ class LastingFile(io.FileIO):
                 os.dup2(file, self.fileno())
                 os.close(file)
                 return
-
-
-def _wait_for_room(descriptor: int) -> None:
-    """Waits as a blocking write would: another program has made the terminal non-blocking."""
-    poll = select.poll()
-    poll.register(descriptor, select.POLLOUT)
-    poll.poll()
 
 
 def lasting(stream: TextIO, folder: Path | None, *, is_result: bool = False) -> TextIO:

@@ -226,18 +226,14 @@ class _RowBucket(OrderedBucket):
         self._nodes = torch.zeros(slots, shape.numel, dtype=shape.dtype, device=device)
         self._bytes = self._nodes.untyped_storage().nbytes()
         self._own = self._sizes[rank]
-        self._total = torch.zeros(self._own, dtype=shape.dtype, device=device)
-        self._sent = self._received = self._total
-        self._work: dist.Work | None = None
-
-    @property
-    def total(self) -> Tensor:
+        self.total = torch.zeros(self._own, dtype=shape.dtype, device=device)
         """This rank's rows of the members' sums, one after the other."""
-        return self._total
+        self._sent = self._received = self.total
+        self._work: dist.Work | None = None
 
     def renew(self) -> None:
         """See ``OrderedBucket.renew``."""
-        self._total = self._sent = self._received = torch.zeros_like(self._total)
+        self.total = self._sent = self._received = torch.zeros_like(self.total)
 
     def take_memory(self) -> None:
         """Makes room for a step's nodes, which views of ``staging`` then see."""

@@ -91,9 +91,8 @@ class LoopWrites:
         found: dict[str, bool | None] = {}
         if everything:
             tensors = [each for compared in everything for each in compared]
-            read = torch.cat(
-                [*everything.values()], dim=1
-            ).cpu()  # all at once: the host waits for the device
+            # All at once: the host waits for the device.
+            read = torch.cat([*everything.values()], dim=1).cpu()
             parts = torch.split(read, [size for _, size in tensors], dim=1)
             for (name, _), (differs, is_set) in zip(tensors, parts):
                 found[name] = False if is_set.any() else found.get(name)

@@ -138,11 +138,8 @@ def _in_rows(optimizer: Optimizer, groups: Sequence[Sequence[_Example]], whole: 
             if not _agree(pieces, expected, nearly=True):
                 return Trial(Unit.PARAMETER, "updates an element by others of its parameter")
             if not _agree(pieces, expected):
-                how = (
-                    "with fused=True"
-                    if optimizer.param_groups[number].get("fused")
-                    else f"of {example.values.dtype}"
-                )
+                is_fused = optimizer.param_groups[number].get("fused")
+                how = "with fused=True" if is_fused else f"of {example.values.dtype}"
                 worst = Trial(Unit.PLACE, f"rounds an element {how} by its place in the tensor")
     return worst
 

@@ -6,8 +6,7 @@ Tensors are sharded by rows (dim 0), as in FSDP2: ceil(rows / ranks) consecutive
 from __future__ import annotations
 
 import itertools
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
 from operator import itemgetter
@@ -151,14 +150,6 @@ def is_elementwise(optimizer: optim.Optimizer) -> bool:
 def value_of(parameter: Tensor) -> tuple[int, int]:
     """How often a parameter was written to, and a sum of its bits: writes to ``.data`` are not counted."""
     return parameter._version, int(sum_of_bits(parameter))
-
-
-def load_model_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Copies the values into the model's own tensors."""
-    given = OrderedDict(state)
-    # Without the version metadata, torch would take every module's state for one of its oldest format.
-    given._metadata = getattr(model.state_dict(), "_metadata", None)  # type: ignore[attr-defined]  # torch's
-    model.load_state_dict(given, strict=False)  # names were compared; extra state is the run's to load
 
 
 class GatheredParameter:

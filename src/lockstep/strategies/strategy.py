@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.checkpoint.state import tensor_state
+from lockstep.checkpoint.state import copy_values, tensor_state
 from lockstep.config.strategy_options import Level
 from lockstep.core.plan import Share
 from lockstep.core.summation_tree import sum_of_squares
@@ -36,7 +36,6 @@ from lockstep.runtime.events import NO_EVENTS, StepEvents
 from lockstep.strategies.absent import Absence
 from lockstep.strategies.loop_writes import LoopWrites
 from lockstep.strategies.optimizer_trial import Unit
-from lockstep.strategies.sharding import load_model_state
 
 
 class Compute(Protocol):
@@ -271,7 +270,7 @@ class Strategy(ABC):
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Sets all parameters and buffers that are held here from whole ones. Collective."""
-        load_model_state(self._model, state)
+        copy_values(self._model, state)
 
     def own_rows(self) -> Mapping[str, Tensor] | None:
         """This process's part of a checkpoint that all processes write: tensors of the whole model by name.

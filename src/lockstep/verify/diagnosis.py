@@ -161,14 +161,8 @@ def other_length(reference: int, other: int) -> Diagnosis | None:
 
 
 _EXPLAINED_BY_CONTEXT = (
-    Cause.ROUNDING,
-    Cause.FORWARD,
-    Cause.OUTPUT,
-    Cause.LOSS,
-    Cause.REDUCTION_ORDER,
-    Cause.GRADIENTS,
-    Cause.UPDATE,
-    Cause.OPERATOR,
+    *(Cause.ROUNDING, Cause.REDUCTION_ORDER, Cause.OPERATOR),
+    *(Cause.FORWARD, Cause.OUTPUT, Cause.LOSS, Cause.GRADIENTS, Cause.UPDATE),
 )
 
 
@@ -260,14 +254,10 @@ def _state_kept(mine: StepTrace, theirs: StepTrace) -> tuple[str, bool]:
     found: list[tuple[bool, str]] = []
     for name, held in theirs.kept.items():
         known = next(iter(mine.kept.get(name, {}).values()), "as at the beginning")
-        found += [
-            (
-                "tensor" in value,
-                f"{name!r} is {value} on rank {rank} after the step, {known} in the reference",
-            )
-            for rank, value in held.items()
-            if value != known
-        ]
+        for rank, value in held.items():
+            if value != known:
+                text = f"{name!r} is {value} on rank {rank} after the step, {known} in the reference"
+                found.append(("tensor" in value, text))
     is_tensor, text = min(found, key=lambda each: each[0], default=(True, ""))
     return text, not is_tensor
 

@@ -82,6 +82,7 @@ class Observer(Callback):
         self._outputs: dict[str, str] = {}
         self._kept = attributes({"": self.model})
         strategy, context = run.strategy, self._saved.context.as_dict()
+        self._gather = strategy.gather_records
         self.trace = Trace(
             label=label,
             strategy=strategy.name,
@@ -211,9 +212,6 @@ class Observer(Callback):
         """The state that the modules here keep and that has changed since the beginning."""
         now = attributes({"": self.model}).items()
         return {name: value for name, value in now if self._kept.get(name) != value}
-
-    def _gather(self, value: Any) -> list[Any]:
-        return self.run.strategy.gather_records(value)
 
 
 def _digest(data: Any) -> str:

@@ -143,13 +143,11 @@ class ArrowFiles(EncodedPairs):
         self._open()
         if classes is not None:
             self.classes = class_names(classes)
-            column = np.concatenate(
-                [
-                    whole_numbers(self._column(place, label), f"{self._name(place)}, column {label!r}")
-                    for place in range(len(self._ends))
-                ]
-            )
-            self.labels = column
+            places = range(len(self._ends))
+            parts = [
+                whole_numbers(self._column(n, label), f"{self._name(n)}, column {label!r}") for n in places
+            ]
+            self.labels = np.concatenate(parts)
             check_labels(self, len(self.classes))
 
     def __len__(self) -> int:
@@ -324,8 +322,7 @@ class HuggingFace(EncodedPairs):
             classes = names
         if classes is not None:
             self.classes = class_names(classes)
-            column = self._targets.with_format("arrow")[:][label]
-            self.labels = whole_numbers(column, f"Column {label!r}")
+            self.labels = whole_numbers(self._targets.with_format("arrow")[:][label], f"Column {label!r}")
             check_labels(self, len(self.classes))
 
     def __len__(self) -> int:

@@ -67,9 +67,8 @@ def open_index(shards: Sequence[Path], index_file: Path) -> TarIndex:
             raise DataError(f"The shard {shard} does not exist.")
     state = np.array([(shard.stat().st_size, shard.stat().st_mtime_ns) for shard in shards], dtype=np.int64)
     names = np.array([shard.name for shard in shards])
-    with suppress(
-        OSError, ValueError, TypeError
-    ):  # there is none, none that is whole, or it has other arrays
+    # There may be none, none that is whole, or one with other arrays.
+    with suppress(OSError, ValueError, TypeError):
         found = TarIndex(**RecordFile(index_file).arrays)
         if np.array_equal(found.names, names) and np.array_equal(found.shards, state):
             return found

@@ -64,7 +64,7 @@ class SkipBroken(Wrapping):
         raise self._hopeless(asked)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_memory", "_noted")}
+        return {name: value for name, value in self.__dict__.items() if name != "_noted"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -107,8 +107,7 @@ class SkipBroken(Wrapping):
 
     def _forget(self) -> None:
         # Shared with forked workers; pages are taken when touched
-        self._memory = mmap.mmap(-1, len(self) + 1)
-        self._noted: npt.NDArray[np.uint8] = np.frombuffer(self._memory, dtype=np.uint8)
+        self._noted: npt.NDArray[np.uint8] = np.frombuffer(mmap.mmap(-1, len(self) + 1), dtype=np.uint8)
 
     def _read_batch(self, indices: Indices, keys: SampleKeys) -> Any:
         read = self.inner_batch()

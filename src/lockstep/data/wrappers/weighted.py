@@ -61,12 +61,8 @@ class Weighted(Wrapping):
                 raise ConfigError(f"Weighted has weights={weights!r}; give numbers, or 'balanced'.")
             labels = _labels(dataset)
             weights = 1.0 / np.bincount(labels)[labels]
-        self._bounds = _bounds(np.asarray(weights, dtype=np.float64), len(dataset))
-
-    @property
-    def bounds(self) -> npt.NDArray[np.float64]:
+        self.bounds = _bounds(np.asarray(weights, dtype=np.float64), len(dataset))
         """The upper end of each sample's share of [0, 1)."""
-        return self._bounds
 
     def __len__(self) -> int:
         return self.samples
@@ -77,7 +73,7 @@ class Weighted(Wrapping):
     def sample_at(self, seed: int, epoch: int, places: Indices) -> Indices:
         """The samples at ``places`` of an epoch: a pure function."""
         keys = SampleKeys(derive_seed(seed, "weighted"), epoch, places)
-        return np.searchsorted(self._bounds, keys.uniforms(1)[:, 0], side="right").astype(np.int64)
+        return np.searchsorted(self.bounds, keys.uniforms(1)[:, 0], side="right").astype(np.int64)
 
     def get_batch(self, indices: Indices, keys: SampleKeys) -> Any:
         """The samples at places ``indices`` of the keys' epoch, collated."""

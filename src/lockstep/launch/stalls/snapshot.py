@@ -74,18 +74,15 @@ def waits_in(stack: Stack, *, collective_pending: bool) -> str:
     for frame in stack:
         if frame.operation:
             operation = frame.operation
-        elif operation or not _passed_over(frame):
+            continue
+        # Wrappers of torch and waits of Python may lie between a wait and the innermost line.
+        is_wait = frame.is_library and frame.function in ("wrapper", "wait")
+        if operation or not (is_wait or frame.kind is FrameKind.WRAPPER):
             break
     if operation:
         return operation
     in_backward = stack and stack[0].kind is FrameKind.AUTOGRAD
     return "a collective in backward" if in_backward and collective_pending else ""
-
-
-def _passed_over(frame: Frame) -> bool:
-    """True if a frame may lie between a wait and the innermost line: wrappers of torch and waits of Python."""
-    is_wait = frame.is_library and frame.function in ("wrapper", "wait")
-    return is_wait or frame.kind is FrameKind.WRAPPER
 
 
 @cache

@@ -26,14 +26,8 @@ _LISTS = {
 }
 _ACCELERATE = ("wait_for_everyone", "gather_for_metrics", "gather")
 _OF_RUN = (
-    "backward",
-    "evaluate",
-    "fingerprint",
-    "load_state_dict",
-    "predict",
-    "prepare",
-    "save",
-    "state_dict",
+    *("backward", "evaluate", "fingerprint", "load_state_dict"),
+    *("predict", "prepare", "save", "state_dict"),
 )
 _STEPPED = ("optim", "sched", "scaler")
 

@@ -292,14 +292,8 @@ def world_size_by_rank(script: Script) -> Iterator[Hit]:
 
 _OF_THE_RECIPE = ("global_batch", "micro_batches", "seed")
 _COUNTS = (
-    "world_size",
-    "get_world_size",
-    "num_processes",
-    "nproc_per_node",
-    "num_gpus",
-    "n_gpus",
-    "ngpus",
-    "device_count",
+    *("world_size", "get_world_size", "num_processes", "nproc_per_node"),
+    *("num_gpus", "n_gpus", "ngpus", "device_count"),
 )
 
 
@@ -313,17 +307,13 @@ def recipe_by_world_size(script: Script) -> Iterator[Hit]:
     given = [(call, name) for call in made for name in _OF_THE_RECIPE]
     given += [(call, "lr") for call in script.calls if made and script.name(call).startswith("torch.optim.")]
     for call, name in given:
-        value = argument(call, name)
-        if value is not None and any(_counts_processes(part) for part in script.sources(value)):
+        parts = list(script.sources(argument(call, name)))
+        if any(constant(part) == "WORLD_SIZE" or lower_name(part) in _COUNTS for part in parts):
             yield Hit(
                 call,
-                f"{name}={script.text(value)} is another value on each number of processes, so each ends otherwise.",
+                f"{name}={script.text(parts[0])} is another value on each number of processes, so each ends otherwise.",
                 f"{name}=...  # one value, for all processes together",
             )
-
-
-def _counts_processes(part: ast.expr) -> bool:
-    return constant(part) == "WORLD_SIZE" or lower_name(part) in _COUNTS
 
 
 def _worlds(script: Script) -> Iterator[tuple[ast.Call, ast.expr | None, ast.expr | None]]:

@@ -37,13 +37,7 @@ from lockstep.distributed.collectives import broadcast_tensors
 from lockstep.errors import CheckpointMismatch, ConfigError, ReplicaError
 from lockstep.run.checks.same_call import by_rank, gather_agreed
 from lockstep.run.epoch_loop import Position
-from lockstep.run.prepare import (
-    EVALUATING,
-    FREEZING,
-    Parts,
-    frozen_parameters,
-    hyperparameters,
-)
+from lockstep.run.prepare import EVALUATING, FREEZING, Parts, frozen_parameters, hyperparameters
 from lockstep.strategies import Strategy, one_sided_writes
 from lockstep.text import shorten
 
@@ -57,9 +51,9 @@ _SOURCE = "source of"
 _INSTALLED = tuple(f"{os.sep}{folder}{os.sep}" for folder in ("site-packages", "dist-packages"))
 """Folders of installed packages, which two hosts may have under paths of their own."""
 _OF_TORCH = vars(nn.Module()).keys() - {"training"} | {"_torchdynamo_wrapper_id"}  # an address
+"""Attributes in which every module keeps its parameters, buffers, children and hooks."""
 _COMPOSABLE = "__composable_api_state_key"
 """Begins the random names of the attributes of torch's activation checkpointing."""
-"""Attributes in which every module keeps its parameters, buffers, children and hooks."""
 _VALUES = "with the values"
 _PLAIN = (bool, int, float, complex, str, bytes, Enum, np.generic, torch.dtype)
 

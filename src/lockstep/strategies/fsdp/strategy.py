@@ -236,11 +236,9 @@ class FullyShardedDataParallel(Strategy):
 
     def local_shard(self, name: str, whole: Tensor) -> Tensor:
         """This rank's rows of a parameter; a buffer as it is."""
-        return (
-            whole
-            if name not in self._parameters
-            else whole[self._parameters[name].rows[dist.get_rank(self._group)]]
-        )
+        if name not in self._parameters:
+            return whole
+        return whole[self._parameters[name].rows[dist.get_rank(self._group)]]
 
     @property
     def all_bytes_sent(self) -> int:

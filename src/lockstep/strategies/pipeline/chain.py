@@ -28,26 +28,13 @@ from lockstep.numerics.compilation import is_compiled
 from lockstep.numerics.hidden_state import Snapshot, names_in
 
 _FUNCTIONS = (
-    torch.flatten,
-    torch.relu,
-    torch.tanh,
-    torch.sigmoid,
-    torch.squeeze,
-    torch.unsqueeze,
-    torch.transpose,
+    *(torch.relu, torch.tanh, torch.sigmoid),
+    *(torch.flatten, torch.squeeze, torch.unsqueeze, torch.transpose),
 )
 _ACTIVATIONS = (F.relu, F.gelu, F.silu, F.softmax, F.log_softmax, F.adaptive_avg_pool2d, F.avg_pool2d)
 _METHODS = (
-    "flatten",
-    "relu",
-    "tanh",
-    "mean",
-    "view",
-    "reshape",
-    "permute",
-    "transpose",
-    "contiguous",
-    "squeeze",
+    *("relu", "tanh", "mean", "flatten", "squeeze"),
+    *("view", "reshape", "permute", "transpose", "contiguous"),
 )
 
 

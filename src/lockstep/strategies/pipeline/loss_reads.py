@@ -23,15 +23,8 @@ from lockstep.numerics.hidden_state import names_in
 _DEEPEST, _MOST = 6, 2000
 """How far, and how many values, are looked at."""
 _LIBRARIES = (
-    "torch",
-    "numpy",
-    "lockstep",
-    "builtins",
-    "collections",
-    "functools",
-    "math",
-    "random",
-    "typing",
+    *("torch", "numpy", "lockstep"),
+    *("builtins", "collections", "functools", "math", "random", "typing"),
 )
 
 

@@ -248,9 +248,8 @@ class Pipeline(Strategy):
 
     def setup_model(self, model: nn.Module) -> nn.Module:
         """Keeps this rank's stages of the model, on the device, and empties the others. Collective."""
-        RunningBuffers.names(
-            model, self.running_buffers
-        )  # a pattern must match somewhere, if not in every stage
+        # A pattern must match somewhere, if not in every stage.
+        RunningBuffers.names(model, self.running_buffers)
         require_plain_state(model, self.name)
         channels, parts = self._channels, self.partition.of(model)
         kept = {inner for part in parts for link in part for inner in link.module.modules()}

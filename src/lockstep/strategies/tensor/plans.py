@@ -92,18 +92,8 @@ def _difference(expected: Tensor, found: Tensor) -> float:
 
 
 _ELEMENTWISE = (
-    nn.Identity,
-    nn.ReLU,
-    nn.ReLU6,
-    nn.LeakyReLU,
-    nn.ELU,
-    nn.GELU,
-    nn.SiLU,
-    nn.Sigmoid,
-    nn.Tanh,
-    nn.Hardswish,
-    nn.Mish,
-    nn.Softplus,
+    *(nn.Identity, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.GELU),
+    *(nn.SiLU, nn.Sigmoid, nn.Tanh, nn.Hardswish, nn.Mish, nn.Softplus),
 )
 _POOLS = (
     nn.modules.pooling._MaxPoolNd,

@@ -317,15 +317,8 @@ def _of_optimizer(pair: Pair, step: int, name: str, records: list[StepRecord]) -
 
 
 MODE_MATTERS = (
-    Cause.OUTPUT,
-    Cause.FORWARD,
-    Cause.LOSS,
-    Cause.BATCH_NORM,
-    Cause.MODEL_RANDOMNESS,
-    Cause.SAME_MASKS,
-    Cause.HIDDEN_STATE,
-    Cause.BUFFERS,
-    Cause.GRADIENTS,
+    *(Cause.OUTPUT, Cause.FORWARD, Cause.LOSS, Cause.GRADIENTS, Cause.BATCH_NORM, Cause.BUFFERS),
+    *(Cause.MODEL_RANDOMNESS, Cause.SAME_MASKS, Cause.HIDDEN_STATE),
 )
 """Causes that another mode of a module may have led to."""
 
