@@ -336,6 +336,17 @@ def users_frames() -> Iterator[FrameType]:
     return reversed(frames)
 
 
+def unset_names() -> list[str]:
+    """The variables that the user's frames set, may read next, and do not have."""
+    frames = list(users_frames())
+    return [
+        name
+        for frame, live in zip(frames, live_in(frames))
+        for name in sorted(live & _set_by(frame.f_code))
+        if name not in frame.f_locals
+    ]
+
+
 def changed_since(offsets: Mapping[FrameType, int]) -> set[str]:
     """The names that the user's frames that are running may have changed since these ``offsets`` of instructions."""
     frames = list(users_frames())
