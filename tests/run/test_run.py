@@ -381,6 +381,20 @@ def test_extra_that_is_no_dict_is_refused_when_it_is_saved(tmp_path):
         run.save()
 
 
+def test_extra_that_has_another_name_in_the_script_is_given_back_too(tmp_path):
+    """The name had the dict of before the resume, and what was put there was in no checkpoint."""
+    run, _, optimizer = begin(directory=tmp_path)
+    run.extra["seen"] = 8
+    train_step(run, next(iter(run.batches(dataset()))), optimizer)
+    run.save()
+    again = lockstep.init(global_batch=GLOBAL_BATCH, micro_batches=8, directory=tmp_path, resume="auto")
+    notes = again.extra
+    notes |= {"seen": 0, "later": 0}
+    model = network()
+    again.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert notes is again.extra and notes == {"seen": 8}
+
+
 def test_a_dtype_that_no_checkpoint_holds_is_refused_at_prepare(tmp_path):
     """It was refused by the first save, after the first epoch."""
     model = nn.Linear(2, 2, dtype=torch.complex128)
