@@ -10,7 +10,6 @@ import base64
 import dataclasses
 import io
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -220,7 +219,7 @@ def _answers(folder: Path, job: JobConfig, log: RunLog | None, computes: bool) -
     recorded = log.final("validation_accuracy") if log is not None else None
     if (folder / AVERAGE).is_file():
         text += " The accuracy in the log is that of the moving average of the weights, and may differ."
-    elif recorded is not None and math.isfinite(recorded):
+    elif recorded is not None and recorded <= 1:
         text += f" The log of the run says {100 * recorded:.4g} % for its last epoch."
     matrix = _confusion(found)
     return [head, f"<p>{escape(text)}</p>", _wrong_samples(found), "<h2>Confusion matrix</h2>", matrix]
