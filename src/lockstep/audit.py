@@ -18,6 +18,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -158,22 +159,14 @@ def audit(
             f"The run in '{folder}' was trained with {refused.strategy}, which promises level {refused.level}: its "
             "bits cannot be expected here. Only runs of level A can be audited."
         )
+    report = partial(AuditReport, folder=folder, seed=seed, context=starts[-1].context)
     try:
         chain = read_chain(folder)
     except ConfigError as error:
         if not (folder / FILE).is_file():
             raise
         broken = AuditFinding(where="chain", what=str(error))
-        return AuditReport(
-            folder=folder,
-            chain=Chain((), ()),
-            intervals=[],
-            checked=[],
-            seed=seed,
-            findings=[broken],
-            context=starts[0].context,
-            layouts=[],
-        )
+        return report(chain=Chain((), ()), intervals=[], checked=[], findings=[broken], layouts=[])
     found = [*_recipe_findings(folder, chain), *_checkpoint_findings(folder, chain)]
     if head and head not in chain.hashes:
         what = f"none of its hashes is {head}, so it is not the chain that was published"
@@ -185,16 +178,8 @@ def audit(
             tell(interval)
         finding = recompute(folder, chain, interval, force_context=force_context)
         found += [finding] if finding is not None else []
-    return AuditReport(
-        folder=folder,
-        chain=chain,
-        intervals=every,
-        checked=chosen,
-        seed=seed,
-        findings=found,
-        context=starts[-1].context,
-        layouts=[f"{start.strategy} on {start.ranks}" for start in starts],
-    )
+    layouts = [f"{start.strategy} on {start.ranks}" for start in starts]
+    return report(chain=chain, intervals=every, checked=chosen, findings=found, layouts=layouts)
 
 
 def _recipe_findings(folder: Path, chain: Chain) -> Iterator[AuditFinding]:

@@ -119,7 +119,7 @@ def test_what_the_body_sets_and_is_not_there_after_a_loop_without_steps_is_named
         course = EpochLoop()
         course.position.done, course.position.inside, course.is_resumed = done, True, True
         trains(course)
-        assert caplog.text.count("What follows may read loss, which is not there") == said
+        assert caplog.text.count("may read variables that are not there: loss. Set them") == said
 
 
 def bar(batches):

@@ -81,16 +81,12 @@ def _placed(job: JobConfig, arguments: argparse.Namespace) -> JobConfig:
     if given.get("strategy", "hybrid") != "hybrid":
         given = {"mesh": "", **given}
     table = json.loads(job.to_json())
-    for section, settings in (
-        ("training", given),
-        ("run", {"name": ""} if arguments.devices is None else {"name": "", "devices": arguments.devices}),
-        (
-            "checkpoint",
-            {"resume": ""},
-        ),  # nothing is resumed, and nothing goes into the run's folder by itself
-        ("weights", {"path": ""}),
-    ):
-        table.setdefault(section, {}).update(settings)
+    table.setdefault("training", {}).update(given)
+    devices = {} if arguments.devices is None else {"devices": arguments.devices}
+    table.setdefault("run", {}).update({"name": "", **devices})
+    # Nothing is resumed, and nothing goes into the run's folder by itself.
+    table.setdefault("checkpoint", {}).update(resume="")
+    table.setdefault("weights", {}).update(path="")
     config = JobConfig.from_json(json.dumps(table))
     refuse(job_problems(config))
     return config

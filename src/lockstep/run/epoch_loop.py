@@ -290,7 +290,7 @@ class EpochLoop:
         if goes_on and (unset := unset_names()):
             logger.warning(
                 "The run goes on after the last step of epoch %d, where the loop over its batches has no step left. "
-                "What follows may read %s, which is not there. Set it before that loop, as loss = float('nan').",
+                "What follows may read variables that are not there: %s. Set them before it, as loss = float('nan').",
                 *(position.epoch + 1, shorten(unset, 4)),
             )
         self._end_steps()

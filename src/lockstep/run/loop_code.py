@@ -339,12 +339,8 @@ def users_frames() -> Iterator[FrameType]:
 def unset_names() -> list[str]:
     """The variables that the user's frames set, may read next, and do not have."""
     frames = list(users_frames())
-    return [
-        name
-        for frame, live in zip(frames, live_in(frames))
-        for name in sorted(live & _set_by(frame.f_code))
-        if name not in frame.f_locals
-    ]
+    found = [live & _set_by(each.f_code) - {*each.f_locals} for each, live in zip(frames, live_in(frames))]
+    return [name for names in found for name in sorted(names)]
 
 
 def changed_since(offsets: Mapping[FrameType, int]) -> set[str]:
