@@ -173,10 +173,7 @@ def _settings(device: torch.device, is_deterministic: bool) -> dict[str, Any]:
         found["torch.backends.cudnn.benchmark"] = torch.backends.cudnn.benchmark
         found["torch.get_deterministic_debug_mode()"] = torch.get_deterministic_debug_mode()
     try:
-        found[_TF32] = (
-            torch.backends.cuda.matmul.allow_tf32,
-            torch.backends.cudnn.allow_tf32,
-        )
+        found[_TF32] = (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32)
     except RuntimeError:  # torch's newer names for it have been set beside the older ones
         found[_TF32] = "set under torch's new names"
     return found

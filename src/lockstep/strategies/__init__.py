@@ -6,13 +6,7 @@ from lockstep.strategies.ddp import DistributedDataParallel, Single
 from lockstep.strategies.loop_writes import one_sided_writes
 from lockstep.strategies.open_strategy import open_strategy
 from lockstep.strategies.pipeline import Pipeline
-from lockstep.strategies.strategy import (
-    STOP_CODES,
-    Compute,
-    IndependentStrategy,
-    StepResult,
-    Strategy,
-)
+from lockstep.strategies.strategy import STOP_CODES, Compute, IndependentStrategy, StepResult, Strategy
 
 __all__ = [
     "STOP_CODES",

@@ -213,12 +213,7 @@ class DataParallel(Replicated):
 
     name = "dp"
 
-    def __init__(
-        self,
-        devices: Sequence[torch.device],
-        micro_batches: int,
-        threads: int,
-    ) -> None:
+    def __init__(self, devices: Sequence[torch.device], micro_batches: int, threads: int) -> None:
         if len(devices) > micro_batches:
             raise ConfigError(
                 f"{len(devices)} replicas cannot share micro_batches={micro_batches}: each needs at least one. Use at "

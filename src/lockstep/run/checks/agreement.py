@@ -36,13 +36,7 @@ from lockstep.distributed.collectives import broadcast_tensors
 from lockstep.errors import CheckpointMismatch, ConfigError, ReplicaError
 from lockstep.run.checks.same_call import by_rank, gather_agreed
 from lockstep.run.epoch_loop import Position
-from lockstep.run.prepare import (
-    EVALUATING,
-    FREEZING,
-    Parts,
-    frozen_parameters,
-    hyperparameters,
-)
+from lockstep.run.prepare import EVALUATING, FREEZING, Parts, frozen_parameters, hyperparameters
 from lockstep.strategies import Strategy, one_sided_writes
 from lockstep.text import shorten
 

@@ -67,11 +67,7 @@ class AsynchronousParameterServer(IndependentStrategy):
     steps = Unit.PLACE
 
     def __init__(
-        self,
-        device: torch.device,
-        group: dist.ProcessGroup,
-        options: ParameterServerOptions,
-        timeout: float,
+        self, device: torch.device, group: dist.ProcessGroup, options: ParameterServerOptions, timeout: float
     ) -> None:
         ranks, self._rank = dist.get_world_size(group), dist.get_rank(group)
         self.device, self._group, self._options, self._timeout = device, group, options, timeout

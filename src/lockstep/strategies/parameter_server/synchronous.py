@@ -22,12 +22,7 @@ from lockstep.core.plan import Share
 from lockstep.core.summation_tree import Node, fold, fold_rows, nodes_within
 from lockstep.data.batch import Batch
 from lockstep.data.keyed import encoded_states, set_encoded_states
-from lockstep.distributed.collectives import (
-    all_gather_rows,
-    all_reduce_max,
-    exchange_device,
-    gather_json,
-)
+from lockstep.distributed.collectives import all_gather_rows, all_reduce_max, exchange_device, gather_json
 from lockstep.distributed.process_group import connect_pair
 from lockstep.numerics.precision import all_finite
 from lockstep.numerics.running_buffers import RunningBuffers
@@ -56,11 +51,7 @@ class ParameterServer(Strategy):
     keeps_whole = True
 
     def __init__(
-        self,
-        device: torch.device,
-        micro_batches: int,
-        group: dist.ProcessGroup,
-        servers: int,
+        self, device: torch.device, micro_batches: int, group: dist.ProcessGroup, servers: int
     ) -> None:
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
         self.device, self._group, self._servers = device, group, servers
