@@ -110,11 +110,11 @@ def data_of(config: JobConfig, root: str | None) -> Component:
         return component
     if not Path(root).exists():
         raise ConfigError(f"--data {root}: there is no such folder.")
-    if component.target.rpartition(":")[2] == "ImageFolder":
-        transform = {name: component.args[name] for name in ("transform", "size") if name in component.args}
-        return Component(
-            target="lockstep.data:PhotoFiles", args={"root": str(Path(root).resolve()), **transform}
-        )
+    # torchvision's ImageFolder may have a loader of the user's, which reads photos in another way
+    if component.target.rpartition(":")[2] == "ImageFolder" and "loader" not in component.args:
+        kept = ("transform", "size", "max_file_size")
+        args = {"root": str(Path(root).resolve()), **{k: v for k, v in component.args.items() if k in kept}}
+        return Component(target="lockstep.data:PhotoFiles", args=args)
     old = config.data.root
     moved = _moved(component.args, old, str(Path(root).resolve())) if old else component.args
     if moved == component.args and str(Path(root).resolve()) != old:
