@@ -220,9 +220,9 @@ class EpochLoop:
         if position.step > before and position.epoch < count:
             words = (
                 f"Steps were made in a loop of the script's own before run.epochs({count}), and count as part of the "
-                f"run, which goes on at step {position.done} of epoch {position.epoch + 1} of {count}. A resumed run makes "
-                "steps there. Let a search, as for a learning rate, be a run of its own: run.close(), then "
-                "lockstep.init and a model made anew. Put training into run.epochs."
+                f"run, which goes on at step {position.done} of epoch {position.epoch + 1} of {count}. A resumed run "
+                "makes other steps there. Let a search, as for a learning rate, be a run of its own: run.close(), "
+                "then lockstep.init and a model made anew. Put training into run.epochs."
             )
             if is_resumed:
                 raise ConfigError(words)
