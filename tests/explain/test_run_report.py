@@ -120,6 +120,15 @@ def test_a_run_that_goes_on_with_resume_auto_is_computed_again(folder):
     assert "samples are right" in run_page(folder)
 
 
+def test_a_run_with_a_moving_average_says_so_before_its_end_too(folder):
+    """Its file is written at the end; until then the log's accuracy stood beside that of the weights themselves."""
+    table = json.loads((folder / "job.json").read_text())
+    table["starts"][-1]["job"]["training"]["ema_decay"] = 0.9
+    (folder / "job.json").write_text(json.dumps(table))
+    page = run_page(folder)
+    assert "is that of the moving average of the weights" in page and "The log of the run says" not in page
+
+
 def shifted(samples):
     """Nine digits in place of ten: 9 counts as 8."""
     inputs, labels = default_collate(samples)

@@ -36,7 +36,7 @@ from lockstep.job.run_folder import Start, one_recipe, read_starts
 from lockstep.run import Run
 from lockstep.text import plural
 from lockstep.trainer.state import Accuracy, is_of_log_probabilities
-from lockstep.trainer.trainer import AVERAGE, WEIGHTS
+from lockstep.trainer.trainer import WEIGHTS
 
 _MOST_WRONG = 24
 _MOST_CLASSES = 40
@@ -217,7 +217,7 @@ def _answers(folder: Path, job: JobConfig, log: RunLog | None, computes: bool) -
     )
     text += f"({100 * right / len(found.labels):.4g} %)."
     recorded = log.final("validation_accuracy") if log is not None else None
-    if (folder / AVERAGE).is_file():
+    if job.training.ema_decay is not None:
         text += " The accuracy in the log is that of the moving average of the weights, and may differ."
     elif recorded is not None and recorded <= 1:
         text += f" The log of the run says {100 * recorded:.4g} % for its last epoch."
