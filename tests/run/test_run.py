@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from tests.run.jobs import GLOBAL_BATCH, begin, dataset, network, train_step
+from tests.run.jobs import GLOBAL_BATCH, begin, correct, dataset, network, train_step
 from torch import nn
 
 import lockstep
@@ -313,6 +313,8 @@ def test_a_metric_of_several_numbers_gives_each_by_its_name():
     values = {"mean": pytest.approx(sum(found.values()) / 3), "worst": min(found.values())}
     assert run.evaluate(dataset(), named) == values
     assert run.evaluate(dataset(), {"iou": named}) == {f"iou_{key}": value for key, value in values.items()}
+    with pytest.raises(ConfigError, match=r"Two metrics of run\.evaluate give a number called 'iou_1'"):
+        run.evaluate(dataset(), {"iou": Overlap(), "iou_1": correct})
     named.compute = lambda: torch.zeros(2, 2)
     with pytest.raises(ConfigError, match="which is neither a number nor a dict or list of numbers"):
         run.evaluate(dataset(), named)
