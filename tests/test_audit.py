@@ -273,24 +273,35 @@ def test_swapped_weights_are_found_with_and_without_a_forged_chain(home):
     assert "is not the recorded one" in found[1]
 
 
-def test_other_weights_at_the_end_are_found(home):
-    folder = train(home)
-    weights = load_file(folder / "model.safetensors")
-    save_file({name: tensor + 1e-3 for name, tensor in weights.items()}, folder / "model.safetensors")
-    assert findings(folder)[0] == "model.safetensors: the file is not the one that the run wrote at its end"
-    digest = digest_file(folder / "model.safetensors")
-    forge(folder, lambda entry: entry.update(weights=digest) if entry["kind"] == "end" else None)
-    assert findings(folder)[0].startswith("model.safetensors: the trained weights are not those of the file")
+@pytest.mark.parametrize("name", ["weights", "average"])
+def test_other_weights_at_the_end_are_found(home, name):
+    """Other averages of the weights were audited as equal."""
+    folder = train(home, *(["training.ema_decay=0.9"] if name == "average" else []))
+    file = folder / {"weights": "model.safetensors", "average": "average.safetensors"}[name]
+    weights = load_file(file)
+    save_file({name: tensor + 1e-3 for name, tensor in weights.items()}, file)
+    assert findings(folder)[0] == f"{file.name}: the file is not the one that the run wrote at its end"
+    digest = digest_file(file)
+    forge(folder, lambda entry: entry.update({name: digest}) if entry["kind"] == "end" else None)
+    assert findings(folder)[0].startswith(f"{file.name}: the trained weights are not those of the file")
 
 
 def test_weights_whose_line_was_removed_are_found(home):
     """They were audited as equal, since the chain said nothing of them."""
-    folder = train(home)
+    folder = train(home, "training.ema_decay=0.9")
     lines = (folder / FILE).read_text().splitlines(keepends=True)
     (folder / FILE).write_text("".join(lines[:-1]))
-    assert findings(folder, checks=1) == ["model.safetensors: the chain has no line for this file"]
-    (folder / "model.safetensors").unlink()
+    files = ["model.safetensors", "average.safetensors"]
+    assert findings(folder, checks=1) == [f"{each}: the chain has no line for this file" for each in files]
+    for each in files:
+        (folder / each).unlink()
     assert findings(folder, checks=1) == []
+
+
+def test_a_chain_of_before_averages_were_recorded_is_honest(home):
+    folder = train(home, "training.ema_decay=0.9")
+    forge(folder, lambda entry: entry.pop("average", None))
+    assert findings(folder) == []
 
 
 @pytest.mark.parametrize("change", ["loss", "removed", "swapped", "recipe"])

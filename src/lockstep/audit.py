@@ -18,6 +18,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ from lockstep.text import plural, shorten
 from lockstep.trainer import Trainer
 from lockstep.trainer.audit_record import FILE, Chain, digest_batch, digest_file, read_chain
 from lockstep.trainer.gradient_record import GradientDigest, digest_gradients
-from lockstep.trainer.trainer import WEIGHTS
+from lockstep.trainer.trainer import AVERAGE, WEIGHTS
 
 logger = logging.getLogger(__name__)
 _MOST_NAMES = 5
@@ -158,22 +159,14 @@ def audit(
             f"The run in '{folder}' was trained with {refused.strategy}, which promises level {refused.level}: its "
             "bits cannot be expected here. Only runs of level A can be audited."
         )
+    report = partial(AuditReport, folder=folder, seed=seed, context=starts[-1].context)
     try:
         chain = read_chain(folder)
     except ConfigError as error:
         if not (folder / FILE).is_file():
             raise
         broken = AuditFinding(where="chain", what=str(error))
-        return AuditReport(
-            folder=folder,
-            chain=Chain((), ()),
-            intervals=[],
-            checked=[],
-            seed=seed,
-            findings=[broken],
-            context=starts[0].context,
-            layouts=[],
-        )
+        return report(chain=Chain((), ()), intervals=[], checked=[], findings=[broken], layouts=[])
     found = [*_recipe_findings(folder, chain), *_checkpoint_findings(folder, chain)]
     if head and head not in chain.hashes:
         what = f"none of its hashes is {head}, so it is not the chain that was published"
@@ -185,16 +178,8 @@ def audit(
             tell(interval)
         finding = recompute(folder, chain, interval, force_context=force_context)
         found += [finding] if finding is not None else []
-    return AuditReport(
-        folder=folder,
-        chain=chain,
-        intervals=every,
-        checked=chosen,
-        seed=seed,
-        findings=found,
-        context=starts[-1].context,
-        layouts=[f"{start.strategy} on {start.ranks}" for start in starts],
-    )
+    layouts = [f"{start.strategy} on {start.ranks}" for start in starts]
+    return report(chain=chain, intervals=every, checked=chosen, findings=found, layouts=layouts)
 
 
 def _recipe_findings(folder: Path, chain: Chain) -> Iterator[AuditFinding]:
@@ -236,12 +221,14 @@ def _checkpoint_findings(folder: Path, chain: Chain) -> Iterator[AuditFinding]:
                 yield AuditFinding(
                     where=path.name, what="its files are not those whose digests the run recorded"
                 )
-    weights, ends = folder / WEIGHTS, [entry for entry in chain.entries if entry["kind"] == "end"]
-    if chain.end is not None and chain.end["weights"]:
-        if not (weights.is_file() and digest_file(weights) == chain.end["weights"]):
-            yield AuditFinding(where=WEIGHTS, what="the file is not the one that the run wrote at its end")
-    elif weights.is_file() and digest_file(weights) not in [entry["weights"] for entry in ends]:
-        yield AuditFinding(where=WEIGHTS, what="the chain has no line for this file")
+    ends = [entry for entry in chain.entries if entry["kind"] == "end"]
+    for name, key in ((WEIGHTS, "weights"), (AVERAGE, "average")):
+        found = digest_file(folder / name) if (folder / name).is_file() else ""
+        if chain.end is not None and chain.end.get(key):
+            if found != chain.end[key]:
+                yield AuditFinding(where=name, what="the file is not the one that the run wrote at its end")
+        elif found and found not in [entry.get(key, found) for entry in ends]:  # old chains have no average
+            yield AuditFinding(where=name, what="the chain has no line for this file")
 
 
 def recompute(
@@ -266,7 +253,7 @@ def recompute(
         except LockstepError as error:
             what = f"it cannot be computed again: {error}"
             return comparer.finding or AuditFinding(where=f"step {comparer.step}", what=what)
-        return comparer.finding or _state_finding(folder, trainer.run, chain, interval)
+        return comparer.finding or _state_finding(folder, trainer, chain, interval)
     finally:
         trainer.run.close()
 
@@ -318,24 +305,21 @@ class _Comparer(Callback):
             self.finding = AuditFinding(where=f"step {self.step}", what=what)
 
 
-def _state_finding(folder: Path, run: Run, chain: Chain, interval: Interval) -> AuditFinding | None:
+def _state_finding(folder: Path, trainer: Trainer, chain: Chain, interval: Interval) -> AuditFinding | None:
     """Compares the state at the end of an interval with its checkpoint, or with the recorded last fingerprint."""
-    fingerprint = run.fingerprint()
+    fingerprint = trainer.run.fingerprint()
     end = chain.end if chain.end is not None and chain.end["step"] == interval.end else None
     if end is not None and end["fingerprint"] != fingerprint:
         what = f"the run ends with the fingerprint {fingerprint}, and {end['fingerprint']} was recorded"
         return AuditFinding(where=f"the end of step {interval.end - 1}", what=what)
-    weights = folder / WEIGHTS
-    if end is not None and weights.is_file():
-        names = differing(
-            digest_tensors(run.state_dict()), digest_tensors(safetensors.torch.load_file(weights))
-        )
-        if names:
+    for file, tensors in trainer.results().items() if end is not None else ():
+        written = safetensors.torch.load_file(folder / file) if (folder / file).is_file() else tensors
+        if names := differing(digest_tensors(tensors), digest_tensors(written)):
             what = f"the trained weights are not those of the file: {shorten(names, _MOST_NAMES)}"
-            return AuditFinding(where=WEIGHTS, what=f"{what} ({len(names)} in all)")
+            return AuditFinding(where=file, what=f"{what} ({len(names)} in all)")
     if interval.checkpoint is None:
         return None
-    mine = run.require_prepared().state.capture(fingerprint, keep=True)
+    mine = trainer.run.require_prepared().state.capture(fingerprint, keep=True)
     names = differing(_digests(mine), _digests(checkpoint.read(interval.checkpoint)))
     if not names:
         return None

@@ -4,6 +4,7 @@ import csv
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from lockstep.cli import main
+from lockstep.cli.predict import data_of
+from lockstep.config.components import Component
 from lockstep.data.images.transforms import IMAGENET_MEAN, IMAGENET_STD
 from lockstep.models import perceptron
 
@@ -146,3 +149,19 @@ def test_mistakes_are_named_before_a_process_is_started(predict, arguments, mess
 def test_weights_that_are_missing_are_named(home, predict, tmp_path):
     (tmp_path / "job.json").write_bytes((home / "runs/photos/job.json").read_bytes())
     assert main(["predict", str(tmp_path)]) == 2
+
+
+def test_photos_of_another_folder_are_read_within_the_limits_of_the_job_and_by_its_loader(tmp_path):
+    """A file that the job's limit allows was refused, and a loader of the user's was left out."""
+
+    def asked(target, **args):
+        validation = Component(target=target, args={"root": "/old/val", **args})
+        job = SimpleNamespace(job="j", data=SimpleNamespace(validation=validation, root="/old"))
+        return data_of(job, str(tmp_path))
+
+    limited = asked("lockstep.data:ImageFolder", size=8, max_file_size=10**9, split="validation")
+    assert limited.target == "lockstep.data:PhotoFiles"
+    assert limited.args == {"root": str(tmp_path), "size": 8, "max_file_size": 10**9}
+    own = asked("torchvision.datasets:ImageFolder", loader={"object": "my_photos:grey"})
+    assert own.target == "torchvision.datasets:ImageFolder"
+    assert own.args == {"root": f"{tmp_path}/val", "loader": {"object": "my_photos:grey"}}

@@ -6,7 +6,7 @@ import pytest
 
 from lockstep.errors import ConfigError
 from lockstep.explain.chart import Curve, Label
-from lockstep.explain.curves import chart, final_table, page, read_logs, text
+from lockstep.explain.curves import RunLog, chart, final_table, page, read_logs, text
 
 
 def write(folder, epochs=2, *, loss=1.0, with_seconds=True, steps=4):
@@ -136,6 +136,11 @@ def test_the_table_has_the_last_values_and_the_best_accuracy(tmp_path):
     assert rows[1] == ("one", "2", "8 min 08 s", "0.5", "60 %", "0.1", "60 % (2)")
     assert rows[2][:3] == ("two", "1", "4 min 04 s")
     assert text(read_logs([tmp_path / "a"])).splitlines()[0].startswith("run  epochs")
+
+
+def test_an_accuracy_that_is_given_in_percent_is_not_multiplied():
+    record = {"kind": "epoch", "step": 4, "epoch": 0, "validation_accuracy": 43.24}
+    assert final_table([RunLog("a", (record,))])[1] == ("a", "1", "-", "43.24", "43.24 (1)")
 
 
 def test_the_table_has_the_means_of_the_last_epoch_and_not_those_of_its_last_steps(tmp_path):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.scale.browser import needs_browser, open_page
+from torch.utils.data import default_collate
 
 from lockstep.cli import main
 from lockstep.data import Digits
@@ -117,6 +118,34 @@ def test_a_run_that_goes_on_with_resume_auto_is_computed_again(folder):
     table["starts"][-1]["job"]["checkpoint"]["resume"] = "auto"
     (folder / "job.json").write_text(json.dumps(table))
     assert "samples are right" in run_page(folder)
+
+
+def test_a_run_with_a_moving_average_says_so_before_its_end_too(folder):
+    """Its file is written at the end; until then the log's accuracy stood beside that of the weights themselves."""
+    table = json.loads((folder / "job.json").read_text())
+    table["starts"][-1]["job"]["training"]["ema_decay"] = 0.9
+    (folder / "job.json").write_text(json.dumps(table))
+    page = run_page(folder)
+    assert "is that of the moving average of the weights" in page and "The log of the run says" not in page
+
+
+def shifted(samples):
+    """Nine digits in place of ten: 9 counts as 8."""
+    inputs, labels = default_collate(samples)
+    return inputs, labels.clamp_max(8)
+
+
+def test_what_the_loss_ignores_is_left_out_and_labels_are_those_of_the_evaluation(folder):
+    """As they are in the accuracy of the log, which the page shows beside it."""
+    table = json.loads((folder / "job.json").read_text())
+    job = table["starts"][-1]["job"]
+    job["loss"] = {"target": "torch.nn:CrossEntropyLoss", "ignore_index": 3}
+    job["data"]["collate"] = {"target": f"{__name__}:shifted"}
+    (folder / "job.json").write_text(json.dumps(table))
+    found, labels = answers_of(folder, read_starts(folder)[-1].job), Digits("validation").labels.clamp_max(8)
+    assert found.labels.tolist() == labels[labels != 3].tolist()
+    assert found.names == tuple(f"sample {n}" for n in range(len(labels)) if labels[n] != 3)
+    assert set(found.pictures) == set(found.wrong[:24])
 
 
 def test_a_failure_of_the_last_start_is_on_the_page(folder):

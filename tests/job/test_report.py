@@ -69,3 +69,9 @@ def test_skipped_steps_are_counted(skipped, shown):
 def test_the_last_evaluation_and_the_best_are_shown(metric, shown):
     lines = report(outcome(metric=metric, values={metric: 0.5}, best=0.75, best_epoch=1), "").splitlines()
     assert shown in lines
+
+
+def test_an_accuracy_that_is_given_in_percent_is_not_multiplied():
+    metric = "validation_accuracy"
+    lines = report(outcome(metric=metric, values={metric: 43.24}, best=45.0, best_epoch=1), "").splitlines()
+    assert "accuracy     43.24 (best 45, epoch 2)" in lines

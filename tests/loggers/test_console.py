@@ -18,6 +18,13 @@ def run(console, epochs=2):
     console.close()
 
 
+def test_an_accuracy_that_is_given_in_percent_is_not_multiplied():
+    """A metric of the user's that is called accuracy, of 43.24, was shown as 4324.00 %."""
+    stream = io.StringIO()
+    Console(stream).epoch(0, 4, {"validation_accuracy": 43.24, "validation_top5_accuracy": 1.0}, is_last=True)
+    assert stream.getvalue() == "epoch 1/1  validation accuracy 43.24  validation top5 accuracy 100.00 %\n"
+
+
 def test_into_a_file_goes_one_line_per_epoch_and_nothing_else():
     stream = io.StringIO()
     run(Console(stream))

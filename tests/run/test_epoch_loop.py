@@ -1,5 +1,6 @@
 """Where a run stands, whatever its loops do; no process and no model needed."""
 
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
@@ -77,9 +78,48 @@ def test_a_loop_of_its_own_is_warned_where_it_was_resumed_after_an_epoch(caplog,
         list(steps(course))
     assert caplog.text.count("write for epoch in run.epochs(N)") == warnings
     caplog.clear()
-    course.is_resumed = True
+    course = EpochLoop()
+    course.position.epoch, course.is_resumed = epoch, True
     assert [step for _ in course.epochs(epoch + 4) for step in steps(course)]
     assert not caplog.text
+
+
+def test_steps_before_a_loop_over_epochs_are_told_and_refused_in_a_resumed_run(caplog):
+    """A search for a learning rate took steps of the first epoch, and those of a later one after a resume."""
+    course = EpochLoop()
+    next(steps(course))  # a look at the first batch is no step
+    for _ in course.epochs(1):
+        list(steps(course))
+    assert not caplog.text
+    list(steps(course))
+    assert [step for _ in course.epochs(3) for step in steps(course)] == [(2, 0), (2, 1), (2, 2)]
+    assert (
+        "before run.epochs(3), and count as part of the run, which goes on at step 0 of epoch 3"
+        in caplog.text
+    )
+    course = EpochLoop()
+    course.position.epoch, course.is_resumed = 1, True
+    list(steps(course))
+    with pytest.raises(ConfigError, match="a run of its own"):
+        next(course.epochs(3))
+
+
+def test_what_the_body_sets_and_is_not_there_after_a_loop_without_steps_is_named(caplog):
+    """A run that stopped after the last step of an epoch ended in a NameError when it went on."""
+
+    def trains(course):
+        for _ in course.epochs(2):
+            for batch in steps(course):
+                loss = batch
+                course.backward_passes += 1
+            with suppress(NameError):
+                assert loss
+
+    for done, said in ((STEPS - 1, 0), (STEPS, 1)):
+        course = EpochLoop()
+        course.position.done, course.position.inside, course.is_resumed = done, True, True
+        trains(course)
+        assert caplog.text.count("may read variables that are not there: loss. Set them") == said
 
 
 def bar(batches):

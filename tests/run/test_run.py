@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from tests.run.jobs import GLOBAL_BATCH, begin, dataset, network, train_step
+from tests.run.jobs import GLOBAL_BATCH, begin, correct, dataset, network, train_step
 from torch import nn
 
 import lockstep
@@ -313,6 +313,8 @@ def test_a_metric_of_several_numbers_gives_each_by_its_name():
     values = {"mean": pytest.approx(sum(found.values()) / 3), "worst": min(found.values())}
     assert run.evaluate(dataset(), named) == values
     assert run.evaluate(dataset(), {"iou": named}) == {f"iou_{key}": value for key, value in values.items()}
+    with pytest.raises(ConfigError, match=r"Two metrics of run\.evaluate give a number called 'iou_1'"):
+        run.evaluate(dataset(), {"iou": Overlap(), "iou_1": correct})
     named.compute = lambda: torch.zeros(2, 2)
     with pytest.raises(ConfigError, match="which is neither a number nor a dict or list of numbers"):
         run.evaluate(dataset(), named)
@@ -379,6 +381,20 @@ def test_extra_that_is_no_dict_is_refused_when_it_is_saved(tmp_path):
     run.extra = [1, 2]
     with pytest.raises(ConfigError, match=r"run\.extra is a list\. Leave it a dict"):
         run.save()
+
+
+def test_extra_that_has_another_name_in_the_script_is_given_back_too(tmp_path):
+    """The name had the dict of before the resume, and what was put there was in no checkpoint."""
+    run, _, optimizer = begin(directory=tmp_path)
+    run.extra["seen"] = 8
+    train_step(run, next(iter(run.batches(dataset()))), optimizer)
+    run.save()
+    again = lockstep.init(global_batch=GLOBAL_BATCH, micro_batches=8, directory=tmp_path, resume="auto")
+    notes = again.extra
+    notes |= {"seen": 0, "later": 0}
+    model = network()
+    again.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert notes is again.extra and notes == {"seen": 8}
 
 
 def test_a_dtype_that_no_checkpoint_holds_is_refused_at_prepare(tmp_path):

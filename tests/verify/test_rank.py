@@ -313,3 +313,11 @@ def test_what_depends_on_the_micro_batches_has_its_cause_named(kind, cause, word
     assert words in found.text
     assert words in table([found])
     assert (found.difference.factor == pytest.approx(1 / 8)) is (kind == "sum")
+
+
+def test_what_lockstep_warned_of_is_shown_where_a_script_fails(watched, capsys):
+    """The error may come of it, and was all that there was to see."""
+    text = f"{OWN_LOOP}list(run.epochs(1))\nundefined\n"
+    with pytest.raises(NameError):
+        watched(text.replace("epochs(3)", "epochs(1)"), "fails", steps=100)
+    assert "run.epochs(1) has nothing to do" in capsys.readouterr().err

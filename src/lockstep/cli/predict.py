@@ -79,14 +79,12 @@ def _placed(job: JobConfig, arguments: argparse.Namespace) -> JobConfig:
     if given.get("strategy", "hybrid") != "hybrid":
         given = {"mesh": "", **given}
     table = json.loads(job.to_json())
-    for section, settings in (
-        ("training", given),
-        ("run", {"name": ""} if arguments.devices is None else {"name": "", "devices": arguments.devices}),
-        # Nothing is resumed, and nothing goes into the run's folder by itself.
-        ("checkpoint", {"resume": ""}),
-        ("weights", {"path": ""}),
-    ):
-        table.setdefault(section, {}).update(settings)
+    table.setdefault("training", {}).update(given)
+    devices = {} if arguments.devices is None else {"devices": arguments.devices}
+    table.setdefault("run", {}).update({"name": "", **devices})
+    # Nothing is resumed, and nothing goes into the run's folder by itself.
+    table.setdefault("checkpoint", {}).update(resume="")
+    table.setdefault("weights", {}).update(path="")
     config = JobConfig.from_json(json.dumps(table))
     refuse(job_problems(config))
     return config
@@ -110,11 +108,11 @@ def data_of(config: JobConfig, root: str | None) -> Component:
         return component
     if not Path(root).exists():
         raise ConfigError(f"--data {root}: there is no such folder.")
-    if component.target.rpartition(":")[2] == "ImageFolder":
-        transform = {name: component.args[name] for name in ("transform", "size") if name in component.args}
-        return Component(
-            target="lockstep.data:PhotoFiles", args={"root": str(Path(root).resolve()), **transform}
-        )
+    # torchvision's ImageFolder may have a loader of the user's, which reads photos in another way
+    if component.target.rpartition(":")[2] == "ImageFolder" and "loader" not in component.args:
+        kept = ("transform", "size", "max_file_size")
+        args = {"root": str(Path(root).resolve()), **{k: v for k, v in component.args.items() if k in kept}}
+        return Component(target="lockstep.data:PhotoFiles", args=args)
     old = config.data.root
     moved = _moved(component.args, old, str(Path(root).resolve())) if old else component.args
     if moved == component.args and str(Path(root).resolve()) != old:

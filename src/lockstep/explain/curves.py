@@ -291,4 +291,4 @@ def _title(metric: str) -> str:
 def _shown(metric: str, value: float) -> str:
     if math.isnan(value):
         return "not finite"
-    return f"{100 * value:.4g} %" if metric.endswith("accuracy") else f"{value + 0.0:.4g}"
+    return f"{100 * value:.4g} %" if metric.endswith("accuracy") and value <= 1 else f"{value + 0.0:.4g}"

@@ -10,7 +10,6 @@ import base64
 import dataclasses
 import io
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -24,6 +23,7 @@ from torch import Tensor
 from lockstep.config.job import JobConfig
 from lockstep.core.fingerprint import combine, digest_tensors
 from lockstep.core.world import World
+from lockstep.data.adopt import adopt
 from lockstep.data.naming import path_of
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.explain.chart import html_document, svg, table
@@ -35,8 +35,8 @@ from lockstep.job.prediction import class_names, has_gone_on, load_run, read_out
 from lockstep.job.run_folder import Start, one_recipe, read_starts
 from lockstep.run import Run
 from lockstep.text import plural
-from lockstep.trainer.state import is_of_classes, is_of_log_probabilities
-from lockstep.trainer.trainer import AVERAGE, WEIGHTS
+from lockstep.trainer.state import Accuracy, is_of_log_probabilities
+from lockstep.trainer.trainer import WEIGHTS
 
 _MOST_WRONG = 24
 _MOST_CLASSES = 40
@@ -80,7 +80,7 @@ def answers_of(folder: Path, job: JobConfig) -> Answers:
         raise ConfigError("The job has no [data.validation].")
     importable_from(job.code)
     loss = instantiate_function(job.loss, ("loss",))
-    if not is_of_classes(loss):
+    if (accuracy := Accuracy.of(loss)) is None:
         raise ConfigError(f"The loss of the job, {job.loss.target}, is not one of classes.")
     alone = dataclasses.replace(job.training, strategy="single", mesh="")
     begun = dataclasses.replace(job.checkpoint, resume="")
@@ -92,24 +92,37 @@ def answers_of(folder: Path, job: JobConfig) -> Answers:
         load_run(model, folder, best=False)
         balance(run, model, source)
         run.prepare(model, values_from_main=True)
-        outputs = run.predict(source, workers=0)
+        run.evaluate(source, {"answers": (seen := _Seen())}, workers=0)
     finally:
         run.close()
-    if outputs is None or outputs.dim() != 2:
+    outputs, targets = map(torch.cat, zip(*seen, strict=True))
+    if outputs.dim() != 2:
         raise ConfigError("The model does not give one row of scores for each sample.")
     scores = outputs.double()
     if without := int(scores.isnan().any(1).sum()):
         raise ConfigError(f"The model gives NaN for {without:,} of {plural(len(scores), 'sample')}.")
     certainty, predicted = (scores.exp() if is_of_log_probabilities(loss) else scores.softmax(1)).max(1)
-    labels = torch.tensor([int(data_set[index][1]) for index in range(len(scores))])
+    labels, counted = accuracy.labels(targets)
+    numbers, labels, data_set = counted.nonzero().flatten().tolist(), labels[counted], adopt(source).dataset
     names = class_names(folder, data_set) or tuple(map(str, range(scores.shape[1])))
-    if len(names) != scores.shape[1] or int(labels.min()) < 0 or int(labels.max()) >= len(names):
+    if len(names) != scores.shape[1] or not {*labels.tolist()} <= {*range(len(names))} or not len(labels):
         raise ConfigError("The labels of the validation data are not the classes of the model.")
-    paths = tuple(path_of(data_set, index) or f"sample {index}" for index in range(len(labels)))
-    found = Answers(names, paths, labels, predicted, certainty, {})
-    shown = {index: picture_of(data_set[index][0]) for index in found.wrong[:_MOST_WRONG]}
-    pictures = {index: address for index, address in shown.items() if address}
-    return Answers(names, paths, labels, predicted, certainty, pictures)
+    paths = tuple(path_of(data_set, number) or f"sample {number}" for number in numbers)
+    found = Answers(names, paths, labels, predicted[counted], certainty[counted], {})
+    shown = {index: picture_of(data_set[numbers[index]][0]) for index in found.wrong[:_MOST_WRONG]}
+    return dataclasses.replace(found, pictures={index: each for index, each in shown.items() if each})
+
+
+class _Seen(list[tuple[Tensor, Tensor]]):
+    """The outputs and targets of an evaluation, as a metric of it."""
+
+    reset = list.clear
+
+    def update(self, output: Tensor, target: Tensor) -> None:
+        self.append((output, target))
+
+    def compute(self) -> float:
+        return 0.0
 
 
 def picture_of(sample: Any) -> str:
@@ -201,9 +214,9 @@ def _answers(folder: Path, job: JobConfig, log: RunLog | None, computes: bool) -
     )
     text += f"({100 * right / len(found.labels):.4g} %)."
     recorded = log.final("validation_accuracy") if log is not None else None
-    if (folder / AVERAGE).is_file():
+    if job.training.ema_decay is not None:
         text += " The accuracy in the log is that of the moving average of the weights, and may differ."
-    elif recorded is not None and math.isfinite(recorded):
+    elif recorded is not None and recorded <= 1:
         text += f" The log of the run says {100 * recorded:.4g} % for its last epoch."
     matrix = _confusion(found)
     return [head, f"<p>{escape(text)}</p>", _wrong_samples(found), "<h2>Confusion matrix</h2>", matrix]

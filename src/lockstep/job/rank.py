@@ -160,7 +160,8 @@ def report(outcome: TrainingOutcome, proof: str) -> str:
     """
     rows = []
     if outcome.metric in outcome.values:
-        form = "{:.2%}".format if outcome.metric.endswith("accuracy") else "{:.6g}".format
+        is_share = outcome.metric.endswith("accuracy") and outcome.values[outcome.metric] <= 1
+        form = "{:.2%}".format if is_share else "{:.6g}".format
         value = form(outcome.values[outcome.metric]).replace("%", " %")
         best = outcome.best if outcome.best is None else form(outcome.best).replace("%", " %")
         name = outcome.metric.removeprefix("validation_")

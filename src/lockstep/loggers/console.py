@@ -118,6 +118,6 @@ def _metric(name: str, value: float) -> str:
         return f"{value:,.0f} samples/s"
     short = name.replace("learning_rate", "lr")
     words = re.sub(r"_(?!\d+$)", " ", short)  # the number of a class or of a group stays, as in lr_1
-    if name.endswith("accuracy"):
+    if name.endswith("accuracy") and value <= 1:  # else a metric of the user's gives percent itself
         return f"{words} {100 * value:.2f} %"
     return f"{words} {value:.4g}"

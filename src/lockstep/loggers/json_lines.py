@@ -36,9 +36,7 @@ class MetricsFile(ABC):
         self._earlier = 0.0
         self._began: float | None = None
 
-    def begin(
-        self, epoch: int, *, epochs: int, start: int, steps: int, done: int = 0, total: int | None = None
-    ) -> None:
+    def begin(self, epoch: int, **_: Any) -> None:
         """Remembers the epoch, for the records, and when the first one began."""
         self._epoch = epoch
         self._began = monotonic() if self._began is None else self._began

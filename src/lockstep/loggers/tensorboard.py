@@ -26,9 +26,7 @@ class TensorBoard:
         self._writer: Any = None
         self._missing = False
 
-    def begin(
-        self, epoch: int, *, epochs: int, start: int, steps: int, done: int = 0, total: int | None = None
-    ) -> None:
+    def begin(self, epoch: int, **_: Any) -> None:
         """Does nothing: TensorBoard's axis is the step."""
 
     def log(self, step: int, values: Mapping[str, float], so_far: Mapping[str, float] | None = None) -> None:

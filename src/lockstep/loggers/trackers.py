@@ -28,9 +28,7 @@ class _Tracker:
         self._project, self._directory, self._settings = project, directory, settings
         self._is_open = False
 
-    def begin(
-        self, epoch: int, *, epochs: int, start: int, steps: int, done: int = 0, total: int | None = None
-    ) -> None:
+    def begin(self, epoch: int, **_: Any) -> None:
         """Does nothing: the axis is the step."""
 
     def log(self, step: int, values: Mapping[str, float], so_far: Mapping[str, float] | None = None) -> None:

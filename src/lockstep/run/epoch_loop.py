@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import sys
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -28,6 +29,7 @@ from typing import Any
 from lockstep.core.plan import StepPlan
 from lockstep.data.batch import Batch
 from lockstep.errors import CheckpointError, ConfigError
+from lockstep.run.loop_code import unset_names
 from lockstep.run.loop_variables import LoopState
 from lockstep.runtime.events import NO_EVENTS, StepEvents
 from lockstep.text import plural, shorten
@@ -159,6 +161,8 @@ class EpochLoop:
         self._left_early = False
         self._is_rest = False
         """True where the loop before was left early, so that the next one goes on there, if no epoch begins before."""
+        self._own: tuple[int, bool] | None = None
+        """Of the first loop over steps that is in none over epochs: the step before it, and ``is_resumed``."""
         self._last_epoch = self._finished_epoch = self._last_place = -1
         self._back: Position | None = None
 
@@ -183,6 +187,7 @@ class EpochLoop:
                 "more of them write run.epochs(run.position.epoch + %d).",
                 *(count, plural(self.position.epoch, "epoch"), count),
             )
+        self._tell_steps_before(count)
         self.in_epochs, self._last_epoch = True, int(count) - 1
         self._epoch_loops += 1
         newest = self._epoch_loops
@@ -209,6 +214,20 @@ class EpochLoop:
         finally:
             self.in_epochs = False
 
+    def _tell_steps_before(self, count: int) -> None:
+        """Tells of steps that were made since the last loop over epochs; ``ConfigError`` in a resumed run."""
+        position, (before, is_resumed), self._own = self.position, self._own or (math.inf, False), None
+        if position.step > before and position.epoch < count:
+            words = (
+                f"Steps were made in a loop of the script's own before run.epochs({count}), and count as part of the "
+                f"run, which goes on at step {position.done} of epoch {position.epoch + 1} of {count}. A resumed run "
+                "makes other steps there. Let a search, as for a learning rate, be a run of its own: run.close(), "
+                "then lockstep.init and a model made anew. Put training into run.epochs."
+            )
+            if is_resumed:
+                raise ConfigError(words)
+            logger.warning("%s", words)
+
     def steps_left(self, steps_per_epoch: int) -> int:
         """How many steps of the epoch a loop that begins now will walk."""
         current, done = self._current, self.position.done
@@ -234,6 +253,8 @@ class EpochLoop:
                 "trains %s more than it would have: write for epoch in run.epochs(N).",
                 *(position.epoch + 1, plural(position.epoch, "epoch")),
             )
+        if not self.in_epochs:
+            self._own = self._own or (position.step, self.is_resumed)
         goes_on = self.is_resumed and position.done > 0
         self.is_resumed, is_rest, self._is_rest = False, self._is_rest, False
         self._walk += 1
@@ -266,6 +287,12 @@ class EpochLoop:
             raise
         if is_rest:
             raise self._all_steps_done()
+        if goes_on and (unset := unset_names()):
+            logger.warning(
+                "The run goes on after the last step of epoch %d, where the loop over its batches has no step left. "
+                "What follows may read variables that are not there: %s. Set them before it, as loss = float('nan').",
+                *(position.epoch + 1, shorten(unset, 4)),
+            )
         self._end_steps()
         self._back = replace(position, inside=True)
         position.inside, self._finished_epoch = False, position.epoch

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -247,6 +248,9 @@ def evaluate_all(
         with evaluation(run, data, *how) as opened:
             found |= evaluate_whole(opened, whole)
     if isinstance(metric, Mapping):
+        keys = Counter(key for values in found.values() for key in values)
+        if twice := [key for key, count in keys.items() if count > 1]:
+            raise ConfigError(f"Two metrics of run.evaluate give a number called {twice[0]!r}. Rename one.")
         return {key: value for name in metrics for key, value in found[name].items()}
     values = found["metric"]
     return values.get("metric", {key.removeprefix("metric_"): value for key, value in values.items()})

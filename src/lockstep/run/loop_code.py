@@ -352,6 +352,13 @@ def users_frames() -> Iterator[FrameType]:
     return reversed(frames)
 
 
+def unset_names() -> list[str]:
+    """The variables that the user's frames set, may read next, and do not have."""
+    frames = list(users_frames())
+    found = [live & _set_by(each.f_code) - {*each.f_locals} for each, live in zip(frames, live_in(frames))]
+    return [name for names in found for name in sorted(names)]
+
+
 def changed_since(offsets: Mapping[FrameType, int]) -> set[str]:
     """The names that the user's frames that are running may have changed since these ``offsets`` of instructions."""
     frames = list(users_frames())

@@ -38,6 +38,7 @@ from lockstep.runtime.devices import is_gpu
 from lockstep.strategies import IndependentStrategy, Strategy
 from lockstep.strategies.optimizer_trial import Unit, refused_optimizer, require_gradients_only, try_optimizer
 from lockstep.strategies.sharding import require_separate_memory
+from lockstep.text import plural
 
 EVALUATING, FREEZING = "<evaluation mode of ", "<freezing of "
 """Beginnings of names in ``Parts.digests``."""
@@ -194,9 +195,10 @@ def _require_own_parameters(optimizers: Sequence[Optimizer], parameters: Sequenc
         foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
         if foreign:
             raise ConfigError(
-                f"Optimizer {number} ({type(optimizer).__name__}) holds {len(foreign)} parameters that the model does "
-                f"not have, the first of shape {tuple(foreign[0].shape)}; their gradients would not be summed over the "
-                "ranks. Give run.prepare the model they belong to; put several models into one nn.ModuleDict."
+                f"Optimizer {number} ({type(optimizer).__name__}) holds {plural(len(foreign), 'parameter')} that the "
+                f"model does not have, the first of shape {tuple(foreign[0].shape)}; gradients of theirs would not be "
+                "summed over the ranks. Give run.prepare the model they belong to; put several models into one "
+                "nn.ModuleDict, and a parameter alone, as a learned weight of losses, into an attribute of the model."
             )
 
 

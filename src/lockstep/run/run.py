@@ -173,7 +173,8 @@ class Run:
             how = {"restarted": self.world.restart > 0, "is_main": self.is_main}
             resumes = save.resume(state, self.options, self.fingerprint, **how)
         if resumes:
-            self.extra = state.extra
+            self.extra.clear()  # it may have a name in the script
+            self.extra.update(state.extra)
             gradients.resume()
             self._writer.resumption.begin(state)
             self._agreed_data.resume(state.data)

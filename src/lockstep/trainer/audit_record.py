@@ -33,6 +33,7 @@ from lockstep.run import Run
 from lockstep.runtime import Callback
 from lockstep.runtime.stop_signals import wait_for_critical_threads
 from lockstep.trainer.gradient_record import GradientDigest, digest_gradients
+from lockstep.trainer.trainer import AVERAGE
 
 FILE = "audit.jsonl"
 _BEGINNING = "0" * 64
@@ -243,8 +244,10 @@ class AuditRecorder(Callback):
     def end(self, step: int, fingerprint: str, weights: Path | None) -> None:
         """Writes the last line of a run that was trained to its end, with the file of its weights."""
         if self._writer is not None:
-            digest = "" if weights is None else digest_file(weights)
-            self._writer.append("end", step, fingerprint=fingerprint, weights=digest)
+            digests = {"weights": "" if weights is None else digest_file(weights)}
+            if weights is not None and (average := weights.with_name(AVERAGE)).is_file():
+                digests["average"] = digest_file(average)
+            self._writer.append("end", step, fingerprint=fingerprint, **digests)
 
     def _add_checkpoints(self) -> None:
         if self._writer is not None:

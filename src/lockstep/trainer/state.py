@@ -186,9 +186,15 @@ class Accuracy:
                 f"{_form(output)} and a target of {_form(target)}. Derive the loss from torch.nn.Module, or make it a "
                 "function: then none is counted. An accuracy of your own can be one of the metrics."
             )
-        classes = target.argmax(1) if of_all else target
-        counted = torch.ones_like(classes, dtype=torch.bool) if of_all else target != self.ignore_index
+        classes, counted = self.labels(target)
         return ((output.argmax(1) == classes) & counted).sum(), counted.sum()
+
+    def labels(self, target: Tensor) -> tuple[Tensor, Tensor]:
+        """The class that each target stands for, and whether it counts."""
+        if not target.is_floating_point():
+            return target, target != self.ignore_index
+        classes = target.argmax(1)
+        return classes, torch.ones_like(classes, dtype=torch.bool)
 
 
 def _form(value: Any) -> str:

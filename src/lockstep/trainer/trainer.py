@@ -306,21 +306,25 @@ class Trainer(Callback):
         sent, memory = strategy.gather(strategy.all_reduce_max(own)).view(-1, 2).amax(0).tolist()
         return sent / max(1, self.run.position.step - self._first_step), int(memory)
 
+    def results(self) -> dict[str, dict[str, Tensor]]:
+        """The weights, and their moving average where there is one, by the names of their files. Collective."""
+        results, average = {WEIGHTS: self.run.state_dict()}, self._parts.average
+        return results if average is None else {**results, AVERAGE: average.module.state_dict()}
+
     def _end(self) -> TrainingOutcome:
         run, weights = self.run, None
         fingerprint, (bytes_per_step, memory) = run.fingerprint(), self._most_of_a_rank()
         summary = run.strategy.summary()
         if run.options.directory is not None:
-            state = run.state_dict()
+            results = self.results()
             if run.is_main:
                 classes = known_classes(adopt(self._parts.training_set).dataset)
                 metadata = {"step": str(run.position.step)}
                 metadata |= {"classes": json.dumps(classes)} if classes else {}
-                path = Path(run.options.directory) / WEIGHTS
-                weights = checkpoint.export(path, state, metadata=metadata)
-                if self._parts.average is not None:
-                    averaged = self._parts.average.module.state_dict()
-                    checkpoint.export(path.with_name(AVERAGE), averaged, metadata=metadata)
+                folder = Path(run.options.directory)
+                for name, tensors in results.items():
+                    checkpoint.export(folder / name, tensors, metadata=metadata)
+                weights = folder / WEIGHTS
         self._logger.close()
         run.close()
         return TrainingOutcome(

@@ -326,7 +326,7 @@ class _Stop(Callback):
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[list[logging.LogRecord]]:
-    """Shows nothing but errors; gives what Lockstep warns of."""
+    """Shows nothing but errors; gives what Lockstep warns of, and shows it before an error."""
     logging.basicConfig()
     levels = {handler: handler.level for handler in logging.getLogger().handlers}
     for handler in levels:
@@ -336,6 +336,9 @@ def _quiet() -> Iterator[list[logging.LogRecord]]:
     own.addHandler(kept)
     try:
         yield kept.buffer
+    except Exception:
+        sys.stderr.writelines(f"{record.getMessage()}\n" for record in kept.buffer)
+        raise
     finally:
         own.removeHandler(kept)
         for handler, level in levels.items():

@@ -34,8 +34,9 @@ def gather_agreed(mine: object, group: dist.ProcessGroup, device: torch.device) 
     if len({name for name, _, _ in known}) > 1:
         raise ConfigError(
             f"The ranks make different calls of the run: {by_rank([name + place for name, place, _ in known])}. Each "
-            "has a part of the work, so all make the same calls in the same order: take them out of if run.is_main: "
-            "and other conditions on the rank. What they return is the same everywhere; run.print prints it once."
+            "has a part of the work, so all make the same calls in the same order: take them, and changes of their "
+            "data sets, out of if run.is_main: and other conditions on the rank. What they return is the same "
+            "everywhere, but of run.predict; run.print prints it once."
         )
     return [value for _, _, value in known]
 
