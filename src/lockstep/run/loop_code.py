@@ -70,11 +70,14 @@ def live_in(frames: Sequence[FrameType]) -> list[frozenset[str]]:
     is_set: set[str] = set()
     for frame in reversed(frames):
         live = live_names(frame.f_code, frame.f_lasti) - is_set
-        set_here = {name for each in _effects(frame.f_code) for name in each.changes}
-        is_set |= {*frame.f_code.co_freevars} & set_here - live
+        is_set |= {*frame.f_code.co_freevars} & _set_by(frame.f_code) - live
         is_set -= {*frame.f_code.co_cellvars}
         found.append(live)
     return found[::-1]
+
+
+def _set_by(code: CodeType) -> set[str]:
+    return {name for each in _effects(code) for name in each.changes}
 
 
 @functools.cache
