@@ -333,7 +333,9 @@ class LoopState:
 
     def resume(self, stored: Mapping[str, Any], *, inside: bool) -> None:
         """Takes what ``capture`` gave. ``inside``: the checkpoint was written while an epoch's batches were read."""
-        self._stored, self._inside, self._in_epochs = stored, inside, False
+        maps = ("first", "start", "saved", "at_epoch", "generators")
+        self._stored = {**stored, **{name: dict(stored[name]) for name in maps}} if stored else {}
+        self._inside, self._in_epochs = inside, False
         self._first, self._walks = dict(stored.get("first", {})), stored.get("walks", 0)
         self._set_between = set(stored.get("set_between", ()))
 

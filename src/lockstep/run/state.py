@@ -24,7 +24,7 @@ from lockstep.distributed.collectives import gather_json
 from lockstep.errors import CheckpointError, CheckpointMismatch, ConfigError
 from lockstep.numerics.precision import Precision
 from lockstep.run.attributes import Attributes, unsaved_tensors, words_of
-from lockstep.run.checks.agreement import source_digests
+from lockstep.run.checks.agreement import made_otherwise, source_digests
 from lockstep.run.epoch_loop import Position
 from lockstep.run.loop_variables import LoopState
 from lockstep.run.optimizer_step import GradientState, PreparedOptimizer
@@ -343,7 +343,11 @@ class RunState:
         self._add_groups(state)
         self._compare_settings(written.get("settings", {}), restarted)
         checkpoint.require_same_model(state.model, state.aliases, self.model.tensors, self.model.aliases)
-        _require_none(self._differences(written), force_context)
+        if "made_with" in written:  # else of an earlier version
+            restored = {words_of(holder, key) for holder, key, _ in written.get("held", ())}
+            is_main = self.strategy.share.holder == 0
+            made = made_otherwise(written["made_with"], self.made_with, restored, warns=is_main)
+            _require_none(made, force_context)
         self.strategy.load_state(
             {**state.model, **{a: state.model[name] for a, name in state.aliases.items()}}
         )
@@ -374,33 +378,11 @@ class RunState:
             scheduler.load_state_dict(_like(scheduler.state_dict(), stored))
         self.position.load_state_dict(written["position"])
         self.loop.resume(written.get("loop", {}), inside=self.position.inside)
-        self.places, self.was_inside = dict(written.get("places", {})), self.position.inside
+        places = written.get("places", {}).items()
+        self.places = {name: [str(first), str(saved), str(start)] for name, (first, saved, start) in places}
+        self.was_inside = self.position.inside
         self.extra, self.data = dict(written["extra"]), dict(written.get("data", {}))
         return str(written["fingerprint"])
-
-    def _differences(self, written: Mapping[str, Any]) -> list[str]:
-        """What the model was made with and a checkpoint does not restore, where the checkpoint's run had another."""
-        held = {words_of(holder, key) for holder, key, _ in written.get("held", ())}
-
-        def unequal(there: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
-            names = [name for name in {**there, **here} if there.get(name) != here.get(name)]
-            lines = [
-                f"{name}: {there.get(name, 'absent')} there, {here.get(name, 'absent')} here"
-                for name in names
-            ]
-            return [line for name, line in zip(names, lines) if name not in held]
-
-        if "made_with" not in written:
-            return []  # of an earlier version
-        certain, others = map(unequal, written["made_with"], self.made_with)
-        if others and self.strategy.share.holder == 0:
-            logger.warning(
-                "The model was made with other values than in the checkpoint's run: %s. This run goes on with those "
-                "here, so it ends in other bits if the model computes with them.",
-                shorten(others, _MOST_LINES),
-            )
-        more = [f"and {len(certain) - _MOST_LINES} more of the model"] if len(certain) > _MOST_LINES else []
-        return certain[:_MOST_LINES] + more
 
     def _restore_gradients(self, kept: Mapping[str, Tensor], zeros: Collection[str]) -> None:
         """Sets gradients that a checkpoint holds, whole and in parts; ``zeros``: those that are zeros."""
@@ -517,7 +499,8 @@ class RunState:
         ):
             if stored != here:
                 raise CheckpointMismatch(
-                    f"The checkpoint holds {stored} {kind}, and run.prepare was given {here}. Give the same ones."
+                    f"The checkpoint holds {stored} {kind}, and run.prepare was given {here}. Give the same ones; in a "
+                    "job, training.ema_decay makes one of the further modules."
                 )
 
 

@@ -14,7 +14,7 @@ import logging
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -211,6 +211,30 @@ def made_with(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
             if (buffer := module._buffers[key]) is not None:
                 certain[f"the attribute {key!r} of {name}"] = _text(buffer, frozenset())
     return certain, others
+
+
+def made_otherwise(
+    there: Iterable[Mapping[str, str]], here: Iterable[Mapping[str, str]], restored: Set[str], *, warns: bool
+) -> list[str]:
+    """What ``made_with`` gives that differs from a checkpoint's run (``there``) and is not ``restored``, in words.
+
+    What is not certain is named in a warning.
+    """
+
+    def unequal(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+        names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+        values = [(name, before.get(name, "absent"), now.get(name, "absent")) for name in names]
+        return [f"{name}: {old} there, {new} here" for name, old, new in values if name not in restored]
+
+    certain, others = map(unequal, there, here)
+    if others and warns:
+        logger.warning(
+            "The model was made with other values than in the checkpoint's run: %s. This run goes on with those here, "
+            "so it ends in other bits if the model computes with them.",
+            shorten(others, _MOST_NAMES),
+        )
+    more = [f"and {len(certain) - _MOST_NAMES} more of the model"] if len(certain) > _MOST_NAMES else []
+    return certain[:_MOST_NAMES] + more
 
 
 def _text(value: Any, shared: Set[int], depth: int = 4) -> str:
