@@ -254,6 +254,24 @@ def test_what_the_loop_changes_and_no_checkpoint_holds_is_not_resumed(name, tmp_
         train_in_two_parts(tmp_path, change)
 
 
+def test_what_was_lost_is_not_forgotten_by_a_checkpoint_before_the_next_step(tmp_path):
+    def begun():
+        Odd.scale = 1.0
+        run, _, optimizer = begin(nn.Sequential(*network(), Odd()), directory=tmp_path, resume="auto")
+        return run, run.batches(dataset()), optimizer
+
+    run, batches, optimizer = begun()
+    train_step(run, next(iter(batches)), optimizer)
+    Odd.scale = 2.0
+    run.save(wait=True)
+    run, batches, optimizer = begun()
+    run.save(wait=True)
+    run, batches, optimizer = begun()
+    with pytest.raises(ConfigError, match=r"attribute 'scale' of Odd \(1\.0, was 2\.0\)"):
+        train_step(run, next(iter(batches)), optimizer)
+    Odd.scale = 1.0
+
+
 def test_what_calls_change_by_themselves_does_not_stop_a_resume(tmp_path, caplog):
     """A count that nobody computes with, and a cache."""
 

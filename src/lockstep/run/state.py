@@ -242,9 +242,8 @@ class RunState:
             own, _ = checkpoint.model_state(module)
             whole.update({f"module{number}|{name}": tensor for name, tensor in own.items()})
         if keep:  # of tensors that several processes write, a reader joins the rows, and each has these whole
-            if (
-                not self.strategy.replicated and rows is None
-            ):  # nobody copies what is gathered before it is written
+            is_gathered = not self.strategy.replicated and rows is None
+            if is_gathered:  # which nobody copies before it is written in the background
                 whole = {name: tensor.clone() for name, tensor in whole.items()}
             state.optimizer.update(whole)
         return state
@@ -425,7 +424,7 @@ class RunState:
             "loop": self.loop.capture(),
             "sources": self.sources,
             "made_with": list(self.made_with),
-            "places": self.capture_places(self),
+            "places": {**self.places, **self.capture_places(self)},  # some may not have been looked at yet
         }
         return CheckpointState({}, {}, progress, self.model.aliases)
 
