@@ -74,8 +74,14 @@ def tampered():
     kind, _, step = (HERE / "tamper").read_text().partition(" ")
     return kind, int(step or -1)
 
+class Showing(nn.ReLU):
+    '''Keeps what it computed last, which is of other samples on another number of processes.'''
+    def forward(self, x):
+        self.last = super().forward(x).detach().repeat(500, 1)
+        return super().forward(x)
+
 def model():
-    return nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3))
+    return nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), Showing(), nn.Dropout(0.2), nn.Linear(16, 3))
 
 class Points(Dataset):
     def __init__(self):

@@ -335,7 +335,7 @@ def _digests(state: CheckpointState) -> dict[str, str]:
     rest = {f"optimizer {n} settings": record for n, record in state.optimizer_records.items()}
     rest |= {name: state.progress.get(name) for name in _PROGRESS}
     texts = {name: hashlib.sha256(canonical(encode(value, name))).hexdigest() for name, value in rest.items()}
-    of_optimizers = {f"optimizer {name}": tensor for name, tensor in state.optimizer.items()}
+    of_optimizers = {f"optimizer {name}": tensor for name, tensor in state.compared.items()}
     return {**digest_tensors(state.model), **digest_tensors(of_optimizers), **texts}
 
 

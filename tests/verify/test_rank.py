@@ -87,6 +87,19 @@ def test_a_run_is_observed_for_the_steps_that_are_wanted(watched, tmp_path, caps
     assert requested.get() is None
 
 
+def test_what_a_forward_pass_leaves_in_an_attribute_is_not_compared(watched):
+    """It is of the last micro-batch of a process: layouts with equal bits were said to differ in it."""
+    layer = "class Showing(torch.nn.Linear):\n    def forward(self, x):\n"
+    layer += (
+        "        self.last = super().forward(x).detach().repeat(100, 1)\n        return super().forward(x)\n"
+    )
+    text = OWN_LOOP.replace("torch.manual_seed(0)", f"{layer}\ntorch.manual_seed(0)")
+    text = text.replace("torch.nn.Linear(64, 10)", "Showing(64, 10)")
+    trace = Trace.read(watched(text, "one", steps=2) / "trace.json")
+    assert len(trace.steps[0].outputs) == 4
+    assert trace.steps[1].optimizer == {}
+
+
 def test_a_script_that_ends_before_is_observed_so_far(watched):
     short = OWN_LOOP.replace("print(", "break; print(").replace("run.epochs(3)", "run.epochs(1)")
     assert not (watched(short, "broken", steps=9) / "trace.json").exists(), "no step was asked to end"

@@ -21,6 +21,9 @@ from lockstep.errors import CheckpointError, CheckpointMismatch, ConfigError
 from lockstep.models.weights import compare
 from lockstep.text import shorten
 
+ATTRIBUTE = "attribute|"
+"""Begins the names of tensors that modules keep in attributes, among those of optimizers."""
+
 
 @dataclass(frozen=True)
 class CheckpointState:
@@ -36,6 +39,11 @@ class CheckpointState:
     """Further names of tied tensors, each with the name under which ``model`` holds it."""
     optimizer_records: dict[str, Any] = field(default_factory=dict)
     """The JSON part of ``optimizer_state`` for each optimizer."""
+
+    @property
+    def compared(self) -> dict[str, Tensor]:
+        """``optimizer`` without attributes of modules: what a forward pass leaves there is of one process's samples."""
+        return {name: each for name, each in self.optimizer.items() if not name.startswith(ATTRIBUTE)}
 
     @property
     def tensor_bytes(self) -> int:

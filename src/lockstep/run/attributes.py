@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.checkpoint.manifest import JSON, decode, encode
-from lockstep.checkpoint.state import has_extra_state
+from lockstep.checkpoint.state import ATTRIBUTE, has_extra_state
 from lockstep.core.fingerprint import checksum, sum_of_bits
 from lockstep.data.keyed import encoded_state, set_encoded_state
 from lockstep.distributed.collectives import gather_json
@@ -52,8 +52,6 @@ _MOST_NUMBERS, _LEAST_BYTES = 4_096, 64 << 20
 _MOST_ENTRIES, _MOST_DEPTH = 100_000, 20
 """Of what an attribute holds."""
 _LEFT_OUT: JSON = ["left out"]
-_PREFIX = "attribute|"
-"""Of the names that tensors have in a checkpoint."""
 _MISSING = object()
 _ATTRIBUTE = re.compile(r"(?:the attribute '\w+' of )*(the attribute '\w+' of [^\[\]]*)(?:\[.*)?")
 """The name of an attribute of a module, or of what it holds."""
@@ -293,7 +291,7 @@ class _Restoring:
 
     def _numbers(self, stored: list[Any]) -> Tensor:
         if stored[0] == "tensor":
-            return self._tensors[f"{_PREFIX}{stored[1]}"]
+            return self._tensors[f"{ATTRIBUTE}{stored[1]}"]
         _, dtype, shape, text, _ = stored
         octets = torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8)
         return octets.view(getattr(torch, dtype)).reshape(shape)
@@ -357,7 +355,7 @@ class Attributes:
         for place, value in large.items():
             text = json.dumps(value)
             used = [path for path in now.large[place] if json.dumps(path) in text]
-            tensors.update({f"{_PREFIX}{path}": now.tensors[path] for path in used})
+            tensors.update({f"{ATTRIBUTE}{path}": now.tensors[path] for path in used})
         found = [[*place, changed[place]] for place in {**now.found, **changed} if place in changed]
         return {"held": found} if found else {}
 

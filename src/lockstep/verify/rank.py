@@ -134,7 +134,7 @@ class Observer(Callback):
                 loss=float(loss).hex(),
                 parameters={name: digest for name, digest in model.items() if name in trained},
                 buffers={name: digest for name, digest in model.items() if name not in trained},
-                optimizer=digest_tensors(captured.optimizer),
+                optimizer=digest_tensors(captured.compared),
                 kept=by_name(self._gather(self._changed())),
                 apart=apart,
                 **self._noted,
