@@ -59,6 +59,7 @@ class Holding(nn.Module):
         self.arrays, self.scalar = {"a": np.ones(3, np.float32), 2: np.arange(4)}, np.float64(0.5)
         self.tensors = [torch.ones(3), torch.ones(2, dtype=torch.bfloat16), torch.zeros(0)]
         self.large, self.by_pair = torch.ones(100, 100).t(), {(1, "a"): torch.ones(1)}
+        self.mean, self.deviation = torch.ones(2, 3).unbind()
         self.phase, self.seen, self.fixed = Phase.WARM, {1, "a"}, frozenset({3})
         self.pair, self.generators = Pair(1, torch.ones(1)), [torch.Generator().manual_seed(1)]
         self.teacher = [nn.Linear(2, 2)]
@@ -77,6 +78,7 @@ class Holding(nn.Module):
             self.tensors[0].mul_(2)
             self.tensors[1] = torch.full((3,), 1.5, dtype=torch.bfloat16)
             self.large[1, 2] = 5
+            self.mean[0], self.deviation = 2.0, torch.full((3,), 3.0)
             self.by_pair[2, "b"] = torch.full((1,), 2.0)
             self.phase, self.fixed = Phase.COLD, frozenset({4})
             self.seen.add(5)

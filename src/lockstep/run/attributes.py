@@ -202,7 +202,6 @@ class _Restoring:
     def __init__(self, now: Values, tensors: Mapping[str, Tensor], device: torch.device) -> None:
         self._now, self._tensors, self._device = now, tensors, device
         self._objects = dict(now.objects)
-        self._uses = Counter(_memory_of(each) for each in now.objects.values() if isinstance(each, Tensor))
         self.is_whole = True
         """False once a part had no counterpart here."""
 
@@ -302,8 +301,6 @@ class _Restoring:
         is_like = isinstance(own, Tensor) and own.shape == tensor.shape and own.dtype == tensor.dtype
         if is_new or not is_like or own.grad_fn is not None or own.is_inference():
             return tensor.clone()
-        if self._uses[_memory_of(own)] > 1:
-            return self._lost(own)  # a copy into it would change others
         with torch.no_grad():
             own.copy_(tensor)
         return own
