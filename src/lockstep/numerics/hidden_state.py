@@ -47,6 +47,8 @@ _PLAIN = (bool, int, float, complex, str, bytes, Enum, np.generic, torch.dtype, 
 _NUMBERS = (bool, int, float, complex, np.generic)
 _OF_TORCH = vars(nn.Module()).keys() - {"training"}
 _INNER = ".<locals>."
+ALIAS = "what is "
+"""Begins the text of a place whose object was found at another before."""
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 _CLOSED = (
     *(Dataset, DataLoader, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler),
@@ -169,7 +171,7 @@ class Snapshot:
             return
         if id(value) in self._seen:
             if not isinstance(value, type | FunctionType | nn.Module):
-                self._note(name, f"what is {self._seen[id(value)][1]}")
+                self._note(name, f"{ALIAS}{self._seen[id(value)][1]}")
             return
         if len(self._seen) > _MOST_PLACES or self._depth > _MOST_DEPTH:
             return

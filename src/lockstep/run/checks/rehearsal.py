@@ -32,7 +32,7 @@ from lockstep.data.batch import Batch
 from lockstep.data.keyed import content_of, encoded_states, generators_kept
 from lockstep.errors import ConfigError
 from lockstep.numerics.compilation import fix_graphs
-from lockstep.numerics.hidden_state import Kind, Snapshot, draws_globally, told
+from lockstep.numerics.hidden_state import ALIAS, Kind, Snapshot, draws_globally, told
 from lockstep.numerics.randomness import KeyedRandomness
 from lockstep.run.attributes import held_places, reference
 from lockstep.run.checks.agreement import compared_replicas
@@ -490,6 +490,9 @@ class UnheldPlaces:
             name: [self._first[name], text, self._start.get(name, "")]
             for name, text in found.texts.items()
             if self._first.get(name, text) != text and name not in of_loop
+            if not any(
+                each.startswith(ALIAS) for each in (text, self._first[name])
+            )  # looked at by another name
             if name.partition("[")[0] not in self._moved and not is_held(name)
         }
 
