@@ -69,8 +69,7 @@ def read(path: Path | str) -> CheckpointState:
 def read_progress(path: Path | str) -> dict[str, Any]:
     """The numbers and texts of one checkpoint, without its tensors; empty where they cannot be read."""
     try:
-        progress = decode(json.loads((Path(path) / RECORD).read_bytes())["progress"])
-        return progress if isinstance(progress, dict) else {}
+        return dict(decode(json.loads((Path(path) / RECORD).read_bytes())["progress"]))
     except (ValueError, KeyError, TypeError, RecursionError, OSError, CheckpointError):
         return {}
 

@@ -5,6 +5,7 @@ The number that a tracker gives a run is kept in the run folder, so that a resum
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from lockstep.config.reader import flat
 from lockstep.loggers.console import import_installed
 
 
-class _Tracker:
+class _Tracker(ABC):
     """Opens the run of a tracker with the first metrics, and names them as TensorBoard does.
 
     Args:
@@ -28,7 +29,7 @@ class _Tracker:
         self._project, self._directory, self._settings = project, directory, settings
         self._is_open = False
 
-    def begin(self, epoch: int, **_: Any) -> None:
+    def begin(self, epoch: int, **_: Any) -> None:  # noqa: B027  no tracker needs it
         """Does nothing: the axis is the step."""
 
     def log(self, step: int, values: Mapping[str, float], so_far: Mapping[str, float] | None = None) -> None:
@@ -53,15 +54,17 @@ class _Tracker:
             self._is_open = True
         self._send({f"{group}/{name}": value for name, value in values.items()}, step)
 
+    @abstractmethod
     def _open(self, number: str | None) -> str:
         """Opens the run of this number, or a new one, and returns its number."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _send(self, values: dict[str, float], step: int) -> None:
-        raise NotImplementedError
+        """Sends values by their names."""
 
+    @abstractmethod
     def _end(self) -> None:
-        raise NotImplementedError
+        """Ends the run."""
 
 
 class WeightsAndBiases(_Tracker):

@@ -300,14 +300,10 @@ class Snapshot:
         self._note(name, type(value).__qualname__)
         if isinstance(getattr(value, "__dict__", None), dict):
             self._slots(vars(value), name)
-        for cls in type(value).__mro__:
-            slots = vars(cls).get("__slots__", ())
-            for key in (slots,) if isinstance(slots, str) else tuple(slots):
-                if key not in ("__dict__", "__weakref__") and hasattr(value, key):
-                    held = getattr(value, key)
-                    put = functools.partial(_set, value, key)
-                    self._remember(functools.partial(put, held))
-                    self._held(held, f"the attribute {key!r} of {name}", put)
+        for key, held in slots_of(value).items():
+            put = functools.partial(_set, value, key)
+            self._remember(functools.partial(put, held))
+            self._held(held, f"the attribute {key!r} of {name}", put)
         self._value(type(value), name)
 
     def _slots(self, held: dict[str, Any], owner: str, leave_out: Iterable[str] = ()) -> None:
@@ -486,6 +482,33 @@ def _put_back(tensor: Tensor, values: Tensor) -> None:
         tensor.data = values.clone()
     elif digest_tensor(tensor) != digest_tensor(values):
         tensor.detach().copy_(values)
+
+
+def is_users_object(value: Any) -> bool:
+    """True for an object of a class of the user's own, or of a namespace of Python's, whose attributes are his."""
+    return issubclass(type(value), NAMESPACES) or (
+        is_users_module(type(value).__module__) and not is_closed(value)
+    )
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """The attributes of an object as they are stored, those in slots aside; none for one that has no dict."""
+    try:
+        held = object.__getattribute__(value, "__dict__")
+    except (AttributeError, TypeError):
+        return {}
+    return held if isinstance(held, dict) else {}
+
+
+def slots_of(value: Any) -> dict[str, Any]:
+    """The attributes of an object that are in slots of its classes."""
+    found = {}
+    for cls in type(value).__mro__:
+        slots = vars(cls).get("__slots__", ())
+        for key in (slots,) if isinstance(slots, str) else tuple(slots):
+            if key not in ("__dict__", "__weakref__") and hasattr(value, key):
+                found[key] = getattr(value, key)
+    return found
 
 
 def entries_of(container: dict[Any, Any]) -> Iterable[tuple[Any, Any]]:

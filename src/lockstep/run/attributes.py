@@ -33,7 +33,7 @@ from lockstep.core.fingerprint import checksum, sum_of_bits
 from lockstep.data.keyed import encoded_state, set_encoded_state
 from lockstep.distributed.collectives import gather_json
 from lockstep.errors import ConfigError
-from lockstep.numerics.hidden_state import NAMESPACES, entries_of, is_closed, is_users_module, refill
+from lockstep.numerics.hidden_state import attributes_of, entries_of, is_users_object, refill, slots_of
 from lockstep.run.prepare import Parts
 from lockstep.strategies import Strategy
 from lockstep.strategies.absent import AbsentTensor
@@ -61,7 +61,7 @@ _CONTAINERS: dict[str, Callable[..., Any]] = {
 
 
 class Values:
-    """What some objects keep in attributes now: as JSON, in which every list begins with the kind of a value.
+    """The values that some objects keep in attributes now, as JSON in which every list begins with a value's kind.
 
     ``first`` gives by path the objects that there were at first: one that has taken another's place is marked as new.
     """
@@ -129,8 +129,7 @@ class Values:
             return self._array(value, path)
         if issubclass(kind, list | tuple | dict | set | frozenset | deque):
             return self._container(value, path, depth)
-        is_users = is_users_module(kind.__module__) and not is_closed(value)
-        if not (is_users or issubclass(kind, (*NAMESPACES, nn.Module))):
+        if not (is_users_object(value) or issubclass(kind, nn.Module)):
             return _LEFT_OUT
         fields = _fields_of(value)
         self._entries += len(fields)
@@ -206,7 +205,7 @@ class _Restoring:
         """False once a part had no counterpart here."""
 
     def value(self, stored: Any, own: Any, path: str) -> Any:
-        """What to hold in the place of ``own``, which may be missing."""
+        """Returns what to hold in the place of ``own``, which may be missing."""
         match stored:
             case ["left out"]:
                 return self._lost(own) if own is _MISSING else own
@@ -223,15 +222,13 @@ class _Restoring:
                 return known[name] if name in known else self._lost(own)
             case ["same", other]:
                 return self._objects.get(other, own)
-            case ["new", list() as inner]:
-                self._objects[path] = found = self._object(inner, own, path, is_new=True)
-                return found
             case list():
-                self._objects[path] = found = self._object(stored, own, path, is_new=False)
+                is_new = stored[0] == "new"
+                self._objects[path] = found = self._object(stored[1] if is_new else stored, own, path, is_new)
                 return found
         return stored
 
-    def _object(self, stored: list[Any], own: Any, path: str, *, is_new: bool) -> Any:
+    def _object(self, stored: list[Any], own: Any, path: str, is_new: bool) -> Any:
         if self._now.objects.get(path) is not own:
             own = _MISSING  # it belongs to another place, too
         match stored:
@@ -254,13 +251,15 @@ class _Restoring:
             case ["list", kind, entries]:
                 held = list(own) if isinstance(own, list | tuple | deque) else []
                 held += [_MISSING] * (len(entries) - len(held))
-                return self._filled(kind, self._parts(range(len(entries)), entries, held, path), own, is_new)
+                found = self._parts(range(len(entries)), entries, held, path)
+                return self._filled(kind, [each for each in found if each is not _MISSING], own, is_new)
             case ["dict", kind, keys, entries]:
                 names = [decode(key) for key in keys]
                 entry = dict(entries_of(own)) if isinstance(own, dict) else {}
                 held = [entry.get(name, _MISSING) for name in names]
                 found = self._parts([json.dumps(key) for key in keys], entries, held, path)
-                return self._filled(kind, dict(zip(names, found)), own, is_new)
+                kept = {name: each for name, each in zip(names, found) if each is not _MISSING}
+                return self._filled(kind, kept, own, is_new)
             case ["object", kind, fields] if type(own).__qualname__ == kind:
                 own = copy.copy(own) if is_new else own
                 has = _fields_of(own)
@@ -276,10 +275,6 @@ class _Restoring:
 
     def _filled(self, kind: str, entries: Any, own: Any, is_new: bool) -> Any:
         """A container with these entries: the own one, where its kind is the same."""
-        if isinstance(entries, dict):
-            entries = {key: each for key, each in entries.items() if each is not _MISSING}
-        else:
-            entries = [each for each in entries if each is not _MISSING]
         if type(own).__qualname__ != kind:
             return _CONTAINERS[kind](entries) if kind in _CONTAINERS else self._lost(own)
         if isinstance(own, tuple | frozenset):
@@ -319,7 +314,7 @@ class Attributes:
         self._first = {place: json.dumps(value) for place, value in first.found.items()}
         self._objects = {path: reference(value) for path, value in first.objects.items()}
         self.lost: list[str] = []
-        """What the last ``capture`` did not hold, since another process has it, in words."""
+        """The attributes that the last ``capture`` did not hold, since another process has them, in words."""
 
     def _holders(self) -> dict[str, Any]:
         optimizers = {f"optimizer {number}": each for number, each in enumerate(self._parts.optimizers)}
@@ -388,12 +383,8 @@ def _pruned(value: Any, first: Any) -> Any:
         case ["dict", kind, keys, entries], ["dict", str() as other, *known] if kind == other:
             names = [json.dumps(key) for key in keys]
             before = dict(zip(map(json.dumps, known[0]), known[1]))
-            return [
-                "dict",
-                kind,
-                keys,
-                [_pruned(each, before.get(n, _MISSING)) for n, each in zip(names, entries)],
-            ]
+            held = [_pruned(each, before.get(name, _MISSING)) for name, each in zip(names, entries)]
+            return ["dict", kind, keys, held]
     return _LEFT_OUT if value == first else value
 
 
@@ -411,22 +402,14 @@ def _attributes(holder: Any) -> dict[str, Any]:
 
 def _fields_of(value: Any) -> dict[str, Any]:
     """The attributes of an object of any class as they are stored."""
-    try:
-        held = dict(object.__getattribute__(value, "__dict__"))
-    except (AttributeError, TypeError):
-        held = {}
+    held = attributes_of(value)
     if isinstance(value, nn.Module):
         return {key: each for key, each in held.items() if key not in _OF_BASES or key in _REGISTERED}
-    for cls in type(value).__mro__:
-        slots = vars(cls).get("__slots__", ())
-        for key in (slots,) if isinstance(slots, str) else slots:
-            if key not in ("__dict__", "__weakref__") and hasattr(value, key):
-                held[key] = getattr(value, key)
-    return held
+    return {**held, **slots_of(value)}
 
 
 def _set_field(owner: Any, key: str, value: Any) -> None:
-    held = getattr(owner, "__dict__", {})
+    held = attributes_of(owner)
     if key in held or not hasattr(type(owner), key):
         held[key] = value
     else:
@@ -448,7 +431,7 @@ def _memory_of(tensor: Tensor) -> int | None:
 
 
 def reference(value: Any) -> Callable[[], Any]:
-    """What gives an object while it lives; lists and dicts know no weak references."""
+    """Returns what gives an object while it lives; lists and dicts know no weak references."""
     try:
         return weakref.WeakMethod(value) if isinstance(value, MethodType) else weakref.ref(value)
     except TypeError:

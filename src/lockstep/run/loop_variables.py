@@ -37,6 +37,7 @@ from lockstep.errors import ConfigError
 from lockstep.numerics.hidden_state import (
     NAMESPACES,
     Snapshot,
+    attributes_of,
     is_closed,
     is_plain,
     is_users_code,
@@ -212,7 +213,7 @@ class Variables:
             self._attributes(value, name, depth, only_tensors)
 
     def _attributes(self, value: Any, name: str, depth: int, only_tensors: bool) -> None:
-        kind, held = type(value), _attributes(value)
+        kind, held = type(value), attributes_of(value)
         is_data = issubclass(kind, Dataset) or (hasattr(kind, "__getitem__") and hasattr(kind, "__len__"))
         was_in_data, self._is_in_data = self._is_in_data, self._is_in_data or is_data
         is_open = is_users_module(kind.__module__) or issubclass(kind, NAMESPACES)
@@ -400,9 +401,7 @@ class LoopState:
         for frame in reversed(list(users_frames())):
             code = frame.f_code
             owner = "" if code.co_name == "<module>" else f"{code.co_qualname}: "
-            named = names_ahead(code, frame.f_lasti) | of_inner.intersection(
-                (*code.co_cellvars, *code.co_freevars)
-            )
+            named = names_ahead(code, frame.f_lasti) | of_inner & {*code.co_cellvars, *code.co_freevars}
             ahead |= {f"{owner}{name}" for name in named}
             of_inner = named.intersection(code.co_freevars)
         names = [n for n in variables.texts if n in variables.live or _VARIABLE.split(n)[0] in ahead]
@@ -549,12 +548,3 @@ def _give(found: Variables, states: Mapping[str, Any]) -> None:
     for name, state in states.items():
         if name in found.generators:
             set_encoded_state(found.generators[name], state)
-
-
-def _attributes(value: Any) -> dict[str, Any]:
-    """The attributes of an object as they are stored; none for one that has no dict."""
-    try:
-        held = object.__getattribute__(value, "__dict__")
-    except (AttributeError, TypeError):
-        return {}
-    return held if isinstance(held, dict) else {}

@@ -57,7 +57,7 @@ _UNSAVED = {
         "Make it a persistent buffer",
     ),
 }
-"""What a checkpoint does not hold: why, and what to do."""
+"""Kinds of values that a checkpoint does not hold: why, and what to do."""
 
 
 def _shared_state(
@@ -258,7 +258,7 @@ class RunState:
         return frozenset(map(id, [*modules, *tensors, *optimizers, *wrapped, *self.parts.schedulers]))
 
     def _unsaved(self) -> dict[str, list[str]]:
-        """What a checkpoint does not hold, by the keys of ``_UNSAVED``; warns once. Collective."""
+        """Names the values that a checkpoint does not hold, by the keys of ``_UNSAVED``; warns once. Collective."""
         mine = [
             f"{name} of {type(optimizer).__name__}"
             for optimizer, first in zip(self.parts.optimizers, self._first_unsaved)

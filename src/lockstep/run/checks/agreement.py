@@ -191,7 +191,7 @@ def described(model: nn.Module) -> dict[str, str]:
 
 
 def made_with(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
-    """What a model was made with beside its state, as text by name: what it computes with for certain, and the rest.
+    """Describes what a model was made with beside its state: what it computes with for certain, and the rest.
 
     Certain are the classes of modules, the settings of torch's layers, and tensors that no ``state_dict()`` has.
     """
@@ -216,7 +216,7 @@ def made_with(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
 def made_otherwise(
     there: Iterable[Mapping[str, str]], here: Iterable[Mapping[str, str]], restored: Set[str], *, warns: bool
 ) -> list[str]:
-    """What ``made_with`` gives that differs from a checkpoint's run (``there``) and is not ``restored``, in words.
+    """Tells what ``made_with`` gives that differs from a checkpoint's run (``there``) and is not ``restored``.
 
     What is not certain is named in a warning.
     """

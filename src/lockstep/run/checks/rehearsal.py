@@ -227,7 +227,7 @@ class Rehearsals:
         self._require_equal_variables(done)
 
     def _note_variables(self, found: Snapshot, changed: Iterable[str]) -> None:
-        self._moved |= {name.partition("[")[0] for name in changed}
+        self._moved |= _bases(changed)
         texts = [(n, text) for n, text in found.texts.items() if found.kinds[n] in _VALUES]
         self._read = {n: text for n, text in texts if n.startswith(("the global variable", "the variable"))}
 
@@ -238,7 +238,7 @@ class Rehearsals:
         first = everyone[0][0]
         names = [name for name in first if any(each.get(name) != first[name] for each, _ in everyone)]
         if done == 1 or len(everyone) != self._strategy.share.holders:  # others do not call the loss
-            self._moved |= {name.partition("[")[0] for name in names}
+            self._moved |= _bases(names)
         if unequal := [name for name in names if name.partition("[")[0] not in self._moved]:
             raise ConfigError(
                 f"The loss or the model reads {shorten(unequal, _MOST)}, which was the same on all ranks before and is "
@@ -323,7 +323,7 @@ class Rehearsals:
             codes = [code for each in (loss, compute.forward) if isinstance(code := code_of(each), CodeType)]
             names = names_reached(codes, before.functions)
             findings.lost = [name for name, each in lost.items() if each.is_read_by(before, noted, names)]
-        moved = {name.partition("[")[0] for name in {**noted, **counting}}
+        moved = _bases({**noted, **counting})
         findings.lost += self._unheld.look(prepared.state, roots, before, moved)
         if any(each.differs(first) for each in from_start):
             now = {name: (text, before.texts.get(name, "nothing")) for name, (text, _) in starts.items()}
@@ -402,7 +402,7 @@ class Rehearsals:
                     found.deviation,
                 )
         new = {n: pair for n, pair in found.changed.items() if n.partition("[")[0] not in self._warned}
-        self._warned |= {name.partition("[")[0] for name in new}
+        self._warned |= _bases(new)
         if new and self._is_main:
             logger.warning(
                 "The forward pass or the loss changes %s. So far the loss does not depend on it. That is looked at "
@@ -484,17 +484,17 @@ class UnheldPlaces:
         """By place: what it was at first, what it is, and what it was at the start of an epoch, if that is known."""
         roots = {name: root for name, each in self._roots.items() if (root := each()) is not None}
         known = [each for model in (state.parts.model, state.model.module) for each in model.buffers()]
-        found = Snapshot(roots, known, restorable=False)
-        is_held, of_loop = held_places(state.parts.model), state.loop.seen_in(found)
-        return {
+        now = Snapshot(roots, known, restorable=False)
+        found = {
             name: [self._first[name], text, self._start.get(name, "")]
-            for name, text in found.texts.items()
-            if self._first.get(name, text) != text and name not in of_loop
-            if not any(
-                each.startswith(ALIAS) for each in (text, self._first[name])
-            )  # looked at by another name
-            if name.partition("[")[0] not in self._moved and not is_held(name)
+            for name, text in now.texts.items()
+            if self._first.get(name, text) != text and name.partition("[")[0] not in self._moved
+            if not (text.startswith(ALIAS) or self._first[name].startswith(ALIAS))  # it has another name, too
         }
+        if not found:
+            return {}
+        is_held, of_loop = held_places(state.parts.model), state.loop.seen_in(now)
+        return {name: each for name, each in found.items() if name not in of_loop and not is_held(name)}
 
 
 @dataclass(frozen=True)
@@ -506,6 +506,11 @@ class _Result:
 
     def differs(self, other: _Result) -> bool:
         return self.losses != other.losses or self.gradients != other.gradients
+
+
+def _bases(names: Iterable[str]) -> set[str]:
+    """Places without the keys of entries."""
+    return {name.partition("[")[0] for name in names}
 
 
 def _words(function: Any) -> str:
