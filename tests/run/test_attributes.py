@@ -1,11 +1,15 @@
 """What optimizers and modules keep beside ``state_dict()``, over a checkpoint."""
 
+import array
 import json
+import multiprocessing
 import re
-from collections import deque, namedtuple
+from collections import UserDict, deque, namedtuple
+from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum
-from types import SimpleNamespace
+from fractions import Fraction
+from types import MappingProxyType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -64,6 +68,9 @@ class Holding(nn.Module):
         self.pair, self.generators = Pair(1, torch.ones(1)), [torch.Generator().manual_seed(1)]
         self.teacher = [nn.Linear(2, 2)]
         self.layers, self.weight = [self.inner], self.inner.weight.data[0]
+        self.octets, self.typed = bytearray(b"ab"), array.array("d", [1.0])
+        self.shared, self.named = multiprocessing.Value("d", 1.0), UserDict(a=1.0)
+        self.prior = torch.distributions.Normal(torch.zeros(2), torch.ones(2))
         self.memory = memory
 
     def change(self):
@@ -88,6 +95,10 @@ class Holding(nn.Module):
             self.memory.scale, self.memory.entry = self.memory.scale * 2, Entry(4.0, torch.full((2,), 4.0))
             self.memory.table.add_(1)
             self.memory.limits["done"] += 1
+            self.octets.append(3)
+            self.typed.extend([2.0, 3.0])
+            self.shared.value, self.named["b"] = 4.0, 2.0
+            self.prior.loc.fill_(3.0)
 
 
 def shown(value):
@@ -100,8 +111,10 @@ def shown(value):
         return {repr(key): shown(each) for key, each in value.items()}
     if isinstance(value, list | tuple | deque):
         return type(value), [shown(each) for each in value]
-    if isinstance(value, Memory):
+    if isinstance(value, Memory | UserDict | torch.distributions.Normal):
         return shown(vars(value))
+    if hasattr(value, "get_obj"):
+        return value.value
     if isinstance(value, Entry):
         return value.scale, shown(value.table)
     if isinstance(value, torch.Tensor | np.ndarray):
@@ -124,6 +137,12 @@ def same_after(model):
         memory,
         memory.table,
         model.rates,
+        model.octets,
+        model.typed,
+        model.shared,
+        model.named,
+        model.prior,
+        model.prior.loc,
         arrays,
         model.numbers,
     ]
@@ -171,9 +190,18 @@ class Odd(nn.Module):
         self.key, self.act, self.switch = object(), F.relu, nn.Identity()
         self.by_object, self.rows = {self.key: 1.0}, [1.0] * 10
         self.times, self.turn = factors()
+        self.share, self.settings, self.table = (
+            Fraction(1),
+            [MappingProxyType({"a": 1.0})],
+            torch.eye(1).to_sparse(),
+        )
+        self.masked, self.record = np.ma.array([1.0, 1.0]), np.ones(1, [("a", "f8")])
+        self.steps, self.ramp = iter([1.0, 2.0, 3.0]), (number for number in (1.0, 2.0))
 
     def forward(self, x):
         x = self.act(x) * self.by_object[self.key] * self.rows[0] * type(self).scale * GLOBALS["scale"]
+        x = x * float(self.share) * self.settings[0]["a"] * self.table.to_dense()[0, 0] * SCALE.get()
+        x = x * float(self.masked.filled(2.0).mean()) * float(self.record["a"][0])
         return self.switch(self.times(x))
 
 
@@ -191,6 +219,7 @@ def factors():
 
 
 GLOBALS = {"scale": 1.0, "calls": 0}
+SCALE = ContextVar("scale", default=1.0)
 
 
 def change_rows(model):
@@ -224,6 +253,29 @@ ODD = {
         lambda model: setattr(model, "switch", nn.Tanh()),
         "the class of 5.switch (Identity, was Tanh)",
     ),
+    "a fraction": (
+        lambda model: setattr(model, "share", Fraction(2)),
+        "'share' of 5 (Fraction(1, 1), was Fraction(2, 1))",
+    ),
+    "an entry of a list": (
+        lambda model: model.settings.__setitem__(0, MappingProxyType({"a": 2.0})),
+        "'settings' of 5[0]['a'] (1.0, was 2.0)",
+    ),
+    "a sparse tensor": (
+        lambda model: setattr(model, "table", (2 * torch.eye(1)).to_sparse()),
+        "'table' of 5 (a sparse",
+    ),
+    "a mask": (
+        lambda model: model.masked.__setitem__(0, np.ma.masked),
+        "'masked' of 5 (an array [2] of digest",
+    ),
+    "a record": (lambda model: model.record.__setitem__("a", 2.0), "'record' of 5 (an array [1] of digest"),
+    "an iterator": (
+        lambda model: next(model.steps),
+        "'steps' of 5 (list_iterator at (list of 3, 0), was list_iterator",
+    ),
+    "a generator": (lambda model: next(model.ramp), "'ramp' of 5 (generator at line "),
+    "a context variable": (lambda model: SCALE.set(2.0), "the global variable 'SCALE' (1.0, was 2.0)"),
     "a hook": (lambda model: model.register_forward_hook(halved), "the hooks of 5 ([], was ['halved'])"),
 }
 
@@ -236,6 +288,7 @@ def train_in_two_parts(folder, change, *, stop=2, **options):
     """A run of one epoch that is stopped after a step, and goes on: what a loop changes meanwhile."""
     for last in (stop, 99):
         Odd.scale, GLOBALS["scale"] = 1.0, 1.0
+        SCALE.set(1.0)
         model = nn.Sequential(*network(), Odd())
         run, model, optimizer = begin(model, directory=folder, resume="auto", **options)
         for batch in run.batches(dataset()):
@@ -247,6 +300,13 @@ def train_in_two_parts(folder, change, *, stop=2, **options):
                 break
         run.close()
     Odd.scale, GLOBALS["scale"] = 1.0, 1.0
+
+
+def test_a_method_of_torch_may_be_an_attribute(tmp_path):
+    """It is written in C, and has no module."""
+    model = network()
+    model[2].act = torch.Tensor.relu
+    begin(model, directory=tmp_path, resume="auto")[0].close()
 
 
 @pytest.mark.parametrize("name", ODD)

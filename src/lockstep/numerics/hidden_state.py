@@ -17,17 +17,21 @@ import io
 import itertools
 import logging
 import pickle
+import queue
 import random
 import sys
 import threading
-from collections import OrderedDict, deque
+from collections import ChainMap, OrderedDict, UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from enum import Enum
+from multiprocessing.sharedctypes import SynchronizedBase
 from types import (
     BuiltinFunctionType,
     CellType,
     CodeType,
     FunctionType,
+    MappingProxyType,
     MethodType,
     ModuleType,
     SimpleNamespace,
@@ -37,13 +41,25 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributions import Distribution
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep.core.fingerprint import digest_tensor
+from lockstep.numerics.value_text import (
+    is_plain,
+    octets_of,
+    parts_of_tensor,
+    position_of,
+    set_octets,
+    short_text,
+    text_of_array,
+    text_of_octets,
+    text_of_plain,
+    text_of_tensor,
+)
 from lockstep.runtime.error_record import LIBRARIES
 from lockstep.text import shorten
 
-_PLAIN = (bool, int, float, complex, str, bytes, Enum, np.generic, torch.dtype, torch.device, torch.Size)
 _NUMBERS = (bool, int, float, complex, np.generic)
 _OF_TORCH = vars(nn.Module()).keys() - {"training"}
 _INNER = ".<locals>."
@@ -55,14 +71,16 @@ _CLOSED = (
     *(ModuleType, threading.Thread, logging.Logger, io.IOBase),
 )
 """Objects that are not looked into: they are no part of a forward pass."""
-NAMESPACES = (SimpleNamespace, argparse.Namespace)
-"""Classes of Python's own whose objects hold what the user puts there."""
+NAMESPACES = (
+    *(SimpleNamespace, argparse.Namespace, UserDict, UserList, ChainMap, queue.Queue, threading.local),
+    *(SynchronizedBase, Distribution, np.poly1d),
+)
+"""Classes of Python, NumPy and torch whose objects hold what the user puts there."""
 _CLOSED_PACKAGES = (sys.stdlib_module_names | {"lockstep", "torch", "numpy", "builtins"}) - {"__main__"}
 _MOST_PLACES = 50_000
 _MOST_ENTRIES = 1_000
 _MOST_DEPTH = 50
 _MOST_BYTES = 256 << 20
-_MOST_CHARACTERS, _MOST_BITS = 60, 1 << 10
 
 
 class Kind(Enum):
@@ -166,7 +184,7 @@ class Snapshot:
             self._setters[name] = self._setters[name][0], functools.partial(_set_tensor, value, put)
 
     def _value(self, value: Any, name: str) -> None:
-        if value is None or isinstance(value, _PLAIN):
+        if value is None or is_plain(value):
             self._note(name, text_of_plain(value), Kind.NUMBER if isinstance(value, _NUMBERS) else Kind.OTHER)
             return
         if id(value) in self._seen:
@@ -190,10 +208,17 @@ class Snapshot:
         elif (state := _generator_state(value)) is not None:
             self._note(name, f"state {state[0]}", Kind.GENERATOR)
             self._remember(state[1])
-        elif isinstance(value, list | deque | dict | set | bytearray):
+        elif isinstance(value, list | deque | dict | set):
             self._container(value, name)
         elif isinstance(value, tuple | frozenset):
             self._entries(enumerate(value), name)
+        elif isinstance(value, MappingProxyType):
+            self._entries(value.items(), name)
+        elif isinstance(value, ContextVar):
+            self._value(value.get(None), name)
+        elif (octets := octets_of(value)) is not None:
+            self._note(name, text_of_octets(octets), Kind.TENSOR)
+            self._remember(functools.partial(set_octets, value, octets))
         elif isinstance(value, type):
             self._class(value)
         else:
@@ -203,16 +228,14 @@ class Snapshot:
         if isinstance(tensor, nn.Parameter) or id(tensor) in self._known:
             return
         with torch._C.DisableTorchFunctionSubclass():  # which makes stand-ins for another rank's tensors tell
-            whole = tensor.layout is torch.strided and not tensor.is_meta
-        if not whole or self._bytes + tensor.nbytes > _MOST_BYTES:
+            parts = [] if tensor.is_meta else parts_of_tensor(tensor)
+        size = sum(each.nbytes for each in parts)
+        if not parts or self._bytes + size > _MOST_BYTES:
             self._note(name, f"version {tensor._version}", Kind.TENSOR)
             return
-        self._bytes += tensor.nbytes
-        text = f"a tensor {list(tensor.shape)} of digest {digest_tensor(tensor)[:8]}"
-        if tensor.numel() == 1:
-            text = f"tensor({tensor.item()!r})"
-        self._note(name, text, Kind.TENSOR)
-        if self._restorable:
+        self._bytes += size
+        self._note(name, text_of_tensor(tensor), Kind.TENSOR)
+        if self._restorable and tensor.layout is torch.strided:
             self._setters[name] = tensor.detach().clone(), functools.partial(_put_back, tensor)
             self._remember(functools.partial(_put_back, tensor, self._setters[name][0]))
 
@@ -220,11 +243,9 @@ class Snapshot:
         if array.dtype.hasobject or self._bytes + array.nbytes > _MOST_BYTES:
             return
         self._bytes += array.nbytes
-        digest = hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()[:8]
-        self._note(name, f"an array {list(array.shape)} of digest {digest}", Kind.TENSOR)
+        self._note(name, text_of_array(array), Kind.TENSOR)
         if self._restorable and array.flags.writeable:
-            copied = array.copy()
-            self._remember(lambda: np.copyto(array, copied))
+            self._remember(functools.partial(array.__setitem__, ..., array.copy()))
 
     def _container(self, value: Any, name: str) -> None:
         self._note(name, f"{len(value)} entries")
@@ -241,17 +262,15 @@ class Snapshot:
         if isinstance(value, dict):
             self._entries(entries_of(value), name, value)
         elif isinstance(value, set):
-            self._note(name, f"{len(value)} entries {_short(repr(sorted(map(repr, value))))}")
-        elif not isinstance(value, bytearray):
-            self._entries(enumerate(value), name, value)
+            self._note(name, f"{len(value)} entries {short_text(repr(sorted(map(repr, value))))}")
         else:
-            self._note(name, _short(repr(bytes(value))))
+            self._entries(enumerate(value), name, value)
 
     def _entries(self, entries: Iterable[tuple[Any, Any]], name: str, container: Any = ()) -> None:
         if len(container) <= _MOST_ENTRIES:
             for key, value in entries:
-                entry = f"{name}[{key!r}]" if isinstance(key, _PLAIN) else f"{name}[...]"
-                if isinstance(key, _PLAIN):
+                entry = f"{name}[{key!r}]" if is_plain(key) else f"{name}[...]"
+                if is_plain(key):
                     self.places[id(container), key] = entry, value
                 if isinstance(container, dict | list):
                     self._held(value, entry, functools.partial(container.__setitem__, key))
@@ -274,7 +293,7 @@ class Snapshot:
         elif not is_closed(value):
             self._object(value, name)
         else:
-            self._note(name, type(value).__qualname__)
+            self._note(name, f"{type(value).__qualname__}{position_of(value)}")
 
     def _module(self, module: nn.Module, name: str) -> None:
         for key, child in module._modules.items():
@@ -334,7 +353,7 @@ class Snapshot:
                 words = f"the class attribute {key!r} of {each.__name__}"
                 if isinstance(value, FunctionType):
                     self._value(value, f"{each.__name__}.{key}")
-                elif isinstance(value, _PLAIN):
+                elif is_plain(value):
                     put = functools.partial(_set, each, key)
                     self._remember(functools.partial(put, value))
                     self._held(value, words, put)
@@ -399,11 +418,6 @@ def names_in(code: CodeType) -> Iterator[str]:
             yield from names_in(inner)
 
 
-def is_plain(value: Any) -> bool:
-    """Returns whether a value is a number, a text, or another that never changes and has no parts."""
-    return issubclass(type(value), _PLAIN)
-
-
 def is_users_code(code: CodeType, module: str) -> bool:
     """Returns whether code of a module, by its name, is the user's own."""
     return not code.co_filename.startswith(LIBRARIES) and is_users_module(module)
@@ -455,19 +469,6 @@ def _set_state(generator: torch.Generator, state: Tensor) -> None:
 
 def _digest(state: Any) -> str:
     return hashlib.sha256(pickle.dumps(state)).hexdigest()[:8]
-
-
-def text_of_plain(value: Any) -> str:
-    """A value that ``is_plain`` as a short text, equal where values are."""
-    if type(value) is int and value.bit_length() > _MOST_BITS:  # Python writes no number of 4,300 digits
-        return f"an int of digest {hashlib.sha256(hex(value).encode()).hexdigest()[:8]}"
-    return _short(repr(value))
-
-
-def _short(text: str) -> str:
-    if len(text) <= _MOST_CHARACTERS:
-        return text
-    return f"{text[:_MOST_CHARACTERS]}... ({hashlib.sha256(text.encode()).hexdigest()[:8]})"
 
 
 def _set_tensor(tensor: Tensor, put: Callable[[Any], object], values: Tensor) -> None:

@@ -34,6 +34,7 @@ from lockstep.data.keyed import encoded_state, set_encoded_state
 from lockstep.distributed.collectives import gather_json
 from lockstep.errors import ConfigError
 from lockstep.numerics.hidden_state import attributes_of, entries_of, is_users_object, refill, slots_of
+from lockstep.numerics.value_text import octets_of, set_octets
 from lockstep.run.prepare import Parts
 from lockstep.strategies import Strategy
 from lockstep.strategies.absent import AbsentTensor
@@ -129,8 +130,10 @@ class Values:
             return self._array(value, path)
         if issubclass(kind, list | tuple | dict | set | frozenset | deque):
             return self._container(value, path, depth)
+        if (octets := octets_of(value)) is not None and len(octets) <= _MOST_NUMBERS:
+            return ["octets", octets.hex()]
         if not (is_users_object(value) or issubclass(kind, nn.Module)):
-            return _LEFT_OUT
+            return self._unheld()
         fields = _fields_of(value)
         self._entries += len(fields)
         if self._entries > _MOST_ENTRIES or depth > _MOST_DEPTH:
@@ -164,7 +167,8 @@ class Values:
     def _array(self, array: Any, path: str) -> JSON:
         if isinstance(array, np.memmap):
             return _LEFT_OUT
-        if array.dtype.hasobject or array.dtype.fields or array.nbytes > self._room:
+        has_more = array.dtype.hasobject or array.dtype.fields or isinstance(array, np.ma.MaskedArray)
+        if has_more or array.nbytes > self._room:
             return self._unheld()
         numbers = torch.tensor(np.frombuffer(array.tobytes(), dtype=np.uint8))
         return ["array", array.dtype.str, list(array.shape), self._tensor(numbers, path)]
@@ -245,6 +249,10 @@ class _Restoring:
                 if is_new or not is_like:
                     return array.copy()
                 np.copyto(own, array)
+                return own
+            case ["octets", text] if octets_of(own) is not None:
+                own = copy.copy(own) if is_new else own
+                set_octets(own, bytes.fromhex(text))
                 return own
             case ["set", kind, keys]:
                 return self._filled(kind, [decode(each) for each in keys], own, is_new)

@@ -26,11 +26,10 @@ from torch import Tensor
 from lockstep.numerics.hidden_state import (
     Place,
     Snapshot,
-    is_plain,
     is_users_code,
     is_users_module,
-    text_of_plain,
 )
+from lockstep.numerics.value_text import is_plain, text_of_plain
 
 
 def globals_of(code: CodeType, space: Mapping[str, Any]) -> set[str]:

@@ -39,11 +39,10 @@ from lockstep.numerics.hidden_state import (
     Snapshot,
     attributes_of,
     is_closed,
-    is_plain,
     is_users_code,
     is_users_module,
-    text_of_plain,
 )
+from lockstep.numerics.value_text import is_plain, text_of_plain
 from lockstep.run.loop_code import (
     Entry,
     Lost,

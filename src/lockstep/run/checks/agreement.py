@@ -268,8 +268,8 @@ def _text(value: Any, shared: Set[int], depth: int = 4) -> str:
 
 
 def _name_of(definition: Any) -> str:
-    """The import path of a class or function."""
-    return f"{definition.__module__}.{definition.__qualname__}"
+    """The import path of a class or function; methods of classes that are written in C have no module."""
+    return f"{getattr(definition, '__module__', None)}.{definition.__qualname__}"
 
 
 def _cut(text: str) -> str:
