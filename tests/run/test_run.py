@@ -48,6 +48,47 @@ def test_a_script_that_is_stopped_or_resumed_says_so(tmp_path, caplog, monkeypat
     assert f"Resumed from {tmp_path}/step-00000001: epoch 1, step 1." in caplog.text
 
 
+def test_a_stop_at_the_last_step_waits_for_what_reads_the_steps(tmp_path):
+    """A resumed run that went on after that step had no ``loss`` to print, and the sum of the losses was 0."""
+    data, shown = dataset(), []
+
+    def train(stop_at):
+        run, _, optimizer = begin(directory=tmp_path / str(stop_at), resume="auto")
+        for epoch in run.epochs(3):
+            total = 0.0
+            for batch in run.batches(data):
+                if run.position.step + 1 == stop_at:
+                    run._session.heartbeat.control.request_stop(StopReason.PREEMPTED)
+                loss = train_step(run, batch, optimizer)
+                total += loss.item()
+            shown.append((epoch, loss.item(), total, run.evaluate(data, correct)))
+        return run.fingerprint()
+
+    whole = train(0)
+    expected = shown[:]
+    del shown[:]
+    with pytest.raises(Stopped):
+        train(6)
+    assert len(shown) == 2
+    assert train(6) == whole
+    assert shown == expected
+    del shown[:]
+    assert train(9) == whole, "nothing is left to stop"
+    assert shown == expected
+
+
+def test_a_stop_at_the_last_step_is_at_once_where_nothing_reads_the_steps(tmp_path):
+    run, _, optimizer = begin(directory=tmp_path)
+    with pytest.raises(Stopped):
+        for _ in run.epochs(3):
+            for batch in run.batches(dataset()):
+                if run.position.step == 2:
+                    run._session.heartbeat.control.request_stop(StopReason.PREEMPTED)
+                loss = train_step(run, batch, optimizer)
+                assert loss
+            raise AssertionError("the stop waited")
+
+
 def test_a_run_that_is_resumed_after_an_epoch_says_so(tmp_path, caplog, monkeypatch):
     """A finished run of 3 epochs went on from "epoch 4"."""
     monkeypatch.setattr("logging.Logger.hasHandlers", lambda self: False)

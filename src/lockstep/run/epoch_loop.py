@@ -158,6 +158,8 @@ class EpochLoop:
         self._walked: Callable[[], Generator[Batch] | None] = lambda: None
         self.in_epochs = False
         """True within a loop over epochs."""
+        self.stops_at_end = False
+        """True once the run was asked to stop, and does so at the end of the epoch's body."""
         self._left_early = False
         self._is_rest = False
         """True where the loop before was left early, so that the next one goes on there, if no epoch begins before."""

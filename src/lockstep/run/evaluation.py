@@ -188,7 +188,7 @@ def evaluation(
     run.synchronize()
     run.strategy.require_no_calls()
     heartbeat.mark("evaluate", epoch=epoch, step=step)
-    can_stop = repeatable and (
+    can_stop = (repeatable and not run._loop.stops_at_end) and (
         run.options.directory is None or (run._loop.can_go_back and not prepared.gradients.anywhere())
     )
     stop = EvaluationStop(run.strategy, heartbeat) if can_stop else None

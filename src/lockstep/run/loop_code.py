@@ -56,7 +56,7 @@ def live_names(code: CodeType, offset: int) -> frozenset[str]:
         code: of a function or a module.
         offset: of the instruction, or of a cache behind it, in bytes, as ``frame.f_lasti``.
     """
-    offsets, after = _live_after(code)
+    offsets, _, after = _live_around(code)
     return after[bisect_right(offsets, offset) - 1] | _set_by_inner(code)
 
 
@@ -106,8 +106,11 @@ def names_ahead(code: CodeType, offset: int) -> set[str]:
 
 
 @functools.cache
-def _live_after(code: CodeType) -> tuple[list[int], list[frozenset[str]]]:
-    """The offset of each instruction, and the names that are live after it (backward data flow; Kildall 1973)."""
+def _live_around(code: CodeType) -> tuple[list[int], list[frozenset[str]], list[frozenset[str]]]:
+    """The offset of each instruction, and the names that are live before and after it.
+
+    Found by backward data flow (Kildall 1973).
+    """
     instructions, follow = _flow(code)
     inner = _inner_functions(instructions)
     before: list[frozenset[str]] = [frozenset()] * len(instructions)
@@ -122,7 +125,7 @@ def _live_after(code: CodeType) -> tuple[list[int], list[frozenset[str]]]:
                 live = live | {name} | inner.get(name, frozenset()) if kind == "LOAD" else live - {name}
             changed |= live != before[number]
             before[number] = live
-    return [each.offset for each in instructions], after
+    return [each.offset for each in instructions], before, after
 
 
 def _inner_functions(instructions: list[dis.Instruction]) -> dict[str, frozenset[str]]:
@@ -359,6 +362,19 @@ def unset_names() -> list[str]:
     frames = list(users_frames())
     found = [live & _set_by(each.f_code) - {*each.f_locals} for each, live in zip(frames, live_in(frames))]
     return [name for names in found for name in sorted(names)]
+
+
+def read_after_loops() -> set[str]:
+    """The variables that the loops of the user's frames set or change, and the code after those loops reads."""
+    found: set[str] = set()
+    for code, place in [(each.f_code, each.f_lasti) for each in users_frames()]:
+        offsets, before, _ = _live_around(code)
+        number = bisect_right(offsets, place) - 1
+        instruction = _flow(code)[0][number]
+        if instruction.opname == "FOR_ITER":
+            after = before[offsets.index(instruction.argval)]
+            found |= after & changed_names([(code, instruction.offset, instruction.argval)], {})
+    return found
 
 
 def changed_since(offsets: Mapping[FrameType, int]) -> set[str]:

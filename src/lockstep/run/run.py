@@ -197,7 +197,7 @@ class Run:
     def epochs(self, count: int) -> Iterator[int]:
         """The numbers of the epochs from where the run stands (0, or where it was resumed) to ``count - 1``."""
         self._writer.resumption.begin_epochs()
-        return self._loop.epochs(count, partial(self._writer.resumption.require_nothing_since, "epoch"))
+        return self._loop.epochs(count, lambda: save.end_epoch(self, self._results.stop))
 
     def batches(
         self, data: Any, *, shuffle: bool = True, drop_last: bool = False, workers: int | None = None
@@ -570,7 +570,7 @@ class Run:
             self.save()
             self._writer.resumption.forget()
         if self._results.stop and not gradients.anywhere():
-            save.save_and_stop(self, self._results.stop)
+            save.stop_after_step(self, self._results.stop)
         self._session.heartbeat.await_data(position.epoch, position.step)
 
     def compare_replicas(self) -> None:

@@ -34,6 +34,7 @@ from lockstep.errors import CheckpointError, ConfigError, LockstepError
 from lockstep.models.weights import compare
 from lockstep.run.checks.same_call import gather_agreed
 from lockstep.run.epoch_loop import EpochLoop
+from lockstep.run.loop_code import read_after_loops
 from lockstep.run.optimizer_step import has_gradients
 from lockstep.run.prepare import Parts, PreparedModel, frozen_parameters, hyperparameters
 from lockstep.run.session import returning_freed_memory
@@ -282,6 +283,33 @@ def _mention_if_read_only(directory: Path) -> None:
 def note(text: str, *arguments: object) -> None:
     """Logs what somebody should see whose script has not set up logging, too."""
     logger.log(logging.INFO if logger.hasHandlers() else logging.WARNING, text, *arguments)
+
+
+def stop_after_step(run: Run, reason: StopReason) -> None:
+    """Ends this process because it was asked to, as ``save_and_stop`` does. Collective.
+
+    After the last step of an epoch, what follows may read what the steps have set, as the loss that is printed: a
+    resumed run would not have it. Then a checkpoint is written, and the run stops at the end of the epoch's body.
+    """
+    loop = run._loop
+    is_read = loop.in_epochs and loop.is_after_last_step and bool(read_after_loops())
+    if isinstance(run.strategy, IndependentStrategy) or not any(run.strategy.gather_records(is_read)):
+        save_and_stop(run, reason)
+    if run.options.directory is not None:
+        run.save(wait=True)
+        run._writer.resumption.forget()
+    loop.stops_at_end = True
+
+
+def end_epoch(run: Run, reason: StopReason) -> None:
+    """Ends the body of an epoch, and this process if that was waited for and another epoch follows. Collective."""
+    run._writer.resumption.require_nothing_since("epoch")
+    if not run._loop.stops_at_end:
+        return
+    if run._loop.next_epoch is not None:
+        save_and_stop(run, reason)
+    if run.options.directory is not None:
+        run.save(wait=True)
 
 
 def save_and_stop(run: Run, reason: StopReason) -> NoReturn:
