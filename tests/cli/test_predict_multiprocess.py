@@ -1,6 +1,7 @@
 """``lockstep predict``: trained on photos once, predicted on one and on two processes, and computed by hand."""
 
 import csv
+import dataclasses
 import re
 import subprocess
 import sys
@@ -15,7 +16,9 @@ from safetensors.torch import load_file
 from lockstep.cli import main
 from lockstep.cli.predict import data_of
 from lockstep.config.components import Component
+from lockstep.config.job_file import load_job, parse_set
 from lockstep.data.images.transforms import IMAGENET_MEAN, IMAGENET_STD
+from lockstep.job.prediction import class_names
 from lockstep.models import perceptron
 
 LOCKSTEP = [sys.executable, "-m", "lockstep"]
@@ -144,6 +147,16 @@ def test_without_a_folder_the_held_out_photos_are_predicted_into_the_run_folder(
 def test_mistakes_are_named_before_a_process_is_started(predict, arguments, message):
     status, told = predict(*arguments)
     assert status == 2 and re.search(message, told), told
+
+
+def test_a_run_that_has_not_ended_has_the_names_of_the_classes_that_it_trains_on(home, monkeypatch, tmp_path):
+    """They were numbers, or those of the other folder that was predicted."""
+    monkeypatch.chdir(home)
+    job = load_job("job.toml", [parse_set(f"data.root={home}/flowers"), parse_set("run.name=other")])
+    assert class_names(tmp_path, job) == CLASSES
+    train = dataclasses.replace(job.data.train, args={"root": str(tmp_path / "gone")})
+    data = dataclasses.replace(job.data, train=train)
+    assert class_names(tmp_path, dataclasses.replace(job, data=data)) == ()
 
 
 def test_weights_that_are_missing_are_named(home, predict, tmp_path):

@@ -1,4 +1,5 @@
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -10,6 +11,7 @@ from PIL import Image
 from tests.printed import fingerprint_of
 from torch.utils.data import Subset
 
+from lockstep.cli import main
 from lockstep.config.components import Component
 from lockstep.config.job import DataConfig
 from lockstep.config.job_file import load_job, parse_set
@@ -125,6 +127,20 @@ def test_photos_in_shards_are_kept_and_shards_without_photos_are_refused(photos,
     )
     with pytest.raises(ConfigError, match=refusal):
         use_image_cache(TarShards(tmp_path / "one.tar"), "data.train", config(True), handle()[0])
+
+
+def test_a_job_that_is_evaluated_on_other_class_folders_is_refused(photos, tmp_path, monkeypatch, capfd):
+    """The labels are numbers in the order of the folders, so the accuracy was of other classes."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own_net.py").write_text(NET)
+    shutil.copytree(photos / "b", tmp_path / "others" / "b")
+    validation = f'"{tmp_path}/others"\nsplit = "all"'
+    (tmp_path / "job.toml").write_text(JOB.replace('"{data}"\nsplit = "validation"', validation))
+    assert main(["train", "job.toml", "--data", str(photos), "--devices", "cpu:1"]) == 2
+    assert (
+        "Label 0 is 'a' in the data set that is trained on, which has 2 classes, and 'b'"
+        in capfd.readouterr().err
+    )
 
 
 def test_a_run_that_is_asked_to_stop_stops_decoding(photos, tmp_path):

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
 
@@ -119,10 +118,7 @@ def test_names_are_in_the_weights_in_bytes_that_are_always_the_same(tmp_path):
         )
         contents.add(path.read_bytes())
     assert len(contents) == 1 and metadata_of(path) == {"format": "pt", "step": "4", "classes": names}
-    assert class_names(tmp_path, Named()) == ("ä", "\udc80")
-    assert class_names(tmp_path / "absent", Named()) == ("rose, red", "tulip")
-    save_file(model.state_dict(), path)
-    assert class_names(tmp_path, Named()) == ("rose, red", "tulip")
+    assert class_names(tmp_path, SimpleNamespace()) == ("ä", "\udc80")
     path.write_bytes(b"x")
     with pytest.raises(CheckpointError, match="cannot be read as weights"):
         class_names(tmp_path, Named())

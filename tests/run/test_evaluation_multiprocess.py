@@ -13,7 +13,9 @@ from lockstep.run import evaluation
 from lockstep.runtime.control import Stopped, StopReason
 
 SAMPLES, EPOCHS = 150, 2
-COMPARED = 7  # Reads before an evaluation: ranks compare three samples, two of which are read twice more at first.
+COMPARED = (
+    7  # Reads before an evaluation: ranks compare three samples, two of which are read twice more at first.
+)
 QUICK = {
     "ddp": {},
     "fsdp": {"strategy": "fsdp"},

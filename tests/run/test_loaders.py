@@ -5,7 +5,7 @@ import torch
 from tests.data.test_loader_ahead import told  # noqa: F401  a fixture
 from tests.run.jobs import begin, correct, train_step
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Subset
 
 from lockstep.data import SkipBroken
 from lockstep.errors import ConfigError
@@ -140,3 +140,31 @@ def test_settings_of_loaders_that_are_read_side_by_side_and_are_not_used_are_tol
     assert caplog.text.count("53 samples each that shuffle are read side by side in one order") == 1
     assert caplog.text.count("and all of them are shuffled") == 1
     assert caplog.text.count("the last step of an epoch is a smaller one all the same") == 1
+
+
+class Named(Dataset):
+    """Samples of named classes, within a data set that shows no names."""
+
+    def __init__(self, classes, target_transform=None):
+        self.classes, self.target_transform = list(classes), target_transform
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        return torch.full((6,), float(index)), index % len(self.classes)
+
+
+@pytest.mark.parametrize(
+    ("evaluated", "is_told"),
+    [("bc", True), ("abd", True), ("abc", False), ("ab", False), (Named("bc", target_transform=int), False)],
+)
+def test_labels_that_are_other_classes_where_a_model_is_evaluated_are_told(caplog, evaluated, is_told):
+    """The accuracy was that of other classes: torchvision numbers the folders that it finds."""
+    run, _, optimizer = begin()
+    evaluated = Named(evaluated) if isinstance(evaluated, str) else evaluated
+    for _ in range(2):
+        for batch in run.batches(Subset(Named("abc"), range(24))):
+            train_step(run, batch, optimizer)
+        run.evaluate(DataLoader(evaluated), correct)
+    assert ("its loss and accuracy would be of other classes" in caplog.text) == is_told

@@ -179,6 +179,28 @@ def known_classes(dataset: Any) -> tuple[str, ...]:
     return ()
 
 
+def told_other_classes(trained: Any, evaluated: Any) -> str:
+    """A sentence where a label is another class in the data set that is evaluated; empty where that is not known."""
+    names, others = known_classes(trained), known_classes(evaluated)
+    label = next((label for label, (one, two) in enumerate(zip(names, others)) if one != two), None)
+    if label is None or _maps_labels(trained) or _maps_labels(evaluated):
+        return ""
+    return (
+        f"Label {label} is {names[label]!r} in the data set that is trained on, which has {len(names)} classes, and "
+        f"{others[label]!r} in the one that is evaluated, which has {len(others)}: its loss and accuracy would be of "
+        "other classes. Labels are numbered in the order of the class folders. Give both sets the same folders, or "
+        "lockstep.data.ImageFolder the same classes=, or map labels by target_transform."
+    )
+
+
+def _maps_labels(dataset: Any) -> bool:
+    while dataset is not None:
+        if getattr(dataset, "target_transform", None) is not None:
+            return True
+        dataset = getattr(dataset, "dataset", None)
+    return False
+
+
 def require_map_style(dataset: Any, user: str) -> None:
     """Raises a ``ConfigError`` for data without ``__len__`` or ``__getitem__``, in the name of its user.
 

@@ -104,7 +104,7 @@ def answers_of(folder: Path, job: JobConfig) -> Answers:
     certainty, predicted = (scores.exp() if is_of_log_probabilities(loss) else scores.softmax(1)).max(1)
     labels, counted = accuracy.labels(targets)
     numbers, labels, data_set = counted.nonzero().flatten().tolist(), labels[counted], adopt(source).dataset
-    names = class_names(folder, data_set) or tuple(map(str, range(scores.shape[1])))
+    names = class_names(folder, job) or tuple(map(str, range(scores.shape[1])))
     if len(names) != scores.shape[1] or not {*labels.tolist()} <= {*range(len(names))} or not len(labels):
         raise ConfigError("The labels of the validation data are not the classes of the model.")
     paths = tuple(path_of(data_set, number) or f"sample {number}" for number in numbers)

@@ -28,9 +28,9 @@ from lockstep.core.world import World
 from lockstep.data.adopt import adopt
 from lockstep.data.formats.arrow_files import optional_module
 from lockstep.data.naming import known_classes, path_of
-from lockstep.errors import CheckpointError, CheckpointMismatch, ConfigError
+from lockstep.errors import CheckpointError, CheckpointMismatch, ConfigError, LockstepError
 from lockstep.job.assemble import balance, build_model, collated, data_to_predict
-from lockstep.job.instantiate import importable_from, instantiate_function
+from lockstep.job.instantiate import importable_from, instantiate, instantiate_function
 from lockstep.job.rank import OUTCOME
 from lockstep.models import load_weights
 from lockstep.models.weights import metadata_of
@@ -67,7 +67,7 @@ def main(payload: Any) -> None:
     outputs = run.predict(source, workers=workers)
     run.close()  # the others need not wait for the table
     if outputs is not None:
-        names = class_names(folder, data_set)
+        names = class_names(folder, config)
         columns = table(outputs, data_set, instantiate_function(config.loss, ("loss",)), names)
         write_table(Path(payload["out"]), columns)
         print(report(columns, payload["out"]), flush=True)
@@ -145,10 +145,18 @@ def _keeps_more(model: nn.Module, checkpoints: Iterable[Path]) -> bool:
     )
 
 
-def class_names(folder: Path, data_set: Any) -> tuple[str, ...]:
-    """The names of the classes that are saved with a run's weights, else those of the data set, which may have none."""
+def class_names(folder: Path, config: JobConfig) -> tuple[str, ...]:
+    """The names of the classes that a run has trained on: those saved with its weights, else those of its data.
+
+    Empty where its data set has none, or is not there any more.
+    """
     saved = metadata_of(folder / WEIGHTS).get("classes") if (folder / WEIGHTS).is_file() else None
-    return known_classes(data_set) if saved is None else tuple(json.loads(saved))
+    if saved is not None:
+        return tuple(json.loads(saved))
+    try:
+        return known_classes(instantiate(config.data.train, name="data.train"))
+    except (LockstepError, OSError):
+        return ()
 
 
 def table(outputs: Tensor, data_set: Any, loss: Any, classes: Sequence[str] = ()) -> dict[str, Any]:
