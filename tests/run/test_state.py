@@ -14,7 +14,7 @@ from torch import nn
 import lockstep
 from lockstep.checkpoint import read_newest
 from lockstep.checkpoint.manifest import MANIFEST, RECORD
-from lockstep.errors import CheckpointError, CheckpointMismatch
+from lockstep.errors import CheckpointError, CheckpointMismatch, ConfigError
 from lockstep.run.attributes import Values
 
 
@@ -31,6 +31,39 @@ def test_a_checkpoint_of_another_context_is_refused_unless_forced(tmp_path):
         begin(directory=tmp_path, resume="auto", seed=1)
     run, *_ = begin(directory=tmp_path, resume="auto", seed=1, force_context=True)
     assert run.position.step == 1
+
+
+@pytest.mark.parametrize(
+    ("turned", "name"),
+    [
+        (torch.set_flush_denormal, "torch.set_flush_denormal was True"),
+        (torch.backends.cuda.enable_flash_sdp, "torch.backends.cuda.flash_sdp_enabled() was True"),
+        (torch.backends.mkldnn.set_flags, "torch.backends.mkldnn.enabled was True"),
+    ],
+)
+def test_settings_of_torch_that_the_loop_has_made_and_the_resumed_run_has_not_are_refused(
+    turned, name, tmp_path
+):
+    """They were in no checkpoint: the run went on with other bits."""
+    before = torch.backends.mkldnn.enabled
+
+    def step(**options):
+        run, _, optimizer = begin(directory=tmp_path, resume="auto", **options)
+        train_step(run, next(iter(run.batches(dataset()))), optimizer)
+        run.close()
+
+    try:
+        turned(True)
+        saved(tmp_path)
+        step()
+        turned(False)
+        with pytest.raises(ConfigError, match=re.escape(name)):
+            step()
+        step(force_context=True)
+    finally:
+        torch.set_flush_denormal(False)
+        torch.backends.cuda.enable_flash_sdp(True)
+        torch.backends.mkldnn.set_flags(before)
 
 
 class Counting(torch.optim.SGD):

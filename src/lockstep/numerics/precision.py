@@ -47,6 +47,8 @@ class Precision:
         """Of the whole run: steps that were skipped because a scaled gradient was not finite."""
         self.is_deterministic = True
         """False lets operators of CUDA run that add in no fixed order."""
+        self.restored_settings: dict[str, str] = {}
+        """See ``torch_settings``; those of the checkpoint that a run goes on from."""
         self._device = device
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name)
         self.forward: Callable[[], AbstractContextManager[object]] = (
@@ -123,7 +125,17 @@ class Precision:
             require_repeatable(name, compiled, on_gpu=on_gpu, is_deterministic=self.is_deterministic)
 
     def require_settings(self) -> None:
-        """Raises ``ConfigError`` where user code has changed a setting of torch on which bits depend."""
+        """Raises ``ConfigError`` where user code has changed a setting of torch on which bits depend.
+
+        Those that it may change are compared once with what a checkpoint has.
+        """
+        before, self.restored_settings = self.restored_settings, {}
+        for name, value in torch_settings().items() if before else ():
+            if before.get(name, value) != value:
+                raise ConfigError(
+                    f"{name} was {before[name]} at the checkpoint, and is {value} now. Bits depend on it, so they "
+                    "would not continue. Set it before the loop as it was; or go on at level B with force_context=True."
+                )
         now = _settings(self._device, self.is_deterministic)
         if now == self._settings:
             return
@@ -177,6 +189,27 @@ def _settings(device: torch.device, is_deterministic: bool) -> dict[str, Any]:
     except RuntimeError:  # torch's newer names for it have been set beside the older ones
         found[_TF32] = "set under torch's new names"
     return found
+
+
+def torch_settings() -> dict[str, str]:
+    """Settings of torch on which bits depend, and which a script may choose, as texts by what users know them by."""
+    backends, denormal = torch.backends, torch.tensor(1e-40)
+    found = {
+        "torch.get_default_dtype()": torch.get_default_dtype(),
+        "torch.get_float32_matmul_precision()": torch.get_float32_matmul_precision(),
+        "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled(),
+        "torch.set_flush_denormal": bool(denormal * 1 == 0),
+        "torch.backends.mkldnn.enabled": backends.mkldnn.enabled,
+        "torch.backends.opt_einsum.enabled": backends.opt_einsum.enabled,
+        "torch.backends.opt_einsum.strategy": backends.opt_einsum.strategy,
+        "torch.backends.mha.get_fastpath_enabled()": backends.mha.get_fastpath_enabled(),
+        "torch.backends.cudnn.enabled": backends.cudnn.enabled,
+    }
+    for name in ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction"):
+        found[f"torch.backends.cuda.matmul.{name}"] = getattr(backends.cuda.matmul, name)
+    for name in ("flash", "mem_efficient", "math", "cudnn"):
+        found[f"torch.backends.cuda.{name}_sdp_enabled()"] = getattr(backends.cuda, f"{name}_sdp_enabled")()
+    return {name: str(value) for name, value in found.items()}
 
 
 def _require_unscaled_types(model: nn.Module) -> None:

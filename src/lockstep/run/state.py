@@ -22,7 +22,7 @@ from lockstep.core.fingerprint import Context
 from lockstep.data.images.decoding import jpeg_decoder
 from lockstep.distributed.collectives import gather_json
 from lockstep.errors import CheckpointError, CheckpointMismatch, ConfigError
-from lockstep.numerics.precision import Precision
+from lockstep.numerics.precision import Precision, torch_settings
 from lockstep.run.attributes import Attributes, unsaved_tensors, words_of
 from lockstep.run.checks.agreement import made_otherwise, source_digests
 from lockstep.run.epoch_loop import Position
@@ -338,6 +338,7 @@ class RunState:
                     f"{remedy}, and begin anew; or go on at level B with force_context=True (--force-context)."
                 )
         self.resumed_context = {} if force_context else written["context"]
+        self.precision.restored_settings = {} if force_context else dict(written.get("torch_settings", {}))
         self._require_equal_counts(state)
         self._add_groups(state)
         self._compare_settings(written.get("settings", {}), restarted)
@@ -416,6 +417,7 @@ class RunState:
             "skipped_steps": self.precision.skipped_steps,
             "schedulers": [_plain(each.state_dict()) for each in self.parts.schedulers],
             "settings": self.settings,
+            "torch_settings": torch_settings(),
             "made_groups": self._made_groups,
             "modules": len(self.parts.modules),
             "extra": self.extra,
