@@ -143,6 +143,54 @@ def test_a_job_that_is_evaluated_on_other_class_folders_is_refused(photos, tmp_p
     )
 
 
+TABLES = """\
+[model]
+target = "lockstep.models:perceptron"
+in_features = 2
+num_classes = 2
+
+[data.train]
+target = "lockstep.data:CSVTable"
+path = "train.csv"
+label = "kind"
+classes = 2
+
+[data.validation]
+target = "lockstep.data:CSVTable"
+path = "{data}/validation.csv"
+label = "kind"
+classes = 2
+
+[optimizer]
+target = "torch.optim:SGD"
+lr = 0.1
+
+[run]
+name = "tables"
+
+[training]
+epochs = 1
+global_batch = 2
+micro_batches = 1
+"""
+
+
+def test_tables_whose_columns_are_in_another_order_are_refused(tmp_path, monkeypatch, capfd):
+    """The model took one column for the other: the accuracy and the predictions were wrong, and nothing said so."""
+    monkeypatch.chdir(tmp_path)
+    for name, header in (("train", "a,b"), ("right/validation", "a,b"), ("turned/validation", "b,a")):
+        file = tmp_path / f"{name}.csv"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(f"{header},kind\n1,2,0\n3,4,1\n")
+    (tmp_path / "job.toml").write_text(TABLES)
+    said = "trained on are a, b, and here they are b, a"
+    for folder, status in (("turned", 2), ("right", 0)):
+        assert main(["train", "job.toml", "--data", folder, "--devices", "cpu:1"]) == status
+        assert (said in capfd.readouterr().err) == (folder == "turned")
+    assert main(["predict", "runs/tables", "--data", "turned", "--devices", "cpu:1"]) == 2
+    assert said in capfd.readouterr().err
+
+
 def test_a_run_that_is_asked_to_stop_stops_decoding(photos, tmp_path):
     with pytest.raises(Stopped):
         use_image_cache(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from numbers import Integral
 from pathlib import PurePath
 from traceback import walk_tb
@@ -16,7 +16,7 @@ from torch.utils.data import Subset, TensorDataset
 from lockstep.core.plan import Indices
 from lockstep.core.seeding import derive_seed
 from lockstep.errors import ConfigError, DataError
-from lockstep.text import plural
+from lockstep.text import plural, shorten
 
 
 def unwrap_subset(dataset: Any) -> tuple[Any, Indices | None]:
@@ -171,19 +171,44 @@ def class_names(classes: int | Sequence[str]) -> tuple[str, ...]:
 
 def known_classes(dataset: Any) -> tuple[str, ...]:
     """The names of the classes in the order of their labels; empty where the set, or the one in it, shows none."""
-    while dataset is not None:
-        names = getattr(dataset, "classes", None)
+    return _names_in(dataset, "classes")
+
+
+def _names_in(dataset: Any, attribute: str) -> tuple[str, ...]:
+    for each in _within(dataset):
+        names = getattr(each, attribute, None)
         if isinstance(names, list | tuple) and names:
             return tuple(map(str, names))
-        dataset = getattr(dataset, "dataset", None)
     return ()
+
+
+def _within(dataset: Any) -> Iterator[Any]:
+    """A data set and those in it, the outermost first."""
+    while dataset is not None:
+        yield dataset
+        dataset = getattr(dataset, "dataset", None)
+
+
+def told_other_columns(trained: Any, used: Any) -> str:
+    """A sentence where a data set has other columns than the one that is trained on; empty where that is not known.
+
+    Columns are known by ``feature_names`` of a data set or one in it.
+    """
+    columns, others = _names_in(trained, "feature_names"), _names_in(used, "feature_names")
+    if not columns or not others or columns == others:
+        return ""
+    return (
+        f"The columns of the data set that is trained on are {shorten(columns, 4)}, and here they are "
+        f"{shorten(others, 4)}. The model tells them by their order. Name them for each data set: columns=[...]."
+    )
 
 
 def told_other_classes(trained: Any, evaluated: Any) -> str:
     """A sentence where a label is another class in the data set that is evaluated; empty where that is not known."""
     names, others = known_classes(trained), known_classes(evaluated)
     label = next((label for label, (one, two) in enumerate(zip(names, others)) if one != two), None)
-    if label is None or _maps_labels(trained) or _maps_labels(evaluated):
+    inner = [*_within(trained), *_within(evaluated)]
+    if label is None or any(getattr(each, "target_transform", None) is not None for each in inner):
         return ""
     return (
         f"Label {label} is {names[label]!r} in the data set that is trained on, which has {len(names)} classes, and "
@@ -191,14 +216,6 @@ def told_other_classes(trained: Any, evaluated: Any) -> str:
         "other classes. Labels are numbered in the order of the class folders. Give both sets the same folders, or "
         "lockstep.data.ImageFolder the same classes=, or map labels by target_transform."
     )
-
-
-def _maps_labels(dataset: Any) -> bool:
-    while dataset is not None:
-        if getattr(dataset, "target_transform", None) is not None:
-            return True
-        dataset = getattr(dataset, "dataset", None)
-    return False
 
 
 def require_map_style(dataset: Any, user: str) -> None:

@@ -28,7 +28,7 @@ from lockstep.core.world import World
 from lockstep.data import SkipBroken, StepLoader, adopt, check_labels
 from lockstep.data.images.encoded import EncodedPairs
 from lockstep.data.keyed import encoded_states, set_encoded_states
-from lockstep.data.naming import told_other_classes, unwrap_subset
+from lockstep.data.naming import told_other_classes, told_other_columns, unwrap_subset
 from lockstep.data.wrappers.wrapping import Wrapping
 from lockstep.distributed.collectives import gather_json
 from lockstep.errors import ConfigError
@@ -286,8 +286,9 @@ def _model(config: JobConfig, reads_weights: bool) -> nn.Module:
 
 
 def _check_classes(config: JobConfig, data_sets: Sequence[Any]) -> None:
-    """Compares the classes of the data sets, and every label with the number of classes of the model, where known."""
-    if differ := told_other_classes(*(each and adopt(each).dataset for each in data_sets)):
+    """Compares what labels and columns of the data sets mean, and labels with the model's classes, where known."""
+    trained, evaluated = (each and adopt(each).dataset for each in data_sets)
+    if differ := told_other_columns(trained, evaluated) or told_other_classes(trained, evaluated):
         raise ConfigError(differ)
     classes = config.model.args.get("num_classes")
     if isinstance(classes, int):

@@ -27,7 +27,8 @@ from lockstep.core.atomic import write_whole
 from lockstep.core.world import World
 from lockstep.data.adopt import adopt
 from lockstep.data.formats.arrow_files import optional_module
-from lockstep.data.naming import known_classes, path_of
+from lockstep.data.keyed import encoded_states, set_encoded_states
+from lockstep.data.naming import known_classes, path_of, told_other_columns
 from lockstep.errors import CheckpointError, CheckpointMismatch, ConfigError, LockstepError
 from lockstep.job.assemble import balance, build_model, collated, data_to_predict
 from lockstep.job.instantiate import importable_from, instantiate, instantiate_function
@@ -55,7 +56,11 @@ def main(payload: Any) -> None:
     importable_from(config.code)
     target, arguments = payload["data"]
     run = Run(config.run_options(None), world)
-    data_set = data_to_predict(config, Component(target=target, args=arguments))
+    component = Component(target=target, args=arguments)
+    data_set = data_to_predict(config, component)
+    is_other = run.is_main and component != config.data.validation
+    if is_other and (differ := told_other_columns(_training_set(config), data_set)):
+        raise ConfigError(differ)
     source = collated(data_set, config.data)
     model = build_model(config)
     folder = Path(payload["run"])
@@ -153,10 +158,18 @@ def class_names(folder: Path, config: JobConfig) -> tuple[str, ...]:
     saved = metadata_of(folder / WEIGHTS).get("classes") if (folder / WEIGHTS).is_file() else None
     if saved is not None:
         return tuple(json.loads(saved))
+    return known_classes(_training_set(config))
+
+
+def _training_set(config: JobConfig) -> Any:
+    """The data that a run has trained on; None where it is not there any more. Draws no random numbers."""
+    before = encoded_states()
     try:
-        return known_classes(instantiate(config.data.train, name="data.train"))
+        return instantiate(config.data.train, name="data.train")
     except (LockstepError, OSError):
-        return ()
+        return None
+    finally:
+        set_encoded_states(before)
 
 
 def table(outputs: Tensor, data_set: Any, loss: Any, classes: Sequence[str] = ()) -> dict[str, Any]:

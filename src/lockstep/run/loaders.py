@@ -20,7 +20,7 @@ from lockstep.data import EvaluationLoader, SkipBroken, Source, StepLoader, Stre
 from lockstep.data.adopt import SideBySide, unused_side_by_side
 from lockstep.data.batch import Batch
 from lockstep.data.changes import Notes, choices
-from lockstep.data.naming import told_other_classes, unwrap_subset
+from lockstep.data.naming import told_other_classes, told_other_columns, unwrap_subset
 from lockstep.data.reader import ReadTrace
 from lockstep.data.workers import ReadingOptions, sample_digests
 from lockstep.distributed.collectives import all_reduce_max, gather_json
@@ -199,12 +199,11 @@ class LoaderCache:
                 share=self._evaluation_share,
                 **self._reading(known, workers, "loader of evaluation"),
             )
-            self._warn(*(told_other_classes(each, source.dataset) for each in self._trained))
+            for trained in [each.source.dataset for each in self._by_id.values() if each.training]:
+                self._warn(
+                    told_other_columns(trained, source.dataset), told_other_classes(trained, source.dataset)
+                )
         return known.evaluation[key]
-
-    @property
-    def _trained(self) -> list[Any]:
-        return [each.source.dataset for each in self._by_id.values() if each.training]
 
     def digests(self, data: Any, workers: int | None) -> dict[str, str]:
         """Digests of the first, the middle and the last sample, which every rank reads, and of what wrappers choose.

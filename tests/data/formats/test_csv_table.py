@@ -3,8 +3,10 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import Subset
 
 from lockstep.data import CSVTable
+from lockstep.data.naming import told_other_columns
 from lockstep.data.reader import SampleReader
 from lockstep.errors import ConfigError, DataError
 
@@ -23,6 +25,15 @@ def test_columns_and_named_classes_are_read(tmp_path):
     assert torch.equal(inputs, torch.tensor([[3, -0.04], [5, 6]])) and targets.tolist() == [1, 0]
     assert rows.columns == ("a", "b") and targets.dtype == torch.int64
     assert rows.sample_path(1) == "t.csv, line 4"
+
+
+def test_columns_in_another_order_than_those_of_the_training_are_told(tmp_path):
+    """A validation table whose columns are in another order had its numbers taken for others."""
+    trained = table(tmp_path, classes=["rose", "tulip"])
+    turned = table(tmp_path, "b,a,kind\n2.5,1,rose\n", classes=["rose", "tulip"])
+    assert "trained on are a, b, and here they are b, a" in told_other_columns(Subset(trained, [0]), turned)
+    named = table(tmp_path, "b,a,kind\n2.5,1,rose\n", columns=["a", "b"], classes=["rose", "tulip"])
+    assert told_other_columns(trained, named) == told_other_columns(None, turned) == ""
 
 
 def test_chosen_columns_delimiter_and_a_number_as_the_target(tmp_path):

@@ -86,6 +86,11 @@ class CSVTable(TensorDataset):
             f"CSVTable {self.path.name}: {len(self):,} rows, {len(self.columns)} columns, target {self.label}"
         )
 
+    @property
+    def feature_names(self) -> tuple[str, ...]:
+        """The names of the input columns, in their order."""
+        return self.columns
+
     def sample_path(self, index: int) -> str:
         """The file and the line of a row."""
         return f"{self.path.name}, line {self._lines[index]}"
