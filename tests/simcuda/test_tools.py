@@ -20,6 +20,7 @@ from tests.simcuda.trainings import (
     train,
     trained_for,
 )
+from torch import nn
 
 from lockstep.data import ImageArrays, Normalize
 from lockstep.errors import ConfigError
@@ -53,6 +54,45 @@ def test_a_run_is_saved_and_resumed_in_another_layout(machine, tmp_path, precisi
         found = machine.run(saving, ranks, strategy, options, stop, str(tmp_path / "parts"), "auto")
         assert [races for _, races in found] == [{}] * ranks
     assert {fingerprint for fingerprint, _ in found} == {expected}
+
+
+class Shifted(nn.Linear):
+    """Adds what the loop has put in the place of a tensor on the CPU."""
+
+    def __init__(self):
+        super().__init__(16, 5)
+        self.shift, self.history, self.is_set = torch.zeros(5), [torch.zeros(5)], False
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y + self.shift + self.history[-1] if self.is_set else y
+
+
+def keeping(world, folder, stop):
+    """Trains two epochs to a step, with tensors of the device in attributes of a module; returns the fingerprint."""
+    run = open_run(world, "ddp", directory=folder, resume="auto")
+    _, data, loss_fn = job_of("perceptron")
+    torch.manual_seed(0)
+    model = Shifted()
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in run.epochs(2):
+        for batch in run.batches(data):
+            run.backward(batch, loss_fn)
+            optimizer.step()
+            optimizer.zero_grad()
+            model.shift, model.is_set = model.bias.detach().clone(), True
+            model.history.append(model.weight.detach().mean(1))
+            if run.position.step + 1 == stop:
+                run.save(wait=True)
+                run.close()
+                return ""
+    return run.fingerprint()
+
+
+def test_tensors_of_the_device_in_attributes_are_there_again_in_the_resumed_run(machine, tmp_path):
+    (whole,) = machine.run(keeping, 1, str(tmp_path / "whole"), 0)
+    machine.run(keeping, 2, str(tmp_path / "parts"), 2)
+    assert machine.run(keeping, 2, str(tmp_path / "parts"), 0) == [whole] * 2
 
 
 FROM_1_TO_4 = [(1, "single"), (2, "ddp"), (3, "pipeline"), (4, "fsdp")]

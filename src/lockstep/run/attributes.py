@@ -240,7 +240,9 @@ class _Restoring:
                 set_encoded_state(own, json.loads(state))
                 return own
             case ["tensor" | "numbers", *_, is_on_host]:
-                device = own.device if isinstance(own, Tensor) else "cpu" if is_on_host else self._device
+                # One on the CPU may be what there is before the first step.
+                is_there = isinstance(own, Tensor) and not own.is_cpu
+                device = own.device if is_there else "cpu" if is_on_host else self._device
                 return self._put(self._numbers(stored).to(device), own, is_new)
             case ["array", dtype, shape, content]:
                 octets = self._numbers(content).numpy().tobytes()
