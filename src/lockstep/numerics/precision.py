@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.backends import opt_einsum
 
 from lockstep.config.options import RunOptions
 from lockstep.config.strategy_options import PRECISIONS
@@ -200,8 +201,8 @@ def torch_settings() -> dict[str, str]:
         "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled(),
         "torch.set_flush_denormal": bool(denormal * 1 == 0),
         "torch.backends.mkldnn.enabled": backends.mkldnn.enabled,
-        "torch.backends.opt_einsum.enabled": backends.opt_einsum.enabled,
-        "torch.backends.opt_einsum.strategy": backends.opt_einsum.strategy,
+        "torch.backends.opt_einsum.enabled": opt_einsum.enabled,
+        "torch.backends.opt_einsum.strategy": opt_einsum.strategy,
         "torch.backends.mha.get_fastpath_enabled()": backends.mha.get_fastpath_enabled(),
         "torch.backends.cudnn.enabled": backends.cudnn.enabled,
     }
