@@ -1,5 +1,7 @@
 """A LightningModule gives one fingerprint on 1, 2, 3 processes, and the bits of ``run.backward``."""
 
+import logging
+
 import pytest
 import torch
 from tests.ranks import run_ranks
@@ -12,6 +14,7 @@ from lockstep.errors import ConfigError
 from lockstep.runtime import Callback
 
 lightning = pytest.importorskip("lightning", exc_type=ImportError)
+torchmetrics = pytest.importorskip("torchmetrics", exc_type=ImportError)
 
 
 class Classifier(lightning.LightningModule):
@@ -353,6 +356,8 @@ def refused(world):
             trainer.fit(module, *loaders())
     with pytest.raises(ConfigError, match="one DataLoader"):
         trainer.fit(Classifier(), loaders()[0], [loaders()[1]])
+    with pytest.raises(ConfigError, match=r"come after trainer\.fit"):
+        trainer.validate(Classifier(), loaders()[1])
     for option, words in (("callbacks", "should_stop"), ("accumulate_grad_batches", "micro_batches")):
         with pytest.raises(ConfigError, match=words):
             LightningTrainer(global_batch=12, max_epochs=1, **{option: 2})
@@ -418,3 +423,57 @@ def test_what_a_hook_knows_at_the_end_of_an_epoch_is_what_it_knows_under_lightni
         assert len(found) == 3
         for one, other in zip(found, expected):
             assert one == pytest.approx(other, rel=1e-5)
+
+
+class Collecting(Noting):
+    """Computes a number in a hook, of what its validation has left; its object of torchmetrics sees all of it."""
+
+    def __init__(self, collects):
+        super().__init__()
+        self.found, self.collects = [], collects
+        self.metric = torchmetrics.Accuracy("multiclass", num_classes=3)
+
+    def validation_step(self, batch, batch_idx):
+        output = self.layer(batch[0])
+        self.metric.update(output, batch[1])
+        if self.collects:
+            self.found.append((output.argmax(1) == batch[1]).float())
+
+    def on_validation_epoch_end(self):
+        self.log("by_metric", self.metric.compute())
+        self.metric.reset()
+        if self.collects:
+            self.log("by_hand", torch.cat(self.found).mean())
+            self.found.clear()
+
+
+def collected(world, collects):
+    from lockstep.integrations.lightning import LightningTrainer
+
+    warnings = logged_by("lockstep.integrations.lightning")
+    torch.manual_seed(0)
+    trainer = LightningTrainer(global_batch=12, micro_batches=4, max_epochs=2)
+    trainer.fit(Collecting(collects), *loaders())
+    return [each.getMessage() for each in warnings], float(trainer.callback_metrics["by_metric"])
+
+
+def logged_by(name):
+    """The records that a logger gets from now on."""
+    records = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    logging.getLogger(name).addHandler(handler)
+    return records
+
+
+def test_what_a_validation_leaves_in_the_module_is_told_to_be_of_this_process():
+    """A hook that computed a number of it had one of a part of the data, which was logged as that of all."""
+    answers = {ranks: run_ranks(collected, ranks, True) for ranks in (1, 2)}
+    assert answers[1][0][0] == [] and answers[2][1][0] == []
+    (warning,) = answers[2][0][0]
+    assert warning.startswith(
+        "validation_step changes the attribute 'found' of the model. Each process evaluates a"
+    )
+    assert "Log means in the step" in warning
+    assert len({number for found in answers.values() for _, number in found}) == 1
+    assert run_ranks(collected, 2, False)[0][0] == []
