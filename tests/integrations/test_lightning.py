@@ -368,11 +368,13 @@ def test_what_the_adapter_does_not_call_is_refused():
 
 
 class Noting(lightning.LightningModule):
-    """Notes at the end of each epoch what Lightning knows there."""
+    """Notes at the end of each epoch what Lightning knows there; the first of two layers may have no optimizer."""
 
-    def __init__(self):
+    def __init__(self, is_partly=False):
         super().__init__()
-        self.layer, self.noted = nn.Linear(4, 3), []
+        self.layer, self.noted, self.is_partly = nn.Linear(4, 3), [], is_partly
+        if is_partly:
+            self.layer = nn.Sequential(nn.Linear(4, 4), self.layer)
 
     def training_step(self, batch, batch_idx):
         output = self.layer(batch[0])
@@ -393,15 +395,16 @@ class Noting(lightning.LightningModule):
         )
 
     def configure_optimizers(self):
-        optimizer = torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
+        trained = self.layer[1] if self.is_partly else self
+        optimizer = torch.optim.SGD(trained.parameters(), 0.1, momentum=0.9)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
 
-def noted(world, is_ours):
+def noted(world, is_ours, is_partly):
     from lockstep.integrations.lightning import LightningTrainer
 
     torch.manual_seed(0)
-    module = Noting()
+    module = Noting(is_partly)
     train, validation = (
         DataLoader(TensorDataset(torch.randn(count, 4), torch.arange(count) % 3), batch_size=size)
         for count, size in ((24, 8), (17, 5))
@@ -416,10 +419,14 @@ def noted(world, is_ours):
     return module.noted
 
 
-def test_what_a_hook_knows_at_the_end_of_an_epoch_is_what_it_knows_under_lightning():
-    """The learning rate was that of the epoch before, where Lightning's is that of the next."""
-    (expected,) = run_ranks(noted, 1, False)
-    for found in run_ranks(noted, 1, True) + run_ranks(noted, 2, True):
+@pytest.mark.parametrize("is_partly", [False, True])
+def test_what_a_hook_knows_at_the_end_of_an_epoch_is_what_it_knows_under_lightning(is_partly):
+    """The learning rate was that of the epoch before, where Lightning's is that of the next.
+
+    Gradients were clipped by a norm with those that no optimizer has.
+    """
+    (expected,) = run_ranks(noted, 1, False, is_partly)
+    for found in run_ranks(noted, 1, True, is_partly) + run_ranks(noted, 2, True, is_partly):
         assert len(found) == 3
         for one, other in zip(found, expected):
             assert one == pytest.approx(other, rel=1e-5)

@@ -148,6 +148,31 @@ def test_micro_batches_without_a_counted_token_count_as_nothing(tmp_path, counts
     assert len(set(answers)) == 1
 
 
+def partly(world, folder, whose):
+    """An optimizer of some parameters, where others have gradients that nobody uses."""
+    run = begin() if whose else None
+    torch.manual_seed(0)
+    model = Labelled()
+    model.first = nn.Linear(5, 5)
+    draws = torch.Generator().manual_seed(1)
+    rows = [{"x": torch.randn(5, generator=draws), "labels": torch.tensor(n % 3)} for n in range(8)]
+    optimizer = torch.optim.SGD(model.layer.parameters(), 0.1)
+    trainer = trainer_of(
+        *(run, folder),
+        model=model,
+        train_dataset=rows,
+        optimizers=(optimizer, None),
+        settings={"num_train_epochs": 3, "max_grad_norm": 0.1, "label_names": ["labels"]},
+    )
+    trainer.train()
+    return without_times(trainer.state.log_history)
+
+
+def test_gradients_that_the_optimizer_does_not_use_are_cleared_with_the_others(tmp_path):
+    """They were added up over the steps, and with them the norm by which the others are clipped."""
+    compared(partly, tmp_path)
+
+
 class Plain(nn.Module):
     """Knows nothing of labels."""
 
@@ -239,8 +264,10 @@ def overflowed(world, folder):
 
 
 class Labelled(Plain):
+    first = staticmethod(lambda x: x)
+
     def forward(self, x, labels):
-        logits = super().forward(x)
+        logits = super().forward(self.first(x))
         return {"loss": F.cross_entropy(logits, labels), "logits": logits}
 
 

@@ -57,6 +57,10 @@ _NOT_CALLED = (
     *("training_step", "prediction_step", "evaluation_loop", "get_train_dataloader", "get_eval_dataloader"),
     *("get_test_dataloader", "get_batch_samples", "_get_train_sampler", "_get_eval_sampler"),
 )
+_NOT_HERE = (
+    *("deepspeed", "fsdp", "include_for_metrics", "batch_eval_metrics", "fp16_full_eval", "bf16_full_eval"),
+    "auto_find_batch_size",
+)
 _KEPT = ("log_history", "best_metric", "best_global_step", "best_model_checkpoint", "num_input_tokens_seen")
 """Of the Trainer's state, in checkpoints of the run."""
 
@@ -88,19 +92,14 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
         self.run, args = run, self.args
         asked = {
             "gradient_accumulation_steps": args.gradient_accumulation_steps > 1,
-            "deepspeed": bool(args.deepspeed),
-            "fsdp": bool(args.fsdp),
+            **{name: bool(getattr(args, name)) for name in _NOT_HERE},
             "fp16, bf16 (use lockstep.init(precision=...))": args.fp16 or args.bf16,
             "torch_compile (use lockstep.init(compile=True))": args.torch_compile,
             "load_best_model_at_end where no process holds the whole model": args.load_best_model_at_end
             and not run.strategy.replicated,
             "activation_checkpointing (call model.gradient_checkpointing_enable() first)": args.gradient_checkpointing
             or getattr(args, "activation_checkpointing", False),
-            "include_for_metrics": bool(args.include_for_metrics),
-            "batch_eval_metrics": args.batch_eval_metrics,
-            "fp16_full_eval, bf16_full_eval": args.fp16_full_eval or args.bf16_full_eval,
             "neftune_noise_alpha": args.neftune_noise_alpha is not None,
-            "auto_find_batch_size": args.auto_find_batch_size,
             "group_by_length (run.batches orders the samples)": getattr(args, "group_by_length", False),
         }
         if (order := getattr(args, "train_sampling_strategy", "random")) != "random":
@@ -182,6 +181,7 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
                 if not self._steps_by_metric and run.skipped_steps == skipped:
                     self.lr_scheduler.step()
                 self.optimizer.zero_grad()
+                self.model.zero_grad()  # of parameters that the optimizer does not have, too
                 self._losses.append(loss)
                 mean += loss.cpu()
                 state.global_step += 1
