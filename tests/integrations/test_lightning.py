@@ -400,7 +400,7 @@ class Noting(lightning.LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
 
-def noted(world, is_ours, is_partly):
+def noted(world, strategy, is_partly):
     from lockstep.integrations.lightning import LightningTrainer
 
     torch.manual_seed(0)
@@ -410,8 +410,8 @@ def noted(world, is_ours, is_partly):
         for count, size in ((24, 8), (17, 5))
     )
     settings = {"max_epochs": 3, "gradient_clip_val": 0.3}
-    if is_ours:
-        trainer = LightningTrainer(global_batch=8, micro_batches=4, **settings)
+    if strategy:
+        trainer = LightningTrainer(global_batch=8, micro_batches=4, strategy=strategy, **settings)
     else:
         quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
         trainer = lightning.Trainer(accelerator="cpu", **dict.fromkeys(quiet, False), **settings)
@@ -425,8 +425,12 @@ def test_what_a_hook_knows_at_the_end_of_an_epoch_is_what_it_knows_under_lightni
 
     Gradients were clipped by a norm with those that no optimizer has.
     """
-    (expected,) = run_ranks(noted, 1, False, is_partly)
-    for found in run_ranks(noted, 1, True, is_partly) + run_ranks(noted, 2, True, is_partly):
+    (expected,) = run_ranks(noted, 1, None, is_partly)
+    for found in (
+        *run_ranks(noted, 1, "ddp", is_partly),
+        *run_ranks(noted, 2, "ddp", is_partly),
+        *run_ranks(noted, 2, "fsdp", is_partly),
+    ):
         assert len(found) == 3
         for one, other in zip(found, expected):
             assert one == pytest.approx(other, rel=1e-5)

@@ -228,9 +228,10 @@ class LightningTrainer:
             run.extra["logged"] = self._epoch_means.sums
             self.callback_metrics |= logged.means(of_step=True)
             if self.gradient_clip_val is not None:
-                own = {id(each) for group in optimizer.param_groups for each in group["params"]}
-                for each in run.strategy.trainable().values():
-                    each.grad = each.grad if id(each) in own else None  # Lightning clips the optimizer's
+                (members,) = run.require_prepared().state.model.members
+                for name, each in run.strategy.trainable().items():
+                    if not any(name in group for group in members):
+                        each.grad = None  # Lightning clips those of the optimizer
                 run.clip_gradients(self.gradient_clip_val)
             optimizer.step()
             optimizer.zero_grad()
