@@ -624,3 +624,30 @@ def test_a_loop_that_is_left_ends_the_epoch_and_its_gradients():
     assert expected[1:] == (6, 3)
     for clear_first in (True, False):
         assert run_ranks(some_steps, 1, clear_first) + run_ranks(some_steps, 3, clear_first) == [expected] * 4
+
+
+def adding(world):
+    """What the loop's body adds up on this process, and the warnings of the adapter."""
+    warnings = []
+    handler = logging.Handler()
+    handler.emit = warnings.append
+    logging.getLogger("lockstep.integrations.accelerate_parts").addHandler(handler)
+    model, optimizer, _, loader = parts()
+    accelerator = Accelerator(global_batch=12, micro_batches=2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    total = 0.0
+    for x, y in loader:
+        loss = nn.functional.cross_entropy(model(x), y)
+        total += loss.item()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return total, [each.getMessage() for each in warnings]
+
+
+def test_a_process_with_one_micro_batch_for_each_step_is_told_that_it_adds_up_a_part():
+    (one, [of_two]), *others = *run_ranks(adding, 1), *run_ranks(adding, 2)
+    assert len({one, *(total for total, _ in others)}) == 3
+    (_, [of_one]), (_, of_the_second) = others
+    assert "2 for each optimizer step" in of_two and "1 for each optimizer step" in of_one
+    assert "accelerator.step_loss" in of_one and not of_the_second

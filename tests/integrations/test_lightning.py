@@ -1,5 +1,7 @@
 """A LightningModule gives one fingerprint on 1, 2, 3 processes, and the bits of ``run.backward``."""
 
+import logging
+
 import pytest
 import torch
 from tests.ranks import run_ranks
@@ -12,6 +14,7 @@ from lockstep.errors import ConfigError
 from lockstep.runtime import Callback
 
 lightning = pytest.importorskip("lightning", exc_type=ImportError)
+torchmetrics = pytest.importorskip("torchmetrics", exc_type=ImportError)
 
 
 class Classifier(lightning.LightningModule):
@@ -353,6 +356,8 @@ def refused(world):
             trainer.fit(module, *loaders())
     with pytest.raises(ConfigError, match="one DataLoader"):
         trainer.fit(Classifier(), loaders()[0], [loaders()[1]])
+    with pytest.raises(ConfigError, match=r"come after trainer\.fit"):
+        trainer.validate(Classifier(), loaders()[1])
     for option, words in (("callbacks", "should_stop"), ("accumulate_grad_batches", "micro_batches")):
         with pytest.raises(ConfigError, match=words):
             LightningTrainer(global_batch=12, max_epochs=1, **{option: 2})
@@ -363,11 +368,13 @@ def test_what_the_adapter_does_not_call_is_refused():
 
 
 class Noting(lightning.LightningModule):
-    """Notes at the end of each epoch what Lightning knows there."""
+    """Notes at the end of each epoch what Lightning knows there; the first of two layers may have no optimizer."""
 
-    def __init__(self):
+    def __init__(self, is_partly=False):
         super().__init__()
-        self.layer, self.noted = nn.Linear(4, 3), []
+        self.layer, self.noted, self.is_partly = nn.Linear(4, 3), [], is_partly
+        if is_partly:
+            self.layer = nn.Sequential(nn.Linear(4, 4), self.layer)
 
     def training_step(self, batch, batch_idx):
         output = self.layer(batch[0])
@@ -388,22 +395,23 @@ class Noting(lightning.LightningModule):
         )
 
     def configure_optimizers(self):
-        optimizer = torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
+        trained = self.layer[1] if self.is_partly else self
+        optimizer = torch.optim.SGD(trained.parameters(), 0.1, momentum=0.9)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
 
-def noted(world, is_ours):
+def noted(world, strategy, is_partly):
     from lockstep.integrations.lightning import LightningTrainer
 
     torch.manual_seed(0)
-    module = Noting()
+    module = Noting(is_partly)
     train, validation = (
         DataLoader(TensorDataset(torch.randn(count, 4), torch.arange(count) % 3), batch_size=size)
         for count, size in ((24, 8), (17, 5))
     )
     settings = {"max_epochs": 3, "gradient_clip_val": 0.3}
-    if is_ours:
-        trainer = LightningTrainer(global_batch=8, micro_batches=4, **settings)
+    if strategy:
+        trainer = LightningTrainer(global_batch=8, micro_batches=4, strategy=strategy, **settings)
     else:
         quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
         trainer = lightning.Trainer(accelerator="cpu", **dict.fromkeys(quiet, False), **settings)
@@ -411,10 +419,72 @@ def noted(world, is_ours):
     return module.noted
 
 
-def test_what_a_hook_knows_at_the_end_of_an_epoch_is_what_it_knows_under_lightning():
-    """The learning rate was that of the epoch before, where Lightning's is that of the next."""
-    (expected,) = run_ranks(noted, 1, False)
-    for found in run_ranks(noted, 1, True) + run_ranks(noted, 2, True):
+@pytest.mark.parametrize("is_partly", [False, True])
+def test_what_a_hook_knows_at_the_end_of_an_epoch_is_what_it_knows_under_lightning(is_partly):
+    """The learning rate was that of the epoch before, where Lightning's is that of the next.
+
+    Gradients were clipped by a norm with those that no optimizer has.
+    """
+    (expected,) = run_ranks(noted, 1, None, is_partly)
+    for found in (
+        *run_ranks(noted, 1, "ddp", is_partly),
+        *run_ranks(noted, 2, "ddp", is_partly),
+        *run_ranks(noted, 2, "fsdp", is_partly),
+    ):
         assert len(found) == 3
         for one, other in zip(found, expected):
             assert one == pytest.approx(other, rel=1e-5)
+
+
+class Collecting(Noting):
+    """Computes a number in a hook, of what its validation has left; its object of torchmetrics sees all of it."""
+
+    def __init__(self, collects):
+        super().__init__()
+        self.found, self.collects = [], collects
+        self.metric = torchmetrics.Accuracy("multiclass", num_classes=3)
+
+    def validation_step(self, batch, batch_idx):
+        output = self.layer(batch[0])
+        self.metric.update(output, batch[1])
+        if self.collects:
+            self.found.append((output.argmax(1) == batch[1]).float())
+
+    def on_validation_epoch_end(self):
+        self.log("by_metric", self.metric.compute())
+        self.metric.reset()
+        if self.collects:
+            self.log("by_hand", torch.cat(self.found).mean())
+            self.found.clear()
+
+
+def collected(world, collects):
+    from lockstep.integrations.lightning import LightningTrainer
+
+    warnings = logged_by("lockstep.integrations.lightning")
+    torch.manual_seed(0)
+    trainer = LightningTrainer(global_batch=12, micro_batches=4, max_epochs=2)
+    trainer.fit(Collecting(collects), *loaders())
+    return [each.getMessage() for each in warnings], float(trainer.callback_metrics["by_metric"])
+
+
+def logged_by(name):
+    """The records that a logger gets from now on."""
+    records = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    logging.getLogger(name).addHandler(handler)
+    return records
+
+
+def test_what_a_validation_leaves_in_the_module_is_told_to_be_of_this_process():
+    """A hook that computed a number of it had one of a part of the data, which was logged as that of all."""
+    answers = {ranks: run_ranks(collected, ranks, True) for ranks in (1, 2)}
+    assert answers[1][0][0] == [] and answers[2][1][0] == []
+    (warning,) = answers[2][0][0]
+    assert warning.startswith(
+        "validation_step changes the attribute 'found' of the model. Each process evaluates a"
+    )
+    assert "Log means in the step" in warning
+    assert len({number for found in answers.values() for _, number in found}) == 1
+    assert run_ranks(collected, 2, False)[0][0] == []

@@ -426,3 +426,41 @@ def test_fields_and_entries_that_the_run_has_not_changed_stay_as_the_script_make
     assert Attributes(parts_of(again)).restore(record, {}, CPU) == []
     assert again.memory.limits == {"steps": 9, "done": 1}
     assert (again.memory.scale, again.memory.table) == (3.0, table)
+
+
+class Scaled(nn.Linear):
+    scale = 1.0
+
+    def forward(self, data):
+        return super().forward(data) * self.scale
+
+
+def decayed(folder, epochs, sets):
+    """Trains up to so many epochs, each with a smaller factor, which the script sets after ``run.prepare``."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Dropout(0.2), Scaled(6, 3))
+    run, model, optimizer = begin(net, directory=folder, resume="auto")
+    if sets or not run.position.step:
+        model[1].scale, model[1].note = 1.0, "fixed"
+    for _ in run.epochs(epochs):
+        model.train()
+        for batch in run.batches(dataset()):
+            train_step(run, batch, optimizer)
+        model.eval()
+        model[1].scale *= 0.9
+        run.save()
+    found = run.fingerprint()
+    run.close()
+    return found
+
+
+def test_an_attribute_that_the_script_sets_anew_before_its_loop_is_told(tmp_path, caplog):
+    """The resumed run ended in other bits, with exit status 0."""
+    whole = decayed(tmp_path / "whole", 3, True)
+    decayed(tmp_path / "parts", 1, True)
+    assert decayed(tmp_path / "parts", 2, False) != whole and "anew" not in caplog.text
+    assert decayed(tmp_path / "parts", 3, False) == whole and "anew" not in caplog.text
+    decayed(tmp_path / "again", 1, True)
+    assert decayed(tmp_path / "again", 3, True) != whole
+    assert "the script has set the attribute 'scale' of 1 anew" in caplog.text
+    assert "'if not run.position.step:'" in caplog.text

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _SEVERAL = (
-    "The loop's body runs %d times for each optimizer step on this process, and a few times more in the first two "
-    "steps. What it adds up is that of micro-batches; accelerator.step_loss is the mean loss of the last step."
+    "The loop's body runs once for each micro-batch of this process, %d for each optimizer step, and a few times more "
+    "in the first two steps. What it adds up is that of these; accelerator.step_loss is the mean loss of the last step."
 )
 _ACCUMULATION = (
     "To accumulate gradients, give the Accelerator a larger global_batch and more micro_batches, and do not divide the "
@@ -80,7 +80,7 @@ class Batches:
             steps = run.batches(self.loader)  # it was saved within an epoch's last step, and that is over now
         try:
             for batch in steps:
-                if accelerator.step_loss is None and len(batch.micro_batches) > 1 and run.is_main:
+                if accelerator.step_loss is None and run.options.micro_batches > 1 and run.is_main:
                     logger.warning(_SEVERAL, len(batch.micro_batches))
                 accelerator.passes = OwnPasses(run, batch, micro_batch)
                 passes = 0
@@ -152,10 +152,7 @@ class AtLast:
             self._wrapped.zero_grad(*given, **named)
 
     def end_step(self, passes: int) -> None:
-        """Clears the gradients of an optimizer.
-
-        Args:
-            passes: how often the loop's body ran.
+        """Clears the gradients of an optimizer, after so many passes through the loop's body.
 
         Raises:
             ConfigError: the loop did not step and clear it in every pass, so gradients of several steps were to be

@@ -14,6 +14,7 @@ Lightning are refused: ``trainer.run`` has callbacks of its own.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -44,8 +45,11 @@ from lockstep.run.checks.means import own_rows, together
 from lockstep.run.checks.short_step import Buffers
 from lockstep.run.evaluation import evaluation
 from lockstep.run.step import evaluating
-from lockstep.runtime.events import Callback
+from lockstep.runtime.events import KeepsExtra
 from lockstep.strategies.ddp import Replicated
+from lockstep.text import shorten
+
+logger = logging.getLogger(__name__)
 
 _CALLED = frozenset(
     {
@@ -69,14 +73,21 @@ _REMEDIES = {
     "on_train_epoch_end or on_validation_epoch_end stops training.",
     "accumulate_grad_batches": "global_batch is what one optimizer step sees, micro_batches in how many parts.",
     "logger": "Log trainer.callback_metrics in hooks of the module, with the logger's own package.",
-    "accelerator": "lockstep run --devices says where to train.",
-    "devices": "lockstep run --devices says where to train.",
+    **dict.fromkeys(("accelerator", "devices"), "lockstep run --devices says where to train."),
     "num_nodes": "lockstep run says on which hosts to train.",
     "max_steps": "Stop with trainer.should_stop = True in on_train_epoch_end.",
-    "enable_checkpointing": "Give directory= and, to go on, resume='auto'.",
-    "default_root_dir": "Give directory= and, to go on, resume='auto'.",
+    **dict.fromkeys(
+        ("enable_checkpointing", "default_root_dir"), "Give directory= and, to go on, resume='auto'."
+    ),
     "gradient_clip_algorithm": "gradient_clip_val is the largest norm of all gradients.",
 }
+
+
+_KEPT = (
+    "%s changes %s. Each process evaluates a part of the data, so a number that a hook computes of it is of that part, "
+    "and another on each number of processes. Log means in the step, or compute the number in the hook with "
+    "trainer.run.evaluate or trainer.run.predict."
+)
 
 
 class LightningTrainer:
@@ -165,7 +176,7 @@ class LightningTrainer:
         self.current_epoch, self.global_step = run.position.epoch, run.position.step
         kept = run.extra.get("metrics", {})
         self.callback_metrics = {name: torch.tensor(each, dtype=torch.float64) for name, each in kept.items()}
-        run.add_callback(_KeepsMetrics(self))
+        run.add_callback(KeepsExtra(run, "metrics", self._kept))
         self._call(module, "on_fit_start")
         self._call(module, "on_train_start")
         for epoch in run.epochs(self.max_epochs):
@@ -217,6 +228,10 @@ class LightningTrainer:
             run.extra["logged"] = self._epoch_means.sums
             self.callback_metrics |= logged.means(of_step=True)
             if self.gradient_clip_val is not None:
+                (members,) = run.require_prepared().state.model.members
+                for name, each in run.strategy.trainable().items():
+                    if not any(name in group for group in members):
+                        each.grad = None  # Lightning clips those of the optimizer
                 run.clip_gradients(self.gradient_clip_val)
             optimizer.step()
             optimizer.zero_grad()
@@ -233,11 +248,15 @@ class LightningTrainer:
     def _evaluate(self, module: LightningModule, stage: str, loader: Any) -> dict[str, float]:
         """The means of what a step of evaluation logs, with the hooks around it."""
         _require_loaders(loader)
+        if self.run._prepared is None:
+            raise ConfigError("trainer.validate() and trainer.test() come after trainer.fit().")
         run, step, values, reasons = self.run, f"{stage}_step", dict[int, Any](), dict[str, str]()
         forward, names = self._forward(module, step), f"on_{stage}"
         self.validating, self.testing = stage == "validation", stage == "test"
         with run.span("evaluate"), evaluating(module):
             found = self._call(module, f"{names}_start") | self._call(module, f"{names}_epoch_start")
+            is_new = run._session.group is not None and step not in self._checked
+            before = Snapshot({"": module}, restorable=False) if is_new else None
             with evaluation(run, loader, None, forward, None, False) as opened:
                 for _, micro_batch in opened.rounds():
                     if micro_batch is None:
@@ -248,14 +267,30 @@ class LightningTrainer:
                         new = {micro_batch.k: (len(micro_batch), output[1])}
                         values |= new
                         reasons |= self._no_means(module, step, forward, (micro_batch,), new)
+            module._current_fx_name = None
             means = gathered(step, values, reasons, run.strategy).means(of_step=False)
             self.callback_metrics |= means
+            if before is not None:
+                self._warn_of_parts(module, step, before)
             found |= means | self._call(module, f"{names}_epoch_end") | self._call(module, f"{names}_end")
         self.validating = self.testing = False
         results = {name: float(value) for name, value in found.items()}
         for call in run._events.evaluation:
             call(run.position.step, results)
         return results
+
+    def _warn_of_parts(self, module: LightningModule, step: str, before: Snapshot) -> None:
+        """Warns of what the module keeps of an evaluation: of the data of this process. Collective."""
+        found = before.changed(Snapshot({"": module}, restorable=False))
+        # Objects of torchmetrics, which gather what others have, are modules of their own.
+        kept = {each.partition("[")[0] for each in found if " of the model" in each}
+        everyone = self.run.strategy.gather_records(sorted(each for each in kept if each.endswith("model")))
+        self._checked.setdefault(step, set())
+        if self.is_global_zero and any(everyone):
+            logger.warning(_KEPT, step, shorten(next(filter(None, everyone)), 3))
+
+    def _kept(self) -> dict[str, float]:
+        return {name: float(value) for name, value in self.callback_metrics.items()}
 
     def _call(self, module: LightningModule, hook: str) -> dict[str, Tensor]:
         """Calls a hook; what it logs is known at once, and returned."""
@@ -341,18 +376,6 @@ class LightningTrainer:
                     f"ReduceLROnPlateau monitors {each.monitor!r}, which nothing has logged by the end of the "
                     f"{interval}. Logged are: {', '.join(self.callback_metrics) or 'none'}."
                 )
-
-
-class _KeepsMetrics(Callback):
-    """Puts the last means into each checkpoint of the run."""
-
-    def __init__(self, trainer: LightningTrainer) -> None:
-        self._trainer = trainer
-
-    def on_save_begin(self, step: int) -> None:
-        """Called before a checkpoint is written."""
-        metrics = self._trainer.callback_metrics
-        self._trainer.run.extra["metrics"] = {name: float(value) for name, value in metrics.items()}
 
 
 @dataclass

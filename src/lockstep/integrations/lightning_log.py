@@ -161,16 +161,10 @@ class Averages:
 
 
 def gathered(step: str, values: Values, reasons: Mapping[str, str], strategy: Strategy) -> Averages:
-    """The averages over the micro-batches of all processes. Collective.
-
-    Args:
-        step: the name of the step that logged, for messages.
-        values: of this process.
-        reasons: see ``unequal_means``.
-        strategy: over whose processes.
+    """The averages over the micro-batches of all processes, of what a step has logged here. Collective.
 
     Raises:
-        ConfigError: a process has found that a value is no mean over samples.
+        ConfigError: a process has found that a value is no mean over samples: ``reasons``, see ``unequal_means``.
     """
     rows = [
         [
@@ -198,13 +192,7 @@ def gathered(step: str, values: Values, reasons: Mapping[str, str], strategy: St
 def unequal_means(
     logged: Callable[[slice], Mapping[str, Logged]], samples: int, most: float
 ) -> dict[str, str]:
-    """The kinds of the logged values that are no means over samples, by name.
-
-    Args:
-        logged: what a step logs for some of the rows of a micro-batch.
-        samples: how many rows it has.
-        most: see ``deviation_over``.
-    """
+    """The kinds of the logged values that are no means over the rows of a micro-batch; see ``deviation_over``."""
     found: dict[str, str] = {}
     for name in logged(slice(None)):
 

@@ -15,52 +15,58 @@ search) is refused.
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 import time
 from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from transformers.trainer_callback import ExportableState, TrainerState
 from transformers.trainer_utils import (
     EvalPrediction,
     PredictionOutput,
     TrainOutput,
+    align_special_tokens,
     denumpify_detensorize,
     speed_metrics,
 )
 
+from lockstep.checkpoint.manifest import decode, encode
 from lockstep.data.keyed import generators_kept
 from lockstep.distributed.collectives import broadcast_tensors, gather_json
 from lockstep.errors import ConfigError
+from lockstep.numerics.hidden_state import Snapshot, is_users_object
 from lockstep.run import Run
+from lockstep.run.checks.means import Deviation, deviation_over, own_rows
 from lockstep.run.step import DeviceTransfer, evaluating
-from lockstep.runtime.events import Callback
+from lockstep.runtime.events import KeepsExtra
+from lockstep.text import shorten
 
-_ROWS_TRIED = 4
+logger = logging.getLogger(__name__)
+_ROWS_TRIED = 8
 _Trainer = transformers.Trainer
 _NOT_CALLED = (
     *("training_step", "prediction_step", "evaluation_loop", "get_train_dataloader", "get_eval_dataloader"),
     *("get_test_dataloader", "get_batch_samples", "_get_train_sampler", "_get_eval_sampler"),
 )
+_NOT_HERE = (
+    *("deepspeed", "fsdp", "include_for_metrics", "batch_eval_metrics", "fp16_full_eval", "bf16_full_eval"),
+    "auto_find_batch_size",
+)
 _KEPT = ("log_history", "best_metric", "best_global_step", "best_model_checkpoint", "num_input_tokens_seen")
 """Of the Trainer's state, in checkpoints of the run."""
 
 
-def _other_orders(args: Any) -> list[str]:
-    """Arguments that ask for another order of the samples than a shuffled one; their names differ with versions."""
-    orders = {
-        "train_sampling_strategy": getattr(args, "train_sampling_strategy", "random") != "random",
-        "group_by_length": bool(getattr(args, "group_by_length", False)),
-    }
-    return [name for name, is_asked in orders.items() if is_asked]
-
-
-def _as_it_is(output: Any, data: Any) -> Any:
+def compute_loss(output: Any, data: Any) -> Any:
+    """The loss that the method of this name returned, which messages are to name."""
     return output
 
 
@@ -86,33 +92,29 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
         self.run, args = run, self.args
         asked = {
             "gradient_accumulation_steps": args.gradient_accumulation_steps > 1,
-            "deepspeed": bool(args.deepspeed),
-            "fsdp": bool(args.fsdp),
+            **{name: bool(getattr(args, name)) for name in _NOT_HERE},
             "fp16, bf16 (use lockstep.init(precision=...))": args.fp16 or args.bf16,
             "torch_compile (use lockstep.init(compile=True))": args.torch_compile,
             "load_best_model_at_end where no process holds the whole model": args.load_best_model_at_end
             and not run.strategy.replicated,
             "activation_checkpointing (call model.gradient_checkpointing_enable() first)": args.gradient_checkpointing
             or getattr(args, "activation_checkpointing", False),
-            "include_for_metrics": bool(args.include_for_metrics),
-            "batch_eval_metrics": args.batch_eval_metrics,
             "neftune_noise_alpha": args.neftune_noise_alpha is not None,
-            "auto_find_batch_size": args.auto_find_batch_size,
-            **{f"{name} (run.batches orders the samples)": True for name in _other_orders(args)},
+            "group_by_length (run.batches orders the samples)": getattr(args, "group_by_length", False),
         }
+        if (order := getattr(args, "train_sampling_strategy", "random")) != "random":
+            asked[f"train_sampling_strategy={order!r} (run.batches orders the samples)"] = True
         if found := [name for name, is_asked in asked.items() if is_asked]:
             raise ConfigError(
                 f"TrainingArguments asks for what Lockstep's Trainer does not have: {'; '.join(found)}. Leave it out; "
                 "global_batch and micro_batches of lockstep.init say how a step is computed."
             )
-        overridden = [
-            name
-            for name in _NOT_CALLED
-            if getattr(type(self), name, None) is not getattr(_Trainer, name, None)
-        ]
-        if overridden:
+        cls = type(self)
+        if overridden := [
+            each for each in _NOT_CALLED if getattr(cls, each, None) is not getattr(_Trainer, each, None)
+        ]:
             raise ConfigError(
-                f"{type(self).__name__} overrides {', '.join(overridden)}, which Lockstep's Trainer does not call. "
+                f"{cls.__name__} overrides {', '.join(overridden)}, which Lockstep's Trainer does not call. "
                 "Override compute_loss, or write the loop with lockstep.init."
             )
         args.average_tokens_across_devices = False  # the weights of the losses do it
@@ -129,6 +131,11 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
         self._has_trained = False
         self._divides_by_items: bool | None = None
         """True if the loss is a sum divided by the number of tokens that it is given; None before it was tried."""
+        self._is_mean_of_items = False
+        """True if it is their mean without being given their number."""
+        self._first = Snapshot({})
+        self._holders = {"the Trainer": self}
+        self._of_library = {f"the Trainer.{name}" for name in (*vars(self), "_of_library")}
 
     def train(self, resume_from_checkpoint: Any = None, **named: Any) -> Any:
         """Trains up to ``num_train_epochs`` or ``max_steps``; goes on where the run was resumed. Collective.
@@ -154,6 +161,7 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
         state = self._begin(steps)
         mean = torch.zeros((), dtype=torch.float64)
         self.control = events.on_train_begin(args, state, self.control)
+        self._give_back(run.extra.get("transformers", {}))
         if args.eval_on_start and not first:
             self._evaluate(None, None, skip_scheduler=True)
         for epoch in run.epochs(state.num_train_epochs):
@@ -166,12 +174,14 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
                 loss = self._backward(batch)
                 self._norm = float(run.clip_gradients(args.max_grad_norm or math.inf))
                 self.control = events.on_pre_optimizer_step(args, state, self.control)
+                skipped = run.skipped_steps
                 self.optimizer.step()
                 self.control = events.on_optimizer_step(args, state, self.control)
                 self._rate = self._get_learning_rate()  # that of this step
-                if not self._steps_by_metric:
+                if not self._steps_by_metric and run.skipped_steps == skipped:
                     self.lr_scheduler.step()
                 self.optimizer.zero_grad()
+                self.model.zero_grad()  # of parameters that the optimizer does not have, too
                 self._losses.append(loss)
                 mean += loss.cpu()
                 state.global_step += 1
@@ -214,7 +224,7 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
             return found
         needs_outputs = self.compute_metrics is not None and not self.args.prediction_loss_only
         metrics = self._predicted(data, ignore_keys, metric_key_prefix, needs_outputs=needs_outputs).metrics
-        self.log(dict(metrics))
+        self.log(metrics)  # which adds the epoch
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return dict(metrics)
 
@@ -245,11 +255,13 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
         run, args, events = self.run, self.args, self.callback_handler
         if run._prepared is not None:
             return
-        run.add_callback(_KeepsState(self))
+        run.add_callback(KeepsExtra(run, "transformers", self._kept))
         if self.train_dataset is None:
             self.model = run.prepare(self.model)
             return
         self._loader = loader = self._loader_of(self.train_dataset, run.options.global_batch, shuffle=True)
+        if isinstance(self.processing_class, transformers.PreTrainedTokenizerBase):
+            align_special_tokens(self.model, self.processing_class)
         steps = run.steps_per_epoch(loader, model=self.model)
         total = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * steps)
         self.create_optimizer_and_scheduler(total)
@@ -277,8 +289,6 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
                 setattr(state, name, kept["state"][name])
             self._losses = [torch.tensor(each, dtype=torch.float64) for each in kept["losses"]]
             self._norm, self._rate = kept.get("last", [None, None])
-            for name, each in self._stateful_callbacks().items():
-                vars(each).update(kept["callbacks"].get(name, {}))
         return state
 
     @property
@@ -293,8 +303,9 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
     def _backward(self, batch: Any) -> Tensor:
         """The gradients and the loss of a step; counts its tokens, where that is asked for."""
         if self.args.include_num_input_tokens_seen in (False, "no"):
-            return self.run.backward(batch, _as_it_is, forward=self._loss_of)  # type: ignore[no-any-return]
-        loss, more = self.run.backward(batch, _as_it_is, forward=self._loss_of, also={"tokens": self._tokens})
+            return self.run.backward(batch, compute_loss, forward=self._loss_of)  # type: ignore[no-any-return]
+        also = {"tokens": self._tokens}
+        loss, more = self.run.backward(batch, compute_loss, forward=self._loss_of, also=also)
         self.state.num_input_tokens_seen += round(float(more["tokens"]) * len(batch))
         return loss  # type: ignore[no-any-return]
 
@@ -313,20 +324,47 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
             )
         return (values != pad).sum(), len(values)
 
-    def _stateful_callbacks(self) -> dict[str, Any]:
-        """Callbacks with a state, such as that of early stopping, by the names of their classes and places."""
-        each = [one for one in self.callback_handler.callbacks if isinstance(one, ExportableState)]
-        return {f"{type(one).__name__} {place}": one for place, one in enumerate(each)}
-
-    def kept(self) -> dict[str, Any]:
-        """The part of a checkpoint of the run that is for the Trainer, as JSON."""
+    def _own(self) -> dict[str, Any]:
+        """What the user's code keeps in attributes of this object and of callbacks, by path."""
         return {
+            path: value.state_dict() if isinstance(value, nn.Module) else value
+            for name, each in self._holders.items()
+            for key, value in vars(each).items()
+            if (path := f"{name}.{key}") not in self._of_library
+            if value is not self.model and not isinstance(value, _Trainer)
+        }
+
+    def _give_back(self, kept: Mapping[str, Any]) -> None:
+        """Sets what a checkpoint holds of them, and warns of what it does not."""
+        every = self.callback_handler.callbacks
+        own = [each for each in every if is_users_object(each) or isinstance(each, ExportableState)]
+        self._holders |= {f"{type(each).__name__} {place}": each for place, each in enumerate(own)}
+        self._first = Snapshot(self._own(), restorable=False)
+        for path, value in kept.get("own", {}).items():
+            name, _, key = path.rpartition(".")
+            vars(self._holders.get(name, SimpleNamespace()))[key] = decode(value)
+        now, changed = Snapshot(self._own(), restorable=False).texts, kept.get("changed", {}).items()
+        if lost := [path for path, text in changed if now.get(path) != text]:
+            logger.warning(
+                "Callbacks of the resumed run have lost what they kept: %s. What depends on it is other than without "
+                "the stop. Checkpoints hold attributes that are numbers, texts, or lists or dicts of these; save and "
+                "load others in on_save and on_train_begin.",
+                shorten(lost, 3),
+            )
+
+    def _kept(self) -> dict[str, Any]:
+        """The part of a checkpoint of the run that is for the Trainer, as JSON."""
+        own, held = self._own(), dict[str, Any]()
+        changed = self._first.changed(Snapshot(own, restorable=False))
+        for path in own:
+            with suppress(ConfigError):  # of what is no such value
+                held |= {path: encode(own[path], path)} if any(path in place for place in changed) else {}
+        return {
+            "own": held,
+            "changed": {place: text for place, (_, text) in changed.items()},
             "state": {name: getattr(self.state, name) for name in _KEPT},
             "losses": [float(each) for each in self._losses],
             "last": [self._norm, self._rate],
-            "callbacks": {
-                name: each.state()["attributes"] for name, each in self._stateful_callbacks().items()
-            },
         }
 
     def _load_best(self) -> None:
@@ -354,12 +392,13 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
         if has_labels or (not self.label_names and self.can_return_loss):
             self._try_items(loader)
             # It is not to be: a compute_loss has no way to give a pair.
-            run.rehearsals.note_checked([_as_it_is], evaluated=True)
-            metrics["loss"] = run.evaluate(loader, _as_it_is, forward=self._loss_of)
+            run.rehearsals.note_checked([compute_loss], evaluated=True)
+            metrics["loss"] = run.evaluate(loader, compute_loss, forward=self._loss_of)
         outputs, labels = None, None
         if needs_outputs:
             rows = _Rows(self.model, self.label_names if has_labels else [], ignore_keys)
             rows.preprocess = self.preprocess_logits_for_metrics
+            rows.forward = self._outputs_of if has_labels else self.model
             packed = run.predict(loader, forward=rows.packed)
             outputs, labels = rows.unpacked(packed, len(data), group, run.device)
         if self.compute_metrics is not None and outputs is not None and labels is not None:
@@ -382,12 +421,25 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
 
     def _loss_of(self, inputs: Any) -> Any:
         """The mean over samples, or the pair (sum, tokens) for a model or loss function that counts tokens."""
-        items = self._get_num_items_in_batch([inputs], self.run.device)
-        if items is None:
-            return self.compute_loss(self.model, dict(inputs))
-        if self._divides_by_items is False:
-            return self.compute_loss(self.model, dict(inputs), num_items_in_batch=items)
-        return self.compute_loss(self.model, dict(inputs), num_items_in_batch=torch.ones_like(items)), items
+        items = self._items_of(inputs)
+        if items is not None and self._divides_by_items is not False:
+            return self._computed(inputs, torch.ones_like(items)), items
+        if self._is_mean_of_items and not items:  # a mean of none is not a number
+            inputs = {**inputs, "labels": torch.zeros_like(inputs["labels"])}
+        loss = self._computed(inputs, items)
+        return (loss * items, items) if self._is_mean_of_items else loss
+
+    def _computed(self, inputs: Any, items: Any, **named: Any) -> Any:
+        named |= {} if items is None else {"num_items_in_batch": items}
+        return self.compute_loss(self.model, dict(inputs), **named)
+
+    def _outputs_of(self, **inputs: Any) -> Any:
+        """The outputs for inputs with labels: those of ``compute_loss``."""
+        found = self._computed(inputs, self._items_of(inputs), return_outputs=True)
+        return found[1] if isinstance(found, tuple) else self.model(**inputs)
+
+    def _items_of(self, inputs: Any) -> Any:
+        return self._get_num_items_in_batch([inputs], self.run.device)
 
     def _try_items(self, loader: DataLoader[Any]) -> None:
         """Finds out whether the loss depends on the number of tokens that it is given, as the Trainer expects.
@@ -400,17 +452,27 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
         self.run.require_prepared()
         few = DataLoader(loader.dataset, batch_size=_ROWS_TRIED, collate_fn=loader.collate_fn)
         with evaluating(self.model), generators_kept():
-            inputs = DeviceTransfer(self.run.device)(next(iter(few)))
-            items = self._get_num_items_in_batch([inputs], self.run.device)
-            if not isinstance(items, Tensor):
-                self._divides_by_items = False
+            torch.manual_seed(0)  # a collator may draw
+            for inputs in map(DeviceTransfer(self.run.device), few):
+                items = self._items_of(inputs)
+                if not isinstance(items, Tensor):
+                    self._divides_by_items = False
+                    return
+                one, two = (float(self._computed(inputs, torch.full_like(items, count))) for count in (1, 2))
+                if math.isfinite(one) and items:  # otherwise nothing of these rows counts
+                    break
+            else:
                 return
-            counts = (torch.full_like(items, count) for count in (1, 2))
-            one, two = (
-                float(self.compute_loss(self.model, dict(inputs), num_items_in_batch=each)) for each in counts
-            )
-        if not math.isfinite(one):
-            return  # nothing of these rows counts
+
+            def sums(rows: slice, are_counted: bool = False) -> tuple[float, float]:
+                part = own_rows(inputs, rows)
+                items = self._items_of(part)
+                weight = len(part["labels"]) if are_counted else int(items)
+                return float(self._computed(part, items)) * weight if weight else 0.0, weight
+
+            size = len(inputs["labels"])
+            by_items = deviation_over(sums, size, 1e-4)
+            by_rows = deviation_over(partial(sums, are_counted=True), size, 1e-4)
         divides, ignores = (math.isclose(one, other, rel_tol=1e-3) for other in (2 * two, two))
         if not divides and not ignores:
             raise ConfigError(
@@ -418,6 +480,7 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
                 "a sum divided by num_items_in_batch, or a mean over samples that does not depend on it."
             )
         self._divides_by_items = divides
+        self._is_mean_of_items = not divides and by_items is Deviation.NONE is not by_rows
 
     def _log_evaluate_save(self) -> None:
         """Does what the callbacks have asked for. Collective."""
@@ -441,28 +504,14 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
             self.control = self.callback_handler.on_save(self.args, self.state, control)
 
 
-class _KeepsState(Callback):
-    """Puts what the Trainer keeps into each checkpoint of the run."""
-
-    def __init__(self, trainer: TransformersTrainer) -> None:
-        self._trainer = trainer
-
-    def on_save_begin(self, step: int) -> None:
-        """Called before a checkpoint is written."""
-        self._trainer.run.extra["transformers"] = self._trainer.kept()
-
-
 class _Rows:
-    """The outputs of a model, and labels, as rows of one tensor, and back.
+    """The outputs of a model, and the named labels, as rows of one tensor, and back.
 
-    Args:
-        model: a model of transformers.
-        labels: the names of the labels among the inputs.
-        ignored: names of outputs that are left out; by default those that the model's configuration names.
+    Outputs of the ``ignored`` names are left out; by default those that the model's configuration names.
     """
 
     def __init__(self, model: Any, labels: list[str], ignored: list[str] | None) -> None:
-        self._model, self._labels = model, labels
+        self.forward, self._labels = model, labels
         config = getattr(model, "config", None)
         known = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])
         self._ignored = {"loss", *(known if ignored is None else ignored)}
@@ -472,7 +521,7 @@ class _Rows:
 
     def packed(self, inputs: Any) -> Tensor:
         """The outputs and labels of a micro-batch, one after the other in each row, as float64."""
-        output = self._model(**inputs)
+        output = self.forward(**inputs)
         if isinstance(output, Mapping):
             values = [value for name, value in output.items() if name not in self._ignored]
         else:

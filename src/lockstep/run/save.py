@@ -69,10 +69,12 @@ class Resumption:
         self._place, self._held = "", dict[str, str]()
         self._at_start: dict[str, str] = {}
         self._restored: dict[str, str] = {}
+        self._attributes: dict[str, str] | None = None
 
     def begin(self, run: RunState) -> None:
-        """Notes the run as a checkpoint has restored it."""
+        """Notes the run as a checkpoint has restored it. Collective."""
         self._loop.is_resumed, self._restored = True, _parameters(run)
+        self._attributes = run.held_attributes()
 
     def _require_restored(self) -> None:
         """Raises ``ConfigError`` where the script has changed what was restored, before its loop."""
@@ -87,8 +89,18 @@ class Resumption:
             )
 
     def begin_epochs(self) -> None:
-        """Notes the run as the loop over epochs finds it, where that goes on within one."""
+        """Notes the run as the loop over epochs finds it, where that goes on within one. Collective."""
         self._require_restored()
+        before, self._attributes = self._attributes, None
+        now = self.run.held_attributes() if before is not None and self.run is not None else {}
+        lost = [words for words, value in (before or {}).items() if now.get(words) != value]
+        if lost and self.run is not None and self.run.strategy.share.holder == 0:
+            logger.warning(
+                "Before its loop the script has set %s anew, which this resumed run had from its checkpoint. What "
+                "depends on it is not what it would have been without the stop. Set it before run.prepare, or under "
+                "'if not run.position.step:'.",
+                shorten(lost, 3),
+            )
         if self.run is not None and self._loop.is_resumed and self._loop.position.done:
             self._at_start = _set(self.run)
 

@@ -6,6 +6,7 @@ processes, the optimizer's state is gathered for a checkpoint.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -186,6 +187,11 @@ class RunState:
         self._made_groups = [len(each.param_groups) for each in self.parts.optimizers]
         self._attributes = Attributes(self.parts)
         self._first_unsaved = [unsaved_tensors(each) for each in self.parts.optimizers]
+
+    def held_attributes(self) -> dict[str, str]:
+        """The attributes that a checkpoint would hold now, as texts by the words for each. Collective."""
+        held = self._attributes.capture(self.strategy, {}).get("held", ())
+        return {words_of(holder, key): json.dumps(value) for holder, key, value in held if key != "training"}
 
     def reads_photos(self, decoded: str) -> None:
         """Adds to the context what photos are decoded to; empty: the data set decodes none.

@@ -135,6 +135,17 @@ class Callback:
         """Called after ``on_phase`` of a micro-batch with the indices of its samples."""
 
 
+class KeepsExtra(Callback):
+    """Puts a value that is asked for at each save into ``run.extra``."""
+
+    def __init__(self, run: Any, name: str, value: Callable[[], Any]) -> None:
+        self._run, self._name, self._value = run, name, value
+
+    def on_save_begin(self, step: int) -> None:
+        """Called before a checkpoint is written."""
+        self._run.extra[self._name] = self._value()
+
+
 class CallbackHandle:
     """Removes a callback, by ``remove`` or at the end of a ``with`` block, like torch's hook handles."""
 
