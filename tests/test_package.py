@@ -115,7 +115,8 @@ def test_wheel_and_archive_hold_the_package_its_data_and_its_commit(built):
 @pytest.mark.parametrize(("python", "versions"), ENVIRONMENTS)
 def test_it_trains_in_an_empty_environment(built, tmp_path, python, versions):
     interpreter = shutil.which(f"python{python}")
-    if interpreter is None:
+    # A version manager may have the name of one that it has not installed.
+    if interpreter is None or subprocess.run([interpreter, "--version"], capture_output=True).returncode:
         pytest.skip(f"this machine has no python{python}")
     wheel, archive, commit = built
     environment = environment_of(interpreter, tmp_path / "environment")
