@@ -1,10 +1,12 @@
 """The variables of the user's frames, and all that they hold, as texts that are equal where values are.
 
-numbers, texts                              themselves
-tensors, arrays, tables                     the sum of their bits, of a part if they are large
-lists, dicts, objects of the user's         entry by entry, attribute by attribute
-functions, classes of the user's            the variables around them, defaults, attributes
-iterators, objects of Python's own          one text of all that they are made of
+    numbers, texts                              themselves
+    tensors, arrays, tables                     the sum of their bits, of a part if they are large
+    lists, dicts, objects of the user's         entry by entry, attribute by attribute
+    functions, classes of the user's            the variables around them, defaults, attributes, globals they name
+    iterators, objects of Python's own          one text of all that they are made of
+
+Generators of random numbers are found wherever one of these leads to them.
 """
 
 from __future__ import annotations
@@ -59,13 +61,14 @@ logger = logging.getLogger(__name__)
 
 _MOST_PLACES, _MOST_ENTRIES, _MOST_DEPTH = 2_000, 64, 8
 _MOST_BYTES, _SAMPLE, _MOST_SAMPLES = 1 << 20, 4_096, 256
-"""Of a tensor or array that is read; the numbers out of a larger one."""
+"""Of a tensor or array that is read; the numbers out of a larger one; the objects out of a longer list."""
 _CONFIGS = ("omegaconf.", "ml_collections.")
 """Installed packages whose objects hold the user's numbers."""
 _OF_TORCH = (
     *("torch.distributions.", "torch.optim.lr_scheduler", "torch.amp.", "torch.quasirandom"),
     "torch.utils.data.sampler",
 )
+"""Modules of torch whose objects hold what a loop changes."""
 
 
 @dataclass
