@@ -430,7 +430,7 @@ def parts_of(value: Any) -> Any:
                 or any(type(each) is kind and not is_users_code(each.gi_code, "") for each in held)
             ):
                 return None  # one around run.batches
-            return [frame.f_lasti, frame.f_locals, [each for each in held if hasattr(each, "__next__")]]
+            return [frame.f_lasti, dict(frame.f_locals), [each for each in held if hasattr(each, "__next__")]]
         if hasattr(kind, "get_obj"):  # memory that processes share
             return parts_of(value.get_obj())
         if kind is MappingProxyType or kind is threading.local:
