@@ -1,6 +1,7 @@
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -11,7 +12,7 @@ from lockstep.core.fingerprint import digest_tensor
 from lockstep.errors import CheckpointError, ConfigError
 
 _SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5)
-_KEYS = st.sampled_from(["tuple", "dict", "float", "tensor", "lr"]) | st.integers(0, 9)
+_KEYS = st.sampled_from(["tuple", "dict", "float", "float64", "tensor", "lr"]) | st.integers(0, 9)
 _VALUES = st.recursive(
     _SCALARS,
     lambda inner: (
@@ -43,6 +44,16 @@ def test_infinities_and_nan_survive():
     assert back[:2] == [math.inf, -math.inf]
     assert math.isnan(back[2])
     assert math.copysign(1, back[3]) == -1
+
+
+def test_a_number_of_numpy_comes_back_as_one():
+    """A float in its place is of 32 bits where it meets numbers of 32 bits."""
+    value = [np.float64(0.1), np.float64("inf"), {"best": np.float64(-0.0)}]
+    back = decode(json.loads(canonical(encode(value, "x"))))
+    assert (repr(back), types(back)) == (repr(value), types(value))
+    assert (np.ones(1, np.float32) * back[0]).dtype == np.float64
+    with pytest.raises(CheckpointError):
+        decode({"float64": "0,1"})
 
 
 def test_tensors_inside_a_value_are_kept_beside_it_by_path():

@@ -1,6 +1,8 @@
 """A data set that the loop changes between epochs is read as it is now, by any number of workers."""
 
 import multiprocessing
+from array import array
+from collections import UserList, deque
 from types import SimpleNamespace
 
 import numpy as np
@@ -74,6 +76,65 @@ def closed_over():
     data = Curriculum(transform=lambda x: x + level[0])
     data.set_level = lambda epoch: level.__setitem__(0, epoch)
     return data
+
+
+class Settings:
+    level = 0
+
+
+class Slotted:
+    __slots__ = ("level",)
+
+    def __init__(self):
+        self.level = 0
+
+
+def around(make, read, put):
+    """A data set whose transform reads an object of the function around it."""
+
+    def made():
+        held = make()
+        data = Curriculum(transform=lambda x: x * (1 + read(held)))
+        data.set_level = lambda epoch: put(held, epoch)
+        return data
+
+    return made
+
+
+def of_attribute(make):
+    return around(make, lambda held: held.level, lambda held, epoch: setattr(held, "level", epoch))
+
+
+def of_entry(make):
+    return around(make, lambda held: held[0], lambda held, epoch: held.__setitem__(0, epoch))
+
+
+LEVELS = {
+    "an object": of_attribute(Settings),
+    "an object with slots": of_attribute(Slotted),
+    "a class": of_attribute(lambda: Settings),
+    "a deque": of_entry(lambda: deque([0])),
+    "a UserList": of_entry(lambda: UserList([0])),
+    "an array": of_entry(lambda: array("d", [0])),
+    "a bytearray": of_entry(lambda: bytearray(1)),
+    "a set": around(set, len, lambda held, epoch: held.add(epoch)),
+    "a shared value": around(
+        lambda: multiprocessing.Value("i", 0),
+        lambda held: held.value,
+        lambda held, epoch: setattr(held, "value", epoch),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LEVELS)
+def test_workers_read_the_level_that_an_object_around_a_transform_has(name):
+    """They had the one with which they had been started, so that the bits depended on the number of workers."""
+
+    def losses(workers):
+        Settings.level = 0
+        return trained(LEVELS[name], lambda data, epoch: data.set_level(epoch), anew=False, workers=workers)
+
+    assert losses(1) == losses(0)
 
 
 def flipped(data, epoch):
@@ -251,7 +312,7 @@ def test_workers_stay_where_nothing_has_changed():
     assert len(seen) == 1
     loader = DataLoader(Subset(data, range(20)), 4, shuffle=True, generator=torch.Generator())
     assert Notes(loader).are_whole and Notes([data, {"a": (1, "b")}]).are_whole
-    for unknown in (object(), np.zeros(1 << 21, np.uint8), [object()] * 65, {1, 2}):
+    for unknown in (object(), np.zeros(1 << 21, np.uint8), [object()] * 65, {(1, 2)}):
         assert not Notes([data, unknown]).are_whole
 
 
@@ -269,3 +330,27 @@ def test_notes_are_equal_until_something_changes():
     after = Notes(data)
     data.nested[0].tensors = (X, Y.clone())
     assert Notes(data) != after
+
+
+@pytest.mark.parametrize("make", [lambda: multiprocessing.Value("d", 1.0), Settings])
+def test_a_level_that_each_epoch_sets_in_place_is_no_other_data_set_after_a_stop(make, tmp_path):
+    """The digests of its samples were those of the first epoch, so that the right ones were refused."""
+
+    def losses(stop=None):
+        run, _, optimizer = begin(directory=tmp_path, resume="auto")
+        data, level, found = Curriculum(48), make(), []
+        data.transform = lambda x: x * level.value
+        level.value = 1.0
+        for epoch in run.epochs(EPOCHS):
+            level.value = 0.5**epoch
+            for batch in run.batches(data):
+                found.append(float(train_step(run, batch, optimizer)))
+                if run.position.step + 1 == stop:
+                    run.save(wait=True)
+                    run.close()
+                    return found
+        run.close()
+        return found
+
+    whole = losses()
+    assert losses(stop=3) + losses() == whole

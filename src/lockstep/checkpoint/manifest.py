@@ -18,10 +18,12 @@ import os
 import re
 import stat
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import safetensors.torch
 import torch
 from torch import Tensor
@@ -31,7 +33,7 @@ from lockstep.errors import CheckpointError, CheckpointMismatch, ConfigError
 
 JSON = None | bool | int | float | str | list["JSON"] | dict[str, "JSON"]
 
-_RESERVED = frozenset({"tuple", "dict", "float", "tensor"})
+_RESERVED = frozenset({"tuple", "dict", "float", "float64", "tensor"})
 
 
 _MOST_BITS = 14_000
@@ -61,6 +63,8 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor] | None, ordered: b
         return value
     if isinstance(value, int) and value.bit_length() <= _MOST_BITS:
         return int(value)
+    if isinstance(value, np.float64):  # another than a float where it meets numbers of 32 bits
+        return {"float64": repr(float(value))}
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"float": repr(float(value))}
     if isinstance(value, Tensor) and tensors is not None:
@@ -107,6 +111,9 @@ def _decode_reserved(key: str, content: JSON, tensors: Mapping[str, Tensor] | No
         return tuple(decode(item, tensors) for item in content)
     if key == "float" and content in ("inf", "-inf", "nan"):
         return float(str(content))
+    if key == "float64" and isinstance(content, str):
+        with suppress(ValueError):
+            return np.float64(float(content))
     if key == "tensor" and tensors is not None and content in tensors:
         return tensors[str(content)]
     if key == "dict" and isinstance(content, list):

@@ -11,6 +11,8 @@ import hashlib
 import io
 import logging
 import re
+from array import array
+from collections import UserDict, UserList, deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from enum import Enum
@@ -35,6 +37,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler, Subset
 from lockstep.data.adopt import Stream
 from lockstep.data.wrappers.weighted import Weighted
 from lockstep.data.wrappers.wrapping import Wrapping
+from lockstep.numerics.hidden_state import is_users_module, is_users_object
 from lockstep.runtime.error_record import is_users_file
 
 CHOICE = "choice of samples"
@@ -48,7 +51,7 @@ _LEAVES = (
 )
 _FIXED = (PurePath, range, re.Pattern, np.generic, np.dtype, torch.dtype, torch.device, torch.Generator)
 """Types whose values stay what they are; a generator is drawn from, and what it draws is looked for elsewhere."""
-_CONTAINERS = (list, tuple, Mapping, MethodType)
+_CONTAINERS = (list, tuple, deque, Mapping, MethodType)
 _Note = tuple[Any, ...]
 
 
@@ -127,6 +130,10 @@ def _noted(value: Any) -> tuple[_Note, bool]:
     """
     if isinstance(value, _PLAIN):
         return (value,), True
+    if isinstance(value, SynchronizedBase):  # workers may have read ahead with what it was
+        return (bytes(value.get_obj()),), True
+    if isinstance(value, bytearray | array):
+        return (bytes(value),), True
     if isinstance(value, torch.Tensor):
         return ((), False) if value.is_inference() else ((value._version,), True)
     if isinstance(value, np.ndarray):
@@ -137,7 +144,9 @@ def _noted(value: Any) -> tuple[_Note, bool]:
         count = len(value)
     except Exception:  # a data set may have none
         count = -1
-    if isinstance(value, list | tuple | Mapping) and count > _MOST_ENTRIES:
+    if isinstance(value, set | frozenset):
+        return (frozenset(value),), all(isinstance(each, _PLAIN) for each in value)
+    if isinstance(value, list | tuple | deque | Mapping) and count > _MOST_ENTRIES:
         try:
             return (count, hash(_frozen(value)) if count <= _MOST_HASHED else 0), count <= _MOST_HASHED
         except TypeError:
@@ -150,7 +159,7 @@ def _frozen(value: Any) -> Any:
     """Plain values in containers, as what can be hashed; ``TypeError`` for anything else."""
     if isinstance(value, Mapping):
         return tuple([(name, _frozen(each)) for name, each in value.items()])
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple | deque):
         return tuple(value) if set(map(type, value)) <= set(_PLAIN) else tuple(map(_frozen, value))
     if type(value) in _PLAIN:
         return value
@@ -163,7 +172,7 @@ def _parts(value: Any) -> Iterator[Any]:
         yield from (value.dataset, value.sampler, value.collate_fn)
     elif isinstance(value, Mapping):
         yield from value.values() if len(value) <= _MOST_ENTRIES else ()
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, list | tuple | deque):
         yield from value if len(value) <= _MOST_ENTRIES else ()
     elif isinstance(value, MethodType):
         yield from (value.__self__, value.__func__)
@@ -172,7 +181,7 @@ def _parts(value: Any) -> Iterator[Any]:
     elif isinstance(value, partial):
         yield from (value.func, value.args, value.keywords)
     # The others are read here, as they are.
-    elif not isinstance(value, Stream | IterableDataset | torch.Tensor | np.ndarray):
+    elif not isinstance(value, Stream | IterableDataset | torch.Tensor | np.ndarray | SynchronizedBase):
         own = type(value).__module__.startswith("lockstep.")
         for name, each in getattr(value, "__dict__", {}).items():
             is_place = isinstance(value, Sampler) and name == "epoch"  # the run has its own
@@ -182,9 +191,20 @@ def _parts(value: Any) -> Iterator[Any]:
             getattr(each, "__func__", each) for kind in type(value).__mro__ for each in vars(kind).values()
         ]
         yield from filter(_is_users, methods)
+        yield from _held_by_class(type(value))
 
 
-_READABLE = (*_PLAIN, list, tuple, dict, torch.Tensor, np.ndarray, SimpleNamespace, argparse.Namespace)
+_READABLE = (
+    *(*_PLAIN, list, tuple, dict, torch.Tensor, np.ndarray, SimpleNamespace, argparse.Namespace),
+    *(deque, set, frozenset, bytearray, array, SynchronizedBase, UserDict, UserList),
+)
+
+
+def _held_by_class(kind: type) -> Iterator[Any]:
+    """What attributes of a class of the user's hold, its methods aside."""
+    for each in kind.__mro__ if is_users_module(kind.__module__) else ():
+        own = vars(each).items() if is_users_module(each.__module__) else ()
+        yield from (held for key, held in own if not key.startswith("__") and isinstance(held, _READABLE))
 
 
 def _is_users(function: Any) -> bool:
@@ -203,4 +223,12 @@ def _read_by(function: FunctionType) -> Iterator[Any]:
         code = codes.pop()
         codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
         found += [function.__globals__.get(name) for name in code.co_names]
-    yield from (each for each in found if isinstance(each, _READABLE) or _is_users(each))
+    for each in found:
+        if isinstance(each, type):
+            yield from _held_by_class(each)
+        elif (
+            isinstance(each, _READABLE)
+            or _is_users(each)
+            or (is_users_object(each) and not isinstance(each, torch.nn.Module))
+        ):
+            yield each

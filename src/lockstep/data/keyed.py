@@ -113,6 +113,8 @@ def encoded_state(generator: Any) -> Any:
         return generator.get_state().tolist()
     if issubclass(kind, np.random.Generator):
         return _listed(generator.bit_generator.state)
+    if issubclass(kind, np.random.BitGenerator):
+        return _listed(generator.state)
     if issubclass(kind, np.random.RandomState):
         return _listed(generator.get_state(legacy=False))
     if issubclass(kind, random.Random) and not issubclass(kind, random.SystemRandom):  # which has no state
@@ -127,6 +129,8 @@ def set_encoded_state(generator: Any, state: Any) -> None:
         generator.set_state(torch.tensor(state, dtype=torch.uint8))
     elif isinstance(generator, np.random.Generator):
         generator.bit_generator.state = _like_own(generator.bit_generator.state, state)
+    elif isinstance(generator, np.random.BitGenerator):
+        generator.state = _like_own(generator.state, state)
     elif isinstance(generator, np.random.RandomState):
         generator.set_state(_like_own(generator.get_state(legacy=False), state))
     elif isinstance(generator, random.Random):

@@ -4,6 +4,7 @@ beta = 0.1 * step          sets beta
 data.labels[7] = 1         changes labels
 queue.append(x)            changes queue, as x.add_(y) changes x
 backward(batch, loss)      reads what the function loss reads
+data.scale *= 0.5          sets scale from what it was
 """
 
 from __future__ import annotations
@@ -30,20 +31,6 @@ from lockstep.numerics.hidden_state import (
     is_users_module,
 )
 from lockstep.numerics.value_text import is_plain, text_of_plain
-
-
-def globals_of(code: CodeType, space: Mapping[str, Any]) -> set[str]:
-    """The globals that code names, and the user's functions of the same module that it names, and so on."""
-    found: set[str] = set()
-    todo = [code]
-    while todo:
-        each = todo.pop()
-        todo += [inner for inner in each.co_consts if isinstance(inner, CodeType)]
-        new = {name for name in each.co_names if name in space} - found
-        found |= new
-        functions = [space[name] for name in new if type(space[name]) is FunctionType]
-        todo += [function.__code__ for function in functions if function.__globals__ is space]
-    return found
 
 
 def live_names(code: CodeType, offset: int) -> frozenset[str]:
@@ -197,31 +184,42 @@ class _Effects(NamedTuple):
 
     offset: int
     changes: frozenset[str]
+    carries: frozenset[str]
+    """Those of them that depend on what they were. A dot before the name of an attribute, or behind that of a variable,
+    says that another object has its place."""
     calls: frozenset[str]
     """The names of functions."""
     inner: CodeType | None
+    sets: bool
+    """True where it makes ``changes`` anew, rather than parts of them."""
 
 
 def changed_names(
-    parts: Iterable[tuple[CodeType, float, float]], functions: Mapping[str, Collection[CodeType]]
+    parts: Iterable[tuple[CodeType, float, float]],
+    functions: Mapping[str, Collection[CodeType]],
+    *,
+    only_carried: bool = False,
 ) -> set[str]:
     """The names of variables, attributes and entries that code may set, or change in place.
 
     Args:
         parts: code, and the offsets after the first and up to the second of which it runs.
         functions: those that it may call, by name.
+        only_carried: those whose new values depend on what they were.
     """
-    found: set[str] = set()
+    found, carried, anew = set[str](), set[str](), set[str]()
     named, todo = {"__call__"}, [*parts, *((each, -1, _ALL) for each in functions.get("__call__", ()))]
     while todo:
         code, first, last = todo.pop()
         for each in _effects(code):
             if first < each.offset <= last:
                 found |= each.changes
+                carried |= each.carries
+                anew |= each.changes - each.carries if each.sets else set()
                 todo += [(each.inner, -1, _ALL)] if each.inner else []
                 todo += [(its, -1, _ALL) for name in each.calls - named for its in functions.get(name, ())]
                 named |= each.calls
-    return found
+    return {name for name in carried if name.strip(".") not in anew} if only_carried else found
 
 
 @functools.cache
@@ -229,26 +227,44 @@ def _effects(code: CodeType) -> list[_Effects]:
     found: list[_Effects] = []
     loads: list[tuple[Any, str]] = []
     texts: list[tuple[Any, str]] = []
-    sets_by_name = not _BY_NAME.isdisjoint(code.co_names)
+    read: set[Any] = set()
+    sets_by_name, is_in_place = not _BY_NAME.isdisjoint(code.co_names), False
     for each in dis.get_instructions(code):
         where, kind, changes, names = each.positions, each.opname, set[str](), set[str]()
         calls = _longest(where, loads) if kind.startswith("CALL") else set()
+        base, line = frozenset(_longest(where, loads)), where and where.lineno
+        carries, sets = set[str](), False
+        if "next" in calls:
+            changes = carries = _argument(where, loads)
         if kind in ("LOAD_ATTR", "LOAD_METHOD"):
             names.add(str(each.argval))
             if each.argval in _CHANGING or (each.argval[-1] == "_" and each.argval[-2:] != "__"):
-                changes |= _longest(where, loads)
+                changes |= base
+                sets = each.argval in _SETTING
+                carries |= set() if sets else base
         elif kind in ("STORE_ATTR", "DELETE_ATTR"):
-            changes |= {str(each.argval)} | (_longest(where, loads) if each.argval == "data" else set())
+            changes |= {str(each.argval)} | (base if each.argval in ("data", "value") else set())
         elif kind in ("STORE_SUBSCR", "STORE_SLICE", "DELETE_SUBSCR"):
-            changes |= _longest(where, loads) | {text for its, text in texts if _is_within(its, where)}
+            changes |= base | {text for its, text in texts if _is_within(its, where)}
         elif isinstance(each.argval, str) and kind == "LOAD_CONST":
             texts.append((where, each.argval))
             changes |= {each.argval} if sets_by_name else set()
         for access, name in _accesses(each):
             (names if access == "LOAD" else changes).add(name)
+        if kind in ("STORE_ATTR", "STORE_NAME", "STORE_GLOBAL", "STORE_DEREF"):
+            sets, carries = True, {name for name in changes if is_in_place or (line, name, base) in read}
+            carries |= {f".{name}" if kind == "STORE_ATTR" else f"{name}." for name in carries}
+        elif kind == "STORE_SUBSCR":
+            on_line = [text for its, text in texts if its and its.lineno == line]
+            carries = {name for name in changes if is_in_place or on_line.count(name) > 1}
+        if kind != "SWAP":
+            is_in_place = kind == "BINARY_OP" and each.argrepr.endswith("=")
         loads += [(where, name) for name in names]
+        read |= {(line, name, base) for name in names}
         inner = each.argval if isinstance(each.argval, CodeType) else None
-        found.append(_Effects(each.offset, frozenset(changes), frozenset(calls), inner))
+        found.append(
+            _Effects(each.offset, frozenset(changes), frozenset(carries), frozenset(calls), inner, sets)
+        )
     return found
 
 
@@ -257,6 +273,12 @@ def _longest(where: Any, loads: list[tuple[Any, str]]) -> set[str]:
     own = [(its, name) for its, name in loads if _is_within(its, where) and its[::2] == where[::2]]
     longest = max(((its[1], its[3]) for its, _ in own), default=None)
     return {name for its, name in own if (its[1], its[3]) == longest}
+
+
+def _argument(where: Any, loads: list[tuple[Any, str]]) -> set[str]:
+    """The name of x in ``next(x)``."""
+    own = [(its, name) for its, name in loads if _is_within(its, where)][1:]
+    return set([name for its, name in own if its[::2] == own[0][0][::2]][-1:])
 
 
 def _is_within(inner: Any, outer: Any) -> bool:
@@ -275,25 +297,28 @@ _CHANGING = frozenset(
     """.split()  # noqa: SIM905  a list of literals would be a line of its own for each
 )
 """Methods that change their object in place; so do those whose names end in ``_``."""
+_SETTING = ("clear", "copy_", "fill", "fill_", "load_state_dict", "setdefault", "update", "zero_")
+"""Those of them after which it may not depend on what it was."""
 
 
 def functions_by_name(spaces: Iterable[Mapping[str, Any]]) -> dict[str, list[CodeType]]:
     """The code of the user's functions and methods that variables, and what they hold, name; of a class, its first."""
     found: dict[str, list[CodeType]] = defaultdict(list)
     seen: set[int] = set()
-    todo = [value for space in spaces for value in list(space.values())]
+    todo = [pair for space in spaces for pair in list(space.items())]
     while todo:
-        value = todo.pop()
+        key, value = todo.pop()
         if id(value) in seen:
             continue
         seen.add(id(value))
         if isinstance(value, FunctionType) and is_users_module(value.__module__ or ""):
+            found[key].append(value.__code__)
             found[value.__name__].append(value.__code__)
             found[value.__code__.co_name].append(value.__code__)
         elif isinstance(value, ModuleType):
-            todo += list(vars(value).values()) if is_users_module(value.__name__) else []
+            todo += list(vars(value).items()) if is_users_module(value.__name__) else []
         elif not isinstance(value, type):
-            todo.append(type(value))
+            todo.append(("", type(value)))
         elif is_users_module(value.__module__):
             for name, method in functions_of(value):
                 found[name].append(method)
@@ -377,12 +402,15 @@ def read_after_loops() -> set[str]:
     return found
 
 
-def changed_since(offsets: Mapping[FrameType, int]) -> set[str]:
+def changed_since(offsets: Mapping[FrameType, int], *, only_carried: bool = False) -> set[str]:
     """The names that the user's frames that are running may have changed since these ``offsets`` of instructions."""
     frames = list(users_frames())
     functions = functions_by_name([space for each in frames for space in (each.f_globals, each.f_locals)])
     parts = [(each.f_code, offsets.get(each, -1), each.f_lasti) for each in frames]
-    return changed_names(parts, functions)
+    return changed_names(parts, functions, only_carried=only_carried)
+
+
+LruCached = type(functools.lru_cache(len))
 
 
 class Entry(NamedTuple):

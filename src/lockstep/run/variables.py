@@ -1,0 +1,457 @@
+"""The variables of the user's frames, and all that they hold, as texts that are equal where values are.
+
+    numbers, texts                              themselves
+    tensors, arrays, tables                     the sum of their bits, of a part if they are large
+    lists, dicts, objects of the user's         entry by entry, attribute by attribute
+    functions, classes of the user's            the variables around them, defaults, attributes, globals they name
+    iterators, objects of Python's own          one text of all that they are made of
+
+Generators of random numbers are found wherever one of these leads to them.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import itertools
+import logging
+import sys
+import threading
+from collections import deque
+from collections.abc import Collection, Iterable
+from contextlib import suppress
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from enum import Enum
+from inspect import GEN_CREATED, getgeneratorstate
+from types import CodeType, FunctionType, GeneratorType, MappingProxyType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from lockstep.core.fingerprint import sum_of_bits
+from lockstep.data.keyed import encoded_state
+from lockstep.numerics.hidden_state import (
+    NAMESPACES,
+    attributes_of,
+    is_closed,
+    is_users_code,
+    is_users_module,
+    is_users_object,
+    slots_of,
+)
+from lockstep.numerics.value_text import is_plain, text_of_plain
+from lockstep.run.loop_code import (
+    Entry,
+    LruCached,
+    changed_by_reading,
+    live_in,
+    users_frames,
+)
+from lockstep.run.optimizer_step import PreparedOptimizer
+from lockstep.strategies.absent import AbsentTensor
+
+logger = logging.getLogger(__name__)
+
+_MOST_PLACES, _MOST_ENTRIES, _MOST_DEPTH = 2_000, 64, 8
+_MOST_BYTES, _SAMPLE, _MOST_SAMPLES = 1 << 20, 4_096, 256
+"""Of a tensor or array that is read; the numbers out of a larger one; the objects out of a longer list."""
+_CONFIGS = ("omegaconf.", "ml_collections.")
+"""Installed packages whose objects hold the user's numbers."""
+_OF_TORCH = (
+    *("torch.distributions.", "torch.optim.lr_scheduler", "torch.amp.", "torch.quasirandom"),
+    "torch.utils.data.sampler",
+)
+"""Modules of torch whose objects hold what a loop changes."""
+
+
+@dataclass
+class Variables:
+    """The variables of the user's frames at a moment."""
+
+    known: Collection[int]
+    """The ids of objects that checkpoints hold."""
+    texts: dict[str, str] = field(default_factory=dict)
+    """Values by the name of the variable, with attributes and entries, as text that is equal where values are."""
+    values: dict[str, Any] = field(default_factory=dict)
+    """The values themselves."""
+    plain: dict[str, Entry] = field(default_factory=dict)
+    """Values that are plain."""
+    tensors: dict[str, list[Any]] = field(default_factory=dict)
+    """Of each variable that is a tensor: it; of one that is a module: it, and its tensors."""
+    generators: dict[str, Any] = field(default_factory=dict)
+    optimizers: dict[str, Optimizer] = field(default_factory=dict)
+    """Those that ``run.prepare`` was not given."""
+    with_values: set[str] = field(default_factory=set)
+    """Tensors, arrays, modules, and lists of many plain values."""
+    of_data: set[str] = field(default_factory=set)
+    """Those that data sets hold."""
+    local: set[str] = field(default_factory=set)
+    """Variables of the frames. Of attributes and globals no code tells whether they are set before they are read."""
+    read: set[str] = field(default_factory=set)
+    """Those of them that are read before they are set, as their code tells."""
+    live: set[str] = field(default_factory=set)
+    """Those that the frames will read before they set them anew, as far as code tells that."""
+    renewed: set[str] = field(default_factory=set)
+    """See ``renew_floats``."""
+    _is_live: bool = True
+    _is_in_data: bool = False
+    _noted: list[str] = field(default_factory=list)
+    _codes: list[tuple[CodeType, dict[str, Any]]] = field(default_factory=list)
+    """Of functions whose globals are still to be looked at."""
+    _kept: list[Any] = field(default_factory=list)
+    """What ``parts_of`` gave: the ids of objects are those of others once they are gone."""
+    _seen: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """By the id of an object, the first and the last of what was noted of it, and of what it holds."""
+
+    @classmethod
+    def of_loop(cls, known: Collection[int]) -> Variables:
+        """Looks at the frames that are running."""
+        found, frames = cls(known), list(users_frames())
+        variables: list[tuple[str, Any, bool, Any]] = []
+        for frame, live in zip(frames, live_in(frames)):
+            code = frame.f_code
+            is_script = code.co_name == "<module>"
+            owner = "" if is_script else f"{code.co_qualname}: "
+            found.local |= {
+                f"{owner}{name}" for name in code.co_varnames + code.co_cellvars + code.co_freevars
+            }
+            variables += [
+                (f"{owner}{name}", value, name in live, frame.f_globals if is_script else code.co_qualname)
+                for name, value in copied(frame.f_locals.items())
+                if not name.startswith("__")
+            ]
+        read = {id(value) for _, value, is_live, _ in variables if is_live}  # by another frame, perhaps
+        for name, value, is_live, holder in variables:
+            found.local.add(name)
+            found.read |= {name} if is_live else set()
+            found._is_live = is_live or id(value) in read
+            found._look(value, name, holder, name.rpartition(": ")[2])
+        found._is_live = True
+        found._codes += [(frame.f_code, frame.f_globals) for frame in frames]
+        found._look_at_globals({id(frame.f_globals) for frame in frames})
+        return found
+
+    def _look_at_globals(self, own: Collection[int]) -> None:
+        """Looks at the globals that code names, and those of the user's functions that it names, and so on."""
+        seen: set[tuple[CodeType, int]] = set()
+        while self._codes:
+            code, space = self._codes.pop(0)  # what is near comes first
+            if (code, id(space)) in seen:
+                continue
+            seen.add((code, id(space)))
+            self._codes += [(inner, space) for inner in code.co_consts if isinstance(inner, CodeType)]
+            for key in code.co_names:
+                held = space.get(key, sys.modules.get(key))  # which the code may import
+                name = key if id(space) in own else f"{space.get('__name__')}.{key}"
+                if type(held) is ModuleType and is_users_module(held.__name__):
+                    self._codes.append((code, vars(held)))
+                elif key in space and name in self.texts:
+                    self.live.add(name)  # functions may read what the code of the module does not
+                elif key in space:
+                    self._look(held, name, space, key)
+
+    def renew_floats(self, names: Collection[str]) -> None:
+        """Puts an equal float in the place of each that an object, a dict or a list holds: what is set anew shows."""
+        for name in names & self.plain.keys():
+            holder, key, value = self.plain[name]
+            if type(value) is not float:
+                continue
+            renewed = value * 1.0
+            if isinstance(holder, dict):
+                dict.__setitem__(holder, key, renewed)
+            elif isinstance(holder, list):
+                list.__setitem__(holder, key, renewed)
+            else:
+                continue
+            self.plain[name], self.values[name] = Entry(holder, key, renewed), renewed
+            self.renewed.add(name)
+
+    def _look(
+        self, value: Any, name: str, holder: Any, key: Any, depth: int = 0, only_tensors: bool = False
+    ) -> None:
+        """Notes a value and what it holds. ``only_tensors``: no numbers, as of objects of installed packages."""
+        if value is None or is_plain(value):
+            if not only_tensors:
+                self._note(name, text_of_plain(value), value)
+                self.plain[name] = Entry(holder, key, value)
+            return
+        if id(value) in self.known or len(self._seen) > _MOST_PLACES:
+            return
+        is_named = issubclass(type(value), type | FunctionType)
+        if not only_tensors and (is_named or is_users_object(value)):
+            what = value if is_named else type(value)
+            self._note(name, f"{what.__module__}.{what.__qualname__}", value)  # another may take its place
+        start = len(self._noted)
+        first, last = self._seen.setdefault(id(value), (start, start))
+        self._mark(self._noted[first:last])  # it may have been found as a variable that is read no more
+        if first == start:
+            self._look_into(value, name, depth, only_tensors)
+            self._seen[id(value)] = start, len(self._noted)
+
+    def _look_into(self, value: Any, name: str, depth: int, only_tensors: bool) -> None:
+        kind = type(value)
+        if issubclass(kind, Optimizer) and not issubclass(kind, PreparedOptimizer):
+            self.optimizers[name] = value
+            self._mark([name])
+        if issubclass(kind, Tensor):
+            if not issubclass(kind, AbsentTensor) and value.numel():
+                self.tensors[name] = [value]
+                self._note(name, self._text_of(value), value, has_values=True)
+        elif issubclass(kind, np.ndarray):
+            self._array(value, name)
+            if issubclass(kind, np.ma.MaskedArray):
+                self._look(value.mask, f"{name}.mask", name, "mask", depth, only_tensors)
+        elif (state := encoded_state(value)) is not None:
+            if not self._is_in_data:  # reading samples draws from it
+                self.generators[name] = value
+                self._note(name, _digest(repr(state).encode()), value)
+                seeds = getattr(getattr(value, "bit_generator", value), "seed_seq", None)
+                self._look(seeds, f"{name}.seed_seq", name, "seed_seq", depth, only_tensors)
+        elif issubclass(kind, nn.Module):
+            self._module(value, name)
+        elif issubclass(kind, GeneratorType) and getgeneratorstate(value) == GEN_CREATED:
+            self._note(name, "an iterator at its beginning", value)
+        elif issubclass(kind, _BaseDataLoaderIter):
+            self._note(name, f"after {value._num_yielded} batches", value)
+        elif depth >= _MOST_DEPTH:
+            return
+        elif issubclass(kind, FunctionType | LruCached):
+            for key, held in copied(vars(value).items()):
+                self._look(held, f"{name}.{key}", vars(value), key, depth + 1, only_tensors)
+            if kind is FunctionType and is_users_code(value.__code__, value.__module__ or ""):
+                self._function(value, name, depth, only_tensors)
+        elif issubclass(kind, type):
+            self._class(value, depth, only_tensors)
+        elif issubclass(kind, list | tuple | deque | dict):
+            content = _content_of(value, 0 if self._is_in_data else _MOST_ENTRIES)
+            entries = dict.items(value) if issubclass(kind, dict) else enumerate(value)
+            is_foreign = only_tensors or self._is_in_data  # what a data set has read may fill a cache
+            if len(value) > _MOST_ENTRIES and not is_foreign:
+                every = entries if issubclass(kind, dict) else value
+                some = copied(itertools.islice(every, 0, None, 1 + len(value) // _MOST_SAMPLES))
+                self._whole(value, name, some, depth, f"{len(value)} entries{content}")
+                self.with_values |= {name} if content else set()
+            elif content or not is_foreign:
+                order = [*filter(is_plain, value)] if issubclass(kind, dict) and not is_foreign else []
+                content = content or (f" of digest {_digest(repr(order).encode())}" if order else "")
+                self._note(name, f"{len(value)} entries{content}", value, has_values=self._is_in_data)
+            is_told = bool(content) and self._is_in_data
+            for key, held in copied(entries) if len(value) <= _MOST_ENTRIES else ():
+                if is_told and (held is None or is_plain(held)):
+                    continue
+                entry = f"{name}[{key!r}]" if is_plain(key) else f"{name}[...]"
+                self._look(held, entry, value, key, depth + 1, only_tensors)
+            self._attributes(value, name, depth, only_tensors)
+        elif issubclass(kind, DataLoader):
+            for key in ("dataset", "sampler", "generator", "collate_fn"):
+                self._look(getattr(value, key, None), f"{name}.{key}", vars(value), key, depth + 1)
+        elif issubclass(kind, set | frozenset):
+            if not (only_tensors or self._is_in_data):
+                plain = sorted(text_of_plain(each) for each in [*value] if is_plain(each))
+                self._note(name, f"{len(value)} entries of digest {_digest(repr(plain).encode())}", value)
+        elif kind.__module__.partition(".")[0] == "pandas" and hasattr(kind, "iloc"):
+            self._table(value, name)
+        elif issubclass(kind, Dataset) or kind.__module__.startswith(_OF_TORCH) or not is_closed(value):
+            self._attributes(value, name, depth, only_tensors)
+        elif (parts := parts_of(value)) is not None or issubclass(kind, GeneratorType):
+            what = "an iterator" if hasattr(kind, "__next__") else kind.__name__
+            self._whole(value, name, parts if isinstance(parts, list) else [parts], depth, what, only_tensors)
+
+    def _whole(
+        self, value: Any, name: str, parts: list[Any], depth: int, what: str, only_tensors: bool = False
+    ) -> None:
+        """Notes an object by all that it is made of; ``what`` it is."""
+        inner = Variables(self.known, local=self.local, _is_in_data=self._is_in_data)
+        for number, part in enumerate(parts):
+            inner._look(part, f"{name}[{number}]", name, number, depth + 1, only_tensors)
+        self._kept, self._codes = [*self._kept, parts, inner], [*self._codes, *inner._codes]
+        self.generators |= inner.generators
+        texts = sorted(pair for pair in inner.texts.items() if pair[0] not in inner.generators)
+        if not only_tensors or hasattr(type(value), "__next__"):
+            self._note(name, f"{what} of digest {_digest(repr(texts).encode())}", value)
+
+    def _function(self, function: FunctionType, name: str, depth: int, only_tensors: bool) -> None:
+        """Looks at the variables around a function whose own function has returned, and at its defaults."""
+        code = function.__code__
+        self._codes.append((code, function.__globals__))
+        homes = [*itertools.accumulate(code.co_qualname.split(".<locals>.")[:-1], "{}.<locals>.{}".format)]
+        for key, cell in zip(code.co_freevars, function.__closure__ or ()):
+            if homes and not any(f"{each}: {key}" in self.local for each in homes):
+                with suppress(ValueError):  # it has no value yet
+                    self._look(cell.cell_contents, f"{name}.{key}", homes[-1], key, depth + 1, only_tensors)
+        defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+        for number, held in enumerate(defaults):
+            self._look(held, f"{name}(default {number})", name, number, depth + 1, only_tensors)
+
+    def _class(self, kind: type, depth: int, only_tensors: bool) -> None:
+        """Looks at the attributes of a class of the user's."""
+        was_live, self._is_live = self._is_live, True  # whatever object it was found by
+        for cls in kind.__mro__ if not issubclass(kind, Enum) else ():
+            if is_users_module(cls.__module__) and (cls is kind or id(cls) not in self._seen):
+                self._seen.setdefault(id(cls), (0, 0))
+                for key, held in copied(vars(cls).items()):
+                    held = getattr(held, "__func__", held)
+                    if not (key.startswith("__") or isinstance(held, property)):
+                        self._look(held, f"{cls.__name__}.{key}", cls.__name__, key, depth + 1, only_tensors)
+        self._is_live = was_live
+
+    def _attributes(self, value: Any, name: str, depth: int, only_tensors: bool) -> None:
+        kind, held = type(value), attributes_of(value)
+        is_data = issubclass(kind, Dataset) or (hasattr(kind, "__getitem__") and hasattr(kind, "__len__"))
+        was_in_data, self._is_in_data = self._is_in_data, self._is_in_data or is_data
+        is_open = is_users_module(kind.__module__) or issubclass(kind, NAMESPACES)
+        foreign = only_tensors or not (is_open or kind.__module__.startswith((*_CONFIGS, *_OF_TORCH)))
+        own: Collection[str] = changed_by_reading(kind) if is_data else ()  # type: ignore[arg-type]
+        for key, each in copied(held.items()):
+            if key not in own:
+                self._look(each, f"{name}.{key}", held, key, depth + 1, foreign)
+        for key, each in slots_of(value).items() if is_open else ():
+            if key not in own:
+                self._look(each, f"{name}.{key}", name, key, depth + 1, foreign)
+        if is_open:
+            self._look(kind, kind.__name__, name, kind, depth + 1, foreign)
+        self._is_in_data = was_in_data
+
+    def _table(self, table: Any, name: str) -> None:
+        """Notes a table or a column of pandas."""
+        with suppress(Exception):  # entries that have no hash
+            some = table.iloc[:: max(1, len(table) // _SAMPLE)]
+            content = sys.modules["pandas"].util.hash_pandas_object(some).to_numpy().tobytes()
+            self._note(name, f"{table.shape} of digest {_digest(content)}", table, has_values=True)
+
+    def _text_of(self, tensor: Tensor) -> str:
+        version = "" if tensor.is_inference() else f"version {tensor._version}"
+        if tensor.is_nested:
+            return version
+        if tensor.layout in (torch.sparse_coo, torch.sparse_csr):
+            is_coo = tensor.layout is torch.sparse_coo
+            parts = (
+                [tensor._indices(), tensor._values()] if is_coo else [tensor.col_indices(), tensor.values()]
+            )
+            return repr([self._text_of(each) for each in parts])
+        is_read = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+        if not is_read or not tensor.is_cpu or tensor.is_quantized:  # the host would wait for another device
+            return version
+        if tensor.numel() == 1:
+            return f"tensor({tensor.item()!r})"
+        if tensor.nbytes > _MOST_BYTES:
+            if not tensor.is_contiguous():
+                return version
+            tensor = tensor.detach().view(-1)[:: tensor.numel() // _SAMPLE]
+            return f"{version}, a sample of sum {int(sum_of_bits(tensor)):x}"
+        return f"{list(tensor.shape)} of sum {int(sum_of_bits(tensor)):x}"
+
+    def _array(self, array: Any, name: str) -> None:
+        if array.dtype.hasobject and array.size <= _MOST_ENTRIES:
+            self._whole(array, name, array.ravel().tolist(), 0, f"{list(array.shape)}")
+        elif not (array.dtype.hasobject or _is_on_disk(array)):
+            step = 1 if array.nbytes <= _MOST_BYTES else array.size // _SAMPLE
+            content = np.ascontiguousarray(array.flat[::step]).tobytes()
+            self._note(name, f"{list(array.shape)} of digest {_digest(content)}", array, has_values=True)
+
+    def _module(self, module: nn.Module, name: str) -> None:
+        """One text of all tensors of a module, such as a copy of the model that follows it, and one of each number."""
+        tensors = [*module.parameters(), *module.buffers()]
+        tensors += [
+            held for each in module.modules() for held in vars(each).values() if isinstance(held, Tensor)
+        ]
+        if tensors and not any(id(tensor) in self.known for tensor in tensors):
+            content = repr([self._text_of(tensor) for tensor in tensors])
+            self.tensors[name] = [module, *tensors]
+            self._note(name, f"tensors of digest {_digest(content.encode())}", module, has_values=True)
+        for path, each in module.named_modules(prefix=name):
+            for key, held in copied(vars(each).items()) if id(each) not in self.known else ():
+                if is_plain(held) and key != "training" and not key.startswith("_"):
+                    self._note(f"{path}.{key}", text_of_plain(held), held)
+                    self.plain[f"{path}.{key}"] = Entry(vars(each), key, held)
+
+    def _note(self, name: str, text: str, value: Any, *, has_values: bool = False) -> None:
+        self.texts[name], self.values[name] = text, value
+        if has_values:
+            self.with_values.add(name)
+        self._noted.append(name)
+        self._mark([name])
+
+    def _mark(self, names: Iterable[str]) -> None:
+        if self._is_live:
+            self.live.update(names)
+        if self._is_in_data:
+            self.of_data.update(names)
+
+
+def _is_on_disk(array: Any) -> bool:
+    """True for an array, or a view of one, whose values would be read from a file."""
+    return isinstance(array, np.memmap) or (isinstance(array, np.ndarray) and _is_on_disk(array.base))
+
+
+def _content_of(entries: Any, least: int) -> str:
+    """A digest of more than ``least`` entries, or some of them, if they are plain or hold such, as (path, label)."""
+    if len(entries) <= least:
+        return ""
+    every = copied(dict.items(entries)) if isinstance(entries, dict) else entries
+    some = list(itertools.islice(every, 0, None, max(1, len(entries) // _SAMPLE)))
+    parts = [part for each in some for part in (each if type(each) in (list, tuple) else (each,))]
+    plain = [part if part is None or is_plain(part) else "..." for part in parts]
+    is_read = any(part is not None and is_plain(part) for part in parts)
+    return f" of digest {_digest(repr(plain).encode())}" if is_read else ""
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:8]
+
+
+def copied(entries: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    """The entries; none of a container that another thread is changing."""
+    try:
+        return list(entries)
+    except RuntimeError:
+        return []
+
+
+def parts_of(value: Any) -> Any:
+    """What an object of Python's own or of NumPy's is made of, as a copy would be; None where nothing tells."""
+    kind = type(value)
+    if kind.__module__ not in _OF_PYTHON and not kind.__module__.startswith("numpy"):
+        return None
+    with suppress(Exception):
+        if kind is GeneratorType:
+            frame, held = value.gi_frame, gc.get_referents(value)
+            is_own = is_users_code(value.gi_code, frame.f_globals.get("__name__", ""))
+            if (
+                not is_own
+                or value.gi_running
+                or any(type(each) is kind and not is_users_code(each.gi_code, "") for each in held)
+            ):
+                return None  # one around run.batches
+            return [frame.f_lasti, dict(frame.f_locals), [each for each in held if hasattr(each, "__next__")]]
+        if hasattr(kind, "get_obj"):  # memory that processes share
+            return parts_of(value.get_obj())
+        if kind is MappingProxyType or kind is threading.local:
+            return dict(value if kind is MappingProxyType else vars(value))
+        if kind is ContextVar:
+            return [value.get(None)]
+        with suppress(TypeError):
+            return np.frombuffer(memoryview(value).cast("B"), np.uint8)
+        reduced = value.__reduce_ex__(2)
+        return None if isinstance(reduced, str) else [*reduced[1:3], *map(list, filter(None, reduced[3:]))]
+    if not hasattr(kind, "__next__"):
+        return None
+    inner = [each for each in gc.get_referents(value) if hasattr(each, "__next__")]
+    places = [getattr(value, key) for key in _PLACES if hasattr(kind, key)]
+    return [*inner, *places, repr(value) if kind is itertools.count else None]
+
+
+_OF_PYTHON = frozenset(
+    """
+    _contextvars _csv _queue _thread array builtins collections configparser ctypes datetime decimal enum fractions
+    functools itertools multiprocessing.sharedctypes operator pathlib queue statistics types
+    """.split()  # noqa: SIM905
+)
+_PLACES = ("coords", "iterindex", "line_num")
+"""Attributes of iterators that cannot be copied."""

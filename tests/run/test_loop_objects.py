@@ -1,0 +1,493 @@
+"""What the user's loop keeps in iterators, and in objects of Python's own, of NumPy's and of torch's, over a resume."""
+
+import array
+import collections
+import ctypes
+import functools
+import itertools
+import multiprocessing
+import queue
+import random
+import threading
+import types
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from decimal import Decimal
+from fractions import Fraction
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from tests.run.jobs import begin, dataset, train_step
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+
+from lockstep.errors import ConfigError
+from lockstep.run.loop_code import changed_names
+from lockstep.run.loop_variables import LoopState
+
+STEPS = 3
+SETTING = ContextVar("SETTING", default=1)
+
+
+@dataclass(slots=True)
+class Slotted:
+    value: float = 1.0
+
+
+@dataclass(frozen=True)
+class Frozen:
+    value: float = 1.0
+
+
+class Attributes(list):
+    """A list with an attribute of its own."""
+
+    value = None
+
+    def __init__(self):
+        super().__init__([1])
+        self.value = 1.0
+
+
+def ramp():
+    value = 1.0
+    while True:
+        value *= 0.5
+        yield value
+
+
+def begun():
+    """A generator that a first ``next`` has begun."""
+    iterator = ramp()
+    next(iterator)
+    return iterator
+
+
+def counting():
+    count = 0
+
+    def count_on():
+        nonlocal count
+        count += 1
+
+    return count_on
+
+
+def filled():
+    found = queue.Queue()
+    for number in range(9):
+        found.put(number)
+    return found
+
+
+def named():
+    found = threading.local()
+    found.value = 1
+    return found
+
+
+def advance(held):
+    next(held.x)
+
+
+def call(held):
+    held.x()
+
+
+def halve(held):
+    held.x = held.x * 0.5
+
+
+def halve_entry(held):
+    held.x[0] *= 0.5
+
+
+def halve_value(held):
+    held.x.value *= 0.5
+
+
+ITERATORS = {
+    "list": lambda: iter([1, 2, 3, 4]),
+    "array": lambda: iter(np.linspace(1, 0, 9)),
+    "flat": lambda: np.linspace(1, 0, 9).flat,
+    "nditer": lambda: np.nditer(np.linspace(1, 0, 9)),
+    "tensor": lambda: iter(torch.linspace(1, 0, 9)),
+    "range": lambda: iter(range(9)),
+    "reversed": lambda: reversed([1, 2, 3, 4]),
+    "dict": lambda: iter({1: 0, 2: 0, 3: 0, 4: 0}),
+    "cycle": lambda: itertools.cycle([1, 2, 3, 4, 5]),
+    "count": itertools.count,
+    "chain": lambda: itertools.chain([1], range(9)),
+    "pairwise": lambda: itertools.pairwise(range(9)),
+    "enumerate": lambda: enumerate("abcdef"),
+    "zip": lambda: zip(range(9), itertools.count()),
+    "map": lambda: map(str, range(9)),
+    "expression": lambda: (number / 2 for number in range(9)),
+    "begun": begun,
+}
+HALVED = {
+    "fraction": lambda: Fraction(1),
+    "timedelta": lambda: timedelta(seconds=8),
+    "poly1d": lambda: np.poly1d([1.0, 2.0]),
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "parameter": lambda: torch.nn.Parameter(torch.ones(1), requires_grad=False).detach(),
+}
+CHANGED = {
+    "decimal": (lambda: Decimal(1), lambda held: setattr(held, "x", held.x / 2)),
+    "range": (lambda: range(9), lambda held: setattr(held, "x", held.x[1:])),
+    "set": (lambda: {1}, lambda held: held.x.add(len(held.x) + 1)),
+    "set of as many": (lambda: {1}, lambda held: held.x.add(max(held.x) + 1) or held.x.discard(min(held.x))),
+    "frozenset": (lambda: frozenset({1}), lambda held: setattr(held, "x", frozenset({len(held.x) + 1, 7}))),
+    "array.array": (lambda: array.array("d", [1.0]), halve_entry),
+    "bytearray": (lambda: bytearray(b"\x01"), lambda held: held.x.append(1)),
+    "shared value": (lambda: multiprocessing.Value("d", 1.0), halve_value),
+    "shared array": (lambda: multiprocessing.Array("d", [1.0]), halve_entry),
+    "ctypes": (lambda: ctypes.c_double(1.0), halve_value),
+    "UserList": (lambda: collections.UserList([1.0]), halve_entry),
+    "UserDict": (lambda: collections.UserDict({0: 1.0}), halve_entry),
+    "ChainMap": (lambda: collections.ChainMap({0: 1.0}), halve_entry),
+    "order": (
+        lambda: dict.fromkeys("abcdef", 0),
+        lambda held: held.x.update({(k := next(iter(held.x))): held.x.pop(k)}),
+    ),
+    "many tensors": (lambda: [torch.ones(1) for _ in range(100)], halve_entry),
+    "many objects": (
+        lambda: {n: Slotted() for n in range(100)},
+        lambda held: setattr(held.x[0], "value", 2.0),
+    ),
+    "proxy": (
+        lambda: types.MappingProxyType([{0: 1.0}][0]),
+        lambda held: setattr(held, "x", type(held.x)({0: 2})),
+    ),
+    "queue": (filled, lambda held: held.x.get()),
+    "local": (named, halve_value),
+    "context": (lambda: SETTING, lambda held: SETTING.set(SETTING.get() + 1)),
+    "slots": (Slotted, halve_value),
+    "list's attribute": (Attributes, halve_value),
+    "another object": (Frozen, lambda held: setattr(held, "x", Slotted())),
+    "another class": (lambda: Slotted, lambda held: setattr(held, "x", Frozen)),
+    "objects": (lambda: np.array([1.0, None]), halve_entry),
+    "mask": (lambda: np.ma.array([1.0, 2.0, 3.0]), lambda held: held.x.__setitem__(0, np.ma.masked)),
+    "normal": (
+        lambda: torch.distributions.Normal(torch.ones(1), torch.ones(1)),
+        lambda held: setattr(held, "x", torch.distributions.Normal(held.x.mean * 0.5, held.x.scale)),
+    ),
+    "closure": (counting, call),
+    "partial": (lambda: functools.partial(counting()), call),
+    "bound": (lambda: itertools.count().__next__, call),
+    "nested": (lambda: [[[[[[1.0]]]]]], lambda held: held.x[0][0][0][0][0].append(1)),
+    "spawned": (lambda: np.random.SeedSequence(3), lambda held: held.x.spawn(1)),
+    "requires a gradient": (lambda: torch.ones(1, requires_grad=True) * 1, halve),
+    **{name: (make, halve) for name, make in HALVED.items()},
+    **{f"iterator of {name}": (make, advance) for name, make in ITERATORS.items()},
+}
+
+
+def loop(state, make, change, *, stop=None, given=0):
+    """An epoch whose steps change an object; returns what the checkpoint after step ``stop`` holds of the loop."""
+    held, stored = SimpleNamespace(x=make()), None
+    for _ in range(given):
+        change(held)
+    state.begin_epoch()
+    state.begin_steps()
+    for step in range(given, stop or STEPS):
+        change(held)
+        stored = state.capture() if step + 1 == stop else stored
+    return stored
+
+
+def resumed(stored, *, inside):
+    state = LoopState(frozenset(), is_main=True)
+    state.resume(stored, inside=inside)
+    return state
+
+
+def warnings(caplog, name=""):
+    found = [each.getMessage() for each in caplog.records if "not what they were" in each.getMessage()]
+    return [each for each in found if name in each]
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_an_object_that_begins_anew_is_named(name, caplog):
+    """Such a run went on with other values, and without a word."""
+    make, change = CHANGED[name]
+    SETTING.set(1)
+    stored = loop(LoopState(frozenset(), is_main=True), make, change, stop=2)
+    SETTING.set(1)
+    loop(resumed(stored, inside=True), make, change)
+    (warning,) = warnings(caplog)
+    assert "loop: held.x" in warning
+    assert "digest" not in warning
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_an_object_that_the_script_brings_to_its_place_is_not_named(name, caplog):
+    make, change = CHANGED[name]
+    SETTING.set(1)
+    stored = loop(LoopState(frozenset(), is_main=True), make, change, stop=2)
+    SETTING.set(1)
+    loop(resumed(stored, inside=True), make, change, given=2)
+    assert warnings(caplog) == []
+
+
+GENERATORS = {
+    "method": lambda: random.Random(3).random,
+    "NumPy's method": lambda: np.random.default_rng(3).random,
+    "partial": lambda: functools.partial(np.random.default_rng(3).uniform, 0, 1),
+    "closure": lambda: (lambda own: lambda: own.random())(random.Random(3)),
+    "bits": lambda: (lambda own: lambda: np.random.Generator(own).random())(np.random.PCG64(3)),
+    "slots": lambda: (lambda own: lambda: own.value.random())(Slotted(random.Random(3))),
+    "loader": lambda: functools.partial(
+        lambda loader: next(iter(loader))[0].item(),
+        DataLoader(
+            TensorDataset(torch.arange(100.0)),
+            sampler=RandomSampler(range(100), generator=torch.Generator().manual_seed(3)),
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_a_generator_that_only_an_object_leads_to_goes_on(name, caplog):
+    make, drawn = GENERATORS[name], []
+    state = LoopState(frozenset(), is_main=True)
+
+    def draw(held):
+        drawn.append(held.x())
+
+    stored = loop(state, make, draw, stop=2)
+    loop(LoopState(frozenset(), is_main=True), make, draw)
+    whole = drawn[2:]
+    drawn.clear()
+    loop(resumed(stored, inside=True), make, draw, given=0)
+    assert drawn[0] == whole[2]
+    assert warnings(caplog, "held.x") == []
+
+
+def remembering(kept=[1.0]):  # noqa: B006  that is what is tested
+    kept[0] *= 0.5
+
+
+class Shared:
+    count = 0
+
+    @classmethod
+    def step(cls):
+        cls.count += 1
+
+
+counted = counting()
+
+
+@functools.lru_cache
+def cached():
+    counted()
+
+
+OWN = types.ModuleType("a_module_of_the_script")
+exec("level = 1\ndef step():\n    global level\n    level += 1\n", vars(OWN))
+
+
+@pytest.mark.parametrize(
+    ("step", "reset", "said"),
+    [
+        (
+            lambda: remembering(),
+            lambda: remembering.__defaults__[0].__setitem__(0, 1.0),
+            "remembering(default 0)[0]",
+        ),
+        (lambda: Shared.step(), lambda: setattr(Shared, "count", 0), "Shared.count (0, was 2)"),
+        (lambda: OWN.step(), lambda: setattr(OWN, "level", 1), "a_module_of_the_script.level (1, was 3)"),
+        (
+            lambda: cached() or cached.cache_clear(),
+            lambda: counted.__closure__[0].__setattr__("cell_contents", 0),
+            "counted.count (0, was 2)",
+        ),
+    ],
+)
+def test_what_functions_classes_and_modules_keep_is_named(step, reset, said, caplog):
+    reset()
+    stored = loop(LoopState(frozenset(), is_main=True), lambda: step, call, stop=2)
+    reset()
+    loop(resumed(stored, inside=True), lambda: step, call)
+    (warning,) = warnings(caplog)
+    assert said in warning
+
+
+class Epochs:
+    """A loop that changes an attribute where an epoch begins."""
+
+    def __init__(self, make):
+        self.x, self.other = make(), 0
+
+    def walk(self, state, change, epochs):
+        stored = None
+        for epoch in epochs:
+            state.begin_epoch()
+            if epoch:
+                change(self, epoch)
+            state.begin_steps()
+            for _ in range(STEPS):
+                self.other = self.x
+            stored = state.capture()
+            state.end_steps()
+        return stored
+
+
+def by_epoch(held, epoch):
+    held.x = 0.5**epoch
+
+
+def in_place(held, epoch):
+    held.x *= 0.5
+
+
+def rotated(held, epoch):
+    held.x.rotate(1)
+
+
+def replaced(held, epoch):
+    held.x = replace(held.x, value=held.x.value * 0.5)
+
+
+def halved_value(held, epoch):
+    held.x.value *= 0.5
+
+
+def taken(held, epoch):
+    held.other = next(held.x)
+
+
+def refilled(held, epoch):
+    held.x.clear()
+    held.x.append(epoch)
+
+
+def reset(held, epoch):
+    held.x = 0.0
+    held.x += epoch
+
+
+@pytest.mark.parametrize(
+    ("make", "change", "is_lost"),
+    [
+        (lambda: 1.0, in_place, True),
+        (lambda: Fraction(1), in_place, True),
+        (lambda: collections.deque([1, 2, 3, 4]), rotated, True),
+        (Frozen, replaced, True),
+        (lambda: multiprocessing.Value("d", 1.0), halved_value, True),
+        (lambda: iter([1, 2, 3, 4]), taken, True),
+        (lambda: 1.0, by_epoch, False),
+        (list, refilled, False),
+        (lambda: 0.0, reset, False),
+    ],
+)
+@pytest.mark.parametrize("inside", [False, True])
+def test_what_the_start_of_an_epoch_makes_of_what_was_lost_is_named(make, change, is_lost, inside, caplog):
+    """As ``self.scale *= 0.5``: in a resumed run it begins with the first value, and ended in other bits."""
+    stored = Epochs(make).walk(LoopState(frozenset(), is_main=True), change, range(3))
+    Epochs(make).walk(resumed(stored, inside=inside), change, [2 if inside else 3])
+    assert bool(warnings(caplog, "self.x")) == is_lost
+
+
+def test_what_code_makes_of_what_it_was_is_known():
+    def changes(task, table, number):
+        task.scale *= 0.5
+        task.rate = task.rate * 0.5
+        task.total = 0
+        task.total += 1
+        task.limit = table.limit
+        table["weight"] += 1
+        table["level"] = number
+
+    parts = [(changes.__code__, -1, float("inf"))]
+    found = {name.strip(".") for name in changed_names(parts, {}, only_carried=True)}
+    assert found == {"scale", "rate", "table", "weight"}
+
+
+class Scaled(TensorDataset):
+    scale = 1.0
+
+    def __getitem__(self, index):
+        inputs, target = super().__getitem__(index)
+        return inputs * self.scale, target
+
+
+def curriculum(folder, epochs):
+    run, _, optimizer = begin(directory=folder, resume="auto")
+    data = Scaled(*dataset().tensors)
+    data.scale = 1.0
+    for epoch in run.epochs(3):
+        if epoch:
+            data.scale *= 0.5
+        for batch in run.batches(data):
+            train_step(run, batch, optimizer)
+        if epoch + 1 == epochs:
+            leave(run)
+    run.close()
+
+
+class Left(Exception):
+    pass
+
+
+def leave(run):
+    run.save(wait=True)
+    run.close()
+    raise Left
+
+
+def test_a_data_set_whose_scale_goes_on_from_what_it_was_is_refused(tmp_path):
+    with pytest.raises(Left):
+        curriculum(tmp_path, 2)
+    with pytest.raises(ConfigError, match=r"The loop had changed curriculum: data.scale in a data set"):
+        curriculum(tmp_path, None)
+
+
+def weighted(folder, *, stop):
+    run, _, optimizer = begin(directory=folder, resume="auto")
+    weights, other = itertools.cycle([1.0, 0.5, 0.25, 0.125]), [1, 2, 3, 4]
+    for _ in run.epochs(2):
+        fresh = iter(other)
+        for batch in run.batches(dataset()):
+            weight = next(weights)
+            train_step(run, batch, optimizer, lambda output, target, w=weight: w * output.square().mean())
+            next(fresh)
+        if run.position.step == stop:
+            leave(run)
+    run.close()
+
+
+def test_a_run_names_the_iterator_that_its_weights_come_from(tmp_path, caplog):
+    with pytest.raises(Left):
+        weighted(tmp_path, stop=3)
+    weighted(tmp_path, stop=None)
+    (warning,) = warnings(caplog)
+    assert "weighted: weights" in warning
+    assert "fresh" not in warning
+
+
+def around(batches):
+    last = None
+    for batch in batches:
+        last = batch
+        yield last
+
+
+def test_a_generator_around_the_batches_is_not_named(tmp_path, caplog):
+    def train(stop):
+        run, _, optimizer = begin(directory=tmp_path, resume="auto")
+        for _ in run.epochs(2):
+            batches = around(run.batches(dataset()))
+            for batch in batches:
+                train_step(run, batch, optimizer)
+                if run.position.step + 1 == stop:
+                    leave(run)
+        run.close()
+
+    with pytest.raises(Left):
+        train(2)
+    train(None)
+    assert warnings(caplog) == []
