@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from fractions import Fraction
 from types import MappingProxyType, SimpleNamespace
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from torch.nn import functional as F
 from lockstep.checkpoint.manifest import canonical, decode, encode
 from lockstep.core.fingerprint import digest_tensor
 from lockstep.errors import CheckpointMismatch, ConfigError
+from lockstep.numerics.hidden_state import slots_of
 from lockstep.numerics.initial_values import InitialValues
 from lockstep.run.attributes import Attributes
 from lockstep.run.prepare import Parts
@@ -300,6 +302,17 @@ def train_in_two_parts(folder, change, *, stop=2, **options):
                 break
         run.close()
     Odd.scale, GLOBALS["scale"] = 1.0, 1.0
+
+
+class Private:
+    __slots__ = ("__scale", "table")
+
+    def __init__(self):
+        self.__scale, self.table = 1.0, torch.ones(2)
+
+
+def test_slots_have_the_names_by_which_a_class_knows_them():
+    assert slots_of(Private()) == {"_Private__scale": 1.0, "table": ANY}
 
 
 def test_a_method_of_torch_may_be_an_attribute(tmp_path):

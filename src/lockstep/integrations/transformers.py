@@ -499,6 +499,9 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
                 control.should_save = is_best
         if control.should_save:
             self._save_checkpoint(self.model, trial=None)
+            control.should_log = control.should_evaluate = control.should_save = (
+                False  # done, for a resumed run, too
+            )
             if self.run.options.directory is not None:
                 self.run.save()
             self.control = self.callback_handler.on_save(self.args, self.state, control)

@@ -72,7 +72,7 @@ _CLOSED = (
 )
 """Objects that are not looked into: they are no part of a forward pass."""
 NAMESPACES = (
-    *(SimpleNamespace, argparse.Namespace, UserDict, UserList, ChainMap, queue.Queue, threading.local),
+    *(SimpleNamespace, argparse.Namespace, UserDict, UserList, ChainMap, queue.Queue),
     *(SynchronizedBase, Distribution, np.poly1d),
 )
 """Classes of Python, NumPy and torch whose objects hold what the user puts there."""
@@ -212,8 +212,9 @@ class Snapshot:
             self._container(value, name)
         elif isinstance(value, tuple | frozenset):
             self._entries(enumerate(value), name)
-        elif isinstance(value, MappingProxyType):
-            self._entries(value.items(), name)
+        elif isinstance(value, MappingProxyType | threading.local):
+            held = vars(value) if isinstance(value, threading.local) else value
+            self._entries(held.items(), name)
         elif isinstance(value, ContextVar):
             self._value(value.get(None), name)
         elif (octets := octets_of(value)) is not None:
@@ -507,8 +508,10 @@ def slots_of(value: Any) -> dict[str, Any]:
     for cls in type(value).__mro__:
         slots = vars(cls).get("__slots__", ())
         for key in (slots,) if isinstance(slots, str) else tuple(slots):
-            if key not in ("__dict__", "__weakref__") and hasattr(value, key):
-                found[key] = getattr(value, key)
+            is_private = key.startswith("__") and not key.endswith("__")
+            name = f"_{cls.__name__.lstrip('_')}{key}" if is_private else key
+            if key not in ("__dict__", "__weakref__") and hasattr(value, name):
+                found[name] = getattr(value, name)
     return found
 
 

@@ -13,13 +13,10 @@ from __future__ import annotations
 
 import logging
 import re
-from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
-
-import numpy as np
 
 from lockstep.data.keyed import encoded_state, set_encoded_state
 from lockstep.errors import ConfigError
@@ -134,7 +131,10 @@ class LoopState:
             self._at_end |= dict(Variables.of_loop(self._known).texts.items() - before)
 
     def seen_in(self, found: Snapshot) -> set[str]:
-        """The names that a snapshot has for what variables hold that the loop goes on with: ``capture`` notes these."""
+        """The names that a snapshot has for what variables hold that the loop goes on with: ``capture`` notes these.
+
+        Without objects that ``Lost`` cannot tell a loss to read, as iterators.
+        """
         variables, ahead, of_inner = Variables.of_loop(self._known), set[str](), set[str]()
         for frame in reversed(list(users_frames())):
             code = frame.f_code
@@ -144,7 +144,7 @@ class LoopState:
             of_inner = named.intersection(code.co_freevars)
         names = [n for n in variables.texts if n in variables.live or _VARIABLE.split(n)[0] in ahead]
         entries = [variables.plain[name].place for name in names if name in variables.plain]
-        objects = [found.name_of(variables.values[name]) for name in names]
+        objects = [found.name_of(variables.values[name]) for name in names if variables.held(name)]
         return {*objects, *(found.places[place][0] for place in entries if place in found.places)}
 
     def _note_data(self, found: Variables) -> None:
@@ -291,8 +291,7 @@ def _owners(name: str) -> set[str]:
 
 
 def _lost_of(found: Variables, name: str) -> Lost:
-    value, held = found.values[name], found.tensors.get(name, [])
-    held = [value] if isinstance(value, list | dict | deque | np.ndarray) else held
+    held = found.held(name)
     return Lost(held, found.plain.get(name), state_of(held))
 
 

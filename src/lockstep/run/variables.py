@@ -156,6 +156,12 @@ class Variables:
                 elif key in space:
                     self._look(held, name, space, key)
 
+    def held(self, name: str) -> list[Any]:
+        """The objects at a name by whose values a loss that reads them is known: tensors, arrays, containers."""
+        value = self.values[name]
+        is_one = isinstance(value, list | dict | deque | np.ndarray)
+        return [value] if is_one else self.tensors.get(name, [])
+
     def renew_floats(self, names: Collection[str]) -> None:
         """Puts an equal float in the place of each that an object, a dict or a list holds: what is set anew shows."""
         for name in names & self.plain.keys():
