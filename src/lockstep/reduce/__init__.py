@@ -13,9 +13,8 @@ from lockstep.distributed.collectives import gather_json
 from lockstep.distributed.process_group import open_group
 from lockstep.distributed.shared_memory import can_share_memory
 from lockstep.errors import ConfigError, nearest
-from lockstep.reduce.bf16 import Bf16Reducer
 from lockstep.reduce.comm_hook import OrderedHookState, ordered_hook
-from lockstep.reduce.ordered import OrderedReducer
+from lockstep.reduce.ordered import Bf16Reducer, OrderedReducer
 from lockstep.reduce.powersgd import PowerSgdReducer
 from lockstep.reduce.reducer import BucketShape, NodeLayout, Reducer
 from lockstep.reduce.ring import RingReducer
