@@ -19,6 +19,7 @@ from enum import Enum
 from functools import partial
 from multiprocessing.sharedctypes import SynchronizedBase
 from pathlib import PurePath
+from threading import Thread
 from types import (
     BuiltinFunctionType,
     CodeType,
@@ -32,13 +33,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset, Sampler, Subset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset
 
 from lockstep.data.adopt import Stream
 from lockstep.data.wrappers.weighted import Weighted
 from lockstep.data.wrappers.wrapping import Wrapping
-from lockstep.numerics.hidden_state import is_users_module, is_users_object
-from lockstep.runtime.error_record import is_users_file
+from lockstep.runtime.error_record import is_users_file, is_users_module
 
 CHOICE = "choice of samples"
 """Begins the words for what wrappers choose."""
@@ -226,9 +226,11 @@ def _read_by(function: FunctionType) -> Iterator[Any]:
     for each in found:
         if isinstance(each, type):
             yield from _held_by_class(each)
-        elif (
-            isinstance(each, _READABLE)
-            or _is_users(each)
-            or (is_users_object(each) and not isinstance(each, torch.nn.Module))
-        ):
+        elif isinstance(each, _READABLE) or _is_users(each) or _is_users_object(each):
             yield each
+
+
+def _is_users_object(value: Any) -> bool:
+    """True for an object of a class of the user's that samples may be made of."""
+    is_else = isinstance(value, (*_LEAVES, torch.nn.Module, Dataset, DataLoader, Thread))
+    return is_users_module(type(value).__module__) and not is_else

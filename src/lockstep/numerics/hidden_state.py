@@ -19,7 +19,6 @@ import logging
 import pickle
 import queue
 import random
-import sys
 import threading
 from collections import ChainMap, OrderedDict, UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -57,7 +56,7 @@ from lockstep.numerics.value_text import (
     text_of_plain,
     text_of_tensor,
 )
-from lockstep.runtime.error_record import LIBRARIES
+from lockstep.runtime.error_record import CLOSED_PACKAGES, LIBRARIES, is_users_module
 from lockstep.text import shorten
 
 _NUMBERS = (bool, int, float, complex, np.generic)
@@ -76,7 +75,6 @@ NAMESPACES = (
     *(SynchronizedBase, Distribution, np.poly1d),
 )
 """Classes of Python, NumPy and torch whose objects hold what the user puts there."""
-_CLOSED_PACKAGES = (sys.stdlib_module_names | {"lockstep", "torch", "numpy", "builtins"}) - {"__main__"}
 _MOST_PLACES = 50_000
 _MOST_ENTRIES = 1_000
 _MOST_DEPTH = 50
@@ -424,20 +422,12 @@ def is_users_code(code: CodeType, module: str) -> bool:
     return not code.co_filename.startswith(LIBRARIES) and is_users_module(module)
 
 
-def is_users_module(module: str) -> bool:
-    """True for a module of the user's own, by its name: neither installed, nor torch's, nor this package."""
-    if module.partition(".")[0] in _CLOSED_PACKAGES:
-        return False
-    file = getattr(sys.modules.get(module), "__file__", None)
-    return not isinstance(file, str) or not file.startswith(LIBRARIES)
-
-
 def is_closed(value: Any) -> bool:
     """True for an object whose attributes are its own affair."""
     kind = type(value)
     if issubclass(kind, NAMESPACES):
         return False
-    return issubclass(kind, _CLOSED) or kind.__module__.partition(".")[0] in _CLOSED_PACKAGES
+    return issubclass(kind, _CLOSED) or kind.__module__.partition(".")[0] in CLOSED_PACKAGES
 
 
 def _is_global_generator(value: Any) -> bool:

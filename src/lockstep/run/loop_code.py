@@ -28,9 +28,9 @@ from lockstep.numerics.hidden_state import (
     Place,
     Snapshot,
     is_users_code,
-    is_users_module,
 )
 from lockstep.numerics.value_text import is_plain, text_of_plain
+from lockstep.runtime.error_record import is_users_module
 
 
 def live_names(code: CodeType, offset: int) -> frozenset[str]:

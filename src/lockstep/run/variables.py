@@ -41,11 +41,10 @@ from lockstep.numerics.hidden_state import (
     attributes_of,
     is_closed,
     is_users_code,
-    is_users_module,
     is_users_object,
     slots_of,
 )
-from lockstep.numerics.value_text import is_plain, text_of_plain
+from lockstep.numerics.value_text import is_plain, parts_of_tensor, text_of_plain
 from lockstep.run.loop_code import (
     Entry,
     LruCached,
@@ -54,6 +53,7 @@ from lockstep.run.loop_code import (
     users_frames,
 )
 from lockstep.run.optimizer_step import PreparedOptimizer
+from lockstep.runtime.error_record import is_users_module
 from lockstep.strategies.absent import AbsentTensor
 
 logger = logging.getLogger(__name__)
@@ -335,11 +335,7 @@ class Variables:
         version = "" if tensor.is_inference() else f"version {tensor._version}"
         if tensor.is_nested:
             return version
-        if tensor.layout in (torch.sparse_coo, torch.sparse_csr):
-            is_coo = tensor.layout is torch.sparse_coo
-            parts = (
-                [tensor._indices(), tensor._values()] if is_coo else [tensor.col_indices(), tensor.values()]
-            )
+        if tensor.layout is not torch.strided and (parts := parts_of_tensor(tensor)):
             return repr([self._text_of(each) for each in parts])
         is_read = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
         if not is_read or not tensor.is_cpu or tensor.is_quantized:  # the host would wait for another device

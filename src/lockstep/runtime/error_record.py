@@ -10,6 +10,7 @@ import json
 import operator
 import os
 import struct
+import sys
 import sysconfig
 import time
 import traceback
@@ -36,6 +37,8 @@ LIBRARIES = tuple(
     )
 )
 """The folders of Python itself and of installed packages."""
+CLOSED_PACKAGES = (sys.stdlib_module_names | {"lockstep", "torch", "numpy", "builtins"}) - {"__main__"}
+"""Packages whose objects are their own affair."""
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 
@@ -108,6 +111,14 @@ def users_lines(error: BaseException) -> str:
 def is_users_file(file: str) -> bool:
     """True for code of the user's own, by its file: not of Python, Lockstep or an installed package."""
     return not file.startswith((_PACKAGE, *LIBRARIES))
+
+
+def is_users_module(module: str) -> bool:
+    """True for a module of the user's own, by its name: neither installed, nor torch's, nor this package."""
+    if module.partition(".")[0] in CLOSED_PACKAGES:
+        return False
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return not isinstance(file, str) or not file.startswith(LIBRARIES)
 
 
 def about_own_backward(error: BaseException, beat: Beat | None) -> str:
