@@ -70,6 +70,8 @@ _CLOSED = (
     *(ModuleType, threading.Thread, logging.Logger, io.IOBase),
 )
 """Objects that are not looked into: they are no part of a forward pass."""
+_CLOSED_MODULES = ("transformers.trainer_callback",)
+"""Their objects are what a Trainer knows of its loop, which ``TransformersTrainer`` keeps."""
 NAMESPACES = (
     *(SimpleNamespace, argparse.Namespace, UserDict, UserList, ChainMap, queue.Queue),
     *(SynchronizedBase, Distribution, np.poly1d),
@@ -427,7 +429,8 @@ def is_closed(value: Any) -> bool:
     kind = type(value)
     if issubclass(kind, NAMESPACES):
         return False
-    return issubclass(kind, _CLOSED) or kind.__module__.partition(".")[0] in CLOSED_PACKAGES
+    package = kind.__module__.partition(".")[0]
+    return issubclass(kind, _CLOSED) or package in CLOSED_PACKAGES or kind.__module__ in _CLOSED_MODULES
 
 
 def _is_global_generator(value: Any) -> bool:
