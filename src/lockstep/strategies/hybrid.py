@@ -91,7 +91,8 @@ class ShardedPipeline(Pipeline):
     def release(self) -> None:
         """See ``Strategy.release``."""
         super().release()
-        self._between_holders.release()
+        if hasattr(self, "_between_holders"):  # else the run was refused before the model was set up
+            self._between_holders.release()
 
     def own_rows(self) -> Mapping[str, Tensor]:
         """This rank's rows of each parameter; buffers from the first of the ranks with a stage."""
