@@ -31,6 +31,11 @@ _ITERATORS = ("builtins", "itertools", "collections", "_collections")
 _MOST_CHARACTERS, _MOST_BITS = 60, 1 << 10
 
 
+def short_digest(content: bytes) -> str:
+    """Eight digits that tell contents apart."""
+    return hashlib.sha256(content).hexdigest()[:8]
+
+
 def is_plain(value: Any) -> bool:
     """Returns whether a value is a number, a text, or another that never changes and has no parts."""
     return issubclass(type(value), _PLAIN)
@@ -39,7 +44,7 @@ def is_plain(value: Any) -> bool:
 def text_of_plain(value: Any) -> str:
     """A value that ``is_plain`` as a short text."""
     if type(value) is int and value.bit_length() > _MOST_BITS:  # Python writes no number of 4,300 digits
-        return f"an int of digest {hashlib.sha256(hex(value).encode()).hexdigest()[:8]}"
+        return f"an int of digest {short_digest(hex(value).encode())}"
     return short_text(repr(value))
 
 
@@ -47,7 +52,7 @@ def short_text(text: str) -> str:
     """A text of at most so many characters; what was cut off is told apart by a digest."""
     if len(text) <= _MOST_CHARACTERS:
         return text
-    return f"{text[:_MOST_CHARACTERS]}... ({hashlib.sha256(text.encode()).hexdigest()[:8]})"
+    return f"{text[:_MOST_CHARACTERS]}... ({short_digest(text.encode())})"
 
 
 def text_of_tensor(tensor: Tensor) -> str:
@@ -57,9 +62,7 @@ def text_of_tensor(tensor: Tensor) -> str:
     digests = "".join(map(digest_tensor, parts_of_tensor(tensor)))
     if tensor.layout is torch.strided:
         return f"a tensor {list(tensor.shape)} of digest {digests[:8]}"
-    return (
-        f"a sparse tensor {list(tensor.shape)} of digest {hashlib.sha256(digests.encode()).hexdigest()[:8]}"
-    )
+    return f"a sparse tensor {list(tensor.shape)} of digest {short_digest(digests.encode())}"
 
 
 def parts_of_tensor(tensor: Tensor) -> list[Tensor]:
@@ -101,7 +104,7 @@ def set_octets(value: Any, octets: bytes) -> None:
 
 def text_of_octets(octets: bytes) -> str:
     """What ``octets_of`` returned."""
-    return f"{len(octets)} bytes of digest {hashlib.sha256(octets).hexdigest()[:8]}"
+    return f"{len(octets)} bytes of digest {short_digest(octets)}"
 
 
 def position_of(iterator: Any) -> str:
@@ -115,9 +118,8 @@ def position_of(iterator: Any) -> str:
         return ""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", DeprecationWarning
-            )  # those of itertools cannot be copied from 3.14 on
+            # Those of itertools cannot be copied from Python 3.14 on.
+            warnings.simplefilter("ignore", DeprecationWarning)
             made: Any = iterator.__reduce__()
     except TypeError:
         return ""

@@ -410,9 +410,6 @@ def changed_since(offsets: Mapping[FrameType, int], *, only_carried: bool = Fals
     return changed_names(parts, functions, only_carried=only_carried)
 
 
-LruCached = type(functools.lru_cache(len))
-
-
 class Entry(NamedTuple):
     """A plain value, and where it is."""
 

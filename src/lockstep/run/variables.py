@@ -11,8 +11,8 @@ Generators of random numbers are found wherever one of these leads to them.
 
 from __future__ import annotations
 
+import functools
 import gc
-import hashlib
 import itertools
 import logging
 import sys
@@ -44,10 +44,9 @@ from lockstep.numerics.hidden_state import (
     is_users_object,
     slots_of,
 )
-from lockstep.numerics.value_text import is_plain, parts_of_tensor, text_of_plain
+from lockstep.numerics.value_text import is_plain, parts_of_tensor, short_digest, text_of_plain
 from lockstep.run.loop_code import (
     Entry,
-    LruCached,
     changed_by_reading,
     live_in,
     users_frames,
@@ -61,6 +60,7 @@ logger = logging.getLogger(__name__)
 _MOST_PLACES, _MOST_ENTRIES, _MOST_DEPTH = 2_000, 64, 8
 _MOST_BYTES, _SAMPLE, _MOST_SAMPLES = 1 << 20, 4_096, 256
 """Of a tensor or array that is read; the numbers out of a larger one; the objects out of a longer list."""
+_LRU_CACHED = type(functools.lru_cache(len))
 _CONFIGS = ("omegaconf.", "ml_collections.")
 """Installed packages whose objects hold the user's numbers."""
 _OF_TORCH = (
@@ -216,7 +216,7 @@ class Variables:
         elif (state := encoded_state(value)) is not None:
             if not self._is_in_data:  # reading samples draws from it
                 self.generators[name] = value
-                self._note(name, _digest(repr(state).encode()), value)
+                self._note(name, short_digest(repr(state).encode()), value)
                 seeds = getattr(getattr(value, "bit_generator", value), "seed_seq", None)
                 self._look(seeds, f"{name}.seed_seq", name, "seed_seq", depth, only_tensors)
         elif issubclass(kind, nn.Module):
@@ -227,7 +227,7 @@ class Variables:
             self._note(name, f"after {value._num_yielded} batches", value)
         elif depth >= _MOST_DEPTH:
             return
-        elif issubclass(kind, FunctionType | LruCached):
+        elif issubclass(kind, FunctionType | _LRU_CACHED):
             for key, held in copied(vars(value).items()):
                 self._look(held, f"{name}.{key}", vars(value), key, depth + 1, only_tensors)
             if kind is FunctionType and is_users_code(value.__code__, value.__module__ or ""):
@@ -245,7 +245,7 @@ class Variables:
                 self.with_values |= {name} if content else set()
             elif content or not is_foreign:
                 order = [*filter(is_plain, value)] if issubclass(kind, dict) and not is_foreign else []
-                content = content or (f" of digest {_digest(repr(order).encode())}" if order else "")
+                content = content or (f" of digest {short_digest(repr(order).encode())}" if order else "")
                 self._note(name, f"{len(value)} entries{content}", value, has_values=self._is_in_data)
             is_told = bool(content) and self._is_in_data
             for key, held in copied(entries) if len(value) <= _MOST_ENTRIES else ():
@@ -260,7 +260,9 @@ class Variables:
         elif issubclass(kind, set | frozenset):
             if not (only_tensors or self._is_in_data):
                 plain = sorted(text_of_plain(each) for each in [*value] if is_plain(each))
-                self._note(name, f"{len(value)} entries of digest {_digest(repr(plain).encode())}", value)
+                self._note(
+                    name, f"{len(value)} entries of digest {short_digest(repr(plain).encode())}", value
+                )
         elif kind.__module__.partition(".")[0] == "pandas" and hasattr(kind, "iloc"):
             self._table(value, name)
         elif issubclass(kind, Dataset) or kind.__module__.startswith(_OF_TORCH) or not is_closed(value):
@@ -280,7 +282,7 @@ class Variables:
         self.generators |= inner.generators
         texts = sorted(pair for pair in inner.texts.items() if pair[0] not in inner.generators)
         if not only_tensors or hasattr(type(value), "__next__"):
-            self._note(name, f"{what} of digest {_digest(repr(texts).encode())}", value)
+            self._note(name, f"{what} of digest {short_digest(repr(texts).encode())}", value)
 
     def _function(self, function: FunctionType, name: str, depth: int, only_tensors: bool) -> None:
         """Looks at the variables around a function whose own function has returned, and at its defaults."""
@@ -329,7 +331,7 @@ class Variables:
         with suppress(Exception):  # entries that have no hash
             some = table.iloc[:: max(1, len(table) // _SAMPLE)]
             content = sys.modules["pandas"].util.hash_pandas_object(some).to_numpy().tobytes()
-            self._note(name, f"{table.shape} of digest {_digest(content)}", table, has_values=True)
+            self._note(name, f"{table.shape} of digest {short_digest(content)}", table, has_values=True)
 
     def _text_of(self, tensor: Tensor) -> str:
         version = "" if tensor.is_inference() else f"version {tensor._version}"
@@ -355,7 +357,7 @@ class Variables:
         elif not (array.dtype.hasobject or _is_on_disk(array)):
             step = 1 if array.nbytes <= _MOST_BYTES else array.size // _SAMPLE
             content = np.ascontiguousarray(array.flat[::step]).tobytes()
-            self._note(name, f"{list(array.shape)} of digest {_digest(content)}", array, has_values=True)
+            self._note(name, f"{list(array.shape)} of digest {short_digest(content)}", array, has_values=True)
 
     def _module(self, module: nn.Module, name: str) -> None:
         """One text of all tensors of a module, such as a copy of the model that follows it, and one of each number."""
@@ -366,7 +368,7 @@ class Variables:
         if tensors and not any(id(tensor) in self.known for tensor in tensors):
             content = repr([self._text_of(tensor) for tensor in tensors])
             self.tensors[name] = [module, *tensors]
-            self._note(name, f"tensors of digest {_digest(content.encode())}", module, has_values=True)
+            self._note(name, f"tensors of digest {short_digest(content.encode())}", module, has_values=True)
         for path, each in module.named_modules(prefix=name):
             for key, held in copied(vars(each).items()) if id(each) not in self.known else ():
                 if is_plain(held) and key != "training" and not key.startswith("_"):
@@ -401,11 +403,7 @@ def _content_of(entries: Any, least: int) -> str:
     parts = [part for each in some for part in (each if type(each) in (list, tuple) else (each,))]
     plain = [part if part is None or is_plain(part) else "..." for part in parts]
     is_read = any(part is not None and is_plain(part) for part in parts)
-    return f" of digest {_digest(repr(plain).encode())}" if is_read else ""
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:8]
+    return f" of digest {short_digest(repr(plain).encode())}" if is_read else ""
 
 
 def copied(entries: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
