@@ -114,6 +114,12 @@ def ranks_end():
             "equal",
             id="a hook after the step, of a weight that two servers share",
         ),
+        pytest.param(
+            {"lines": ("gradient_zero",), "recipe": (("global_batch", 8), ("micro_batches", 4)), "count": 20},
+            PIPELINE,
+            "equal",
+            id="a loop that looks at gradients of other stages",
+        ),
         pytest.param({"lines": ("clip_torch",)}, SERVER, "refused", id="torch's clip_grad_norm_ on workers"),
         pytest.param({"lines": ("set_buffer",)}, FSDP, "refused", id="a buffer registered late, fsdp"),
         pytest.param(

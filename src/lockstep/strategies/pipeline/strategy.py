@@ -298,8 +298,9 @@ class Pipeline(Strategy):
         self._read = [
             (name, each, _forward_of(each), dict(each._modules)) for name, each in self._opened.items()
         ]
-        self._attributes = {name: attributes_of(each) for name, each in self._opened.items()}
-        self._calls = {name: what_it_calls(each) for name, each in self._opened.items() if each is not placed}
+        own = {name: each for name, each in self._opened.items() if each is not placed}
+        self._attributes = {name: attributes_of(each) for name, each in own.items()}
+        self._calls = {name: what_it_calls(each) for name, each in own.items()}
         self._require_called()
         return placed
 
@@ -448,9 +449,10 @@ class Pipeline(Strategy):
                     f"{self.name!r} calls what is in it in several processes. Replace it before run.prepare, which "
                     "then keeps the module in one stage, or use strategy 'ddp'."
                 )
-            if (now := attributes_of(module)) != (before := self._attributes[name]):
+            before = self._attributes.get(name)
+            if before is not None and (now := attributes_of(module)) != before:
                 self._attributes[name] = now
-                if self._calls.get(name) != what_it_calls(module):
+                if self._calls[name] != what_it_calls(module):
                     changed = next(key for key in (*now, *before) if now.get(key) != before.get(key))
                     raise ConfigError(
                         f"{changed!r} was changed after run.prepare, and the forward of {name or 'the model'!r} calls "
