@@ -202,8 +202,12 @@ def _ending(rank, ranks, folder, text, options, stop):
 
 
 def _is_own(error):
-    """True where the innermost frame that is not torch's is of the program, or its backward pass cannot be run."""
-    if "modified by an inplace operation" in str(error) or "not implemented for '" in str(error):
+    """True where the innermost frame that is not torch's is of the program, or its backward pass cannot be run.
+
+    A program may ask torch to raise an error where a gradient is NaN.
+    """
+    of_torch = ("modified by an inplace operation", "not implemented for '", "returned nan values in its")
+    if any(words in str(error) for words in of_torch):
         return True
     names = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
     if "/torch/optim/" in names[-1]:
