@@ -141,17 +141,19 @@ def no_child_left():
 
 @pytest.fixture(scope="session")
 def torchvision():
-    """torchvision, with the two C++ operators declared that it cannot load beside a CPU build of torch."""
+    """torchvision; its two C++ operators are declared where it cannot load them beside another build of torch."""
     import torch
 
+    try:
+        yield pytest.importorskip("torchvision", exc_type=ImportError)
+        return
+    except RuntimeError:  # they are missing
+        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+            del sys.modules[name]
     library = torch.library.Library("torchvision", "DEF")
-    for schema in (
-        "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-        "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-    ):
-        library.define(schema)
-    module = pytest.importorskip("torchvision", exc_type=ImportError)
-    yield module
+    for name in ("nms", "qnms"):
+        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    yield pytest.importorskip("torchvision", exc_type=ImportError)
     del library
 
 

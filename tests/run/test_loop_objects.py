@@ -407,6 +407,35 @@ def test_what_code_makes_of_what_it_was_is_known():
     assert found == {"scale", "rate", "table", "weight"}
 
 
+def test_what_code_changes_is_known_where_one_instruction_loads_two_variables():
+    """Python 3.13 and later join such loads, and keep the place of the first in its line."""
+
+    def changes(table, other, index, value, total):
+        def add(one, two):
+            nonlocal total
+            total = total + one * two
+
+        table[index] = value
+        return value, other.append(index), add, total
+
+    parts = [(changes.__code__, -1, float("inf"))]
+    assert changed_names(parts, {}) >= {"table", "other", "total"}
+    assert {name.strip(".") for name in changed_names(parts, {}, only_carried=True)} == {"other", "total"}
+
+
+def test_methods_that_super_leads_to_are_followed():
+    class Base:
+        def advance(self):
+            self.scale *= 0.5
+
+    class Advancing(Base):
+        def go_on(self):
+            super().advance()
+
+    parts = [(Advancing.go_on.__code__, -1, float("inf"))]
+    assert "scale" in changed_names(parts, {"advance": [Base.advance.__code__]})
+
+
 class Scaled(TensorDataset):
     scale = 1.0
 

@@ -67,8 +67,8 @@ def _set_by(code: CodeType) -> set[str]:
 
 
 @functools.cache
-def _flow(code: CodeType) -> tuple[list[dis.Instruction], list[list[int]]]:
-    """The instructions, and the numbers of those that may follow each."""
+def _flow(code: CodeType) -> tuple[list[dis.Instruction], list[list[int]], list[_Accesses]]:
+    """The instructions, the numbers of those that may follow each, and what each accesses."""
     instructions = list(dis.get_instructions(code))
     place = {each.offset: number for number, each in enumerate(instructions)}
     follow: list[list[int]] = []
@@ -77,19 +77,41 @@ def _flow(code: CodeType) -> tuple[list[dis.Instruction], list[list[int]]]:
         if number + 1 < len(instructions) and each.opname not in _NEVER_CONTINUE:
             targets.append(number + 1)
         follow.append(targets)
-    return instructions, follow
+    accesses = [_accesses(each) for each in instructions]
+    for number, each in enumerate(instructions):
+        if each.opname == "LOAD_FAST_AND_CLEAR":
+            _hide(each.argval, number, instructions, accesses)
+    return instructions, follow, accesses
+
+
+def _hide(name: str, begin: int, instructions: list[dis.Instruction], accesses: list[_Accesses]) -> None:
+    """Takes out accesses to a comprehension's own variable, up to that which puts back the function's of this name.
+
+    Since Python 3.12 a comprehension is a part of the code around it.
+    """
+    rest = itertools.islice(instructions, begin, None)
+    ends = next((each.argval for each in rest if each.opname == "FOR_ITER"), None)
+    if ends is None:  # an asynchronous one
+        return
+    for number in range(begin, len(instructions)):
+        own = [each for each in accesses[number] if each[1] == name]
+        is_last = instructions[number].offset >= ends and any(kind == "STORE" for kind, _ in own)
+        for each in own[: 1 if is_last else None]:
+            accesses[number].remove(each)
+        if is_last:
+            return
 
 
 def names_ahead(code: CodeType, offset: int) -> set[str]:
     """The variables that code may read or set after an instruction; see ``live_names``."""
-    instructions, follow = _flow(code)
+    instructions, follow, accesses = _flow(code)
     number = bisect_right([each.offset for each in instructions], offset) - 1
     seen, todo = set[int](), list(follow[number])
     while todo:
         if (number := todo.pop()) not in seen:
             seen.add(number)
             todo += follow[number]
-    return {name for each in seen for _, name in _accesses(instructions[each])}
+    return {name for each in seen for _, name in accesses[each]}
 
 
 @functools.cache
@@ -98,7 +120,7 @@ def _live_around(code: CodeType) -> tuple[list[int], list[frozenset[str]], list[
 
     Found by backward data flow (Kildall 1973).
     """
-    instructions, follow = _flow(code)
+    instructions, follow, accesses = _flow(code)
     inner = _inner_functions(instructions)
     before: list[frozenset[str]] = [frozenset()] * len(instructions)
     after = list(before)
@@ -108,7 +130,7 @@ def _live_around(code: CodeType) -> tuple[list[int], list[frozenset[str]], list[
         for number in range(len(instructions) - 1, -1, -1):
             live = frozenset[str]().union(*(before[each] for each in follow[number]))
             after[number] = live
-            for kind, name in reversed(_accesses(instructions[number])):
+            for kind, name in reversed(accesses[number]):
                 live = live | {name} | inner.get(name, frozenset()) if kind == "LOAD" else live - {name}
             changed |= live != before[number]
             before[number] = live
@@ -154,9 +176,10 @@ _NEVER_CONTINUE = (
     *("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT"),
 )
 _OF_VARIABLES = ("FAST", "NAME", "DEREF", "GLOBAL", "CLOSURE")
+_Accesses = list[tuple[str, str]]
 
 
-def _accesses(instruction: dis.Instruction) -> list[tuple[str, str]]:
+def _accesses(instruction: dis.Instruction) -> _Accesses:
     """Each ("LOAD" or other, variable) of an instruction, which since Python 3.13 may name two, in their order."""
     words = instruction.opname.split("_")
     if not any(word in _OF_VARIABLES for word in words):
@@ -232,11 +255,12 @@ def _effects(code: CodeType) -> list[_Effects]:
     for each in dis.get_instructions(code):
         where, kind, changes, names = each.positions, each.opname, set[str](), set[str]()
         calls = _longest(where, loads) if kind.startswith("CALL") else set()
-        base, line = frozenset(_longest(where, loads)), where and where.lineno
+        accesses, line = _accesses(each), where and where.lineno
+        base = frozenset(() if accesses else _longest(where, loads))
         carries, sets = set[str](), False
         if "next" in calls:
             changes = carries = _argument(where, loads)
-        if kind in ("LOAD_ATTR", "LOAD_METHOD"):
+        if kind in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
             names.add(str(each.argval))
             if each.argval in _CHANGING or (each.argval[-1] == "_" and each.argval[-2:] != "__"):
                 changes |= base
@@ -249,8 +273,13 @@ def _effects(code: CodeType) -> list[_Effects]:
         elif isinstance(each.argval, str) and kind == "LOAD_CONST":
             texts.append((where, each.argval))
             changes |= {each.argval} if sets_by_name else set()
-        for access, name in _accesses(each):
-            (names if access == "LOAD" else changes).add(name)
+        for access, name in accesses:
+            if access != "LOAD":
+                changes.add(name)
+            elif names:  # of two variables the positions are those of the first
+                loads.append((dis.Positions(line), name))
+            else:
+                names.add(name)
         if kind in ("STORE_ATTR", "STORE_NAME", "STORE_GLOBAL", "STORE_DEREF"):
             sets, carries = True, {name for name in changes if is_in_place or (line, name, base) in read}
             carries |= {f".{name}" if kind == "STORE_ATTR" else f"{name}." for name in carries}
@@ -271,6 +300,8 @@ def _effects(code: CodeType) -> list[_Effects]:
 def _longest(where: Any, loads: list[tuple[Any, str]]) -> set[str]:
     """The name of x in ``x[...]``, ``x.method`` and ``x(...)``: the longest that begins where they do."""
     own = [(its, name) for its, name in loads if _is_within(its, where) and its[::2] == where[::2]]
+    if where and not own:
+        return {name for its, name in loads if its and its[1] is None and its[0] == where[0]}
     longest = max(((its[1], its[3]) for its, _ in own), default=None)
     return {name for its, name in own if (its[1], its[3]) == longest}
 
