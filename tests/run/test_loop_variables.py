@@ -52,17 +52,17 @@ def test_a_value_that_every_pass_computes_from_its_number_is_not_live():
 
 
 def test_the_variable_of_a_comprehension_is_its_own():
-    kept, step = "c", "d"
+    kept = "c"
     for _ in range(2):
         found = live_here()
         lengths = [len(kept) for kept in "ab"]
-        table = {(other, step): [step for step in "c"] for other in lengths for step in "d"}
+        table = {(other, step): [step * 2 for step in "c"] for other in lengths for step in "d"}
     for _ in range(2):
         later = live_here()
         lengths = [len(kept) for kept in "ab"]
     assert not {"step", "other"} & found
     assert "kept" in found & later
-    assert (kept, lengths, table) == ("c", [1, 1], {(1, "d"): ["c"]})
+    assert (kept, lengths, table) == ("c", [1, 1], {(1, "d"): ["cc"]})
 
 
 def test_what_one_branch_keeps_is_live():
