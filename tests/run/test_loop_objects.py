@@ -8,6 +8,8 @@ import itertools
 import multiprocessing
 import queue
 import random
+import subprocess
+import sys
 import threading
 import types
 from contextvars import ContextVar
@@ -421,6 +423,28 @@ def test_what_code_changes_is_known_where_one_instruction_loads_two_variables():
     parts = [(changes.__code__, -1, float("inf"))]
     assert changed_names(parts, {}) >= {"table", "other", "total"}
     assert {name.strip(".") for name in changed_names(parts, {}, only_carried=True)} == {"other", "total"}
+
+
+def test_what_code_changes_is_known_where_python_leaves_out_columns():
+    """As with PYTHONNODEBUGRANGES: then all names of the line count."""
+    names = "{*'task scale rate table weight index it total'.split()}"
+    lines = (
+        "from lockstep.run.loop_code import changed_names",
+        "def changes(task, table, it, index, value):",
+        "    task.scale *= 0.5",
+        "    task.rate = task.rate * 0.5",
+        "    table['weight'] += 1",
+        "    table[index] = value",
+        "    next(it)",
+        "    task.total = 0",
+        "parts = [(changes.__code__, -1, float('inf'))]",
+        "carried = changed_names(parts, {}, only_carried=True)",
+        f"assert changed_names(parts, {{}}) >= {names}, changed_names(parts, {{}})",
+        "assert {'scale', 'rate', 'table', 'weight', 'it'} <= carried and 'total' not in carried, carried",
+    )
+    command = [sys.executable, "-X", "no_debug_ranges", "-c", "\n".join(lines)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert not ended.returncode, ended.stderr
 
 
 def test_methods_that_super_leads_to_are_followed():

@@ -257,6 +257,7 @@ def _effects(code: CodeType) -> list[_Effects]:
         calls = _longest(where, loads) if kind.startswith("CALL") else set()
         accesses, line = _accesses(each), where and where.lineno
         base = frozenset(() if accesses else _longest(where, loads))
+        known = base if where and where.col_offset is not None else frozenset[str]()
         carries, sets = set[str](), False
         if "next" in calls:
             changes = carries = _argument(where, loads)
@@ -270,6 +271,7 @@ def _effects(code: CodeType) -> list[_Effects]:
             changes |= {str(each.argval)} | (base if each.argval in ("data", "value") else set())
         elif kind in ("STORE_SUBSCR", "STORE_SLICE", "DELETE_SUBSCR"):
             changes |= base | {text for its, text in texts if _is_within(its, where)}
+            changes |= _somewhere_in(where, texts)
         elif isinstance(each.argval, str) and kind == "LOAD_CONST":
             texts.append((where, each.argval))
             changes |= {each.argval} if sets_by_name else set()
@@ -281,7 +283,7 @@ def _effects(code: CodeType) -> list[_Effects]:
             else:
                 names.add(name)
         if kind in ("STORE_ATTR", "STORE_NAME", "STORE_GLOBAL", "STORE_DEREF"):
-            sets, carries = True, {name for name in changes if is_in_place or (line, name, base) in read}
+            sets, carries = True, {name for name in changes if is_in_place or (line, name, known) in read}
             carries |= {f".{name}" if kind == "STORE_ATTR" else f"{name}." for name in carries}
         elif kind == "STORE_SUBSCR":
             on_line = [text for its, text in texts if its and its.lineno == line]
@@ -289,7 +291,7 @@ def _effects(code: CodeType) -> list[_Effects]:
         if kind != "SWAP":
             is_in_place = kind == "BINARY_OP" and each.argrepr.endswith("=")
         loads += [(where, name) for name in names]
-        read |= {(line, name, base) for name in names}
+        read |= {(line, name, known) for name in names}
         inner = each.argval if isinstance(each.argval, CodeType) else None
         found.append(
             _Effects(each.offset, frozenset(changes), frozenset(carries), frozenset(calls), inner, sets)
@@ -300,16 +302,20 @@ def _effects(code: CodeType) -> list[_Effects]:
 def _longest(where: Any, loads: list[tuple[Any, str]]) -> set[str]:
     """The name of x in ``x[...]``, ``x.method`` and ``x(...)``: the longest that begins where they do."""
     own = [(its, name) for its, name in loads if _is_within(its, where) and its[::2] == where[::2]]
-    if where and not own:
-        return {name for its, name in loads if its and its[1] is None and its[0] == where[0]}
     longest = max(((its[1], its[3]) for its, _ in own), default=None)
-    return {name for its, name in own if (its[1], its[3]) == longest}
+    return {name for its, name in own if (its[1], its[3]) == longest} or _somewhere_in(where, loads)
 
 
 def _argument(where: Any, loads: list[tuple[Any, str]]) -> set[str]:
     """The name of x in ``next(x)``."""
     own = [(its, name) for its, name in loads if _is_within(its, where)][1:]
-    return set([name for its, name in own if its[::2] == own[0][0][::2]][-1:])
+    first = set([name for its, name in own if its[::2] == own[0][0][::2]][-1:])
+    return first or _somewhere_in(where, loads)
+
+
+def _somewhere_in(where: Any, loads: list[tuple[Any, str]]) -> set[str]:
+    """The names of its line of which nothing more is known, as with PYTHONNODEBUGRANGES."""
+    return {name for its, name in loads if where and its and its[2] is None and its[0] == where[0]}
 
 
 def _is_within(inner: Any, outer: Any) -> bool:
