@@ -427,7 +427,7 @@ def test_what_code_changes_is_known_where_one_instruction_loads_two_variables():
 
 def test_what_code_changes_is_known_where_python_leaves_out_columns():
     """As with PYTHONNODEBUGRANGES: then all names of the line count."""
-    names = "{*'task scale rate table weight index it total'.split()}"
+    names = "{*'scale rate table weight index it total'.split()}"
     lines = (
         "from lockstep.run.loop_code import changed_names",
         "def changes(task, table, it, index, value):",
