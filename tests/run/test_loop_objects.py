@@ -412,17 +412,19 @@ def test_what_code_makes_of_what_it_was_is_known():
 def test_what_code_changes_is_known_where_one_instruction_loads_two_variables():
     """Python 3.13 and later join such loads, and keep the place of the first in its line."""
 
-    def changes(table, other, index, value, total):
+    def changes(table, other, third, index, value, total):
         def add(one, two):
             nonlocal total
             total = total + one * two
 
         table[index] = value
+        all([third.append(each) for each in table])
         return value, other.append(index), add, total
 
     parts = [(changes.__code__, -1, float("inf"))]
-    assert changed_names(parts, {}) >= {"table", "other", "total"}
-    assert {name.strip(".") for name in changed_names(parts, {}, only_carried=True)} == {"other", "total"}
+    carried = {name.strip(".") for name in changed_names(parts, {}, only_carried=True)}
+    assert changed_names(parts, {}) >= {"table", "other", "third", "total"}
+    assert carried == {"other", "third", "total"}
 
 
 def test_what_code_changes_is_known_where_python_leaves_out_columns():

@@ -275,10 +275,10 @@ def _effects(code: CodeType) -> list[_Effects]:
         elif isinstance(each.argval, str) and kind == "LOAD_CONST":
             texts.append((where, each.argval))
             changes |= {each.argval} if sets_by_name else set()
-        for access, name in accesses:
+        for place, (access, name) in enumerate(accesses):
             if access != "LOAD":
                 changes.add(name)
-            elif names:  # of two variables the positions are those of the first
+            elif place:  # of two variables the positions are those of the first
                 loads.append((dis.Positions(line), name))
             else:
                 names.add(name)
