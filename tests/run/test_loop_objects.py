@@ -418,8 +418,7 @@ def test_what_code_changes_is_known_where_one_instruction_loads_two_variables():
             total = total + one * two
 
         table[index] = value
-        all([third.append(each) for each in table])
-        return value, other.append(index), add, total
+        return value, other.append(index), [third.append(each) for each in table], add, total
 
     parts = [(changes.__code__, -1, float("inf"))]
     carried = {name.strip(".") for name in changed_names(parts, {}, only_carried=True)}
