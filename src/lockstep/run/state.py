@@ -574,10 +574,12 @@ def _like(own: Any, stored: Any) -> Any:
     if isinstance(stored, dict) and stored.keys() == {_TENSOR}:
         tensor = _from_json(stored[_TENSOR])
         return tensor.to(own.device) if isinstance(own, Tensor) else tensor
-    if isinstance(own, list) and isinstance(stored, list) and len(own) == len(stored):
-        return [_like(mine, theirs) for mine, theirs in zip(own, stored)]
-    if isinstance(own, dict) and isinstance(stored, dict):
-        return {**own, **{key: _like(own.get(key), value) for key, value in stored.items()}}
+    if isinstance(stored, list):
+        mine = own if isinstance(own, list) and len(own) == len(stored) else [None] * len(stored)
+        return [_like(*pair) for pair in zip(mine, stored)]
+    if isinstance(stored, dict):
+        known = own if isinstance(own, dict) else {}
+        return {**known, **{key: _like(known.get(key), value) for key, value in stored.items()}}
     return stored
 
 
