@@ -382,6 +382,50 @@ def test_a_copy_that_follows_the_model_is_named_though_it_begins_with_other_valu
     assert "self.target" not in record.getMessage()
 
 
+class Damped:
+    """A warm-up as installed packages have it."""
+
+    __module__ = "pip.of_another_package"
+
+    def __init__(self):
+        self.last_step = 0
+
+    def state_dict(self):
+        return vars(self)
+
+    def load_state_dict(self, state):
+        vars(self).update(state)
+
+
+class Holding(nn.Module):
+    """An average that holds the model, too."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.online_model, self.ema_model = model, copy.deepcopy(model)
+
+
+def beside(state, model, stop=None):
+    average, warmup, stored = Holding(model), Damped(), None
+    state.begin_epoch()
+    state.begin_steps()
+    for step in range(STEPS):
+        average.ema_model.weight.data.add_(1)
+        warmup.last_step += 1
+        stored = state.capture() if step == stop else stored
+    return stored
+
+
+def test_averages_and_warmups_of_installed_packages_that_prepare_was_not_given_are_named(caplog):
+    model = nn.Linear(1, 1, bias=False)
+    known = frozenset(map(id, (model, model.weight)))
+    stored = beside(LoopState(known, is_main=True), model, 1)
+    beside(resumed(stored, inside=True, known=known), model)
+    (record,) = caplog.records
+    assert "beside: average (other values)" in record.getMessage()
+    assert "beside: warmup.last_step (0, was 2)" in record.getMessage()
+
+
 class Trainer:
     def __init__(self):
         self.step = 0

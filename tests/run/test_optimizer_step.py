@@ -13,7 +13,7 @@ from torch import nn
 
 import lockstep
 from lockstep.core.world import World
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, LockstepError
 
 cross_entropy = nn.functional.cross_entropy
 
@@ -234,3 +234,39 @@ def test_fused_steps_that_overflow_are_skipped_and_counted():
     assert skipped == also_skipped > 0
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
+
+
+class NeverEmpty(torch.optim.SGD):
+    def step(self, closure=None):
+        torch.stack([parameter.grad.sum() for parameter in self.param_groups[0]["params"]])
+        return super().step(closure)
+
+
+class Estimating(torch.optim.SGD):
+    """Keeps a number of all gradients in its group, as Prodigy does."""
+
+    def step(self, closure=None):
+        group = self.param_groups[0]
+        group["distance"] = sum(float(each.grad.norm()) for each in group["params"])
+        return super().step(closure)
+
+
+def served(world, make):
+    run, _, optimizer = begin(make_optimizer=make, strategy="parameter_server")
+    for batch in run.batches(dataset()):
+        train_step(run, batch, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (NeverEmpty, r"NeverEmpty cannot step without parameters \(RuntimeError"),
+        (
+            Estimating,
+            r"an optimizer that computes a setting from the gradients of its process \(use strategy 'ddp'",
+        ),
+    ],
+)
+def test_optimizers_that_only_a_server_could_step_are_refused_in_words(kind, said):
+    with pytest.raises(LockstepError, match=said):
+        run_ranks(served, 2, kind)

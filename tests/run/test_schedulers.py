@@ -28,7 +28,29 @@ class Warmup:
         return max(self.bounds[0], self.table[1] / self.calls**0.5)
 
 
+class Recalling:
+    """A schedule of nobody's base class, with a state that has lists of tensors where there was nothing at first."""
+
+    def __init__(self, optimizer):
+        self.optimizer, self.kept, self.named = optimizer, None, {}
+
+    def step(self):
+        self.kept = [torch.tensor(0.9) * (self.kept[0] if self.kept else 1)]
+        self.named["all"] = {"last": [self.kept[0] / 2]}
+        self.optimizer.param_groups[0]["lr"] = float(self.kept[0] - self.named["all"]["last"][0])
+
+    def state_dict(self):
+        return {"kept": self.kept, "named": self.named}
+
+    def load_state_dict(self, state):
+        assert all(
+            isinstance(each, torch.Tensor) for each in (*state["kept"], *state["named"]["all"]["last"])
+        )
+        self.kept, self.named = state["kept"], state["named"]
+
+
 SCHEDULERS = {
+    "own": Recalling,
     "LambdaLR": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step),
     "LambdaLR of an object": lambda optimizer: lr_scheduler.LambdaLR(optimizer, Warmup()),
     "MultiplicativeLR of an object": lambda optimizer: lr_scheduler.MultiplicativeLR(optimizer, Warmup()),

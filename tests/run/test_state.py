@@ -145,10 +145,34 @@ class Shared(Wrapping):
 
 
 class Counted(torch.optim.SGD):
-    """Counts in an entry of ``state`` that belongs to no parameter."""
+    """Counts in an entry of ``state`` that belongs to no parameter, and a list there."""
 
     def step(self, closure=None):
-        self.state["all"] = self.state.get("all", 0) + 1
+        self.state["all"] = [self.state.get("all", [0])[0] + torch.ones(1)]
+        return super().step(closure)
+
+
+class Preconditioned(torch.optim.SGD):
+    """Counts in ``state`` itself, keeps a queue and an orthogonal matrix, along columns, and a number type."""
+
+    def __init__(self, *given, **settings):
+        super().__init__(*given, **settings)
+        self.param_groups[0]["kept_as"] = torch.float64
+        self.state["steps"], self.state["tensor"] = 0, torch.zeros(1)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.state["steps"] += 1
+        self.state["tensor"] += self.state["steps"]
+        for p in self.param_groups[0]["params"]:
+            if p.dim() == 2:
+                state = self.state[p]
+                state.setdefault("queue", deque(maxlen=2)).append(p.grad.clone())
+                if "basis" not in state:
+                    state["basis"] = torch.linalg.qr(p.grad @ p.grad.mT)[0].to(
+                        self.param_groups[0]["kept_as"]
+                    )
+                p.grad.copy_(state["basis"].mT @ state["queue"][0].double())
         return super().step(closure)
 
 
@@ -157,7 +181,7 @@ class Counted(torch.optim.SGD):
     [
         (Velocity, "velocity[0] of Velocity"),
         (Wrapping, "base.state[...]"),
-        (Counted, "state['all'] of Counted"),
+        (Counted, "state['all'][0] of Counted"),
     ],
 )
 def test_tensors_that_an_optimizer_keeps_elsewhere_are_named_and_such_a_run_is_not_resumed(
@@ -191,6 +215,29 @@ def test_an_optimizer_that_the_loop_makes_itself_is_named_and_such_a_run_is_not_
     with pytest.raises(CheckpointMismatch, match=r"second \(SGD\), which run.prepare was not given"):
         begin(directory=tmp_path / "kept", resume="auto")
     begin(directory=tmp_path / "plain", resume="auto")
+
+
+def test_what_an_optimizer_keeps_goes_on_as_it_lay_in_memory(tmp_path):
+    """An orthogonal matrix lies along columns: along rows, products with it may have other bits."""
+
+    def found(*stops, **options):
+        for epochs in (*stops, 3):
+            run, _, optimizer = begin(make_optimizer=Preconditioned, **options)
+            for _ in run.epochs(epochs):
+                for batch in run.batches(dataset()):
+                    train_step(run, batch, optimizer)
+                if stops:
+                    run.save(wait=True)
+            own = optimizer.wrapped
+            fingerprint = run.fingerprint()
+            run.close()
+        kept = [state for p, state in own.state.items() if isinstance(p, torch.Tensor)]
+        strides = [(each["basis"].stride(), each["queue"].maxlen) for each in kept if "basis" in each]
+        return fingerprint, strides, own.state["steps"], own.state["tensor"], own.param_groups[0]["kept_as"]
+
+    expected = found()
+    assert expected[1][0][0][0] == 1, "along its columns"
+    assert found(1, directory=tmp_path, resume="auto") == expected
 
 
 @pytest.mark.parametrize("kind", [Shared, Counting])

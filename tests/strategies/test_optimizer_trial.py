@@ -63,6 +63,54 @@ class InBlocks(optim.SGD):
         super().step(closure)
 
 
+class Factored(optim.SGD):
+    """Scales gradients by means of rows and columns where both are many, as Adafactor of timm does."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in (each for group in self.param_groups for each in group["params"]):
+            if parameter.dim() > 1 and sorted(parameter.shape)[-2] >= 32:
+                parameter.grad.div_(parameter.grad.abs().mean(0, keepdim=True) + 1)
+        super().step(closure)
+
+
+class Delayed(optim.SGD):
+    """Divides gradients by their largest, from the eleventh step on, as AdaShift does."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in (each for group in self.param_groups for each in group["params"]):
+            self.state[parameter]["steps"] = steps = self.state[parameter].get("steps", 0) + 1
+            if steps > 10 and parameter.numel():
+                parameter.grad.div_(parameter.grad.abs().max())
+        super().step(closure)
+
+
+class Squared(optim.SGD):
+    """Keeps a matrix for each vector, as Shampoo does, so that long ones would take minutes."""
+
+    def step(self, closure=None):
+        own = [each for group in self.param_groups for each in group["params"] if each.dim() == 1]
+        assert all(each.numel() <= 407 for each in own), "much longer than any of the model"
+        super().step(closure)
+
+
+class Moded(optim.SGD):
+    """Steps in its training mode alone, as those without a schedule; counts beside the state of parameters."""
+
+    def __init__(self, params, **options):
+        super().__init__(params, **options)
+        self.trains, self.state["steps"] = False, 0
+
+    def train(self):
+        self.trains = True
+
+    def step(self, closure=None):
+        assert self.trains
+        self.state["steps"] += 1
+        super().step(closure)
+
+
 class Coupled(optim.SGD):
     """Divides all gradients by the largest of all."""
 
@@ -123,7 +171,11 @@ TRIALS = {
     "norms, rate 0": (lambda: warmed_up(Scaled(plain(), lr=0.1)), Unit.PARAMETER),
     "norms, rate tensor(0)": (lambda: Scaled(plain(), lr=torch.tensor(0.0)), Unit.PARAMETER),
     "adamw fused, rate 0": (lambda: warmed_up(optim.AdamW(plain(), lr=0.1, fused=True)), Unit.PLACE),
-    "blocks": (lambda: InBlocks(plain(), lr=0.1), Unit.PARAMETER),
+    "blocks": (lambda: InBlocks([nn.Parameter(torch.ones(70, 70))], lr=0.1), Unit.PARAMETER),
+    "factored, if large": (lambda: Factored(plain(), lr=0.1), Unit.PARAMETER),
+    "of the eleventh step": (lambda: Delayed(plain(), lr=0.1), Unit.PARAMETER),
+    "slow for long vectors": (lambda: Squared(plain(), lr=0.1), Unit.ELEMENT),
+    "with modes": (lambda: Moded(plain(), lr=0.1), Unit.ELEMENT),
     "blocks of narrow rows": (lambda: InBlocks([nn.Parameter(torch.ones(5000, 2))], lr=0.1), Unit.PARAMETER),
     "six dimensions": (lambda: optim.AdamW([nn.Parameter(torch.ones(3, 3, 3, 3, 3, 3))]), Unit.ELEMENT),
     "noise": (lambda: Noisy(plain(), lr=0.1), Unit.MODEL),

@@ -17,6 +17,7 @@ import math
 import os
 import re
 import stat
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -33,8 +34,7 @@ from lockstep.errors import CheckpointError, CheckpointMismatch, ConfigError
 
 JSON = None | bool | int | float | str | list["JSON"] | dict[str, "JSON"]
 
-_RESERVED = frozenset({"tuple", "dict", "float", "float64", "tensor"})
-
+_RESERVED = frozenset({"tuple", "dict", "float", "float64", "tensor", "dtype", "deque"})
 
 _MOST_BITS = 14_000
 """Of an int, in the digits that Python reads."""
@@ -44,7 +44,7 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor] | None = None, *, o
     """Turns a value into JSON; tensors inside it go into ``tensors``, under a name made of ``path``.
 
     Args:
-        value: None, bool, int, float, str, and lists, tuples, dicts and tensors of such.
+        value: None, bool, int, float, str, number types, and lists, tuples, deques, dicts and tensors of such.
         path: name of the value, for tensor names and messages.
         tensors: receives the tensors; None where no tensor may occur.
         ordered: dicts come back in the order that they have, else in that of their keys.
@@ -73,6 +73,10 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor] | None, ordered: b
     if isinstance(value, list | tuple):
         items = [_encode(item, f"{path}.{i}", tensors, ordered) for i, item in enumerate(value)]
         return items if isinstance(value, list) else {"tuple": items}
+    if type(value) is deque:
+        return {"deque": [value.maxlen, _encode(list(value), path, tensors, ordered)]}
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
     if isinstance(value, Mapping):
         return _encode_mapping(value, path, tensors, ordered)
     kind = f"a {type(value).__name__}" if not isinstance(value, int) else "a number of too many digits"
@@ -116,6 +120,10 @@ def _decode_reserved(key: str, content: JSON, tensors: Mapping[str, Tensor] | No
             return np.float64(float(content))
     if key == "tensor" and tensors is not None and content in tensors:
         return tensors[str(content)]
+    if key == "deque" and isinstance(content, list) and len(content) == 2:
+        return deque(decode(content[1], tensors), content[0])  # type: ignore[arg-type]  # its items and its size
+    if key == "dtype" and isinstance(dtype := getattr(torch, str(content), None), torch.dtype):
+        return dtype
     if key == "dict" and isinstance(content, list):
         pairs = [item for item in content if isinstance(item, list) and len(item) == 2]
         if len(pairs) == len(content):

@@ -6,7 +6,7 @@ torch keys optimizer state by position, so it fits one order of parameters and o
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -187,7 +187,8 @@ def optimizer_state(
 
     Returns:
         Tensors as ``"<parameter name>|<state key>"`` (the optimizer's own, not copies), and the record:
-        class, hyperparameters per group, and which parameters have state at all.
+        class, hyperparameters per group, which parameters have state at all, what state has names of its own, and the
+        strides of tensors that do not lie in memory as it is usual.
     """
     tensors: dict[str, Tensor] = {}
     groups: list[Any] = []
@@ -204,7 +205,39 @@ def optimizer_state(
                     key: encode(value, f"{name}|{key}", tensors)
                     for key, value in optimizer.state[parameter].items()
                 }
-    return tensors, {"class": _class_name(optimizer), "groups": groups, "state": states}
+    record: dict[str, Any] = {"class": _class_name(optimizer), "groups": groups, "state": states}
+    if others := named_state(optimizer):
+        record["others"] = encode(others, "|state", tensors)
+    usual = {name: parameter for parameter, name in names.items()}
+    strides = {key: _strides(each, usual.get(key.partition("|")[0])) for key, each in tensors.items()}
+    record["strides"] = {key: value for key, value in strides.items() if value}
+    return tensors, record
+
+
+def named_state(optimizer: Optimizer) -> dict[str, Any]:
+    """The entries of an optimizer's state that have a name instead of a parameter, as a count of all steps."""
+    kinds = bool | int | float | str | Tensor
+    named = {key: value for key, value in optimizer.state.items() if isinstance(key, str)}
+    return {str(key): value for key, value in named.items() if isinstance(value, kinds)}
+
+
+def _strides(tensor: Tensor, parameter: Tensor | None) -> list[int]:
+    """Those that ``_placed`` would not choose, as an eigenvector matrix has: bits of its products depend on them."""
+    is_usual = parameter is not None and (parameter.shape, parameter.stride()) == (
+        tensor.shape,
+        tensor.stride(),
+    )
+    if is_usual or tensor.is_contiguous() or torch.empty_like(tensor).stride() != tensor.stride():
+        return []
+    return list(tensor.stride())
+
+
+def _with_strides(tensor: Tensor, strides: Sequence[int] | None) -> Tensor:
+    """The tensor with these strides; as it is without, or where it is another part than the one that had them."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, strides or ()))
+    if strides is None or len(strides) != tensor.dim() or last + 1 != tensor.numel():
+        return tensor
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def load_optimizer_state(
@@ -223,7 +256,7 @@ def load_optimizer_state(
         record: from ``optimizer_state``.
         members: the names of each group's parameters in the whole model, where this process holds only some of them.
 
-    Every bit and dtype is kept; a state tensor of its parameter's shape takes that one's device and strides.
+    Every bit, dtype and stride is kept; a state tensor takes its parameter's device.
     A parameter without state stays without. ``CheckpointMismatch`` where class, parameters or groups differ.
     """
     if record["class"] != _class_name(optimizer):
@@ -236,8 +269,11 @@ def load_optimizer_state(
     whole = groups if members is None else [list(group) for group in members]
     _require_equal_names(hyperparameters, {name for group in whole for name in group})
     chosen = [_common_hyperparameters(group, hyperparameters) for group in whole]
-    state = record["state"]
+    state, strides = record["state"], record.get("strides", {})
+    tensors = {key: _with_strides(each, strides.get(key)) for key, each in tensors.items()}
     optimizer.state.clear()
+    for key, value in decode(record.get("others", {}), tensors).items():
+        optimizer.state[key] = value.clone() if isinstance(value, Tensor) else value
     for group, held, values in zip(optimizer.param_groups, groups, chosen, strict=True):
         group.update({key: value for key, value in values.items() if key not in _IMPLEMENTATION})
         for name, parameter in zip(held, group["params"], strict=True):
@@ -252,6 +288,8 @@ def _placed(value: Any, parameter: Tensor, key: str, group: Mapping[str, Any]) -
     """A state value where the optimizer would have put it: beside its parameter, in its memory layout."""
     if isinstance(value, list | tuple):
         return type(value)(_placed(item, parameter, key, group) for item in value)
+    if isinstance(value, deque):
+        return deque((_placed(item, parameter, key, group) for item in value), value.maxlen)
     if isinstance(value, dict):
         return {name: _placed(item, parameter, key, group) for name, item in value.items()}
     if not isinstance(value, Tensor):
@@ -259,11 +297,8 @@ def _placed(value: Any, parameter: Tensor, key: str, group: Mapping[str, Any]) -
     # torch keeps the step counter on the CPU unless the update itself reads it on the device.
     on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
     device = torch.device("cpu") if on_host else parameter.device
-    if value.shape == parameter.shape:
-        own = torch.empty_like(parameter, dtype=value.dtype, device=device, requires_grad=False)
-    else:
-        own = torch.empty(value.shape, dtype=value.dtype, device=device)
-    return own.copy_(value)
+    like = parameter if value.shape == parameter.shape and value.is_contiguous() else value
+    return torch.empty_like(like, dtype=value.dtype, device=device, requires_grad=False).copy_(value)
 
 
 def _hyperparameters_by_name(

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.checkpoint.manifest import JSON, decode, encode
-from lockstep.checkpoint.state import ATTRIBUTE, has_extra_state
+from lockstep.checkpoint.state import ATTRIBUTE, has_extra_state, named_state
 from lockstep.core.fingerprint import checksum, sum_of_bits
 from lockstep.data.keyed import encoded_state, set_encoded_state
 from lockstep.distributed.collectives import gather_json
@@ -461,7 +461,8 @@ def unsaved_tensors(optimizer: Optimizer) -> dict[str, str]:
     if type(optimizer).__module__.startswith("torch.optim"):
         return {}
     members = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    saved = {id(state) for parameter, state in optimizer.state.items() if id(parameter) in members}
+    named = named_state(optimizer)
+    saved = {id(state) for key, state in optimizer.state.items() if id(key) in members or key in named}
     found: dict[str, str] = {}
     seen = members | saved | {id(optimizer), id(optimizer.state), id(optimizer.param_groups)}
 
@@ -487,10 +488,7 @@ def unsaved_tensors(optimizer: Optimizer) -> dict[str, str]:
             look(value, key)
     for parameter, value in optimizer.state.items():
         if id(parameter) not in members:
-            name = f"state[{parameter!r}]" if isinstance(parameter, str) else "state[...]"
-            if isinstance(value, bool | int | float | str):
-                found[name] = repr(value)
-            look(value, name)
+            look(value, f"state[{parameter!r}]" if isinstance(parameter, str) else "state[...]")
     return found
 
 

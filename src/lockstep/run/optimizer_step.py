@@ -20,7 +20,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lockstep.errors import ConfigError, NonFiniteError
+from lockstep.errors import ConfigError, LockstepError, NonFiniteError
 from lockstep.numerics.hooks import is_users
 from lockstep.numerics.precision import Precision
 from lockstep.run.checks.same_call import gather_agreed
@@ -297,6 +297,13 @@ class GradientState:
         self._stepping = True
         try:
             yield
+        except Exception as error:
+            if any(group["params"] for group in optimizer.param_groups) or isinstance(error, LockstepError):
+                raise
+            raise ConfigError(
+                f"{type(optimizer).__name__} cannot step without parameters ({type(error).__name__}: {error}), and "
+                f"under strategy {self._strategy.name!r} other processes hold all of them. Use strategy 'ddp'."
+            ) from error
         finally:
             self._stepping = False
             self._steps[id(optimizer)] += 1

@@ -190,8 +190,8 @@ def _set(run: RunState) -> dict[str, str]:
     for number, optimizer in enumerate(parts.optimizers):
         states = [
             (key, getattr(value, "_version", value))
-            for each in optimizer.state.values()
-            for key, value in each.items()
+            for name, each in optimizer.state.items()
+            for key, value in (each.items() if isinstance(each, Mapping) else ((name, each),))
         ]
         found[f"the state of optimizer {number}"] = str(states)
     return found | _schedulers(parts)

@@ -77,7 +77,7 @@ def _shared_state(
     """
     tensors, record = optimizer_state(optimizer, names)
     shapes = {names[p]: p.shape for each in optimizer.param_groups for p in each["params"]}
-    mine: dict[str, Any] = {"state": record["state"], "dtypes": {}, "values": {}}
+    mine: dict[str, Any] = {key: record[key] for key in ("state", "strides")} | {"dtypes": {}, "values": {}}
     for key, tensor in tensors.items():
         name = key.partition("|")[0]
         if name in shapes and tensor.shape == shapes[name]:
@@ -86,7 +86,7 @@ def _shared_state(
             mine["values"][key] = _as_json(key, tensor)
     everyone = strategy.gather_records(mine)
     groups = [{**each, "parameters": list(own)} for each, own in zip(record["groups"], members)]
-    whole = {**record, "groups": groups, "state": _union(everyone, "state")}
+    whole = {**record, "groups": groups} | {key: _union(everyone, key) for key in ("state", "strides")}
     others = {key: tensor.clone() for key, tensor in tensors.items() if not key.partition("|")[0]}
     others |= {key: _from_json(value) for key, value in _union(everyone, "values").items()}
     parts = {key: tensors[key] for key in mine["dtypes"]}
@@ -574,10 +574,12 @@ def _like(own: Any, stored: Any) -> Any:
     if isinstance(stored, dict) and stored.keys() == {_TENSOR}:
         tensor = _from_json(stored[_TENSOR])
         return tensor.to(own.device) if isinstance(own, Tensor) else tensor
-    if isinstance(own, list) and isinstance(stored, list) and len(own) == len(stored):
-        return [_like(mine, theirs) for mine, theirs in zip(own, stored)]
-    if isinstance(own, dict) and isinstance(stored, dict):
-        return {**own, **{key: _like(own.get(key), value) for key, value in stored.items()}}
+    if isinstance(stored, list):
+        mine = own if isinstance(own, list) and len(own) == len(stored) else [None] * len(stored)
+        return [_like(*pair) for pair in zip(mine, stored)]
+    if isinstance(stored, dict):
+        known = own if isinstance(own, dict) else {}
+        return {**known, **{key: _like(known.get(key), value) for key, value in stored.items()}}
     return stored
 
 

@@ -314,7 +314,9 @@ class Variables:
         is_data = issubclass(kind, Dataset) or (hasattr(kind, "__getitem__") and hasattr(kind, "__len__"))
         was_in_data, self._is_in_data = self._is_in_data, self._is_in_data or is_data
         is_open = is_users_module(kind.__module__) or issubclass(kind, NAMESPACES)
-        foreign = only_tensors or not (is_open or kind.__module__.startswith((*_CONFIGS, *_OF_TORCH)))
+        has_state = hasattr(kind, "load_state_dict")  # as schedules and averages of installed packages have
+        is_told = is_open or has_state or kind.__module__.startswith((*_CONFIGS, *_OF_TORCH))
+        foreign = only_tensors or not is_told
         own: Collection[str] = changed_by_reading(kind) if is_data else ()  # type: ignore[arg-type]
         for key, each in copied(held.items()):
             if key not in own:
@@ -361,11 +363,13 @@ class Variables:
 
     def _module(self, module: nn.Module, name: str) -> None:
         """One text of all tensors of a module, such as a copy of the model that follows it, and one of each number."""
-        tensors = [*module.parameters(), *module.buffers()]
-        tensors += [
-            held for each in module.modules() for held in vars(each).values() if isinstance(held, Tensor)
+        tensors = [
+            held
+            for each in module.modules()
+            for held in (*each._parameters.values(), *each._buffers.values(), *vars(each).values())
+            if isinstance(held, Tensor) and id(held) not in self.known and id(each) not in self.known
         ]
-        if tensors and not any(id(tensor) in self.known for tensor in tensors):
+        if tensors:  # one that follows the model may hold the model, too
             content = repr([self._text_of(tensor) for tensor in tensors])
             self.tensors[name] = [module, *tensors]
             self._note(name, f"tensors of digest {short_digest(content.encode())}", module, has_values=True)

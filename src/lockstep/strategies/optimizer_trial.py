@@ -29,10 +29,13 @@ from lockstep.strategies.sharding import rows_of
 _ROWS = (1, 8, 37)
 """Rows of the small parameters; of one row some ranks get none."""
 _LARGE = 8192
-"""Numbers in one more, at least: some optimizers store large parameters in blocks."""
+"""Numbers in one more, where the user's largest has as many: some optimizers store large parameters in blocks."""
+_WIDE = 136
+"""Its sizes may be cut to this: some optimizers factor a parameter whose second largest size is at least 16, or 128."""
 _NUMBERS = 300
 """About so many numbers each has in a row, at most; fewer where the parameter's own rows are shorter."""
-_STEPS = 3
+_STEPS = 12
+"""Some begin with a few steps of another kind."""
 _RATE = 0.01
 """The least learning rate: nothing is seen of a step at 0, where a schedule may begin."""
 _RANKS = (2, 3, 16)
@@ -175,20 +178,27 @@ class _Example:
 
 def _examples(parameters: Sequence[Tensor], device: torch.device) -> Iterator[_Example]:
     """Small parameters in a few sizes for each number type and number of dimensions among ``parameters``."""
-    floating = [p for p in parameters if p.is_floating_point() or p.is_complex()]
-    kinds = {(p.dtype, p.dim()): p for p in reversed(floating) if p.dim() and p.numel()}
+    kinds = defaultdict[Any, list[Tensor]](list)
+    for p in parameters:
+        if p.dim() and p.numel() and (p.is_floating_point() or p.is_complex()):
+            kinds[p.dtype, p.dim()].append(p)
     generator = torch.Generator().manual_seed(1)
 
     def draw(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         wide = torch.complex128 if dtype.is_complex else torch.float64
         return torch.randn(shape, dtype=wide, generator=generator).to(device, dtype)
 
-    for (dtype, dims), original in kinds.items():
+    for (dtype, dims), originals in kinds.items():
+        original = originals[0]
         most = max(1, round(_NUMBERS ** (1 / max(1, dims - 1))))
         inner = [max(1, min(size, most - place)) for place, size in enumerate(original.shape[1:])]
-        numbers = math.prod(inner) if inner else 11
-        for rows in (*_ROWS, 256 * -(-_LARGE // (256 * numbers))):
-            shape = [rows, *inner] if inner else [rows * numbers]
+        shapes = [[rows, *inner] if inner else [11 * rows] for rows in _ROWS]
+        for order in (Tensor.numel, lambda each: sorted(each.shape)[-2:]):
+            first, *others = max(originals, key=order).shape
+            own = [min(size, _WIDE) for size in others]
+            rows = max(_WIDE, -(-_LARGE // math.prod(own)))
+            shapes += [shape] if (shape := [min(first, rows), *own]) not in shapes else []
+        for shape in shapes:
             yield _Example(original, draw(shape, dtype), [draw(shape, dtype) for _ in range(_STEPS)])
 
 
@@ -217,6 +227,7 @@ class _Copy:
                 _group(group, members) for group, members in zip(optimizer.param_groups, self._groups)
             ]
             made.state = defaultdict(dict)
+            made.state.update({k: copy.deepcopy(v) for k, v in optimizer.state.items() if isinstance(k, str)})
             for each, parameter in (pair for members in self._groups for pair in members):
                 state = optimizer.state.get(each.original)
                 if state:
@@ -231,6 +242,8 @@ class _Copy:
         """Takes a few steps, and notes what they led to; gives what is wrong where they fail."""
         step: Any = type(self._optimizer).step
         try:
+            if callable(begin := getattr(self._optimizer, "train", None)):
+                begin()  # as a loop calls it that evaluates other weights than it trains
             for number in range(_STEPS):
                 for each, parameter in (pair for members in self._groups for pair in members):
                     parameter.grad = each.gradients[number].clone() if with_gradients else None
