@@ -226,13 +226,15 @@ def changed_names(
 def _effects(code: CodeType) -> list[_Effects]:
     found: list[_Effects] = []
     loads: list[tuple[Any, str]] = []
+    starts: dict[Any, list[tuple[Any, str]]] = defaultdict(list)
     texts: list[tuple[Any, str]] = []
     read: set[Any] = set()
     sets_by_name, is_in_place = not _BY_NAME.isdisjoint(code.co_names), False
     for each in dis.get_instructions(code):
         where, kind, changes, names = each.positions, each.opname, set[str](), set[str]()
-        calls = _longest(where, loads) if kind.startswith("CALL") else set()
-        base, line = frozenset(_longest(where, loads)), where and where.lineno
+        longest = _longest(where, starts[where[::2]]) if where else set()
+        calls = longest if kind.startswith("CALL") else set()
+        base, line = frozenset(longest), where and where.lineno
         carries, sets = set[str](), False
         if "next" in calls:
             changes = carries = _argument(where, loads)
@@ -260,6 +262,7 @@ def _effects(code: CodeType) -> list[_Effects]:
         if kind != "SWAP":
             is_in_place = kind == "BINARY_OP" and each.argrepr.endswith("=")
         loads += [(where, name) for name in names]
+        starts[where and where[::2]] += [(where, name) for name in names]
         read |= {(line, name, base) for name in names}
         inner = each.argval if isinstance(each.argval, CodeType) else None
         found.append(
@@ -269,8 +272,8 @@ def _effects(code: CodeType) -> list[_Effects]:
 
 
 def _longest(where: Any, loads: list[tuple[Any, str]]) -> set[str]:
-    """The name of x in ``x[...]``, ``x.method`` and ``x(...)``: the longest that begins where they do."""
-    own = [(its, name) for its, name in loads if _is_within(its, where) and its[::2] == where[::2]]
+    """The name of x in ``x[...]``, ``x.method`` and ``x(...)``: the longest of ``loads``, which begin where they do."""
+    own = [(its, name) for its, name in loads if _is_within(its, where)]
     longest = max(((its[1], its[3]) for its, _ in own), default=None)
     return {name for its, name in own if (its[1], its[3]) == longest}
 
