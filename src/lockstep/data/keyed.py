@@ -8,8 +8,9 @@ generator at all.
 from __future__ import annotations
 
 import random
+import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
@@ -62,7 +63,7 @@ class SampleKeys:
 
 
 def seed_generators(seed: int) -> None:
-    """Seeds torch's CPU generator, NumPy's global one and ``random`` with a 63-bit seed.
+    """Seeds torch's CPU generator, NumPy's global one and ``random`` with a 63-bit seed, and those of OpenCV and numba.
 
     torch and NumPy run the same Mersenne Twister from 32 bits, so they get different bits of the seed: with
     the same ones their streams would be copies of each other. In a loader worker, ``get_worker_info().seed`` is the
@@ -73,6 +74,12 @@ def seed_generators(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     np.random.seed(seed >> 31)
     random.seed(seed)
+    # Compiled code cannot reach these three; numba's begin with numbers of the system's.
+    if (cv2 := sys.modules.get("cv2")) is not None:
+        cv2.setRNGSeed(seed >> 20 & 0x7FFFFFFF)
+    if (numba := sys.modules.get("numba._helperlib")) is not None:
+        numba.rnd_seed(numba.rnd_get_np_state_ptr(), seed >> 15 & 0xFFFFFFFF)
+        numba.rnd_seed(numba.rnd_get_py_state_ptr(), seed >> 7 & 0xFFFFFFFF)
 
 
 @contextmanager
@@ -156,7 +163,13 @@ def _like_own(own: Any, state: Any) -> Any:
     return np.array(state, dtype=own.dtype) if isinstance(own, np.ndarray) else state
 
 
-_GENERATORS = torch.Generator, np.random.Generator, np.random.BitGenerator, np.random.RandomState, random.Random
+_GENERATORS = (
+    torch.Generator,
+    np.random.Generator,
+    np.random.BitGenerator,
+    np.random.RandomState,
+    random.Random,
+)
 _MOST_PLACES, _MOST_ENTRIES = 5_000, 64
 """Of what a data set leads to; of a list or dict."""
 
@@ -191,12 +204,15 @@ def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield from _read_by(name, value)
     elif isinstance(value, type):
         for each in value.__mro__ if is_users_module(value.__module__) else ():
-            held = vars(each).items() if is_users_module(each.__module__) else ()
-            yield from ((f"{each.__name__}.{key}", getattr(one, "__func__", one)) for key, one in held)
+            own = vars(each).items() if is_users_module(each.__module__) else ()
+            yield from ((f"{each.__name__}.{key}", getattr(one, "__func__", one)) for key, one in own)
     else:
-        yield from ((f"{name}.{key}", each) for key, each in getattr(value, "__dict__", {}).items())
-        slots = [key for each in type(value).__mro__ for key in vars(each).get("__slots__", ())]
-        yield from ((f"{name}.{key}", getattr(value, key, None)) for key in slots if key != "__dict__")
+        held: Any = getattr(value, "__dict__", None)
+        held = held if isinstance(held, dict) else {}  # some objects make it of themselves
+        yield from ((f"{name}.{key}", each) for key, each in held.items())
+        slots = [vars(each).get("__slots__", ()) for each in type(value).__mro__]
+        keys = [key for each in slots for key in ([each] if isinstance(each, str) else each)]
+        yield from ((f"{name}.{key}", getattr(value, key, None)) for key in keys if key != "__dict__")
         yield name, type(value)
 
 
@@ -247,7 +263,10 @@ class Rereading:
             first, drawn, states = content_of(data), _draws(seed), self._states()
             with _as_another_worker():
                 again = [content_of(read()) for _ in range(times - 1)]
-            redrawn, own = _draws(seed), [key for key, state in self._states().items() if states[key] != state]
+            redrawn, own = (
+                _draws(seed),
+                [key for key, state in self._states().items() if states[key] != state],
+            )
         except DataError:
             return
         if any(other != first for other in again):

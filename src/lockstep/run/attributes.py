@@ -57,7 +57,8 @@ _MISSING = object()
 _ATTRIBUTE = re.compile(r"(?:the attribute '\w+' of )*(the attribute '\w+' of [^\[\]]*)(?:\[.*)?")
 """The name of an attribute of a module, or of what it holds."""
 _CONTAINERS: dict[str, Callable[..., Any]] = {
-    each.__name__: each for each in (list, tuple, dict, set, frozenset, deque, OrderedDict, Counter, torch.Size)
+    each.__name__: each
+    for each in (list, tuple, dict, set, frozenset, deque, OrderedDict, Counter, torch.Size)
 }
 
 
@@ -373,7 +374,7 @@ class Attributes:
         ``device`` gets tensors that were on another than the CPU, and have no counterpart here.
         """
         holders = self._holders()
-        restoring, lost = _Restoring(Values(holders), tensors, device), []
+        restoring, lost = _Restoring(Values(holders), tensors, device), list[str]()
         for name, key, value in stored.get("held", ()):  # in the order in which they were found
             if (holder := holders.get(name)) is None:
                 continue  # an optimizer, where a model predicts

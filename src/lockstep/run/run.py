@@ -233,8 +233,7 @@ class Run:
         batches = partial(
             loader.batches, at_end=lambda: self._loaders.read_ahead(loader, self._loop.next_epoch)
         )
-        seed, says = self.options.seed, self.is_main
-        read = counting_skipped(batches, source.dataset, self.strategy, seed, says=says)
+        read = counting_skipped(batches, source.dataset, self.strategy, self.options.seed, says=self.is_main)
         left = self._loop.steps_left(plan.steps_per_epoch)
         return EpochSteps(self._loop.steps(read, self._between_steps), left)
 
