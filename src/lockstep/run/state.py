@@ -33,7 +33,7 @@ from lockstep.run.prepare import Parts, PreparedModel, frozen_parameters
 from lockstep.run.step import ForwardPass
 from lockstep.strategies import IndependentStrategy, Strategy
 from lockstep.strategies.absent import AbsentParameter
-from lockstep.strategies.sharding import is_elementwise
+from lockstep.strategies.sharding import is_elementwise, quantised
 from lockstep.text import shorten
 
 logger = logging.getLogger(__name__)
@@ -337,6 +337,8 @@ class RunState:
         Raises:
             CheckpointMismatch: it is of another model, recipe or software.
         """
+        if words := quantised(self.parts.model):
+            raise CheckpointMismatch(f"{words}: no checkpoint can give it back. Begin anew, without resume.")
         written = state.progress
         _require_none(self.context.differences(written["context"]), force_context)
         for kind, (why, remedy) in _UNSAVED.items():
