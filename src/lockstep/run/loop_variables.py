@@ -125,14 +125,19 @@ class LoopState:
         self._at_end = Variables.of_loop(self._known).texts
 
     @contextmanager
-    def reading(self) -> Iterator[None]:
-        """Around reads: what data sets then change, as a cache or what was drawn last, is not the loop's doing."""
-        before = Variables.of_loop(self._known).texts.items()
+    def reading(self, *, alone: bool = False) -> Iterator[None]:
+        """Around reads: what data sets then change, as a cache or what was drawn last, is not the loop's doing.
+
+        ``alone``: nothing else runs, as metrics of an evaluation, so that it is never the loop's.
+        """
+        is_noted = alone or self._at_end
+        before = Variables.of_loop(self._known).texts.items() if is_noted else None
         yield
-        found = Variables.of_loop(self._known)
-        changed = dict(found.texts.items() - before)
-        self._at_end |= changed if self._at_end else {}
-        self._by_reading |= changed.keys() & found.of_data
+        if before is not None:
+            found = Variables.of_loop(self._known)
+            changed = dict(found.texts.items() - before)
+            self._at_end |= changed if self._at_end else {}
+            self._by_reading |= changed.keys() & found.of_data if alone else set()
 
     def seen_in(self, found: Snapshot) -> set[str]:
         """The names that a snapshot has for what variables hold that the loop goes on with: ``capture`` notes these.

@@ -223,7 +223,7 @@ class Run:
         self.synchronize()
         plan = self._loaders.plan(data, shuffle, drop_last, smallest)
         self._agreed_data.require_freezing(prepared.compute.model)
-        with prepared.state.loop.reading():
+        with prepared.state.loop.reading(alone=True):
             compared = self._loaders.compared(data, workers)
             self._agreed_data.require(plan, photos, *compared, has_changed=has_changed)
         prepared.state.reads_photos(photos)
