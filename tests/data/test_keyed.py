@@ -36,7 +36,7 @@ def test_the_same_seed_gives_the_same_numbers_from_all_three_generators():
     assert draw() == first
 
 
-def test_the_generators_of_opencv_and_numba_are_seeded_where_they_are_imported(monkeypatch):
+def test_the_generators_of_opencv_polars_and_numba_are_seeded_where_they_are_imported(monkeypatch):
     """What compiled code draws seldom differed with the number of processes, in silence."""
     found = []
     numba = SimpleNamespace(
@@ -48,10 +48,12 @@ def test_the_generators_of_opencv_and_numba_are_seeded_where_they_are_imported(m
         sys.modules, "cv2", SimpleNamespace(setRNGSeed=lambda seed: found.append(("cv", seed)))
     )
     monkeypatch.setitem(sys.modules, "numba._helperlib", numba)
+    polars = SimpleNamespace(set_random_seed=lambda seed: found.append(("polars", seed)))
+    monkeypatch.setitem(sys.modules, "polars", polars)
     for seed in (sample_seed(1, 2, 3), sample_seed(1, 2, 3), sample_seed(1, 2, 4)):
         seed_generators(seed)
-    assert found[:3] == found[3:6] and [name for name, _ in found] == ["cv", "np", "py"] * 3
-    assert not set(found[:3]) & set(found[6:])
+    assert found[:4] == found[4:8] and [name for name, _ in found] == ["cv", "polars", "np", "py"] * 3
+    assert not set(found[:4]) & set(found[8:])
     assert all(0 <= seed < 2 ** (31 if name == "cv" else 32) for name, seed in found)
 
 

@@ -63,7 +63,7 @@ class SampleKeys:
 
 
 def seed_generators(seed: int) -> None:
-    """Seeds torch's CPU generator, NumPy's global one and ``random`` with a 63-bit seed, and those of OpenCV and numba.
+    """Seeds the generators of torch (CPU), NumPy, ``random``, OpenCV, Polars and numba with a 63-bit seed.
 
     torch and NumPy run the same Mersenne Twister from 32 bits, so they get different bits of the seed: with
     the same ones their streams would be copies of each other. In a loader worker, ``get_worker_info().seed`` is the
@@ -77,6 +77,8 @@ def seed_generators(seed: int) -> None:
     # Compiled code cannot reach these three; numba's begin with numbers of the system's.
     if (cv2 := sys.modules.get("cv2")) is not None:
         cv2.setRNGSeed(seed >> 20 & 0x7FFFFFFF)
+    if (polars := sys.modules.get("polars")) is not None:
+        polars.set_random_seed(seed >> 11 & 0xFFFFFFFF)
     if (numba := sys.modules.get("numba._helperlib")) is not None:
         numba.rnd_seed(numba.rnd_get_np_state_ptr(), seed >> 15 & 0xFFFFFFFF)
         numba.rnd_seed(numba.rnd_get_py_state_ptr(), seed >> 7 & 0xFFFFFFFF)
