@@ -1,5 +1,8 @@
 import json
 import random
+import sys
+from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -9,6 +12,7 @@ from lockstep.data.keyed import (
     SampleKeys,
     encoded_states,
     generators_kept,
+    generators_of,
     seed_generators,
     set_encoded_states,
 )
@@ -30,6 +34,58 @@ def test_the_same_seed_gives_the_same_numbers_from_all_three_generators():
     draw()
     seed_generators(sample_seed(1, 2, 3))
     assert draw() == first
+
+
+def test_the_generators_of_opencv_polars_and_numba_are_seeded_where_they_are_imported(monkeypatch):
+    """What compiled code draws seldom differed with the number of processes, in silence."""
+    found = []
+    numba = SimpleNamespace(
+        rnd_seed=lambda *given: found.append(given),
+        rnd_get_np_state_ptr=lambda: "np",
+        rnd_get_py_state_ptr=lambda: "py",
+    )
+    monkeypatch.setitem(
+        sys.modules, "cv2", SimpleNamespace(setRNGSeed=lambda seed: found.append(("cv", seed)))
+    )
+    monkeypatch.setitem(sys.modules, "numba._helperlib", numba)
+    polars = SimpleNamespace(set_random_seed=lambda seed: found.append(("polars", seed)))
+    monkeypatch.setitem(sys.modules, "polars", polars)
+    for seed in (sample_seed(1, 2, 3), sample_seed(1, 2, 3), sample_seed(1, 2, 4)):
+        seed_generators(seed)
+    assert found[:4] == found[4:8] and [name for name, _ in found] == ["cv", "polars", "np", "py"] * 3
+    assert not set(found[:4]) & set(found[8:])
+    assert all(0 <= seed < 2 ** (31 if name == "cv" else 32) for name, seed in found)
+
+
+class Odd:
+    """Makes of any attribute one of itself, as objects of torch that wrap C functions do."""
+
+    __slots__ = "own"
+
+    @property
+    def __dict__(self):
+        return self
+
+    def __getattr__(self, name):
+        return Odd()
+
+
+def test_generators_are_found_wherever_a_data_set_leads_to_them():
+    made = [random.Random(n) for n in range(5)]
+    inner = Odd()
+    inner.own = made[0]
+
+    class Reader:
+        shared = made[1]
+
+        def __init__(self):
+            self.parts = [{"a": partial(len, made[2])}, inner, made[3].random]
+
+        def read(self):
+            return made[4]
+
+    found = generators_of({"Reader": Reader()})
+    assert {id(each) for each in found.values()} == set(map(id, made))
 
 
 def test_the_three_streams_are_not_copies_of_each_other():

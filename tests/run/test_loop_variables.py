@@ -426,6 +426,39 @@ def test_averages_and_warmups_of_installed_packages_that_prepare_was_not_given_a
     assert "beside: warmup.last_step (0, was 2)" in record.getMessage()
 
 
+class Average:
+    """As of an installed package: its list has a tensor for each parameter."""
+
+    __module__ = "pluggy"
+
+    def __init__(self, shadow):
+        self.shadow = shadow
+
+
+class FollowedByMany(Followed):
+    def __init__(self, value, hold):
+        super().__init__(value)
+        self.average = hold([torch.full((1,), value) for _ in range(70)])
+
+    def walk(self, state, epochs):
+        for _ in epochs:
+            state.begin_epoch()
+            state.begin_steps()
+            for step in range(STEPS):
+                for each in getattr(self.average, "shadow", self.average):
+                    each.lerp_(torch.full((1,), float(step)), 0.1)
+            stored = state.capture()
+        return stored
+
+
+@pytest.mark.parametrize("hold", [list, Average])
+def test_an_average_in_a_long_list_is_named(caplog, hold):
+    """It began anew with the weights of the resumed run, and nothing said so."""
+    stored = FollowedByMany(0.0, hold).walk(LoopState(frozenset(), is_main=True), range(2))
+    FollowedByMany(5.0, hold).walk(resumed(stored, inside=False), range(2, 3))
+    assert "self.average" in caplog.text
+
+
 class Trainer:
     def __init__(self):
         self.step = 0

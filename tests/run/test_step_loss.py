@@ -31,6 +31,25 @@ def test_class_weights_give_the_mean_of_the_whole_batch():
     torch.testing.assert_close(whole, parts)
 
 
+class Noted(torch.Tensor):
+    """As a tensor of MONAI: refuses what would mix its notes."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        assert func.__name__ not in ("stack", "cat", "copy_", "__getitem__"), func
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+@pytest.mark.parametrize("make", [lambda x: x.mean(), lambda x: x, lambda x: (x.sum(), (x != 0).sum())])
+def test_a_loss_of_a_class_of_tensors_is_taken_as_a_plain_one(make):
+    """A step ended in an error of that class, in a function of Lockstep's."""
+    x = torch.ones(3, requires_grad=True)
+    total, weight = sum_and_weight(make(x.as_subclass(Noted)), 3)
+    assert type(total) is type(weight) is torch.Tensor and (total / weight).item() == 1
+    total.backward()
+    assert x.grad.tolist() == [1, 1, 1]
+
+
 def test_ignored_targets_do_not_count():
     output, target = random_batch()
     target[[0, 4, 5]] = -100

@@ -12,7 +12,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import IterableDataset
 
 from lockstep.data import Stream
-from lockstep.errors import DataError
+from lockstep.errors import ConfigError, DataError
 from lockstep.run import Run, RunOptions
 
 SAMPLES = 20
@@ -118,6 +118,34 @@ def test_a_stream_that_goes_on_on_another_number_of_processes_has_the_same_bits(
     (whole,) = run_ranks(train, 1, tmp_path / "whole", kind, 0)
     run_ranks(train, 3, tmp_path / "cut", kind, 6)
     assert run_ranks(train, 2, tmp_path / "cut", kind, 0) == [whole] * 2
+
+
+class Unseeded(IterableDataset):
+    """Begins with the same sample in each process, and goes on in an order of that process's own."""
+
+    def __len__(self):
+        return SAMPLES
+
+    def __iter__(self):
+        for place in [
+            0,
+            *torch.randperm(SAMPLES - 1, generator=torch.Generator().manual_seed(os.getpid())) + 1,
+        ]:
+            yield torch.full((3,), float(place)), torch.zeros(1)
+
+
+def unseeded(world):
+    run = Run(RunOptions.of(global_batch=6, micro_batches=3), world)
+    run.prepare(nn.Linear(3, 1))
+    with pytest.raises(ConfigError) as refused:
+        run.batches(Unseeded())
+    return str(refused.value)
+
+
+def test_ranks_whose_streams_only_begin_alike_are_refused():
+    """The first sample was compared; the ranks trained on some samples twice and on others never."""
+    for said in run_ranks(unseeded, 2):
+        assert "The ranks hold different data: the beginning of the data set has the digest" in said
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # files of WebDataset

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -43,6 +44,30 @@ class Rows(Dataset):
 class OwnGenerator(Rows):
     def __getitem__(self, index):
         return self.rows[index] + self.own.random(), index % 2
+
+
+class SeldomDraws(Rows):
+    """Flips a sample with a low probability, as augmentations with generators of their own do."""
+
+    def __init__(self, is_seeded=False):
+        super().__init__()
+        self.transform, self.is_seeded = SimpleNamespace(flip=partial(self.flip, random.Random(1))), is_seeded
+
+    def flip(self, own, x):
+        if self.is_seeded:
+            own.seed(int(torch.randint(2**31, ())))
+        return -x if own.random() < 1e-4 else x
+
+    def __getitem__(self, index):
+        return self.transform.flip(self.rows[index]), index % 2
+
+
+FLIP = random.Random(1)
+
+
+class SeldomDrawsFromAGlobal(Rows):
+    def __getitem__(self, index):
+        return self.rows[index] * (-1 if FLIP.random() < 1e-4 else 1), index % 2
 
 
 class InPlace(Rows):
@@ -142,6 +167,25 @@ def test_a_set_that_changes_is_refused_by_name(kind, workers):
         DataError, match=rf"{kind.__name__}\[\d+.*\] gave other values when it was read again"
     ):
         train(kind(), workers=workers)
+
+
+@pytest.mark.parametrize(
+    ("kind", "workers", "named"),
+    [
+        (SeldomDraws, 0, "SeldomDraws.transform.flip"),
+        (SeldomDraws, 1, "SeldomDraws.transform.flip"),
+        (SeldomDrawsFromAGlobal, 0, "FLIP"),
+    ],
+)
+def test_a_generator_that_seldom_changes_a_sample_is_refused_by_name(kind, workers, named):
+    """The samples that were compared were equal, and later ones differed with the number of processes."""
+    with pytest.raises(DataError, match=rf"draws random numbers from {named}.*, a generator of its own"):
+        train(kind(), workers=workers)
+
+
+def test_a_generator_that_is_seeded_for_each_sample_is_fine():
+    data = SeldomDraws(is_seeded=True)
+    assert train(data) == train(data, workers=1)
 
 
 def refused(world):

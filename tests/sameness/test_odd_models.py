@@ -5,10 +5,11 @@ import re
 
 import pytest
 import torch
-from tests.sameness.layouts import LAYOUTS, outcomes
+from tests.sameness.layouts import LAYOUTS, outcomes, require_ends
 from torch import nn
 from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.data import TensorDataset
 
 from lockstep.run import Run, RunOptions
@@ -277,6 +278,22 @@ def expanded(world, settings):
     return train(world, settings, lambda: [Expanded()])
 
 
+class Quantised(nn.Linear):
+    """Has a weight of a class that keeps its values in two tensors, as libraries that quantise do."""
+
+    def __init__(self):
+        super().__init__(6, 8)
+        halves = self.weight.detach().clone(), self.weight.detach().clone()
+        self.weight = nn.Parameter(TwoTensor(*halves), requires_grad=False)
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight.a, self.bias)
+
+
+def quantised(world, settings):
+    return train(world, settings, lambda: [Quantised()])
+
+
 def sparse_adam(world, settings):
     return train(world, settings, lambda: [Embedded()], tokens(), optimizer=torch.optim.SparseAdam)
 
@@ -318,6 +335,17 @@ REFUSALS = {
 def test_what_cannot_be_trained_is_refused_on_every_rank(layout):
     for sentence, found in zip(REFUSALS.values(), outcomes(tuple(REFUSALS), layout)):
         assert not found.fault and re.search(sentence, found.refusal), found
+
+
+@pytest.mark.parametrize("layout", ["fsdp", pytest.param("server", marks=pytest.mark.slow)])
+def test_a_quantised_weight_is_refused_where_parameters_are_shared_out(layout):
+    """An error of torch came out of run.prepare; in one process, and of a replica in each, it is trained."""
+    one, each = outcomes((quantised,), "single"), outcomes((quantised,), "ddp")
+    require_ends((quantised,), one, each, "ddp", {})
+    (found,) = outcomes((quantised,), layout)
+    assert re.search(
+        "'0.weight' is a TwoTensor, which keeps its values in tensors of its own.*'ddp'", found.refusal
+    )
 
 
 @pytest.mark.parametrize("layout", ["single", "dp"])

@@ -120,6 +120,35 @@ def ended(model, step):
     model[2].held["steps"] += 1
     found[f"e.s{step} held"] = model[2].held["steps"], float(model[2].held["scale"].sum())
 """
+IDLE = """
+from typing import NamedTuple
+class Drawn(NamedTuple):
+    shape: torch.Size
+    gains: torch.Tensor
+class Augmenting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.drawn, self.shape = [], None
+    def forward(self, x):
+        self.drawn, self.shape = [Drawn(x.shape, torch.rand(len(x), 1))], x.shape
+        return x * self.drawn[0].gains
+class Noise:
+    def __init__(self):
+        self.angle, self.boxes = 0.0, {}
+    def __call__(self, x):
+        self.angle, self.boxes["last"] = float(torch.rand(())), (1, int(torch.randint(9, ())))
+        return x + self.angle
+class Rows(torch.utils.data.Dataset):
+    def __init__(self, transform):
+        self.transform = transform
+    def __len__(self):
+        return len(inputs)
+    def __getitem__(self, index):
+        return self.transform(inputs[index]), index % 4
+data = Rows(Noise())
+def make():
+    return layers(Augmenting())
+"""
 PROGRAMS = {"freezing": FROZEN, "attributes": ATTRIBUTES, "holders": HOLDERS, "extra states": EXTRA_STATES}
 DDP = Layout("ddp 2", 2, {"strategy": "ddp"})
 WORLDS = Worlds()
@@ -158,6 +187,21 @@ def test_what_the_loop_has_changed_in_modules_is_kept_over_a_stop(phases):
         expected = run_trial(text, [SINGLE], 40, WORLDS)
         verdict = compare(expected, run_trial(text, phases, 40, WORLDS), phases[-1])
         assert verdict.what == "equal", (name, verdict.said, verdict.traceback)
+
+
+@pytest.mark.parametrize(
+    "phases",
+    [
+        pytest.param([stopped(SINGLE, 4), DDP], id="single, ddp"),
+        pytest.param([stopped(DDP, 1), FSDP], id="ddp, fsdp", marks=pytest.mark.slow),
+    ],
+)
+def test_what_transforms_and_layers_note_of_their_last_call_refuses_no_resume(phases):
+    """What an augmentation drew last, in objects that it makes anew: nothing depends on it."""
+    text = BEGIN + IDLE + TRAIN
+    expected = run_trial(text, [SINGLE], 40, WORLDS)
+    verdict = compare(expected, run_trial(text, phases, 40, WORLDS), phases[-1])
+    assert verdict.what == "equal", (verdict.said, verdict.traceback)
 
 
 SPLIT = """

@@ -32,11 +32,28 @@ _KERNEL_VARIABLES = {
 
 
 def digest_tensor(tensor: Tensor) -> str:
-    """SHA-256 of a tensor's type, shape and values, in hexadecimal; memory layout and device do not matter."""
+    """SHA-256 of a tensor's type, shape and values, in hexadecimal; memory layout and device do not matter.
+
+    Of one of a class that keeps its values in other tensors, as quantised ones do, it is that of these.
+    """
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__ and hasattr(
+        tensor, "__tensor_flatten__"
+    ):
+        return combine(
+            {name: digest_tensor(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0]}
+        )
     values = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous().reshape(-1)
     digest = hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
     digest.update(values.view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def _inner(tensor: Tensor) -> dict[str, Tensor]:
+    if type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ or not hasattr(
+        tensor, "__tensor_flatten__"
+    ):
+        return {}
+    return {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
 
 
 def digest_tensors(tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> dict[str, str]:
@@ -59,6 +76,8 @@ def checksum(tensor: Tensor) -> Tensor:
 
     For comparisons on the way: quick, and the same in whatever order it is added. It is no proof as SHA-256 is.
     """
+    if inner := _inner(tensor):
+        return _weighted(torch.stack([checksum(each) for each in inner.values()]))
     values = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     if values.storage_offset() % 8:
         values = values.clone()

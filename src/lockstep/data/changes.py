@@ -42,6 +42,8 @@ from lockstep.runtime.error_record import is_users_file, is_users_module
 
 CHOICE = "choice of samples"
 """Begins the words for what wrappers choose."""
+BEGINNING = "the beginning"
+"""The words for the first samples of a stream together."""
 _MOST_NOTES, _MOST_ENTRIES, _DEPTH = 2_000, 64, 8
 _MOST_BYTES, _MOST_HASHED = 1 << 20, 100_000
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))

@@ -8,10 +8,14 @@ generator at all.
 from __future__ import annotations
 
 import random
+import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass
-from types import FunctionType, ModuleType
+from functools import partial
+from itertools import islice
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -24,6 +28,7 @@ from lockstep.core.fingerprint import digest_tensor
 from lockstep.core.plan import Indices, mix
 from lockstep.core.seeding import sample_seeds
 from lockstep.errors import DataError
+from lockstep.runtime.error_record import is_users_file, is_users_module
 
 EVALUATION_EPOCH = -1
 """The epoch in the keys of samples that are evaluated: they look alike after every epoch of training."""
@@ -58,7 +63,7 @@ class SampleKeys:
 
 
 def seed_generators(seed: int) -> None:
-    """Seeds torch's CPU generator, NumPy's global one and ``random`` with a 63-bit seed.
+    """Seeds the generators of torch (CPU), NumPy, ``random``, OpenCV, Polars and numba with a 63-bit seed.
 
     torch and NumPy run the same Mersenne Twister from 32 bits, so they get different bits of the seed: with
     the same ones their streams would be copies of each other. In a loader worker, ``get_worker_info().seed`` is the
@@ -69,6 +74,14 @@ def seed_generators(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     np.random.seed(seed >> 31)
     random.seed(seed)
+    # Compiled code cannot reach these three; numba's begin with numbers of the system's.
+    if (cv2 := sys.modules.get("cv2")) is not None:
+        cv2.setRNGSeed(seed >> 20 & 0x7FFFFFFF)
+    if (polars := sys.modules.get("polars")) is not None:
+        polars.set_random_seed(seed >> 11 & 0xFFFFFFFF)
+    if (numba := sys.modules.get("numba._helperlib")) is not None:
+        numba.rnd_seed(numba.rnd_get_np_state_ptr(), seed >> 15 & 0xFFFFFFFF)
+        numba.rnd_seed(numba.rnd_get_py_state_ptr(), seed >> 7 & 0xFFFFFFFF)
 
 
 @contextmanager
@@ -152,13 +165,84 @@ def _like_own(own: Any, state: Any) -> Any:
     return np.array(state, dtype=own.dtype) if isinstance(own, np.ndarray) else state
 
 
+_GENERATORS = (
+    torch.Generator,
+    np.random.Generator,
+    np.random.BitGenerator,
+    np.random.RandomState,
+    random.Random,
+)
+_MOST_PLACES, _MOST_ENTRIES = 5_000, 64
+"""Of what a data set leads to; of a list or dict."""
+
+
+def generators_of(roots: Mapping[str, Any]) -> dict[str, Any]:
+    """The generators of random numbers to which objects and functions of the user's lead, by the path to each."""
+    found: dict[str, Any] = {}
+    todo, seen = deque(roots.items()), dict[int, Any]()
+    while todo and len(seen) < _MOST_PLACES:
+        name, value = todo.popleft()
+        if value is None or isinstance(value, _ENDS) or id(value) in seen:
+            continue
+        seen[id(value)] = value  # which stays, so that its identity is its own
+        if isinstance(value, _GENERATORS):
+            found[name] = value
+        else:
+            todo += _parts(name, value)
+    return found
+
+
+def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        yield from ((f"{name}[{key!r:.40}]", each) for key, each in islice(value.items(), _MOST_ENTRIES))
+    elif isinstance(value, list | tuple | deque):
+        yield from ((f"{name}[{place}]", each) for place, each in enumerate(islice(value, _MOST_ENTRIES)))
+    elif isinstance(value, MethodType | BuiltinFunctionType):
+        yield name, value.__self__
+        yield name, getattr(value, "__func__", None)
+    elif isinstance(value, partial):
+        yield from ((name, each) for each in (value.func, value.args, value.keywords))
+    elif isinstance(value, FunctionType):
+        yield from _read_by(name, value)
+    elif isinstance(value, type):
+        for each in value.__mro__ if is_users_module(value.__module__) else ():
+            own = vars(each).items() if is_users_module(each.__module__) else ()
+            yield from ((f"{each.__name__}.{key}", getattr(one, "__func__", one)) for key, one in own)
+    else:
+        held: Any = getattr(value, "__dict__", None)
+        held = held if isinstance(held, dict) else {}  # some objects make it of themselves
+        yield from ((f"{name}.{key}", each) for key, each in held.items())
+        slots = [vars(each).get("__slots__", ()) for each in type(value).__mro__]
+        keys = [key for each in slots for key in ([each] if isinstance(each, str) else each)]
+        yield from ((f"{name}.{key}", getattr(value, key, None)) for key in keys if key != "__dict__")
+        yield name, type(value)
+
+
+def _read_by(name: str, function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """What a function reads beside its arguments."""
+    for key, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # not set yet
+            yield f"{name}: {key}", cell.cell_contents
+    yield name, function.__defaults__
+    codes = [function.__code__] if is_users_file(function.__code__.co_filename) else []
+    while codes:
+        code = codes.pop()
+        codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+        yield from ((key, function.__globals__.get(key)) for key in code.co_names)
+
+
 class Rereading:
     """Reads samples twice under the same keys, to see that nothing is kept from one read to the next.
 
     What cannot be read is left to the read that follows.
+
+    Args:
+        roots: the data set and its collate function, by the words for them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, roots: Mapping[str, Any]) -> None:
+        self._roots = roots
+        self._generators: dict[str, Any] | None = None
         self._held: list[tuple[str, Any, list[str]]] = []
         self._drew_once: list[str] = []
 
@@ -178,10 +262,13 @@ class Rereading:
         """
         try:
             data = read()
-            first, drawn = content_of(data), _draws(seed)
+            first, drawn, states = content_of(data), _draws(seed), self._states()
             with _as_another_worker():
                 again = [content_of(read()) for _ in range(times - 1)]
-            redrawn = _draws(seed)
+            redrawn, own = (
+                _draws(seed),
+                [key for key, state in self._states().items() if states[key] != state],
+            )
         except DataError:
             return
         if any(other != first for other in again):
@@ -191,6 +278,13 @@ class Rereading:
                 "counter, or samples that are changed in place; or it asks for the number of its worker. What a step "
                 "trains on would depend on which process reads it, and what that has read before. Draw from torch, "
                 "NumPy or random, which are seeded for each sample, and change copies."
+                + (f" It draws from {own[0]}: {_SEED_IT}" if own else "")
+            )
+        if own:
+            raise DataError(
+                f"{name} draws random numbers from {own[0]}, a generator of its own, though not all of them change its "
+                "values. How far that has drawn depends on which process has read what, and so would later samples. "
+                f"Draw from torch, NumPy or random, which are seeded for each sample. If it is a library's, {_SEED_IT}"
             )
         self._held.append((name, data, first))
         if any(once not in (None, then) for once, then in zip(drawn, redrawn)):
@@ -203,6 +297,11 @@ class Rereading:
                 "the part by the number of the sample."
             )
 
+    def _states(self) -> dict[str, Any]:
+        if self._generators is None:  # after a read, which may make them
+            self._generators = generators_of(self._roots)
+        return {name: encoded_state(each) for name, each in self._generators.items()}
+
     def require_kept(self) -> None:
         """Raises ``DataError`` where samples that were read are no longer what they were."""
         for name, data, content in self._held:
@@ -212,6 +311,12 @@ class Rereading:
                     "memory again and again. The micro-batches of a step are held together. Return copies, for example "
                     "tensor.clone()."
                 )
+
+
+_SEED_IT = (
+    "seed it by torch before each use, such as self.transform.set_random_seed(int(torch.randint(2**31, ()))) of "
+    "albumentations, or transform.set_random_state(seed) of MONAI."
+)
 
 
 @contextmanager
@@ -288,3 +393,5 @@ def content_of(data: Any, depth: int = 8) -> list[str]:
 
 _CLOSED = (type, ModuleType, FunctionType, Dataset, DataLoader, torch.nn.Module)
 """Objects that a sample may refer to and that are not its content."""
+_ENDS = (str, bytes, int, float, complex, np.generic, np.ndarray, Tensor, ModuleType, CodeType)
+"""Values that lead to no generator."""

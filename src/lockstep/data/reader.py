@@ -379,7 +379,9 @@ class SampleReader:
             self._collate is None and _is_ours(self._dataset) and not is_stream
         ):
             return
-        compared = Rereading()
+        compared = Rereading(
+            {type(self._dataset).__name__: self._given, "the collate function": self._collate}
+        )
         if is_stream:  # its first samples, read again, begin it anew
             self._dataset.is_compared = True
             first = replace(keys, indices=np.arange(min(_MOST_COMPARED, len(self._dataset))))

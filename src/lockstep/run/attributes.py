@@ -17,7 +17,7 @@ import math
 import re
 import weakref
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
@@ -57,7 +57,8 @@ _MISSING = object()
 _ATTRIBUTE = re.compile(r"(?:the attribute '\w+' of )*(the attribute '\w+' of [^\[\]]*)(?:\[.*)?")
 """The name of an attribute of a module, or of what it holds."""
 _CONTAINERS: dict[str, Callable[..., Any]] = {
-    each.__name__: each for each in (list, tuple, dict, set, frozenset, deque, OrderedDict, Counter)
+    each.__name__: each
+    for each in (list, tuple, dict, set, frozenset, deque, OrderedDict, Counter, torch.Size)
 }
 
 
@@ -316,10 +317,13 @@ class _Restoring:
 
 
 class Attributes:
-    """The values that the optimizers and modules of a run keep, beside what they kept when this was made."""
+    """The values that the optimizers and modules of a run keep, beside what they kept when this was made.
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
+    ``idle``: attributes that calls change and nothing depends on, in words; they need no counterpart in a resumed run.
+    """
+
+    def __init__(self, parts: Parts, idle: Collection[str] = ()) -> None:
+        self._parts, self._idle = parts, idle
         first = Values(self._holders())
         self._first = {place: json.dumps(value) for place, value in first.found.items()}
         self._objects = {path: reference(value) for path, value in first.objects.items()}
@@ -359,7 +363,8 @@ class Attributes:
             used = [path for path in now.large[place] if json.dumps(path) in text]
             tensors.update({f"{ATTRIBUTE}{path}": now.tensors[path] for path in used})
         found = [[*place, changed[place]] for place in {**now.found, **changed} if place in changed]
-        return {"held": found} if found else {}
+        idle = sorted({words_of(*place) for place in changed} & set(self._idle))
+        return {"held": found, "idle": idle} if found else {}
 
     def restore(
         self, stored: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device
@@ -369,14 +374,14 @@ class Attributes:
         ``device`` gets tensors that were on another than the CPU, and have no counterpart here.
         """
         holders = self._holders()
-        restoring, lost = _Restoring(Values(holders), tensors, device), []
+        restoring, lost = _Restoring(Values(holders), tensors, device), list[str]()
         for name, key, value in stored.get("held", ()):  # in the order in which they were found
             if (holder := holders.get(name)) is None:
                 continue  # an optimizer, where a model predicts
             restoring.is_whole, own = True, _attributes(holder).get(key, _MISSING)
             found = restoring.value(value, own, f"{name}|{key}")
             if not restoring.is_whole:
-                lost.append(words_of(name, key))
+                lost += {words_of(name, key)} - set(stored.get("idle", ()))
             elif found is not own:
                 is_buffer = isinstance(holder, nn.Module) and key in holder._buffers
                 (holder._buffers if is_buffer else vars(holder))[key] = found

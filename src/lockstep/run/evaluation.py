@@ -379,8 +379,9 @@ def evaluate_whole(opened: OpenEvaluation, metrics: Mapping[str, SetMetric]) -> 
         for name, metric in metrics.items():
             # torchmetrics, also in a collection, would wait for the other ranks, which have no part.
             for each in metric.modules() if isinstance(metric, nn.Module) else (metric,):
-                if hasattr(each, "sync_on_compute"):
-                    vars(each)["sync_on_compute"] = False
+                for key in ("sync_on_compute", "_to_sync"):  # the second, a copy of it, decides
+                    if hasattr(each, key):
+                        vars(each)[key] = False
             metric.reset()
             for begin in range(0, len(rows), size):
                 metric.update(outputs[begin : begin + size], targets[begin : begin + size])

@@ -15,11 +15,12 @@ import torch
 from torch import nn
 
 from lockstep.config.options import RunOptions
+from lockstep.core.fingerprint import combine
 from lockstep.core.plan import SamplePlan, Share
 from lockstep.data import EvaluationLoader, SkipBroken, Source, StepLoader, Stream, adopt, check_batch_size
 from lockstep.data.adopt import SideBySide, unused_side_by_side
 from lockstep.data.batch import Batch
-from lockstep.data.changes import Notes, choices
+from lockstep.data.changes import BEGINNING, Notes, choices
 from lockstep.data.naming import told_other_classes, told_other_columns, unwrap_subset
 from lockstep.data.reader import ReadTrace
 from lockstep.data.workers import ReadingOptions, sample_digests
@@ -32,7 +33,7 @@ from lockstep.strategies import Strategy
 from lockstep.text import shorten
 
 logger = logging.getLogger(__name__)
-_MOST_SOURCES, _MOST_WORKERS = 8, 4096
+_MOST_SOURCES, _MOST_WORKERS, _BEGINNING = 8, 4096, 16
 _Kind = Literal["training", "evaluation"]
 _Key = tuple[Hashable, ...]
 """How and by whom data are to be read."""
@@ -208,7 +209,7 @@ class LoaderCache:
     def digests(self, data: Any, workers: int | None) -> dict[str, str]:
         """Digests of the first, the middle and the last sample, which every rank reads, and of what wrappers choose.
 
-        Empty without checks.
+        Of a stream they are those of the first samples, whose order may come from a seed. Empty without checks.
         """
         known = self._known(data)
         source = known.source
@@ -218,11 +219,12 @@ class LoaderCache:
         some = sorted({0, count // 2, count - 1})
         is_stream = isinstance(source.dataset, Stream)
         if is_stream:
-            some, source.dataset.is_compared = [0], True
+            some, source.dataset.is_compared = [*range(min(_BEGINNING, count))], True
         found = sample_digests(source.dataset, some, **self._reading(known, workers))
         if is_stream:
             # Equal on all ranks says nothing of what it keeps: a count of its readings is equal, too.
             source.dataset.is_compared = False
+            found = {"sample 0": found["sample 0"], BEGINNING: combine(found)[:8]}
         return {**found, **choices(source.dataset)}
 
     def read_ahead(self, loader: StepLoader, next_epoch: int | None) -> None:

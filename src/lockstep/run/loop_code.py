@@ -248,15 +248,15 @@ def changed_names(
 @functools.cache
 def _effects(code: CodeType) -> list[_Effects]:
     found: list[_Effects] = []
-    loads: list[tuple[Any, str]] = []
+    loads: _Loads = defaultdict(list)
     texts: list[tuple[Any, str]] = []
     read: set[Any] = set()
     sets_by_name, is_in_place = not _BY_NAME.isdisjoint(code.co_names), False
     for each in dis.get_instructions(code):
         where, kind, changes, names = each.positions, each.opname, set[str](), set[str]()
-        calls = _longest(where, loads) if kind.startswith("CALL") else set()
         accesses, line = _accesses(each), where and where.lineno
-        base = frozenset(() if accesses else _longest(where, loads))
+        longest = set() if accesses else _longest(where, loads)
+        calls, base = longest if kind.startswith("CALL") else set(), frozenset(longest)
         known = base if where and where.col_offset is not None else frozenset[str]()
         carries, sets = set[str](), False
         if "next" in calls:
@@ -271,7 +271,7 @@ def _effects(code: CodeType) -> list[_Effects]:
             changes |= {str(each.argval)} | (base if each.argval in ("data", "value") else set())
         elif kind in ("STORE_SUBSCR", "STORE_SLICE", "DELETE_SUBSCR"):
             changes |= base | {text for its, text in texts if _is_within(its, where)}
-            changes |= _somewhere_in(where, texts)
+            changes |= {text for its, text in texts if where and its[::2] == (line, None)}
         elif isinstance(each.argval, str) and kind == "LOAD_CONST":
             texts.append((where, each.argval))
             changes |= {each.argval} if sets_by_name else set()
@@ -279,7 +279,7 @@ def _effects(code: CodeType) -> list[_Effects]:
             if access != "LOAD":
                 changes.add(name)
             elif place:  # of two variables the positions are those of the first
-                loads.append((dis.Positions(line), name))
+                loads[line, None].append((dis.Positions(line), name))
             else:
                 names.add(name)
         if kind in ("STORE_ATTR", "STORE_NAME", "STORE_GLOBAL", "STORE_DEREF"):
@@ -290,7 +290,8 @@ def _effects(code: CodeType) -> list[_Effects]:
             carries = {name for name in changes if is_in_place or on_line.count(name) > 1}
         if kind != "SWAP":
             is_in_place = kind == "BINARY_OP" and each.argrepr.endswith("=")
-        loads += [(where, name) for name in names]
+        if where:
+            loads[where[::2]] += [(where, name) for name in names]
         read |= {(line, name, known) for name in names}
         inner = each.argval if isinstance(each.argval, CodeType) else None
         found.append(
@@ -299,23 +300,27 @@ def _effects(code: CodeType) -> list[_Effects]:
     return found
 
 
-def _longest(where: Any, loads: list[tuple[Any, str]]) -> set[str]:
+_Loads = defaultdict[tuple[int | None, int | None], list[tuple[dis.Positions, str]]]
+"""The names that instructions load, and where, by line and column of their begin. Of some only the line is known: of
+the second that one instruction loads, and of all with PYTHONNODEBUGRANGES."""
+
+
+def _longest(where: Any, loads: _Loads) -> set[str]:
     """The name of x in ``x[...]``, ``x.method`` and ``x(...)``: the longest that begins where they do."""
-    own = [(its, name) for its, name in loads if _is_within(its, where) and its[::2] == where[::2]]
+    if not where:
+        return set()
+    own = [(its, name) for its, name in loads[where[::2]] if _is_within(its, where)]
     longest = max(((its[1], its[3]) for its, _ in own), default=None)
-    return {name for its, name in own if (its[1], its[3]) == longest} or _somewhere_in(where, loads)
+    found = {name for its, name in own if (its[1], its[3]) == longest}
+    return found or {name for _, name in loads[where[0], None]}
 
 
-def _argument(where: Any, loads: list[tuple[Any, str]]) -> set[str]:
+def _argument(where: Any, loads: _Loads) -> set[str]:
     """The name of x in ``next(x)``."""
-    own = [(its, name) for its, name in loads if _is_within(its, where)][1:]
+    every = itertools.chain.from_iterable(loads.values())
+    own = [(its, name) for its, name in every if _is_within(its, where)][1:]
     first = set([name for its, name in own if its[::2] == own[0][0][::2]][-1:])
-    return first or _somewhere_in(where, loads)
-
-
-def _somewhere_in(where: Any, loads: list[tuple[Any, str]]) -> set[str]:
-    """The names of its line of which nothing more is known, as with PYTHONNODEBUGRANGES."""
-    return {name for its, name in loads if where and its and its[2] is None and its[0] == where[0]}
+    return first or {name for _, name in loads[where[0], None]}
 
 
 def _is_within(inner: Any, outer: Any) -> bool:

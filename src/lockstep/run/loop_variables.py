@@ -51,6 +51,8 @@ class LoopState:
         """The texts when the steps of the last epoch had ended; those after evaluations of what these have changed."""
         self._set_between: set[str] = set()
         """Those that data sets hold and the loop has changed between two epochs."""
+        self._by_reading: set[str] = set()
+        """Those that data sets hold and reading has changed."""
         self._stored: Mapping[str, Any] = {}
         self._inside = self._in_epochs = False
         self._resumed: tuple[Variables, dict[str, str], dict[FrameType, int]] | None = None
@@ -123,12 +125,19 @@ class LoopState:
         self._at_end = Variables.of_loop(self._known).texts
 
     @contextmanager
-    def reading(self) -> Iterator[None]:
-        """Around an evaluation: what data sets then change by themselves, such as a cache, is not the loop's doing."""
-        before = Variables.of_loop(self._known).texts.items() if self._at_end else None
+    def reading(self, *, alone: bool = False) -> Iterator[None]:
+        """Around reads: what data sets then change, as a cache or what was drawn last, is not the loop's doing.
+
+        ``alone``: nothing else runs, as metrics of an evaluation, so that it is never the loop's.
+        """
+        is_noted = alone or self._at_end
+        before = Variables.of_loop(self._known).texts.items() if is_noted else None
         yield
         if before is not None:
-            self._at_end |= dict(Variables.of_loop(self._known).texts.items() - before)
+            found = Variables.of_loop(self._known)
+            changed = dict(found.texts.items() - before)
+            self._at_end |= changed if self._at_end else {}
+            self._by_reading |= changed.keys() & found.of_data if alone else set()
 
     def seen_in(self, found: Snapshot) -> set[str]:
         """The names that a snapshot has for what variables hold that the loop goes on with: ``capture`` notes these.
@@ -149,7 +158,7 @@ class LoopState:
 
     def _note_data(self, found: Variables) -> None:
         """Notes what the loop has changed in data sets since the steps ended."""
-        end, names = self._at_end, found.of_data & (found.with_values | found.plain.keys())
+        end, names = self._at_end, found.of_data & (found.with_values | found.plain.keys()) - self._by_reading
         self._set_between |= {name for name in names if end.get(name, found.texts[name]) != found.texts[name]}
 
     def _give_without_epochs(self, found: Variables) -> None:
@@ -265,7 +274,8 @@ class LoopState:
         ]
         if self._at_end:
             self._note_data(found)
-        noted = {name: found.texts[name] for name in found.live if self._is_noted(name, found)}
+        names = found.live - self._by_reading
+        noted = {name: found.texts[name] for name in names if self._is_noted(name, found)}
         # A thread, or a function that has ended, may have had the others.
         generators = {**self._generators, **found.generators}
         return {

@@ -223,8 +223,9 @@ class Run:
         self.synchronize()
         plan = self._loaders.plan(data, shuffle, drop_last, smallest)
         self._agreed_data.require_freezing(prepared.compute.model)
-        compared = self._loaders.compared(data, workers)
-        self._agreed_data.require(plan, photos, *compared, has_changed=has_changed)
+        with prepared.state.loop.reading(alone=True):
+            compared = self._loaders.compared(data, workers)
+            self._agreed_data.require(plan, photos, *compared, has_changed=has_changed)
         prepared.state.reads_photos(photos)
         loader = self._loaders.training(data, plan, workers)
         prepared.compute.device_transform = source.device_transform
@@ -232,8 +233,7 @@ class Run:
         batches = partial(
             loader.batches, at_end=lambda: self._loaders.read_ahead(loader, self._loop.next_epoch)
         )
-        seed, says = self.options.seed, self.is_main
-        read = counting_skipped(batches, source.dataset, self.strategy, seed, says=says)
+        read = counting_skipped(batches, source.dataset, self.strategy, self.options.seed, says=self.is_main)
         left = self._loop.steps_left(plan.steps_per_epoch)
         return EpochSteps(self._loop.steps(read, self._between_steps), left)
 

@@ -33,7 +33,7 @@ from lockstep.run.prepare import Parts, PreparedModel, frozen_parameters
 from lockstep.run.step import ForwardPass
 from lockstep.strategies import IndependentStrategy, Strategy
 from lockstep.strategies.absent import AbsentParameter
-from lockstep.strategies.sharding import is_elementwise
+from lockstep.strategies.sharding import is_elementwise, quantised
 from lockstep.text import shorten
 
 logger = logging.getLogger(__name__)
@@ -164,6 +164,8 @@ class RunState:
     """True if the checkpoint was written within an epoch."""
     capture_places: Callable[[RunState], dict[str, list[str]]] = lambda _: {}
     """Gives what the model and the loss read, the loop has changed, and no checkpoint holds; see ``UnheldPlaces``."""
+    idle: set[str] = field(default_factory=set)
+    """The places that calls change and on which nothing depends, as rehearsals find."""
     loop: LoopState = field(init=False)
 
     def __post_init__(self) -> None:
@@ -185,7 +187,7 @@ class RunState:
             if key not in _HOW and _is_plain(_number(value))
         }
         self._made_groups = [len(each.param_groups) for each in self.parts.optimizers]
-        self._attributes = Attributes(self.parts)
+        self._attributes = Attributes(self.parts, self.idle)
         self._first_unsaved = [unsaved_tensors(each) for each in self.parts.optimizers]
 
     def held_attributes(self) -> dict[str, str]:
@@ -335,6 +337,8 @@ class RunState:
         Raises:
             CheckpointMismatch: it is of another model, recipe or software.
         """
+        if words := quantised(self.parts.model):
+            raise CheckpointMismatch(f"{words}: no checkpoint can give it back. Begin anew, without resume.")
         written = state.progress
         _require_none(self.context.differences(written["context"]), force_context)
         for kind, (why, remedy) in _UNSAVED.items():

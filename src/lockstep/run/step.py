@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 from lockstep.core.plan import StepPlan
-from lockstep.data.batch import Batch, MicroBatch, map_leaves
+from lockstep.data.batch import Batch, MicroBatch, map_leaves, unclassed
 from lockstep.errors import ConfigError, NonFiniteError
 from lockstep.numerics.compilation import explain_compiler
 from lockstep.numerics.precision import Precision
@@ -202,7 +202,7 @@ def sum_and_weight(value: Any, samples: int) -> tuple[Tensor, Tensor]:
         samples: rows of the micro-batch.
     """
     if isinstance(value, tuple) and len(value) == 2:
-        total, weight = value
+        total, weight = map(unclassed, value)
         if not isinstance(total, Tensor):
             total = torch.tensor(float(total), dtype=torch.float64)
         if not isinstance(weight, Tensor):  # torch.tensor would copy to the device, which waits for it
@@ -214,7 +214,7 @@ def sum_and_weight(value: Any, samples: int) -> tuple[Tensor, Tensor]:
         return total.sum() if total.dim() else total.clone(), weight.sum() if weight.dim() else weight.clone()
     if not isinstance(value, Tensor):
         raise no_value(value)
-    value = wide(value)
+    value = wide(unclassed(value))
     if value.dim() == 0:
         return value * samples, torch.full((), float(samples), device=value.device)
     numbers = value if value.is_floating_point() else value.to(torch.float64)

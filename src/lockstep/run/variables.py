@@ -238,11 +238,13 @@ class Variables:
             content = _content_of(value, 0 if self._is_in_data else _MOST_ENTRIES)
             entries = dict.items(value) if issubclass(kind, dict) else enumerate(value)
             is_foreign = only_tensors or self._is_in_data  # what a data set has read may fill a cache
-            if len(value) > _MOST_ENTRIES and not is_foreign:
-                every = entries if issubclass(kind, dict) else value
+            every = entries if issubclass(kind, dict) else value
+            begun = copied(itertools.islice(entries, 1)) if len(value) > _MOST_ENTRIES else []
+            has_tensors = not self._is_in_data and any(isinstance(each, Tensor) for _, each in begun)
+            if len(value) > _MOST_ENTRIES and (has_tensors or not is_foreign):
                 some = copied(itertools.islice(every, 0, None, 1 + len(value) // _MOST_SAMPLES))
                 self._whole(value, name, some, depth, f"{len(value)} entries{content}")
-                self.with_values |= {name} if content else set()
+                self.with_values |= {name} if content or has_tensors else set()
             elif content or not is_foreign:
                 order = [*filter(is_plain, value)] if issubclass(kind, dict) and not is_foreign else []
                 content = content or (f" of digest {short_digest(repr(order).encode())}" if order else "")

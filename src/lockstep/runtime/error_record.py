@@ -30,13 +30,16 @@ from lockstep.runtime.torch_internals import LOST_PEER, NO_SCALE, FrameKind, kin
 _RUNPY = "<frozen runpy>"
 _INSTALLED = sysconfig.get_path("purelib") + os.sep
 LIBRARIES = tuple(
-    dict.fromkeys(
-        path + os.sep
-        for name in ("stdlib", "platstdlib", "purelib", "platlib")
-        if (path := sysconfig.get_path(name))
+    path + os.sep
+    for path in dict.fromkeys(
+        [
+            *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+            *(each for each in sys.path if Path(each).name in ("site-packages", "dist-packages")),
+        ]
     )
+    if path
 )
-"""The folders of Python itself and of installed packages."""
+"""The folders of Python itself and of installed packages, those of the system and of the user among them."""
 CLOSED_PACKAGES = (sys.stdlib_module_names | {"lockstep", "torch", "numpy", "builtins"}) - {"__main__"}
 """Packages whose objects are their own affair."""
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep

@@ -107,7 +107,12 @@ def require_rows(model: nn.Module, strategy: str, *, permuted: bool = False) -> 
 
 
 def require_separate_memory(model: nn.Module, strategy: str) -> None:
-    """Raises ``ConfigError`` where a parameter shares memory with another, or with a buffer, so that one moves both."""
+    """Raises ``ConfigError`` where a parameter shares memory with another, or with a buffer, so that one moves both.
+
+    So it is where a parameter has no memory of its own.
+    """
+    if words := quantised(model):
+        raise ConfigError(f"{words}, and strategy {strategy!r} shares out plain tensors. Use strategy 'ddp'.")
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     kept = {name: each for name, each in named.items() if each.layout is torch.strided and each.numel()}
     extents = sorted((*_extent(each), name) for name, each in kept.items())
@@ -119,6 +124,15 @@ def require_separate_memory(model: nn.Module, strategy: str) -> None:
                 f"{strategy!r} keeps each parameter by itself. Make one of a copy (tensor.clone()), tie them as one "
                 "parameter, or use strategy 'ddp'."
             )
+
+
+def quantised(model: nn.Module) -> str:
+    """Words for the first parameter of a class that keeps its values in other tensors; empty if there is none."""
+    for name, parameter in model.named_parameters():
+        if type(parameter).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+            words = f"The parameter {name!r} is a {type(parameter).__name__}, which keeps its values"
+            return f"{words} in tensors of its own, as quantised ones do"
+    return ""
 
 
 def require_plain_state(model: nn.Module, strategy: str) -> None:

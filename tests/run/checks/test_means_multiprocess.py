@@ -19,7 +19,8 @@ pytestmark = pytest.mark.timeout(180)
 class F1:
     """As one of torchmetrics: it would wait for other ranks in ``compute``."""
 
-    sync_on_compute = True
+    def __init__(self):
+        self.sync_on_compute = self._to_sync = True
 
     def reset(self):
         self.outputs, self.targets = [], []
@@ -29,7 +30,7 @@ class F1:
         self.targets.append(target)
 
     def compute(self):
-        assert not self.sync_on_compute
+        assert not self._to_sync and not self.sync_on_compute
         return f1(torch.cat(self.outputs), torch.cat(self.targets))
 
 

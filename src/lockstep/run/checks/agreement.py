@@ -32,7 +32,7 @@ from lockstep.checkpoint.state import has_extra_state
 from lockstep.config.options import RunOptions
 from lockstep.core.fingerprint import Context, checksums, combine, differing, digest_tensors
 from lockstep.core.plan import SamplePlan
-from lockstep.data.changes import CHOICE
+from lockstep.data.changes import BEGINNING, CHOICE
 from lockstep.distributed.collectives import broadcast_tensors
 from lockstep.errors import CheckpointMismatch, ConfigError, ReplicaError
 from lockstep.run.checks.same_call import by_rank, gather_agreed
@@ -489,7 +489,8 @@ class AgreedData:
         names = sorted(
             name
             for name in {*stored, *self.digests}
-            if stored.get(name) != self.digests.get(name) and (name in stored or name not in _HOW)
+            if stored.get(name) != self.digests.get(name)
+            and (name in stored or name not in (*_HOW, BEGINNING))
         )
         if not (names and stored and self.digests) or self._options.force_context:
             return
