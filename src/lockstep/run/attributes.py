@@ -319,7 +319,7 @@ class _Restoring:
 class Attributes:
     """The values that the optimizers and modules of a run keep, beside what they kept when this was made.
 
-    ``idle``: attributes that calls change and nothing depends on, in words; they need no counterpart in a resumed run.
+    ``idle``: attributes that each call sets anew and nothing depends on, in words; a resumed run needs none like them.
     """
 
     def __init__(self, parts: Parts, idle: Collection[str] = ()) -> None:

@@ -165,7 +165,7 @@ class RunState:
     capture_places: Callable[[RunState], dict[str, list[str]]] = lambda _: {}
     """Gives what the model and the loss read, the loop has changed, and no checkpoint holds; see ``UnheldPlaces``."""
     idle: set[str] = field(default_factory=set)
-    """The places that calls change and on which nothing depends, as rehearsals find."""
+    """The places that each call sets anew and on which nothing depends, as rehearsals find."""
     loop: LoopState = field(init=False)
 
     def __post_init__(self) -> None:

@@ -325,10 +325,9 @@ class Rehearsals:
             findings.lost = [name for name, each in lost.items() if each.is_read_by(before, noted, names)]
         moved = _bases({**noted, **counting})
         findings.lost += self._unheld.look(prepared.state, roots, before, moved)
-        note_idle = prepared.state.idle.update
-        if findings.losses_differ or findings.gradients:
-            note_idle = prepared.state.idle.difference_update
-        note_idle(moved)
+        prepared.state.idle -= moved
+        if not (findings.losses_differ or findings.gradients):
+            prepared.state.idle |= _bases(noted) - _bases(counting)
         if any(each.differs(first) for each in from_start):
             now = {name: (text, before.texts.get(name, "nothing")) for name, (text, _) in starts.items()}
             findings.changed = {name: pair for name, pair in now.items() if pair[0] != pair[1]}
