@@ -223,9 +223,9 @@ class Run:
         self.synchronize()
         plan = self._loaders.plan(data, shuffle, drop_last, smallest)
         self._agreed_data.require_freezing(prepared.compute.model)
-        with prepared.state.loop.reading(alone=True):
-            compared = self._loaders.compared(data, workers)
-            self._agreed_data.require(plan, photos, *compared, has_changed=has_changed)
+        number, digests = self._loaders.compared(data, workers)
+        digests = prepared.state.loop.reading(alone=True)(digests)
+        self._agreed_data.require(plan, photos, number, digests, has_changed=has_changed)
         prepared.state.reads_photos(photos)
         loader = self._loaders.training(data, plan, workers)
         prepared.compute.device_transform = source.device_transform
