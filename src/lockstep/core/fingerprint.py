@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,12 +37,8 @@ def digest_tensor(tensor: Tensor) -> str:
 
     Of one of a class that keeps its values in other tensors, as quantised ones do, it is that of these.
     """
-    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__ and hasattr(
-        tensor, "__tensor_flatten__"
-    ):
-        return combine(
-            {name: digest_tensor(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0]}
-        )
+    if inner := _inner(tensor):
+        return combine({name: digest_tensor(each) for name, each in inner.items()})
     values = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous().reshape(-1)
     digest = hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
     digest.update(values.view(torch.uint8).numpy().data)
@@ -49,11 +46,11 @@ def digest_tensor(tensor: Tensor) -> str:
 
 
 def _inner(tensor: Tensor) -> dict[str, Tensor]:
-    if type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ or not hasattr(
-        tensor, "__tensor_flatten__"
-    ):
+    """The tensors that one of such a class keeps its values in; none of any other."""
+    cls: Any = type(tensor)
+    if cls.__torch_dispatch__ is Tensor.__torch_dispatch__ or not hasattr(cls, "__tensor_flatten__"):
         return {}
-    return {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
+    return {name: getattr(tensor, name) for name in cls.__tensor_flatten__(tensor)[0]}
 
 
 def digest_tensors(tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> dict[str, str]:
