@@ -65,6 +65,29 @@ def test_the_variable_of_a_comprehension_is_its_own():
     assert (kept, lengths, table) == ("c", [1, 1], {(1, "d"): ["cc"]})
 
 
+@pytest.mark.parametrize(
+    "reads",
+    [
+        "[rate * factor for rate in (1, 2)]",
+        "sum(rate * factor for rate in (1, 2))",
+        "list(map(lambda rate: rate * factor, (1, 2)))",
+        "sorted((1, 2), key=lambda rate: max(rate * factor for _ in (1, 2)))",
+    ],
+)
+def test_what_a_script_reads_within_an_expression_is_live(reads):
+    lines = (
+        "factor = 1",
+        "for number in range(2):",
+        "    found = here()",
+        f"    {reads}",
+        "    factor = number",
+    )
+    space = {"here": lambda: live_here(2)}
+    exec(compile("\n".join(lines), "script.py", "exec"), space)
+    assert "factor" in space["found"]
+    assert "rate" not in space["found"]
+
+
 def test_what_one_branch_keeps_is_live():
     last = None
     for number in range(3):

@@ -81,6 +81,8 @@ def _flow(code: CodeType) -> tuple[list[dis.Instruction], list[list[int]], list[
     for number, each in enumerate(instructions):
         if each.opname == "LOAD_FAST_AND_CLEAR":
             _hide(each.argval, number, instructions, accesses)
+        if isinstance(each.argval, CodeType) and _holder_of_inner(number, instructions) is None:
+            accesses[number] += [("LOAD", name) for name in sorted(_read_by(each.argval))]
     return instructions, follow, accesses
 
 
@@ -141,20 +143,23 @@ def _inner_functions(instructions: list[dis.Instruction]) -> dict[str, frozenset
     """The variables that inner functions, and those that they call, read, by the variable that holds the function."""
     found: dict[str, frozenset[str]] = {}
     for number, each in enumerate(instructions):
-        if not isinstance(each.argval, CodeType):
-            continue
-        following = itertools.islice(instructions, number + 1, None)
-        calls = 0
-        for later in itertools.takewhile(lambda one: one.opname not in _ENDS, following):
-            calls += later.opname.startswith("CALL")
-            if names := [name for kind, name in _accesses(later) if kind == "STORE"]:
-                is_decorated = names[0] == each.argval.co_name
-                if not calls or is_decorated:  # otherwise it is what a call gave
-                    found[names[0]] = found.get(names[0], frozenset()) | _read_by(each.argval)
-                break
+        if isinstance(each.argval, CodeType) and (name := _holder_of_inner(number, instructions)):
+            found[name] = found.get(name, frozenset()) | _read_by(each.argval)
     for _ in range(3):  # one calls another
         found = {name: reads.union(*(found.get(each, ()) for each in reads)) for name, reads in found.items()}
     return found
+
+
+def _holder_of_inner(number: int, instructions: list[dis.Instruction]) -> str | None:
+    """The variable that gets the function whose code an instruction loads; None where it is used there and then."""
+    following = itertools.islice(instructions, number + 1, None)
+    calls = 0
+    for later in itertools.takewhile(lambda one: one.opname not in _ENDS, following):
+        calls += later.opname.startswith("CALL")
+        if names := [name for kind, name in _accesses(later) if kind == "STORE"]:
+            is_decorated = names[0] == instructions[number].argval.co_name
+            return names[0] if not calls or is_decorated else None  # it is what a call gave
+    return None
 
 
 @functools.cache
@@ -166,7 +171,8 @@ def _read_by(code: CodeType) -> frozenset[str]:
         for kind, name in _accesses(each)
         if kind == "LOAD" and (name in code.co_freevars or name in code.co_names)
     }
-    return frozenset(found).union(*(_read_by(each) for each in code.co_consts if isinstance(each, CodeType)))
+    inner = [_read_by(each) for each in code.co_consts if isinstance(each, CodeType)]
+    return frozenset(found).union(*inner) - {*code.co_cellvars}
 
 
 _ENDS = ("POP_TOP", "STORE_ATTR", "RETURN_VALUE")
