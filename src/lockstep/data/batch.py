@@ -44,13 +44,6 @@ def _pinned(value: Any) -> Any:
     return value.pin_memory() if hasattr(value, "pin_memory") else value
 
 
-def unclassed(value: Any) -> Any:
-    """A tensor of a class that only adds notes, as MONAI's and torchvision's, as one of torch's; others as they are."""
-    is_noted = isinstance(value, Tensor) and type(value) not in (Tensor, torch.nn.Parameter)
-    is_noted = is_noted and type(value).__torch_dispatch__ is Tensor.__torch_dispatch__
-    return value.as_subclass(Tensor) if is_noted else value
-
-
 @dataclass(frozen=True)
 class MicroBatch:
     """The samples of one micro-batch, collated."""

@@ -284,17 +284,17 @@ class GradientState:
         taken = True
         with self._in_step(optimizer), self.setting_values():
             self._strategy.before_step()
-            if self._scaler is None:
-                optimizer.step()
-            else:
-                taken = self._step_scaled(optimizer, self._scaler)
+            with self._explaining(optimizer):
+                if self._scaler is None:
+                    optimizer.step()
+                else:
+                    taken = self._step_scaled(optimizer, self._scaler)
             self._strategy.after_step()
         return taken
 
     @contextmanager
-    def _in_step(self, optimizer: Optimizer) -> Iterator[None]:
-        """Around the step of the user's own optimizer, which uses its gradients up."""
-        self._stepping = True
+    def _explaining(self, optimizer: Optimizer) -> Iterator[None]:
+        """Says why a step of the user's own optimizer fails in a process that holds none of the parameters."""
         try:
             yield
         except Exception as error:
@@ -304,6 +304,13 @@ class GradientState:
                 f"{type(optimizer).__name__} cannot step without parameters ({type(error).__name__}: {error}), and "
                 f"under strategy {self._strategy.name!r} other processes hold all of them. Use strategy 'ddp'."
             ) from error
+
+    @contextmanager
+    def _in_step(self, optimizer: Optimizer) -> Iterator[None]:
+        """Around the step of the user's own optimizer, which uses its gradients up."""
+        self._stepping = True
+        try:
+            yield
         finally:
             self._stepping = False
             self._steps[id(optimizer)] += 1

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 from lockstep.core.plan import StepPlan
-from lockstep.data.batch import Batch, MicroBatch, map_leaves, unclassed
+from lockstep.data.batch import Batch, MicroBatch, map_leaves
 from lockstep.errors import ConfigError, NonFiniteError
 from lockstep.numerics.compilation import explain_compiler
 from lockstep.numerics.precision import Precision
@@ -202,23 +202,28 @@ def sum_and_weight(value: Any, samples: int) -> tuple[Tensor, Tensor]:
         samples: rows of the micro-batch.
     """
     if isinstance(value, tuple) and len(value) == 2:
-        total, weight = map(unclassed, value)
-        if not isinstance(total, Tensor):
-            total = torch.tensor(float(total), dtype=torch.float64)
+        total, weight = map(_plain, value)
+        total = wide(total) if isinstance(total, Tensor) else torch.tensor(float(total), dtype=torch.float64)
         if not isinstance(weight, Tensor):  # torch.tensor would copy to the device, which waits for it
             weight = torch.full((), float(weight), device=total.device)
         if weight.requires_grad:
             raise trained_weight()
-        total = wide(total)
         # A copy of a single number: the function may write its next one into the same tensor
         return total.sum() if total.dim() else total.clone(), weight.sum() if weight.dim() else weight.clone()
     if not isinstance(value, Tensor):
         raise no_value(value)
-    value = wide(unclassed(value))
+    value = wide(_plain(value))
     if value.dim() == 0:
         return value * samples, torch.full((), float(samples), device=value.device)
     numbers = value if value.is_floating_point() else value.to(torch.float64)
     return numbers.sum(), torch.full((), float(value.numel()), device=value.device)
+
+
+def _plain(value: Any) -> Any:
+    """A tensor of a class that only adds notes, as MONAI's, as one of torch's; anything else as it is."""
+    cls: Any = type(value)
+    is_noted = isinstance(value, Tensor) and cls.__torch_dispatch__ is Tensor.__torch_dispatch__
+    return value.as_subclass(Tensor) if is_noted and cls not in (Tensor, nn.Parameter) else value
 
 
 def wide(value: Tensor) -> Tensor:
