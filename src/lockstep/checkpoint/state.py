@@ -223,10 +223,8 @@ def named_state(optimizer: Optimizer) -> dict[str, Any]:
 
 def _strides(tensor: Tensor, parameter: Tensor | None) -> list[int]:
     """Those that ``_placed`` would not choose, as an eigenvector matrix has: bits of its products depend on them."""
-    is_usual = parameter is not None and (parameter.shape, parameter.stride()) == (
-        tensor.shape,
-        tensor.stride(),
-    )
+    form = tensor.shape, tensor.stride()
+    is_usual = parameter is not None and (parameter.shape, parameter.stride()) == form
     if is_usual or tensor.is_contiguous() or torch.empty_like(tensor).stride() != tensor.stride():
         return []
     return list(tensor.stride())

@@ -203,7 +203,7 @@ _READABLE = (
 
 
 def _held_by_class(kind: type) -> Iterator[Any]:
-    """What attributes of a class of the user's hold, its methods aside."""
+    """The values of attributes of a class of the user's, its methods aside."""
     for each in kind.__mro__ if is_users_module(kind.__module__) else ():
         own = vars(each).items() if is_users_module(each.__module__) else ()
         yield from (held for key, held in own if not key.startswith("__") and isinstance(held, _READABLE))

@@ -219,7 +219,7 @@ def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _read_by(name: str, function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """What a function reads beside its arguments."""
+    """The values that a function reads beside its arguments."""
     for key, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with suppress(ValueError):  # not set yet
             yield f"{name}: {key}", cell.cell_contents
@@ -265,10 +265,8 @@ class Rereading:
             first, drawn, states = content_of(data), _draws(seed), self._states()
             with _as_another_worker():
                 again = [content_of(read()) for _ in range(times - 1)]
-            redrawn, own = (
-                _draws(seed),
-                [key for key, state in self._states().items() if states[key] != state],
-            )
+            redrawn = _draws(seed)
+            own = [key for key, state in self._states().items() if states[key] != state]
         except DataError:
             return
         if any(other != first for other in again):

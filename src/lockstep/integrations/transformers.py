@@ -325,7 +325,7 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
         return (values != pad).sum(), len(values)
 
     def _own(self) -> dict[str, Any]:
-        """What the user's code keeps in attributes of this object and of callbacks, by path."""
+        """The values that the user's code keeps in attributes of this object and of callbacks, by path."""
         return {
             path: value.state_dict() if isinstance(value, nn.Module) else value
             for name, each in self._holders.items()

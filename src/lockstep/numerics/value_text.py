@@ -103,7 +103,7 @@ def set_octets(value: Any, octets: bytes) -> None:
 
 
 def text_of_octets(octets: bytes) -> str:
-    """What ``octets_of`` returned."""
+    """A short text for the result of ``octets_of``."""
     return f"{len(octets)} bytes of digest {short_digest(octets)}"
 
 

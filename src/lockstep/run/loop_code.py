@@ -24,11 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from lockstep.numerics.hidden_state import (
-    Place,
-    Snapshot,
-    is_users_code,
-)
+from lockstep.numerics.hidden_state import Place, Snapshot, is_users_code
 from lockstep.numerics.value_text import is_plain, text_of_plain
 from lockstep.runtime.error_record import is_users_module
 

@@ -294,7 +294,7 @@ class LoopState:
 
 
 def _owners(name: str) -> set[str]:
-    """What code may call the value of a name, or an object that holds it; see ``_Effects.carries``."""
+    """The names that code may have for a value, or for an object that holds it; see ``_Effects.carries``."""
     path, _, entry = name.rpartition(": ")[2].partition("[")
     words, keys = re.findall(r"\w+", path), re.findall(r"\w+", entry)
     return {*words[-1:], *keys[-1:], f"{words[0]}.", *(f".{word}" for word in words + keys)}

@@ -105,7 +105,7 @@ class Variables:
     _codes: list[tuple[CodeType, dict[str, Any]]] = field(default_factory=list)
     """Of functions whose globals are still to be looked at."""
     _kept: list[Any] = field(default_factory=list)
-    """What ``parts_of`` gave: the ids of objects are those of others once they are gone."""
+    """The results of ``parts_of``: the ids of objects are those of others once they are gone."""
     _seen: dict[int, tuple[int, int]] = field(default_factory=dict)
     """By the id of an object, the first and the last of what was noted of it, and of what it holds."""
 
@@ -421,7 +421,7 @@ def copied(entries: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
 
 
 def parts_of(value: Any) -> Any:
-    """What an object of Python's own or of NumPy's is made of, as a copy would be; None where nothing tells."""
+    """The parts of an object of Python's own or of NumPy's, as a copy would have them; None where nothing tells."""
     kind = type(value)
     if kind.__module__ not in _OF_PYTHON and not kind.__module__.startswith("numpy"):
         return None
