@@ -192,7 +192,7 @@ def evaluation(
         run.options.directory is None or (run._loop.can_go_back and not prepared.gradients.anywhere())
     )
     stop = EvaluationStop(run.strategy, heartbeat) if can_stop else None
-    loader = run._loaders.evaluation(data, workers)
+    loader, sent = run._loaders.evaluation(data, workers), run.strategy.bytes_sent
     try:
         if loader.count == 0:
             raise ConfigError("The evaluation was given an empty data set. Look at how it was split.")
@@ -220,6 +220,7 @@ def evaluation(
         save_and_stop(run, stopped.reason)
     finally:
         randomness.end_step(-1 - step)
+        run.strategy.bytes_outside_steps += run.strategy.bytes_sent - sent
 
 
 def evaluate_all(

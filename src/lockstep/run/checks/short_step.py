@@ -259,7 +259,7 @@ def put_back(strategy: Strategy, watched: Watched, events: StepEvents) -> Iterat
     finally:
         for parameter, gradient in prior.items():
             parameter.grad = gradient
-        strategy.rehearsed_bytes += strategy.bytes_sent - sent
+        strategy.bytes_outside_steps += strategy.bytes_sent - sent
 
 
 def taken_gradients(strategy: Strategy) -> dict[str, int | None]:
