@@ -108,7 +108,7 @@ def with_start(earlier: Sequence[Start], new: Start) -> str:
 
 def one_recipe(starts: Sequence[Start]) -> bool:
     """True where a run started from step 0 and every start had the same recipe."""
-    return starts[0].step == 0 and len({_recipe(start.job) for start in starts}) == 1
+    return starts[0].step == 0 and len({_recipe(start.job, without=_OF_NO_STEP) for start in starts}) == 1
 
 
 _ABSENT = "-"
@@ -119,7 +119,7 @@ _NOT_OF_RECIPE = ("run", "checkpoint", "log", *STRATEGIES)
 """Tables of settings that do not decide the result, but for those of ``_OF_RECIPE``."""
 _OF_RECIPE = ("run.threads", "tensor.shards")
 _OF_NO_STEP = ("job", "data.root", "data.workers", "data.prefetch", "data.timeout", "data.cache")
-"""Settings of the recipe that a run may go on with all the same: no step depends on them."""
+"""Other settings that decide no bit of the result."""
 _TRAINING_NOT_OF_RECIPE = (
     *("strategy", "mesh", "fingerprint_every", "checks", "gradients_every", "record_micro_batches", "audit"),
 )
@@ -153,7 +153,7 @@ def decides_result(setting: str) -> bool:
     """True if a setting, such as ``optimizer.lr``, belongs to the recipe: under level A, no other changes a bit."""
     section, _, key = setting.partition(".")
     is_of_layout = section in _NOT_OF_RECIPE or (section == "training" and key in _TRAINING_NOT_OF_RECIPE)
-    return setting in _OF_RECIPE or not is_of_layout
+    return setting in _OF_RECIPE or not (is_of_layout or setting in _OF_NO_STEP)
 
 
 def recipe_digest(job: JobConfig) -> str:
@@ -161,9 +161,12 @@ def recipe_digest(job: JobConfig) -> str:
     return hashlib.sha256(_recipe(job).encode()).hexdigest()
 
 
-def _recipe(job: JobConfig) -> str:
-    """The settings that the result depends on."""
+def _recipe(job: JobConfig, *, without: Sequence[str] = ()) -> str:
+    """The settings that the result depends on, and those of ``_OF_NO_STEP`` that are not in ``without``."""
     table = json.loads(job.to_json())
+    for setting in without:
+        section, _, key = setting.rpartition(".")
+        (table[section] if section else table).pop(key, None)
     table["threads"] = job.run.threads
     for section in _NOT_OF_RECIPE:
         table.pop(section, None)
@@ -204,7 +207,7 @@ def _name_other_settings(config: JobConfig, folder: Path) -> None:
     except ConfigError:  # one of a script, or of another version
         return
     ends = isinstance(config.schedule, ScheduleConfig) and config.schedule.kind in ("cosine", "linear")
-    free = _OF_NO_STEP if ends else (*_OF_NO_STEP, "training.epochs", "training.max_steps")
+    free = () if ends else ("training.epochs", "training.max_steps")
     _, *rows = settings_that_differ({"before": last, "now": dataclasses.replace(last, job=config)})
     others = [
         f"{key} {now} (was {was})".replace(f" {_ABSENT}", " not set")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,13 @@ from lockstep.runtime.devices import is_gpu
 from lockstep.runtime.error_record import users_lines
 from lockstep.runtime.events import Callback
 from lockstep.runtime.process_handle import peak_memory
+from lockstep.text import plural
 from lockstep.trainer.state import Meter, Progress, TrainingOutcome, TrainingParts
 
 WEIGHTS = "model.safetensors"
 """The file of a run folder that has the weights of the last step."""
+
+logger = logging.getLogger(__name__)
 
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -58,9 +61,6 @@ class Trainer(Callback):
         self._progress = Progress("validation_loss" if parts.accuracy is None else "validation_accuracy")
         self._progress.load_state_dict(run.extra.get("trainer", {}))
         self._values: dict[str, float] = dict(run.extra.get("values", {}))
-        self._samples, self._seconds = 0, 0.0
-        self._steps_began = 0.0
-        """When the steps of this epoch began, moved on by what was no training in between."""
         self._first_step = run.position.step
         self._saved_step = run.position.step or -1
         self._ends_within_epoch = False
@@ -88,6 +88,11 @@ class Trainer(Callback):
                     break
             if self._ends_within_epoch:
                 self._finish_early(epoch, trained)
+        if self._has_stopped_improving and self.run.is_main:
+            logger.info(
+                "Training ends early: %s has not improved in the last %s (training.early_stop).",
+                *(self._progress.metric, plural(self._progress.since_best, "evaluation")),
+            )
         return self._end()
 
     def train_epoch(self, epoch: int) -> dict[str, float]:
@@ -103,18 +108,16 @@ class Trainer(Callback):
             total=settings.steps(self.steps_per_epoch),
         )
         self._meter.begin(epoch, run.extra.get("epoch"))
-        self._steps_began = time.monotonic()
         last = self.steps_per_epoch - 1
         for batch in batches:
             self.train_step(batch)
-            self._samples += batch.plan.samples
-            if (batch.plan.step + 1) % self._log_every == 0 or batch.plan.position == last:
+            step, is_last = batch.plan.step + 1, batch.plan.position == last
+            if step % self._log_every == 0 or is_last or step == settings.max_steps:
                 with run.span("log"):
-                    self._logger.log(batch.plan.step + 1, self._read(), self._meter.means())
-            if batch.plan.position != last and self._pause_within(epoch, batch.plan.step + 1):
+                    self._logger.log(step, self._read(), self._meter.means())
+            if not is_last and self._pause_within(epoch, step):
                 self._ends_within_epoch = True
                 break
-        self._seconds += time.monotonic() - self._steps_began
         self._meter.collect()  # of the steps since the last reading, where the run ends within the epoch
         self._meter.wait_for_counts()
         return self._meter.means()
@@ -129,13 +132,11 @@ class Trainer(Callback):
         saves = self._is_due(step, self._saving.every_steps)
         if evaluates or saves:
             self._meter.collect()
-            began = time.monotonic()
             best = evaluates and self._evaluate_within(epoch, step)
             if best or saves:
                 self._save(step)
             if best:
                 self._record_best()
-            self._steps_began += time.monotonic() - began
             self._meter.go_on()
         return self._is_over(step)
 
@@ -294,8 +295,12 @@ class Trainer(Callback):
 
     def _is_over(self, step: int) -> bool:
         """True after the last of ``max_steps``, or where evaluation has stopped improving."""
+        return step == self._settings.max_steps or self._has_stopped_improving
+
+    @property
+    def _has_stopped_improving(self) -> bool:
         patience = self._settings.early_stop
-        return step == self._settings.max_steps or (bool(patience) and self._progress.since_best >= patience)
+        return bool(patience) and self._progress.since_best >= patience
 
     def _most_of_a_rank(self) -> tuple[float, int]:
         """Bytes per step of the rank that sends most, and the peak memory of the one that takes most. Collective."""
@@ -334,8 +339,8 @@ class Trainer(Callback):
             best=self._progress.best,
             best_epoch=self._progress.best_epoch,
             metric=self._progress.metric,
-            samples_per_second=self._samples / self._seconds if self._seconds else 0.0,
-            seconds=self._seconds,
+            samples_per_second=self._meter.process.means().get("samples_per_second", 0.0),
+            seconds=self._meter.process.seconds,
             weights=weights,
             skipped_steps=run.skipped_steps,
             level=run.strategy.level,
