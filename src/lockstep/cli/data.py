@@ -23,7 +23,7 @@ EXIT_UNREADABLE = 1
 
 def add_arguments(parser: Parser) -> None:
     """Declares the command's arguments."""
-    add_options(parser, ("job", "JOB", "digits", "a TOML file, or a built-in job"))
+    add_options(parser, ("job", "JOB", "digits", "a TOML file, a folder of images or a built-in job"))
     add_train_options(parser, "data", "devices", "strategy", "mesh")
     add_options(
         parser,

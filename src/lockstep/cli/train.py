@@ -18,12 +18,12 @@ from pathlib import Path
 
 from lockstep.cli.command_line import Parser
 from lockstep.cli.shared_options import (
-    SET,
     add_debug_arguments,
     add_host_arguments,
     add_options,
     add_profile_argument,
     add_rendezvous_argument,
+    add_train_options,
     debug_setting,
     debugged,
     joined_hosts,
@@ -36,7 +36,7 @@ from lockstep.config.checks import refuse
 from lockstep.config.job import JobConfig
 from lockstep.config.job_file import Override, built_in_jobs, find_job, load_job, parse_set, toml_value
 from lockstep.config.rules import data_parallel_holders, machine_problems
-from lockstep.config.strategy_options import ONE_PROCESS, PRECISIONS, STRATEGIES, devices_per_process
+from lockstep.config.strategy_options import ONE_PROCESS, STRATEGIES, devices_per_process
 from lockstep.core.world import World, make_environment_portable
 from lockstep.errors import EXIT_CONFIG, EXIT_DATA, EXIT_DONE, ConfigError, nearest
 from lockstep.job.run_folder import RANKS, choose_run_folder, discard, locked, run_folder
@@ -46,7 +46,7 @@ from lockstep.launch.options import visible_gpus
 from lockstep.profile import trace
 from lockstep.runtime.output import say
 from lockstep.runtime.parent_death import tie_to_launcher
-from lockstep.text import comma_separated, plural
+from lockstep.text import comma_separated, plural, shorten
 
 ENTRY = "lockstep.job.rank:main"
 
@@ -74,22 +74,18 @@ def add_arguments(parser: Parser) -> None:
     add_options(
         parser,
         ("job", "JOB", "digits", f"a TOML file, a folder of images, or one of: {', '.join(built_in_jobs())}"),
-        ("--data", "DIR", str, "folder of the data, {data} in a job file"),
-        ("--devices", "N", str, "N, auto, cpu, cpu:N or a list such as 0,5"),
-        ("--strategy", "NAME", str, ", ".join(STRATEGIES)),
-        ("--mesh", "AXES", str, "axes of the strategy hybrid, such as data=2,pipeline=2"),
-        ("--precision", "NAME", str, ", ".join(PRECISIONS)),
-        ("--epochs", "N", str, "number of passes over the data"),
+    )
+    add_train_options(parser, "data", "devices", "strategy", "mesh", "precision", "epochs", "threads")
+    add_options(
+        parser,
         (
             "--per-device-batch",
             "N",
             int,
             "global batch = N times the devices; another recipe on other devices",
         ),
-        ("--threads", "N", str, "CPU threads of each rank (part of the recipe)"),
         ("--portable", "", False, "the same bits on every x86-64 CPU with AVX2"),
         ("--resume", "PATH", str, "run folder or checkpoint to resume from; auto: the latest run"),
-        SET,
         ("--restarts", "N", str, "restarts after a lost process (default: 3)"),
         ("--restart-world", "same|remaining", str, "devices of a restart (default: same)"),
     )
@@ -119,6 +115,8 @@ def main(arguments: argparse.Namespace) -> int:
 
         for line in look_at(Path(arguments.job), "images").remarks:
             say(f"{line}.")
+        if changed := [text for text in arguments.set if text.startswith(("data.", "model."))]:
+            say(f"But for --set: {shorten(changed, 5)}.")
         say(
             f"To change this: lockstep new {shlex.quote(arguments.job)} writes it as a job file and a script."
         )

@@ -46,7 +46,7 @@ def add_arguments(parser: Parser) -> None:
     """Declares the command's arguments."""
     add_options(
         parser,
-        ("job", "JOB", "", "a TOML file, or a built-in job (default: digits)"),
+        ("job", "JOB", "", "a TOML file, a folder of images or a built-in job (default: digits)"),
         ("--devices", "N,N", "", "numbers of CPU devices to compare (default: 1,2,4)"),
         ("--strategies", "A,B", "", f"some of {', '.join(STRATEGIES)} (default: all)"),
         ("--steps", "N", 12, "optimizer steps of each run"),

@@ -209,7 +209,8 @@ def assemble(config: JobConfig, world: World, *, profile: str = "") -> Trainer:
     model, optimizer, scheduler, *averages = run.prepare(
         *(model, optimizer, scheduler, *_averages(config, model)), values_from_main=bool(config.weights.path)
     )
-    run.require_prepared().state.reads_photos(decoded_as(adopt(training_set).dataset))  # before job.json is written
+    # Known already when job.json is written
+    run.require_prepared().state.reads_photos(decoded_as(adopt(training_set).dataset))
     parts = TrainingParts(
         model=model,
         optimizer=optimizer,
