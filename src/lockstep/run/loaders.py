@@ -198,7 +198,7 @@ class LoaderCache:
                 or source.evaluation_batch
                 or self._options.shape.micro_batch_size,
                 share=self._evaluation_share,
-                **self._reading(known, workers, "loader of evaluation"),
+                **self._reading(known, workers, "loader (evaluation)"),
             )
             for trained in [each.source.dataset for each in self._by_id.values() if each.training]:
                 self._warn(
