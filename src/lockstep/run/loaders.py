@@ -321,7 +321,7 @@ def counting_skipped(read: Read, dataset: Any, strategy: Strategy, seed: int, *,
                 for index in sorted(new) if says else ():
                     logger.warning(
                         "In epoch %d %s could not be read and was skipped (%d so far, at most %d).",
-                        *(epoch, named[index], len(found), inner.limit),
+                        *(epoch + 1, named[index], len(found), inner.limit),
                     )
             yield batch
 
@@ -331,7 +331,7 @@ def counting_skipped(read: Read, dataset: Any, strategy: Strategy, seed: int, *,
 def _require_few(dataset: SkipBroken, found: list[str], epoch: int) -> None:
     if len(found) > dataset.limit:
         raise DataError(
-            f"{len(found)} of {len(dataset)} samples could not be read in epoch {epoch}, and at most {dataset.limit} "
+            f"{len(found)} of {len(dataset)} samples could not be read in epoch {epoch + 1}, and at most {dataset.limit} "
             f"({dataset.most:.3g} of them) may be skipped: {shorten(found, 10)}. Repair or remove them."
         )
 
