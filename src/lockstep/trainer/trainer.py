@@ -129,14 +129,15 @@ class Trainer(Callback):
         """
         settings = self._settings
         evaluates = self._is_due(step, settings.evaluate_every_steps) and step != settings.max_steps
-        saves = self._is_due(step, self._saving.every_steps)
+        saves, best = self._is_due(step, self._saving.every_steps), False
         if evaluates or saves:
             self._meter.collect()
-            best = evaluates and self._evaluate_within(epoch, step)
+            if evaluates:
+                best = self._evaluate_and_judge(epoch, step)
+                with self.run.span("log"):
+                    self._logger.log(step, self._values)
             if best or saves:
-                self._save(step)
-            if best:
-                self._record_best()
+                self._save(step, best=best)
             self._meter.go_on()
         return self._is_over(step)
 
@@ -210,17 +211,14 @@ class Trainer(Callback):
             step, settings.evaluate_every_steps
         )
         if self._parts.validation_set is not None and (is_due or last):
-            self._values = self._evaluate(repeatable=True)
-            best = self._progress.judge(epoch, step, self._values)
+            best = self._evaluate_and_judge(epoch, step, repeatable=True)
             values |= self._values
         last = last or self._is_over(step)
         self._log_epoch(epoch, values, is_last=last)
         every = self._saving.every_epochs
         is_due = (bool(every) and (epoch + 1) % every == 0) or self._is_due(step, self._saving.every_steps)
         if is_due or best or last:
-            self._save(step)
-        if best:
-            self._record_best()
+            self._save(step, best=best)
 
     def _of_epoch(self, trained: dict[str, float]) -> dict[str, float]:
         """The entries in the record of an epoch beside the evaluation."""
@@ -233,31 +231,19 @@ class Trainer(Callback):
         with self.run.span("log"):
             self._logger.epoch(epoch, self.run.position.step, values, is_last=is_last)
 
-    def _record_best(self) -> None:
-        """Names the best checkpoint in the run folder, which keeps it from then on."""
-        progress, directory = self._progress, self.run.options.directory
-        if self.run.is_main and directory is not None and progress.best is not None:
-            record = checkpoint.Best(progress.best_step, progress.metric, progress.best)
-            checkpoint.write_best(Path(directory), record)
-
-    def _evaluate_within(self, epoch: int, step: int) -> bool:
-        """Evaluates within an epoch; returns whether the results are the best so far. Collective."""
-        self._values = self._evaluate()
-        with self.run.span("log"):
-            self._logger.log(step, self._values)
-        return self._progress.judge(epoch, step, self._values)
-
     def _finish_early(self, epoch: int, trained: dict[str, float]) -> None:
         """Ends the run within an epoch, after ``max_steps`` or where evaluation stopped improving. Collective."""
         step, values, best = self.run.position.step, self._of_epoch(trained), False
         if self._parts.validation_set is not None and step == self._settings.max_steps:
-            self._values = self._evaluate()
-            best = self._progress.judge(epoch, step, self._values)
+            best = self._evaluate_and_judge(epoch, step)
         values |= {**self._values, "epochs_done": step / self.steps_per_epoch}
         self._log_epoch(epoch, values, is_last=True)
-        self._save(step)
-        if best:
-            self._record_best()
+        self._save(step, best=best)
+
+    def _evaluate_and_judge(self, epoch: int, step: int, *, repeatable: bool = False) -> bool:
+        """Evaluates; returns whether the results are the best so far. Collective."""
+        self._values = self._evaluate(repeatable=repeatable)
+        return self._progress.judge(epoch, step, self._values)
 
     def _evaluate(self, *, repeatable: bool = False) -> dict[str, float]:
         parts = self._parts
@@ -273,11 +259,20 @@ class Trainer(Callback):
         )
         return dict(results)
 
-    def _save(self, step: int) -> None:
-        if self.run.options.directory is None or (step == self._saved_step and not self._is_within_epoch):
-            return
-        self.run.save()
-        self._saved_step, self._is_within_epoch = step, False
+    def _save(self, step: int, *, best: bool) -> None:
+        """Writes a checkpoint, unless that of this step has all that this one would; notes that it is the best."""
+        if self.run.options.directory is not None and (step != self._saved_step or self._is_within_epoch):
+            self.run.save()
+            self._saved_step, self._is_within_epoch = step, False
+        if best:
+            self._record_best()
+
+    def _record_best(self) -> None:
+        """Names the best checkpoint in the run folder, which keeps it from then on."""
+        progress, directory = self._progress, self.run.options.directory
+        if self.run.is_main and directory is not None and progress.best is not None:
+            record = checkpoint.Best(progress.best_step, progress.metric, progress.best)
+            checkpoint.write_best(Path(directory), record)
 
     def _require_not_past_its_end(self) -> None:
         position, settings = self.run.position, self._settings
