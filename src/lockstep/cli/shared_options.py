@@ -128,27 +128,30 @@ def submit(words: Sequence[str], text: str) -> str:
     return done.stdout.strip()
 
 
-_SHORTCUTS = {
-    "data": ("DIR", "folder of the data, {data} in a job file"),
-    "devices": ("N", "N, auto, cpu, cpu:N or a list such as 0,5"),
-    "strategy": ("NAME", ", ".join(STRATEGIES)),
-    "mesh": ("AXES", "axes of the strategy hybrid, such as data=2,pipeline=2"),
-    "precision": ("NAME", ", ".join(PRECISIONS)),
-    "epochs": ("N", "number of passes over the data"),
-    "threads": ("N", "CPU threads of each rank (part of the recipe)"),
+SHORTCUTS = {
+    "data": ("data.root", "DIR", "folder of the data, {data} in a job file"),
+    "devices": ("run.devices", "N", "N, auto, cpu, cpu:N or a list such as 0,5"),
+    "strategy": ("training.strategy", "NAME", ", ".join(STRATEGIES)),
+    "mesh": ("training.mesh", "AXES", "axes of the strategy hybrid, such as data=2,pipeline=2"),
+    "precision": ("training.precision", "NAME", ", ".join(PRECISIONS)),
+    "epochs": ("training.epochs", "N", "number of passes over the data"),
+    "threads": ("run.threads", "N", "CPU threads of each rank (part of the recipe)"),
+    "resume": ("checkpoint.resume", "PATH", "run folder or checkpoint to resume from; auto: the latest run"),
+    "restarts": ("run.restarts", "N", "restarts after a lost process (default: 3)"),
+    "restart-world": ("run.restart_world", "same|remaining", "devices of a restart (default: same)"),
 }
-"""Options that are short for a setting: what they take, and their help."""
+"""Options that are short for a setting: the setting, what they take, and their help."""
+
+
+def shortcut(name: str) -> tuple[str, str, Any, str]:
+    """The option that is short for a setting, for ``add_options``."""
+    _, metavar, words = SHORTCUTS[name]
+    return f"--{name}", metavar, str, words
 
 
 def add_train_options(parser: argparse.ArgumentParser, *names: str) -> None:
     """Declares ``--set`` and options that are short for a setting, for a command that takes a job."""
     add_options(parser, *map(shortcut, names), SET)
-
-
-def shortcut(name: str) -> tuple[str, str, Any, str]:
-    """The option that is short for a setting, for ``add_options``."""
-    metavar, words = _SHORTCUTS[name]
-    return f"--{name}", metavar, str, words
 
 
 def add_debug_arguments(parser: argparse.ArgumentParser) -> None:

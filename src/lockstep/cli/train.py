@@ -18,6 +18,7 @@ from pathlib import Path
 
 from lockstep.cli.command_line import Parser
 from lockstep.cli.shared_options import (
+    SHORTCUTS,
     add_debug_arguments,
     add_host_arguments,
     add_options,
@@ -50,23 +51,12 @@ from lockstep.text import comma_separated, plural, shorten
 
 ENTRY = "lockstep.job.rank:main"
 
-_SHORTCUTS = {
-    "data": ("data", "root"),
-    "devices": ("run", "devices"),
-    "strategy": ("training", "strategy"),
-    "mesh": ("training", "mesh"),
-    "precision": ("training", "precision"),
-    "epochs": ("training", "epochs"),
-    "resume": ("checkpoint", "resume"),
-    "threads": ("run", "threads"),
-    "restarts": ("run", "restarts"),
-    "restart_world": ("run", "restart_world"),
-}
 _OF_HOST = ("run.devices",)
 """Settings that may differ between hosts."""
 _OF_PLACE = (("run", "name"), ("checkpoint", "resume"), ("training", "mesh"))
 """Settings of one run or layout, which another one with the same result cannot have."""
-_TEXTS = ("data", "resume", "strategy", "mesh", "precision", "restart_world")
+_NUMBERS = ("devices", "epochs", "threads", "restarts")
+"""Options whose value may be a number; those of others are texts."""
 
 
 def add_arguments(parser: Parser) -> None:
@@ -75,19 +65,11 @@ def add_arguments(parser: Parser) -> None:
         parser,
         ("job", "JOB", "digits", f"a TOML file, a folder of images, or one of: {', '.join(built_in_jobs())}"),
     )
-    add_train_options(parser, "data", "devices", "strategy", "mesh", "precision", "epochs", "threads")
+    add_train_options(parser, *SHORTCUTS)
     add_options(
         parser,
-        (
-            "--per-device-batch",
-            "N",
-            int,
-            "global batch = N times the devices; another recipe on other devices",
-        ),
+        ("--per-device-batch", "N", int, "global batch = N times the devices: part of the recipe"),
         ("--portable", "", False, "the same bits on every x86-64 CPU with AVX2"),
-        ("--resume", "PATH", str, "run folder or checkpoint to resume from; auto: the latest run"),
-        ("--restarts", "N", str, "restarts after a lost process (default: 3)"),
-        ("--restart-world", "same|remaining", str, "devices of a restart (default: same)"),
     )
     add_debug_arguments(parser)
     add_host_arguments(parser)
@@ -156,11 +138,11 @@ def main(arguments: argparse.Namespace) -> int:
 def overrides(arguments: argparse.Namespace) -> list[Override]:
     """The settings that the options override; ``--set`` comes first, so that a named option wins."""
     found = [parse_set(text) for text in arguments.set]
-    for option, path in _SHORTCUTS.items():
-        text = getattr(arguments, option, None)
+    for option, (setting, *_) in SHORTCUTS.items():
+        text = getattr(arguments, option.replace("-", "_"), None)
         if text is not None:
-            value = text if option in _TEXTS else toml_value(text)
-            found.append(Override(path=path, value=value, origin=f"--{option.replace('_', '-')} {text}"))
+            value = toml_value(text) if option in _NUMBERS else text
+            found.append(Override(path=tuple(setting.split(".")), value=value, origin=f"--{option} {text}"))
     if getattr(arguments, "portable", False):
         found.append(Override(path=("training", "portable"), value=True, origin="--portable"))
     return found

@@ -51,7 +51,6 @@ class Position:
     """Optimizer steps done since the run began."""
     inside: bool = False
     """True while the epoch's batches are read: the code after them has not run yet."""
-
     samples: int = 0
     """Size of the data set that the epoch reads; 0 before the first."""
 
