@@ -117,7 +117,7 @@ def look_at(data: Path, kind: str, *, target: str = "", goal: str = "") -> DataS
     if found.samples < 10:
         raise ConfigError(f"'{data}' has {plural(found.samples, 'sample')}; at least 10 are needed.")
     if found.outputs < 2 and found.goal == "classes":
-        raise ConfigError(f"'{data}' has one class only, so nothing can be learned. Choose a target with several.")
+        raise ConfigError(f"'{data}' has one class only, and nothing to tell apart. Choose another target.")
     return found
 
 

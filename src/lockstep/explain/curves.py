@@ -291,4 +291,5 @@ def _title(metric: str) -> str:
 def _shown(metric: str, value: float, percent: str = ".4g") -> str:
     if math.isnan(value):
         return "not finite"
-    return f"{100 * value:{percent}} %" if metric.endswith("accuracy") and value <= 1 else f"{value + 0.0:.4g}"
+    is_share = metric.endswith("accuracy") and value <= 1
+    return f"{100 * value:{percent}} %" if is_share else f"{value + 0.0:.4g}"
