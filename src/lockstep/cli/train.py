@@ -299,7 +299,7 @@ def _start(config: JobConfig, options: LaunchOptions, same: str, profile: str, j
         if code in (EXIT_CONFIG, EXIT_DATA):
             with suppress(OSError):  # it then stays, with its logs
                 if logs := discard(folder):
-                    say(f"no run has begun, so {folder} was removed. Its logs, named above, are now in {logs}.")
+                    say(f"no run has begun, so {folder} was removed. Its logs are now in {logs}.")
         return code
 
 

@@ -160,8 +160,7 @@ def _differing(keys: Collection[str], tables: Sequence[Mapping[str, Any]]) -> It
 
 def decides_result(setting: str) -> bool:
     """True if a setting, such as ``optimizer.lr``, belongs to the recipe: under level A, no other changes a bit."""
-    table, _, _ = setting.partition(".")
-    return setting in _OF_RECIPE or not {table, setting}.intersection((*_OF_LAYOUT, *_OF_READING))
+    return setting in _OF_RECIPE or {setting, setting.partition(".")[0]}.isdisjoint(_OF_LAYOUT + _OF_READING)
 
 
 def recipe_digest(job: JobConfig) -> str:
