@@ -146,7 +146,7 @@ def _verify_micro_batches(arguments: argparse.Namespace) -> int:
     counts = sorted({int(word) for word in comma_separated(given) if word.isdecimal()})
     if len(counts) != len(comma_separated(given)) or len(counts) < 2 or counts[0] < 1:
         raise ConfigError(
-            f"--micro-batches {given!r} is no list of two numbers or more: use for example 1,8."
+            f"--micro-batches {given!r} is not a list of two or more numbers: use for example 1,8."
         )
     for name in ("devices", "strategies"):
         if getattr(arguments, name):

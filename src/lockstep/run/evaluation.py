@@ -271,7 +271,7 @@ def evaluate_means(
         unchecked: names of the metrics that are new; the same on every rank.
 
     Raises:
-        ConfigError: a metric is no mean over samples.
+        ConfigError: a metric is not a mean over samples.
         EvaluationStopped: they have stopped, all after the same number of micro-batches.
     """
     loader, share, strategy = opened.loader, opened.loader.share, opened.run.strategy

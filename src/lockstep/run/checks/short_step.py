@@ -88,7 +88,7 @@ class Findings:
     written: list[str] = field(default_factory=list)
     """Parameters that the forward or backward pass wrote to."""
     deviation: str = ""
-    """Why the loss is no mean over samples."""
+    """Why the loss is not a mean over samples."""
     losses_differ: bool = False
     keeps: bool = False
     """True if calls changed anything."""
