@@ -264,9 +264,7 @@ def test_the_command_downloads_cifar10_for_cifar10(server, tmp_path, monkeypatch
 
 def test_the_command_names_an_unknown_set(capsys):
     assert main(["download", "cifar"]) == 2
-    assert (
-        "There is no published set 'cifar'. Did you mean 'cifar10'?" in capsys.readouterr().err
-    )
+    assert "There is no published set 'cifar'. Did you mean 'cifar10'?" in capsys.readouterr().err
 
 
 def test_only_the_main_process_downloads(server, tmp_path, monkeypatch, capsys):
