@@ -213,24 +213,23 @@ RECORDER = {
 }
 COMMANDS = {
     "new": """data --kind --target --goal --epochs --name --yes""",
-    "train": """job --data --devices --strategy --mesh --precision --epochs --per-device-batch --threads
---portable --resume
---set --restarts --restart-world --debug-rank --debug-port --nnodes --node-rank --master --interface --token-file
---start-limit --rendezvous --profile --ray --dry-run""",
+    "train": """job --data --devices --strategy --mesh --precision --epochs --threads --resume --restarts
+--restart-world --set --per-device-batch --portable --debug-rank --debug-port --nnodes --node-rank
+--master --interface --token-file --start-limit --rendezvous --profile --ray --dry-run""",
     "run": """--devices --threads --portable --logs --grace --stall-limit --restarts --restart-world --debug-rank
 --debug-port
 --nnodes --node-rank --master --interface --token-file --start-limit --rendezvous --profile script arguments""",
     "lint": """scripts --json --select --ignore --rules""",
     "slurm": """job --nodes --gpus-per-node --tasks-per-node --cpus-per-task --time --partition --warn --restarts
---sbatch --output --submit --set --data --strategy --mesh --precision --epochs --threads""",
+--sbatch --output --submit --data --strategy --mesh --precision --epochs --threads --set""",
     "kubernetes": """job --kind --name --image --claim --mount --nodes --gpus-per-node --tasks-per-node --cpus-per-task
---memory --secret --user --grace-period --start-limit --restarts --runtime --output --submit --set --data --strategy
---mesh --precision --epochs --threads""",
-    "verify": """job --devices --strategies --steps --stop-after --micro-batches --json --script --set --data
---precision --threads""",
-    "scale": """job --devices --strategies --steps --warm-up --rounds --predict --interconnect --json --html --svg --png
---set --data --precision --threads""",
-    "data": """job --set --data --devices --strategy --mesh --epoch --step --sheet --json --quick""",
+--memory --secret --user --grace-period --start-limit --restarts --runtime --output --submit
+--data --strategy --mesh --precision --epochs --threads --set""",
+    "verify": """job --devices --strategies --steps --stop-after --micro-batches --json --script --data --precision
+--threads --set""",
+    "scale": """job --devices --strategies --steps --warm-up --rounds --predict --interconnect --json --html --svg
+--png --data --precision --threads --set""",
+    "data": """job --data --devices --strategy --mesh --set --epoch --step --sheet --json --quick""",
     "download": """set --to --mirror""",
     "predict": """run --data --devices --strategy --mesh --out --best""",
     "replay": """run --step --micro-batch --debug --trust --force-context""",

@@ -361,7 +361,7 @@ def describe(report: AuditReport) -> str:
     rows.append(("cost", f"{plural(done, 'step')} of {whole}"))
     found = chance(len(every), len(checked))
     percent = 100 if found == 1 else min(99, round(100 * found))
-    rows.append(("chance", f"{percent}% that a change within one interval would have been found"))
+    rows.append(("chance", f"{percent} % that a change within one interval would have been found"))
     rows.append(("result", "equal: everything that was checked has the recorded bits"))
     return "\n".join(f"{name:9} {text}" for name, text in rows)
 

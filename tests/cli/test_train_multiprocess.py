@@ -84,7 +84,7 @@ def test_an_argument_that_only_the_ranks_can_refuse_is_one_error_and_status_two(
         in result.stderr.splitlines()[0]
     )
     assert len(result.stderr.splitlines()) <= 6
-    assert "was removed. Its logs are in" in result.stderr.splitlines()[-1]
+    assert "was removed. Its logs are now in" in result.stderr.splitlines()[-1]
     assert not list(own_job.parent.glob("runs/*"))
 
 

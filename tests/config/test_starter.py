@@ -76,7 +76,7 @@ def test_a_table_has_its_last_column_as_target_and_leaves_text_out(tmp_path):
     found = look_at(write(tmp_path / "t.csv", TABLE), "table")
     assert (found.goal, found.outputs, found.samples) == ("classes", 3, 12)
     assert (found.values["columns"], found.values["classes"]) == (["a", "b"], ["0", "1", "2"])
-    assert "left out, because some values are no numbers: name" in found.remarks
+    assert "left out, because some values are not numbers: name" in found.remarks
 
 
 @pytest.mark.parametrize(
@@ -95,6 +95,7 @@ def test_a_column_of_few_whole_numbers_is_of_classes_unless_told_otherwise(tmp_p
         ("a,a\n1,2\n", {}, "names at least two columns, each once"),
         ("a,b\n" + "1,2\n" * 9, {}, "has 9 samples; at least 10"),
         ("a,b\n" + "x,2\n" * 20, {}, "no column of numbers"),
+        ("a,b\n" + "1,2\n" * 20, {}, "has one class only"),
     ],
 )
 def test_a_table_that_cannot_be_trained_on_is_refused_with_the_reason(tmp_path, text, options, match):

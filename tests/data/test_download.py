@@ -141,7 +141,7 @@ def test_no_server_is_named(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("mirror", ["file:///etc", "ftp://example.org", "example.org", ""])
 def test_a_mirror_is_a_web_server(tmp_path, mirror):
-    with pytest.raises(ConfigError, match="is no address of a web server"):
+    with pytest.raises(ConfigError, match="is not the address of a web server"):
         download_archive(archive_of(CONTENT), tmp_path, mirror=mirror)
 
 
@@ -264,7 +264,7 @@ def test_the_command_downloads_cifar10_for_cifar10(server, tmp_path, monkeypatch
 
 def test_the_command_names_an_unknown_set(capsys):
     assert main(["download", "cifar"]) == 2
-    assert "'cifar' is no set to download. Did you mean 'cifar10'?" in capsys.readouterr().err
+    assert "There is no published set 'cifar'. Did you mean 'cifar10'?" in capsys.readouterr().err
 
 
 def test_only_the_main_process_downloads(server, tmp_path, monkeypatch, capsys):

@@ -133,7 +133,7 @@ def test_the_table_has_the_last_values_and_the_best_accuracy(tmp_path):
         "learning rate",
         "best accuracy (epoch)",
     )
-    assert rows[1] == ("one", "2", "8 min 08 s", "0.5", "60 %", "0.1", "60 % (2)")
+    assert rows[1] == ("one", "2", "8 min 08 s", "0.5", "60.00 %", "0.1", "60.00 % (2)")
     assert rows[2][:3] == ("two", "1", "4 min 04 s")
     assert text(read_logs([tmp_path / "a"])).splitlines()[0].startswith("run  epochs")
 
@@ -160,7 +160,7 @@ def test_evaluations_between_epochs_and_after_them_are_one_curve(tmp_path):
     path.write_text("".join([*lines[:-1], json.dumps(between) + "\n", lines[-1]]))
     (log,) = read_logs([path.parent])
     assert log.points("validation_accuracy", "epochs") == [(1.0, 0.5), (1.75, 0.55), (2.0, 0.6)]
-    assert final_table([log])[1][-1] == "60 % (2)"
+    assert final_table([log])[1][-1] == "60.00 % (2)"
 
 
 def test_a_run_that_went_on_from_another_has_the_epochs_of_both(tmp_path):
@@ -169,7 +169,7 @@ def test_a_run_that_went_on_from_another_has_the_epochs_of_both(tmp_path):
     first = next(number for number, line in enumerate(lines) if json.loads(line)["kind"] == "epoch")
     path.write_text("".join(lines[first + 1 :]))
     (_, row) = final_table(read_logs([path.parent]))
-    assert (row[1], row[-1]) == ("3", "70 % (3)")
+    assert (row[1], row[-1]) == ("3", "70.00 % (3)")
 
 
 def test_the_page_has_all_in_one_file(tmp_path):

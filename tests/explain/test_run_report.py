@@ -54,7 +54,7 @@ def test_the_page_has_what_the_run_printed_and_recorded(trained):
     assert f"<pre>{proof}</pre>" in text
     last = json.loads((folder / "log.jsonl").read_text().splitlines()[-1])
     right, of, percent = re.search(
-        r"weights: ([\d,]+) of ([\d,]+) samples are right \((\S+) %\)", text
+        r"weights: ([\d,]+) of ([\d,]+) samples are correct \((\S+) %\)", text
     ).groups()
     assert int(of) == len(Digits("validation"))
     assert int(right) == round(last["validation_accuracy"] * int(of))
@@ -117,7 +117,7 @@ def test_a_run_that_goes_on_with_resume_auto_is_computed_again(folder):
     table = json.loads((folder / "job.json").read_text())
     table["starts"][-1]["job"]["checkpoint"]["resume"] = "auto"
     (folder / "job.json").write_text(json.dumps(table))
-    assert "samples are right" in run_page(folder)
+    assert "samples are correct" in run_page(folder)
 
 
 def test_a_run_with_a_moving_average_says_so_before_its_end_too(folder):

@@ -216,7 +216,7 @@ def test_every_logged_number_is_the_one_computed_by_hand():
 
 
 class Logs(Classifier):
-    """Logs one thing that is no mean over samples."""
+    """Logs one thing that is not a mean over samples."""
 
     def __init__(self, log):
         super().__init__()
@@ -241,7 +241,7 @@ def odd_logs(world):
 
     for words, log in (
         ("'total'.* sum over the samples", lambda m, out, y: m.log("total", (y + 1).sum())),
-        ("'most'.* no mean over samples", lambda m, out, y: m.log("most", out.max())),
+        ("'most'.* not a mean over samples", lambda m, out, y: m.log("most", out.max())),
         ("'late'.* sum over the samples", lambda m, out, y: late(m, (y + 1).sum())),
         ("leave out a batch_size", lambda m, out, y: m.log("loss", out.mean(), batch_size=12, on_epoch=True)),
         ("reduce_fx='sum'", lambda m, out, y: m.log("s", out.mean(), on_epoch=True, reduce_fx="sum")),

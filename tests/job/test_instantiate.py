@@ -151,7 +151,7 @@ def test_a_list_of_transforms_is_composed_and_a_single_one_stays_itself():
 def test_a_transform_that_is_no_function_is_not_put_into_a_list():
     """Of photos: the run ended at its first sample, as one that cannot be read."""
     crop, flip = {"target": "lockstep.data:CenterCrop", "size": 8}, {"object": "math:sqrt"}
-    with pytest.raises(ConfigError, match="give CenterCrop alone; it is no function of samples"):
+    with pytest.raises(ConfigError, match="give CenterCrop alone; it is not a function of samples"):
         build([crop, flip], "data.train.transform", "transform")
     assert type(build([crop], "data.train.transform", "transform")).__name__ == "CenterCrop"
 

@@ -3,10 +3,12 @@
 import json
 
 import pytest
+from PIL import Image
 from tests.ranks import run_ranks
 
 from lockstep.config.job_file import parse_set
 from lockstep.core.plan import Share
+from lockstep.data.images.decoding import pixels_digest
 from lockstep.errors import ConfigError
 from lockstep.job import load_job
 from lockstep.job.assemble import assemble
@@ -50,6 +52,20 @@ def test_every_start_is_kept_with_its_settings_and_shares(tmp_path):
     assert starts[0].context["torch"] == starts[1].context["torch"] != ""
     lines = (tmp_path / "x" / "gradients.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [0, 5, 8, 10]
+
+
+def test_a_start_notes_what_photos_are_decoded_to(tmp_path):
+    """It was noted before a photo had been read, so 'lockstep compare' could not tell two decoders apart."""
+    for name in ("a", "b"):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        for number in range(10):
+            Image.new("RGB", (8, 8), (number, 0, 0)).save(tmp_path / "photos" / name / f"{number}.jpg")
+    sets = [
+        f"data.{each}={{target='lockstep.data:ImageFolder', root='{tmp_path}/photos', split='{each}'}}"
+        for each in ("train", "validation")
+    ]
+    run_ranks(body, 1, job(tmp_path, *sets), False)
+    assert read_starts(tmp_path / "x")[0].context["photos"] == pixels_digest()
 
 
 def test_below_level_a_no_gradient_is_recorded_and_asking_for_them_is_refused(tmp_path):

@@ -63,7 +63,7 @@ def test_skipped_steps_are_counted(skipped, shown):
     ("metric", "shown"),
     [
         ("validation_accuracy", "accuracy     50.00 % (best 75.00 %, epoch 2)"),
-        ("validation_loss", "loss         0.5 in the validation (best 0.75, epoch 2)"),
+        ("validation_loss", "loss         0.5 on the validation set (best 0.75, epoch 2)"),
     ],
 )
 def test_the_last_evaluation_and_the_best_are_shown(metric, shown):

@@ -34,9 +34,14 @@ def test_a_run_that_only_moved_to_other_devices_has_one_recipe():
     assert one_recipe([start(0), moved])
 
 
+def test_how_samples_are_read_is_no_part_of_the_recipe():
+    assert one_recipe([start(0), start(9, data={"workers": 3, "prefetch": 4, "timeout": 9.0, "cache": True})])
+
+
 @pytest.mark.parametrize(
     "changed",
     [
+        {"data": {"on_bad_sample": "skip"}},
         *({"training": {"clip_norm": 0.5}}, {"training": {"epochs": 9}}, {"run": {"threads": 2}}),
         {"tensor": {"shards": 2}},
     ],
@@ -69,6 +74,8 @@ def test_a_record_of_starts_of_any_depth_is_refused(tmp_path):
         ("fsdp.reshard_after_forward", False),
         ("checkpoint.every_epochs", False),
         ("model.target", True),
+        ("data.workers", False),
+        ("job", False),
     ],
 )
 def test_settings_of_the_recipe_are_told_from_those_of_the_layout(setting, decides):

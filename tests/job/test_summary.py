@@ -111,3 +111,10 @@ def test_a_plot_reaches_its_scale_and_stands_on_zero():
     assert [line.partition("|")[2] for line in lines[:4]] == ["   #", "   #", "  ##", " ###"]
     assert lines[0].split()[0] == "4"
     assert plot([0.0], height=2)[0].endswith("|")
+
+
+def test_a_value_reaches_the_mark_that_is_nearest():
+    """It reached the next one above, so that every rate looked higher than it was."""
+    assert [line.partition("|")[2] for line in plot([0.1, 2.4, 2.6, 4.0], height=4)[:4]] == [
+        *("   #", "  ##", " ###", "####"),
+    ]

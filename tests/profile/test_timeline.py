@@ -52,7 +52,7 @@ def test_the_steps_that_were_asked_for_are_shown_with_all_that_they_do(tmp_path)
     train(directory=tmp_path, profile="1:3")
     assert steps(tmp_path) == [1, 2, 3]
     assert lanes(tmp_path) == {
-        *("steps", "loader, this process", "loader of evaluation, this process", "waiting for data"),
+        *("steps", "loader, this process", "loader (evaluation), this process", "waiting for data"),
         *("rehearsal", "compute", "forward", "backward", "reduce, exposed", "optimizer", "evaluation"),
         "log",
     }

@@ -6,7 +6,7 @@ SPANS = [
     TraceSpan("device, stream 7", "gemm", 6_000, 8_000),
     TraceSpan("step", "step 2", 0, 20_000),
     TraceSpan("loader, worker 1", "step 2 k0", 1_000, 4_000, USED),
-    TraceSpan("loader of evaluation, worker 0", "8 samples", 10_000, 11_000, {"epoch": -1, "first": 7}),
+    TraceSpan("loader (evaluation), worker 0", "8 samples", 10_000, 11_000, {"epoch": -1, "first": 7}),
     TraceSpan("data", "wait", 0, 5_000),
 ]
 
@@ -18,7 +18,7 @@ def made(spans=SPANS):
 def test_a_rank_is_a_process_and_its_lanes_stand_from_steps_to_the_device():
     names = {event["tid"]: event["args"]["name"] for event in made() if event["name"] == "thread_name"}
     assert [names[lane] for lane in sorted(names)] == [
-        *("steps", "loader, worker 1", "loader of evaluation, worker 0"),
+        *("steps", "loader, worker 1", "loader (evaluation), worker 0"),
         *("waiting for data", "forward", "device, stream 7"),
     ]
     assert {event["pid"] for event in made()} == {3}

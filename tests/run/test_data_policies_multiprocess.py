@@ -111,7 +111,7 @@ def test_every_policy_ends_in_the_same_bits_on_any_number_of_ranks():
     assert alone["skip"][0] != alone["weighted"][0] != alone["bucketed"][0] != alone["all"][0]
     assert alone["bucketed"][2] == 2 * SAMPLES and alone["weighted"][2] == 100
     assert len(alone["skip"][-1]) == 2 and len(alone["all"][-1]) == 1
-    assert "sample 140 (140.txt) could not be read and was skipped" in " ".join(alone["skip"][-1])
+    assert "In epoch 1 sample 140 (140.txt) could not be read and was skipped" in " ".join(alone["skip"][-1])
     assert "sample 3 (3.txt)" in alone["all"][-1][0]
 
     step, message = alone["too many"]

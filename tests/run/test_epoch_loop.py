@@ -56,7 +56,7 @@ def test_a_loop_that_would_have_no_step_since_the_one_before_left_the_last_is_re
     for _ in course.epochs(1) if in_epochs else range(1):
         leave(1)
         leave(2)  # goes on there
-        with pytest.raises(ConfigError, match="called again in epoch 0, whose steps are all done"):
+        with pytest.raises(ConfigError, match="called again in epoch 1, whose steps are all done"):
             leave(0)
     if in_epochs:
         return
@@ -151,7 +151,7 @@ def test_what_counts_the_steps_or_is_read_beside_them_is_named_where_an_epoch_go
             for _ in around(EpochSteps(course.steps(read, lambda: None), STEPS)):
                 pass
         assert len(caplog.records) == (done == 2 and said != "")
-    assert f"goes on at step 2 of epoch 0, and {said}" in caplog.text or not said
+    assert f"goes on at step 2 of epoch 1, and {said}" in caplog.text or not said
 
 
 def test_a_step_counts_as_done_once_its_backward_has_run():
@@ -277,7 +277,7 @@ def test_a_batch_kept_for_a_common_step_leaves_the_numbers_of_passes_as_they_are
 
 def test_a_second_loop_in_one_epoch_is_refused_rather_than_empty():
     course = EpochLoop()
-    with pytest.raises(ConfigError, match=r"again in epoch 0.*ConcatDataset"):
+    with pytest.raises(ConfigError, match=r"again in epoch 1.*ConcatDataset"):
         for _ in course.epochs(1):
             list(steps(course))
             list(steps(course))

@@ -122,7 +122,7 @@ def test_a_group_of_known_parameters_is_added():
     [
         (
             lambda seen: {"params": [nn.Parameter(torch.ones(5))]},
-            r"a tensor of shape \[5\] that was no parameter",
+            r"a tensor of shape \[5\] that was not a parameter",
         ),
         (lambda seen: {"params": seen["weight"]}, "'weight' is in a group of the optimizer already"),
         (lambda seen: {"params": [seen["other"]], "fused": True}, "with fused=True by its place"),

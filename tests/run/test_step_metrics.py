@@ -65,7 +65,7 @@ def f1(output, target):
 
 
 @pytest.mark.parametrize(
-    ("also", "sentence"), [({"f1": f1}, "'f1' is no mean"), ({"f1": 1.0}, "was given a float")]
+    ("also", "sentence"), [({"f1": f1}, "'f1' is not a mean"), ({"f1": 1.0}, "was given a float")]
 )
 def test_what_is_no_mean_is_refused(also, sentence):
     run = Run(RunOptions.of(global_batch=24, micro_batches=24, strategy="single"), World())
@@ -114,7 +114,7 @@ def test_a_metric_is_looked_at_in_later_micro_batches_too():
     run = Run(RunOptions.of(global_batch=8, micro_batches=4, strategy="single"), World())
     run.prepare(nn.Linear(6, 3))
     try:
-        with pytest.raises(ConfigError, match="is no mean over samples"):
+        with pytest.raises(ConfigError, match="is not a mean over samples"):
             run.evaluate(TensorDataset(inputs, targets), F.cross_entropy)
     finally:
         run.close()
@@ -173,7 +173,7 @@ def test_entries_of_the_loss_are_those_of_the_undivided_batch():
         (parts, ["lost"], {}, "has no 'lost'. Return a dict with 'loss', 'lost'"),
         (nn.CrossEntropyLoss(), ["size"], {}, "returned is a Tensor. Return a dict with 'loss', 'size'"),
         (lambda o, t: {"cross": o.mean()}, ["cross"], {}, "has no 'loss'"),
-        (lambda o, t: {"loss": o.mean(), "f1": f1(o, t)}, ["f1"], {}, "'f1' is no mean"),
+        (lambda o, t: {"loss": o.mean(), "f1": f1(o, t)}, ["f1"], {}, "'f1' is not a mean"),
     ],
 )
 def test_entries_that_the_loss_does_not_have_are_refused(loss, also, more, sentence):

@@ -427,7 +427,7 @@ NEVER = {
     Thawing: "was frozen at run.prepare and requires a gradient now",
     ThawingOne: "'7.bias' was frozen at run.prepare and requires a gradient now",
     Replaced: "of the model was replaced, added or taken out after run.prepare",
-    ModuleAdded: "that was no parameter of the model when it was prepared",
+    ModuleAdded: "that was not a parameter of the model when it was prepared",
 }
 PROGRAMS = (*WORK, *WHOLE, *NEVER)
 

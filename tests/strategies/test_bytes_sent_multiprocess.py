@@ -16,7 +16,7 @@ SETTINGS = {"seed": 3, "threads": 1, "global_batch": K * ROWS, "micro_batches": 
 
 
 def sent(world, strategy, options):
-    """Bytes that a rank says it sent in the steps of one epoch."""
+    """Bytes that a rank says it sent in the steps of one epoch, which an evaluation and predictions follow."""
     logging.getLogger("lockstep").setLevel(logging.ERROR)
     model = nn.Sequential(nn.Linear(8, WIDTH), nn.Linear(WIDTH, 4, bias=False))
     samples = STEPS * K * ROWS
@@ -28,6 +28,8 @@ def sent(world, strategy, options):
         run.backward(batch, nn.CrossEntropyLoss())
         optimizer.step()
         optimizer.zero_grad()
+    run.evaluate(data, nn.CrossEntropyLoss(reduction="none"))
+    run.predict(data)
     found = run.strategy.bytes_sent - before
     run.close()
     return found

@@ -1,4 +1,5 @@
 import json
+import logging
 import time
 
 import pytest
@@ -9,6 +10,7 @@ from torch.utils.data import TensorDataset
 
 from lockstep import checkpoint
 from lockstep.config.job import CheckpointConfig, TrainingConfig
+from lockstep.core.world import World
 from lockstep.errors import ConfigError
 from lockstep.loggers import open_loggers
 from lockstep.run import Run, RunOptions
@@ -103,6 +105,20 @@ def test_a_run_that_does_not_improve_stops_early_and_names_its_best(tmp_path):
     assert (tmp_path / "step-00000004").is_dir()
 
 
+def test_a_run_that_stops_early_says_why(tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="lockstep")
+    trainer(World(), tmp_path, lr=0.0, early_stop=2, epochs=9).fit()
+    assert "validation_accuracy has not improved in the last 2 evaluations" in caplog.text
+
+
+def test_the_speed_of_a_run_is_that_of_its_epochs(tmp_path):
+    found = trainer(World(), tmp_path).fit()
+    epochs = [each for each in records(tmp_path) if each["kind"] == "epoch"]
+    samples = found.samples_per_second * found.seconds
+    of_each = samples / len(epochs)
+    assert found.seconds == pytest.approx(sum(of_each / epoch["samples_per_second"] for epoch in epochs))
+
+
 def test_a_run_that_had_stopped_early_does_not_go_on_when_resumed(tmp_path):
     options = {"lr": 0.0, "early_stop": 1, "epochs": 9}
     before = run_ranks(outcome, 1, tmp_path, options)
@@ -120,6 +136,8 @@ def test_the_last_record_of_max_steps_counts_all_steps_of_its_epoch(tmp_path, en
         for record in records(tmp_path / str(log_every))[-1:]
     )
     assert each == some == none
+    steps = [record["step"] for record in records(tmp_path / "10") if record["kind"] == "step"]
+    assert steps == [*range(4, end, 4), end], "the steps since the last reading have a record, too"
 
 
 def refused(world, folder, options):

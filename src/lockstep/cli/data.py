@@ -23,7 +23,7 @@ EXIT_UNREADABLE = 1
 
 def add_arguments(parser: Parser) -> None:
     """Declares the command's arguments."""
-    add_options(parser, ("job", "JOB", "digits", "a TOML file, or a built-in job"))
+    add_options(parser, ("job", "JOB", "digits", "a TOML file, a folder of images or a built-in job"))
     add_train_options(parser, "data", "devices", "strategy", "mesh")
     add_options(
         parser,
@@ -79,7 +79,7 @@ def download(arguments: argparse.Namespace) -> int:
     from lockstep.data.download import PUBLISHED, download_archive
 
     if arguments.set not in PUBLISHED:
-        raise ConfigError(f"{arguments.set!r} is no set to download.{nearest(arguments.set, PUBLISHED)}")
+        raise ConfigError(f"There is no published set {arguments.set!r}.{nearest(arguments.set, PUBLISHED)}")
     world = World.from_environment()
     if not world.is_main:
         print(f"Rank {world.rank} downloads nothing: rank 0 does.")

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.cli.command_line import Parser
-from lockstep.cli.shared_options import add_options
+from lockstep.cli.shared_options import add_options, shortcut
 from lockstep.cli.train import resolve_devices, with_devices_of_process
 from lockstep.config.checks import refuse
 from lockstep.config.components import Component
 from lockstep.config.job import JobConfig
 from lockstep.config.rules import job_problems
-from lockstep.config.strategy_options import STRATEGIES
 from lockstep.core.world import World
 from lockstep.errors import ConfigError
 from lockstep.job.run_folder import read_starts
@@ -32,9 +31,7 @@ def add_arguments(parser: Parser) -> None:
         parser,
         ("run", "RUN", str, "a run folder, such as runs/flowers-001"),
         ("--data", "DIR", str, "folder of the data (default: what the run was evaluated on)"),
-        ("--devices", "N", str, "N, auto, cpu, cpu:N or a list such as 0,5"),
-        ("--strategy", "NAME", str, ", ".join(STRATEGIES)),
-        ("--mesh", "AXES", str, "axes of the strategy hybrid"),
+        *(shortcut(name) for name in ("devices", "strategy", "mesh")),
         ("--out", "FILE", str, ".csv or .parquet (default: predictions.csv in the run folder)"),
         ("--best", "", False, "use the best checkpoint instead of the last weights"),
     )

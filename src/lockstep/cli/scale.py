@@ -33,7 +33,7 @@ def add_arguments(parser: Parser) -> None:
     """Declares the command's arguments."""
     add_options(
         parser,
-        ("job", "JOB", "digits", "a TOML file, or a built-in job"),
+        ("job", "JOB", "digits", "a TOML file, a folder of images or a built-in job"),
         ("--devices", "N,N", "", "numbers of CPU devices to measure (default: 1,2,4)"),
         ("--strategies", "A,B", "", f"some of {', '.join(STRATEGIES)} (default: those that fit)"),
         ("--steps", "N", 20, "measured steps of each run"),

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.config.checks import file_path
 from lockstep.config.components import origins
+from lockstep.config.strategy_options import PRECISIONS, STRATEGIES
 from lockstep.core.world import RENDEZVOUS, World, master_of_step
 from lockstep.errors import ConfigError
 from lockstep.launch import LaunchOptions
@@ -127,10 +128,30 @@ def submit(words: Sequence[str], text: str) -> str:
     return done.stdout.strip()
 
 
+SHORTCUTS = {
+    "data": ("data.root", "DIR", "folder of the data, {data} in a job file"),
+    "devices": ("run.devices", "N", "N, auto, cpu, cpu:N or a list such as 0,5"),
+    "strategy": ("training.strategy", "NAME", ", ".join(STRATEGIES)),
+    "mesh": ("training.mesh", "AXES", "axes of the strategy hybrid, such as data=2,pipeline=2"),
+    "precision": ("training.precision", "NAME", ", ".join(PRECISIONS)),
+    "epochs": ("training.epochs", "N", "number of passes over the data"),
+    "threads": ("run.threads", "N", "CPU threads of each rank (part of the recipe)"),
+    "resume": ("checkpoint.resume", "PATH", "run folder or checkpoint to resume from; auto: the latest run"),
+    "restarts": ("run.restarts", "N", "restarts after a lost process (default: 3)"),
+    "restart-world": ("run.restart_world", "same|remaining", "devices of a restart (default: same)"),
+}
+"""Options that are short for a setting: the setting, what they take, and their help."""
+
+
+def shortcut(name: str) -> tuple[str, str, Any, str]:
+    """The option that is short for a setting, for ``add_options``."""
+    _, metavar, words = SHORTCUTS[name]
+    return f"--{name}", metavar, str, words
+
+
 def add_train_options(parser: argparse.ArgumentParser, *names: str) -> None:
-    """Declares ``--set`` and some options of ``lockstep train`` for a command that takes a job."""
-    of_train = ((f"--{name}", "VALUE", str, f"as in 'lockstep train --{name}'") for name in names)
-    add_options(parser, SET, *of_train)
+    """Declares ``--set`` and options that are short for a setting, for a command that takes a job."""
+    add_options(parser, *map(shortcut, names), SET)
 
 
 def add_debug_arguments(parser: argparse.ArgumentParser) -> None:

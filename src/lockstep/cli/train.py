@@ -18,12 +18,13 @@ from pathlib import Path
 
 from lockstep.cli.command_line import Parser
 from lockstep.cli.shared_options import (
-    SET,
+    SHORTCUTS,
     add_debug_arguments,
     add_host_arguments,
     add_options,
     add_profile_argument,
     add_rendezvous_argument,
+    add_train_options,
     debug_setting,
     debugged,
     joined_hosts,
@@ -36,7 +37,7 @@ from lockstep.config.checks import refuse
 from lockstep.config.job import JobConfig
 from lockstep.config.job_file import Override, built_in_jobs, find_job, load_job, parse_set, toml_value
 from lockstep.config.rules import data_parallel_holders, machine_problems
-from lockstep.config.strategy_options import ONE_PROCESS, PRECISIONS, STRATEGIES, devices_per_process
+from lockstep.config.strategy_options import ONE_PROCESS, STRATEGIES, devices_per_process
 from lockstep.core.world import World, make_environment_portable
 from lockstep.errors import EXIT_CONFIG, EXIT_DATA, EXIT_DONE, ConfigError, nearest
 from lockstep.job.run_folder import RANKS, choose_run_folder, discard, locked, run_folder
@@ -46,27 +47,16 @@ from lockstep.launch.options import visible_gpus
 from lockstep.profile import trace
 from lockstep.runtime.output import say
 from lockstep.runtime.parent_death import tie_to_launcher
-from lockstep.text import comma_separated, plural
+from lockstep.text import comma_separated, plural, shorten
 
 ENTRY = "lockstep.job.rank:main"
 
-_SHORTCUTS = {
-    "data": ("data", "root"),
-    "devices": ("run", "devices"),
-    "strategy": ("training", "strategy"),
-    "mesh": ("training", "mesh"),
-    "precision": ("training", "precision"),
-    "epochs": ("training", "epochs"),
-    "resume": ("checkpoint", "resume"),
-    "threads": ("run", "threads"),
-    "restarts": ("run", "restarts"),
-    "restart_world": ("run", "restart_world"),
-}
 _OF_HOST = ("run.devices",)
 """Settings that may differ between hosts."""
 _OF_PLACE = (("run", "name"), ("checkpoint", "resume"), ("training", "mesh"))
 """Settings of one run or layout, which another one with the same result cannot have."""
-_TEXTS = ("data", "resume", "strategy", "mesh", "precision", "restart_world")
+_NUMBERS = ("devices", "epochs", "threads", "restarts")
+"""Options whose value may be a number; those of others are texts."""
 
 
 def add_arguments(parser: Parser) -> None:
@@ -74,24 +64,12 @@ def add_arguments(parser: Parser) -> None:
     add_options(
         parser,
         ("job", "JOB", "digits", f"a TOML file, a folder of images, or one of: {', '.join(built_in_jobs())}"),
-        ("--data", "DIR", str, "folder of the data, {data} in a job file"),
-        ("--devices", "N", str, "N, auto, cpu, cpu:N or a list such as 0,5"),
-        ("--strategy", "NAME", str, ", ".join(STRATEGIES)),
-        ("--mesh", "AXES", str, "axes of the strategy hybrid, such as data=2,pipeline=2"),
-        ("--precision", "NAME", str, ", ".join(PRECISIONS)),
-        ("--epochs", "N", str, "number of passes over the data"),
-        (
-            "--per-device-batch",
-            "N",
-            int,
-            "global batch = N times the devices; another recipe on other devices",
-        ),
-        ("--threads", "N", str, "CPU threads of each rank (part of the recipe)"),
+    )
+    add_train_options(parser, *SHORTCUTS)
+    add_options(
+        parser,
+        ("--per-device-batch", "N", int, "global batch = N times the devices: part of the recipe"),
         ("--portable", "", False, "the same bits on every x86-64 CPU with AVX2"),
-        ("--resume", "PATH", str, "run folder or checkpoint to resume from; auto: the latest run"),
-        SET,
-        ("--restarts", "N", str, "restarts after a lost process (default: 3)"),
-        ("--restart-world", "same|remaining", str, "devices of a restart (default: same)"),
     )
     add_debug_arguments(parser)
     add_host_arguments(parser)
@@ -119,6 +97,8 @@ def main(arguments: argparse.Namespace) -> int:
 
         for line in look_at(Path(arguments.job), "images").remarks:
             say(f"{line}.")
+        if changed := [text for text in arguments.set if text.startswith(("data.", "model."))]:
+            say(f"But for --set: {shorten(changed, 5)}.")
         say(
             f"To change this: lockstep new {shlex.quote(arguments.job)} writes it as a job file and a script."
         )
@@ -158,11 +138,11 @@ def main(arguments: argparse.Namespace) -> int:
 def overrides(arguments: argparse.Namespace) -> list[Override]:
     """The settings that the options override; ``--set`` comes first, so that a named option wins."""
     found = [parse_set(text) for text in arguments.set]
-    for option, path in _SHORTCUTS.items():
-        text = getattr(arguments, option, None)
+    for option, (setting, *_) in SHORTCUTS.items():
+        text = getattr(arguments, option.replace("-", "_"), None)
         if text is not None:
-            value = text if option in _TEXTS else toml_value(text)
-            found.append(Override(path=path, value=value, origin=f"--{option.replace('_', '-')} {text}"))
+            value = toml_value(text) if option in _NUMBERS else text
+            found.append(Override(path=tuple(setting.split(".")), value=value, origin=f"--{option} {text}"))
     if getattr(arguments, "portable", False):
         found.append(Override(path=("training", "portable"), value=True, origin="--portable"))
     return found
@@ -319,7 +299,7 @@ def _start(config: JobConfig, options: LaunchOptions, same: str, profile: str, j
         if code in (EXIT_CONFIG, EXIT_DATA):
             with suppress(OSError):  # it then stays, with its logs
                 if logs := discard(folder):
-                    say(f"no run has begun, so {folder} was removed. Its logs are in {logs}.")
+                    say(f"no run has begun, so {folder} was removed. Its logs are now in {logs}.")
         return code
 
 

@@ -46,7 +46,7 @@ def add_arguments(parser: Parser) -> None:
     """Declares the command's arguments."""
     add_options(
         parser,
-        ("job", "JOB", "", "a TOML file, or a built-in job (default: digits)"),
+        ("job", "JOB", "", "a TOML file, a folder of images or a built-in job (default: digits)"),
         ("--devices", "N,N", "", "numbers of CPU devices to compare (default: 1,2,4)"),
         ("--strategies", "A,B", "", f"some of {', '.join(STRATEGIES)} (default: all)"),
         ("--steps", "N", 12, "optimizer steps of each run"),
@@ -146,7 +146,7 @@ def _verify_micro_batches(arguments: argparse.Namespace) -> int:
     counts = sorted({int(word) for word in comma_separated(given) if word.isdecimal()})
     if len(counts) != len(comma_separated(given)) or len(counts) < 2 or counts[0] < 1:
         raise ConfigError(
-            f"--micro-batches {given!r} is no list of two numbers or more: use for example 1,8."
+            f"--micro-batches {given!r} is not a list of two or more numbers: use for example 1,8."
         )
     for name in ("devices", "strategies"):
         if getattr(arguments, name):

@@ -116,6 +116,8 @@ def look_at(data: Path, kind: str, *, target: str = "", goal: str = "") -> DataS
     found = looks[kind](data, target, goal)
     if found.samples < 10:
         raise ConfigError(f"'{data}' has {plural(found.samples, 'sample')}; at least 10 are needed.")
+    if found.outputs < 2 and found.goal == "classes":
+        raise ConfigError(f"'{data}' has one class only, and nothing to tell apart. Choose another target.")
     return found
 
 
@@ -266,7 +268,7 @@ def _look_at_table(data: Path, target: str, goal: str) -> DataSummary:
     told = f"predicts {label!r}: " + (f"classes {shorten(classes)}" if goal == "classes" else "a number")
     remarks = [f"{plural(len(wanted), 'row')}, {plural(len(inputs), 'column')} of numbers", told]
     if left_out:
-        remarks.append(f"left out, because some values are no numbers: {shorten(left_out)}")
+        remarks.append(f"left out, because some values are not numbers: {shorten(left_out)}")
     return DataSummary(
         data=data,
         kind="table",

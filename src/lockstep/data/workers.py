@@ -156,7 +156,7 @@ class WorkerReading:
         workers = list(getattr(self._loader._iterator, "_workers", ()))
         waiting, reading = self._requests.waiting, "nothing"
         if waiting:
-            reading = f"samples {shorten(waiting[0].indices.tolist(), 8)} of epoch {waiting[0].epoch}"
+            reading = f"samples {shorten(waiting[0].indices.tolist(), 8)} of epoch {waiting[0].epoch + 1}"
         if LOADER_TIMED_OUT.is_in(str(error)):
             found: Exception = StallError(
                 f"The data loader returned nothing for {self._timeout:g} s while it read {reading}. "

@@ -162,11 +162,11 @@ def final_table(
         seconds = log.records[-1].get("seconds")
         cells = [log.name, f"{log.epochs:.4g}", "-" if seconds is None else format_duration(seconds)]
         finals = {metric: log.final(metric) for metric in metrics}
-        cells += ["-" if value is None else _shown(metric, value) for metric, value in finals.items()]
+        cells += ["-" if value is None else _shown(metric, value, ".2f") for metric, value in finals.items()]
         if best:
             found = [(value, -record["epoch"]) for record, value in log.values("validation_accuracy")]
             value, epoch = max(found, default=(0.0, 0))
-            cells.append(f"{_shown('accuracy', value)} ({1 - epoch})" if found else "-")
+            cells.append(f"{_shown('accuracy', value, '.2f')} ({1 - epoch})" if found else "-")
         if fingerprints:
             cells.append(fingerprints.get(log.name, "")[:_DIGITS] or "-")
         rows.append(tuple(cells))
@@ -288,7 +288,8 @@ def _title(metric: str) -> str:
     return metric.replace("_", " ")
 
 
-def _shown(metric: str, value: float) -> str:
+def _shown(metric: str, value: float, percent: str = ".4g") -> str:
     if math.isnan(value):
         return "not finite"
-    return f"{100 * value:.4g} %" if metric.endswith("accuracy") and value <= 1 else f"{value + 0.0:.4g}"
+    is_share = metric.endswith("accuracy") and value <= 1
+    return f"{100 * value:{percent}} %" if is_share else f"{value + 0.0:.4g}"

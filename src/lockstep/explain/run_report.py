@@ -81,7 +81,7 @@ def answers_of(folder: Path, job: JobConfig) -> Answers:
     importable_from(job.code)
     loss = instantiate_function(job.loss, ("loss",))
     if (accuracy := Accuracy.of(loss)) is None:
-        raise ConfigError(f"The loss of the job, {job.loss.target}, is not one of classes.")
+        raise ConfigError(f"The loss of the job, {job.loss.target}, is not one for classification.")
     alone = dataclasses.replace(job.training, strategy="single", mesh="")
     begun = dataclasses.replace(job.checkpoint, resume="")
     run = Run(dataclasses.replace(job, training=alone, checkpoint=begun).run_options(None), World())
@@ -162,7 +162,7 @@ def run_page(folder: Path, *, computes: bool = True) -> str:
     parts += ["<h2>Time of each rank</h2>", _rank_time(folder)]
     parts += _answers(folder, starts[-1].job, log, computes)
     parts += ["<h2>Fingerprint</h2>", *_fingerprint(folder, starts)]
-    parts += ["<h2>Starts</h2>", _starts(starts), "<h2>Recipe</h2>", _recipe(starts[-1])]
+    parts += ["<h2>Starts</h2>", _starts(starts), "<h2>Settings</h2>", _settings(starts[-1])]
     return html_document(title, parts)
 
 
@@ -209,15 +209,13 @@ def _answers(folder: Path, job: JobConfig, log: RunLog | None, computes: bool) -
     except (LockstepError, OSError, ValueError, TypeError, LookupError, ImportError) as error:
         return [head, _note(f"This cannot be computed again: {error}")]
     right = len(found.labels) - len(found.wrong)
-    text = (
-        f"Computed again with the last weights: {right:,} of {plural(len(found.labels), 'sample')} are right "
-    )
-    text += f"({100 * right / len(found.labels):.4g} %)."
+    text = f"Computed again with the last weights: {right:,} of {plural(len(found.labels), 'sample')} are correct "
+    text += f"({100 * right / len(found.labels):.2f} %)."
     recorded = log.final("validation_accuracy") if log is not None else None
     if job.training.ema_decay is not None:
         text += " The accuracy in the log is that of the moving average of the weights, and may differ."
     elif recorded is not None and recorded <= 1:
-        text += f" The log of the run says {100 * recorded:.4g} % for its last epoch."
+        text += f" The log of the run says {100 * recorded:.2f} % for its last epoch."
     matrix = _confusion(found)
     return [head, f"<p>{escape(text)}</p>", _wrong_samples(found), "<h2>Confusion matrix</h2>", matrix]
 
@@ -229,9 +227,11 @@ def _wrong_samples(found: Answers) -> str:
     for index in found.wrong[:_MOST_WRONG]:
         picture = found.pictures.get(index)
         image = f'<img src="{picture}" alt="" width="112" height="112">' if picture else ""
-        is_, said = (escape(found.classes[int(each[index])]) for each in (found.labels, found.predicted))
+        true, predicted = (
+            escape(found.classes[int(each[index])]) for each in (found.labels, found.predicted)
+        )
         certain = f"({100 * found.certainty[index]:.1f} %)"
-        words = f"{escape(found.names[index])}<br>is <b>{is_}</b>, said <b>{said}</b> {certain}"
+        words = f"{escape(found.names[index])}<br>true <b>{true}</b>, predicted <b>{predicted}</b> {certain}"
         cells.append(f"<div>{image}<p>{words}</p></div>")
     rest = len(found.wrong) - len(cells)
     more = f"<p>{rest:,} more are wrong.</p>" if rest > 0 else ""
@@ -245,14 +245,14 @@ def _confusion(found: Answers) -> str:
         rows = [
             (found.classes[a], found.classes[b], f"{n:,}") for n, a, b in sorted(pairs, reverse=True)[:20]
         ]
-        return table([("is", "said", "samples"), *rows])
+        return table([("true", "predicted", "samples"), *rows])
     most = max(1, int(counts.max()))
     head = "".join(f"<th>{escape(name)}</th>" for name in found.classes)
-    lines = [f"<tr><th>is \\ said</th>{head}</tr>"]
+    lines = [f"<tr><th>true \\ predicted</th>{head}</tr>"]
     for label, name in enumerate(found.classes):
         cells = ""
-        for said, count in enumerate(counts[label].tolist()):
-            colour = "47, 109, 181" if said == label else "181, 58, 74"
+        for predicted, count in enumerate(counts[label].tolist()):
+            colour = "47, 109, 181" if predicted == label else "181, 58, 74"
             cells += f'<td style="background: rgba({colour}, {0.6 * count / most:.2f})">{count:,}</td>'
         lines.append(f"<tr><th>{escape(name)}</th>{cells}</tr>")
     return f'<div class="scroll"><table>{"".join(lines)}</table></div>'
@@ -289,7 +289,7 @@ def _starts(starts: Sequence[Start]) -> str:
     return table([("from step", "strategy", "ranks", "level", "device"), *rows])
 
 
-def _recipe(start: Start) -> str:
+def _settings(start: Start) -> str:
     """The settings of the last start, and the conditions that its bits depend on."""
     rows = [("setting", "value")]
     for name, value in json.loads(start.job.to_json()).items():

@@ -152,7 +152,7 @@ class LightningTrainer:
 
         Raises:
             ConfigError: the module has a hook that is not called here, several optimizers, optimizes by itself, or logs
-                what is no mean over samples.
+                what is not a mean over samples.
         """
         run = self.run
         _require_called(module)

@@ -29,9 +29,9 @@ _NO_MEAN = (
 )
 _KINDS = {
     Deviation.SUM: "is a sum over the samples",
-    Deviation.WEIGHTED: "is no mean over samples, but one over something else",
+    Deviation.WEIGHTED: "is not a mean over samples, but one over something else",
     Deviation.FUNCTION: "is the root or the exponential of a mean",
-    Deviation.OTHER: "is no mean over samples",
+    Deviation.OTHER: "is not a mean over samples",
 }
 
 
@@ -164,7 +164,7 @@ def gathered(step: str, values: Values, reasons: Mapping[str, str], strategy: St
     """The averages over the micro-batches of all processes, of what a step has logged here. Collective.
 
     Raises:
-        ConfigError: a process has found that a value is no mean over samples: ``reasons``, see ``unequal_means``.
+        ConfigError: a process has found that a value is not a mean over samples: ``reasons``, see ``unequal_means``.
     """
     rows = [
         [

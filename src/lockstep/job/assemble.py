@@ -26,6 +26,7 @@ from lockstep.core.plan import BatchShape, SamplePlan
 from lockstep.core.seeding import derive_seed
 from lockstep.core.world import World
 from lockstep.data import SkipBroken, StepLoader, adopt, check_labels
+from lockstep.data.images.decoding import decoded_as
 from lockstep.data.images.encoded import EncodedPairs
 from lockstep.data.keyed import encoded_states, set_encoded_states
 from lockstep.data.naming import told_other_classes, told_other_columns, unwrap_subset
@@ -208,6 +209,8 @@ def assemble(config: JobConfig, world: World, *, profile: str = "") -> Trainer:
     model, optimizer, scheduler, *averages = run.prepare(
         *(model, optimizer, scheduler, *_averages(config, model)), values_from_main=bool(config.weights.path)
     )
+    # Known already when job.json is written
+    run.require_prepared().state.reads_photos(decoded_as(adopt(training_set).dataset))
     parts = TrainingParts(
         model=model,
         optimizer=optimizer,

@@ -245,7 +245,7 @@ def describe(sets: Sequence[SetFacts], step: StepFacts) -> str:
 
 def _histogram(classes: dict[str, int] | None) -> list[str]:
     if classes is None:
-        return ["  it shows no labels"]
+        return ["  no class labels found"]
     width, most = max(map(len, classes), default=0), max([*classes.values(), 1])
     rows = [
         f"  {name:<{width}} {count:>9,}  {'#' * round(_BAR * count / most)}".rstrip()

@@ -106,7 +106,7 @@ def build(value: Any, where: str, argument: str = "") -> Any:
         if made and argument in _TRANSFORM_ARGUMENTS:
             alone = [type(item).__name__ for item in items if not callable(item)]
             if len(items) > 1 and alone:
-                raise ConfigError(f"{where}: give {alone[0]} alone; it is no function of samples.")
+                raise ConfigError(f"{where}: give {alone[0]} alone; it is not a function of samples.")
             return items[0] if len(items) == 1 else Composed(tuple(items))
         return items
     return value

@@ -166,7 +166,7 @@ def report(outcome: TrainingOutcome, proof: str) -> str:
         best = outcome.best if outcome.best is None else form(outcome.best).replace("%", " %")
         name = outcome.metric.removeprefix("validation_")
         # The loss of an epoch's line is that of the training
-        of = " in the validation" if name == "loss" else ""
+        of = " on the validation set" if name == "loss" else ""
         rows.append((name, f"{value}{of} (best {best}, epoch {outcome.best_epoch + 1})"))
     if outcome.seconds:
         speed = f"{outcome.samples_per_second:,.0f} samples/s, {outcome.seconds:.1f} s of training"

@@ -108,21 +108,30 @@ def with_start(earlier: Sequence[Start], new: Start) -> str:
 
 def one_recipe(starts: Sequence[Start]) -> bool:
     """True where a run started from step 0 and every start had the same recipe."""
-    return starts[0].step == 0 and len({_recipe(start.job) for start in starts}) == 1
+    recipes = {_recipe(start.job, without=(*_OF_LAYOUT, *_OF_READING)) for start in starts}
+    return starts[0].step == 0 and len(recipes) == 1
 
 
 _ABSENT = "-"
 _OF_ONE_RUN = ("run.name", "run.directory", "checkpoint.resume", "code")
 _CONDITIONS = ("torch", "device", "cpu", "photos", "optimizers")
 """Entries of ``Start.context`` that no setting decides."""
-_NOT_OF_RECIPE = ("run", "checkpoint", "log", *STRATEGIES)
-"""Tables of settings that do not decide the result, but for those of ``_OF_RECIPE``."""
 _OF_RECIPE = ("run.threads", "tensor.shards")
-_OF_NO_STEP = ("job", "data.root", "data.workers", "data.prefetch", "data.timeout", "data.cache")
-"""Settings of the recipe that a run may go on with all the same: no step depends on them."""
-_TRAINING_NOT_OF_RECIPE = (
-    *("strategy", "mesh", "fingerprint_every", "checks", "gradients_every", "record_micro_batches", "audit"),
+"""Settings that decide bits, in tables that otherwise decide none."""
+_OF_LAYOUT = (
+    *("run", "checkpoint", "log", *STRATEGIES),
+    *(
+        "training.strategy",
+        "training.mesh",
+        "training.fingerprint_every",
+        "training.checks",
+        "training.audit",
+    ),
+    *("training.gradients_every", "training.record_micro_batches"),
 )
+"""Tables and settings that decide no bit, but for those of ``_OF_RECIPE``."""
+_OF_READING = ("job", "data.root", "data.workers", "data.prefetch", "data.timeout", "data.cache")
+"""Settings that decide no bit either, and are in ``recipe_digest`` all the same, as audits have recorded it."""
 
 
 def settings_that_differ(starts: Mapping[str, Start]) -> list[tuple[str, ...]]:
@@ -151,27 +160,24 @@ def _differing(keys: Collection[str], tables: Sequence[Mapping[str, Any]]) -> It
 
 def decides_result(setting: str) -> bool:
     """True if a setting, such as ``optimizer.lr``, belongs to the recipe: under level A, no other changes a bit."""
-    section, _, key = setting.partition(".")
-    is_of_layout = section in _NOT_OF_RECIPE or (section == "training" and key in _TRAINING_NOT_OF_RECIPE)
-    return setting in _OF_RECIPE or not is_of_layout
+    return setting in _OF_RECIPE or {setting, setting.partition(".")[0]}.isdisjoint(_OF_LAYOUT + _OF_READING)
 
 
 def recipe_digest(job: JobConfig) -> str:
     """SHA-256 of the settings that the result depends on, in hexadecimal."""
-    return hashlib.sha256(_recipe(job).encode()).hexdigest()
+    return hashlib.sha256(_recipe(job, without=_OF_LAYOUT).encode()).hexdigest()
 
 
-def _recipe(job: JobConfig) -> str:
-    """The settings that the result depends on."""
-    table = json.loads(job.to_json())
-    table["threads"] = job.run.threads
-    for section in _NOT_OF_RECIPE:
-        table.pop(section, None)
-    for key in _TRAINING_NOT_OF_RECIPE:
-        table.get("training", {}).pop(key, None)
+def _recipe(job: JobConfig, *, without: Sequence[str]) -> str:
+    """The settings of a job without some of them, and those of ``_OF_RECIPE``."""
+    tables = json.loads(job.to_json())
+    for setting in without:
+        table, _, key = setting.rpartition(".")
+        (tables[table] if table else tables).pop(key, None)
+    tables["threads"] = job.run.threads
     if job.tensor.shards:  # then every layout computes in them
-        table["tensor"] = dataclasses.asdict(job.tensor)
-    return json.dumps(table, sort_keys=True)
+        tables["tensor"] = dataclasses.asdict(job.tensor)
+    return json.dumps(tables, sort_keys=True)
 
 
 def run_folder(config: JobConfig) -> Path:
@@ -204,7 +210,7 @@ def _name_other_settings(config: JobConfig, folder: Path) -> None:
     except ConfigError:  # one of a script, or of another version
         return
     ends = isinstance(config.schedule, ScheduleConfig) and config.schedule.kind in ("cosine", "linear")
-    free = _OF_NO_STEP if ends else (*_OF_NO_STEP, "training.epochs", "training.max_steps")
+    free = () if ends else ("training.epochs", "training.max_steps")
     _, *rows = settings_that_differ({"before": last, "now": dataclasses.replace(last, job=config)})
     others = [
         f"{key} {now} (was {was})".replace(f" {_ABSENT}", " not set")

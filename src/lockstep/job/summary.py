@@ -145,11 +145,12 @@ def _learning_rate(config: JobConfig, plan: SamplePlan) -> list[str]:
 
 
 def plot(values: Sequence[float], height: int = _PLOT_HEIGHT) -> list[str]:
-    """A column of ``#`` for each value, from zero to the greatest, with the scale at the left."""
+    """A column of ``#`` for each value, to the nearest mark of the scale at the left; one at least above zero."""
     top = max(values) or 1.0
     lines = []
     for row in range(height, 0, -1):
-        marks = "".join("#" if value > 0 and value * height / top > row - 1 else " " for value in values)
+        least = row - 0.5 if row > 1 else 0.0
+        marks = "".join("#" if value * height / top > least else " " for value in values)
         scale = f"{top * row / height:10.3g}"
         lines.append(f"{scale} |{marks}".rstrip())
     return [

@@ -51,7 +51,6 @@ class Position:
     """Optimizer steps done since the run began."""
     inside: bool = False
     """True while the epoch's batches are read: the code after them has not run yet."""
-
     samples: int = 0
     """Size of the data set that the epoch reads; 0 before the first."""
 
@@ -308,7 +307,7 @@ class EpochLoop:
                 "The run goes on at step %d of epoch %d, and %s begins anew there, so that what depends on it is not "
                 "what it would have been without the stop. The place of a step is batch.plan.position; to read data "
                 "sets together write run.batches((one, other)).",
-                *(place, batch.plan.epoch, shorten(found, 4)),
+                *(place, batch.plan.epoch + 1, shorten(found, 4)),
             )
 
     def _end_steps(self) -> None:
@@ -409,7 +408,7 @@ class EpochLoop:
             "step, or loop over run.epochs(N), where break ends an epoch."
         )
         return ConfigError(
-            f"run.batches was called again in epoch {self.position.epoch}, whose steps are all done. {remedy}"
+            f"run.batches was called again in epoch {self.position.epoch + 1}, whose steps are all done. {remedy}"
         )
 
     def _require_newest(self, walk: int) -> None:

@@ -127,8 +127,8 @@ class OpenEvaluation:
     forward: Forward
     stop: EvaluationStop | None
     """How the ranks agree to stop early; None: they stay to the end."""
-    whole: bool
-    """True if the user's own function gives outputs from whole micro-batches."""
+    has_own_forward: bool
+    """True if a function of the user's gives outputs, from the data of a micro-batch as they are."""
     rehearse: Callable[[MicroBatch | None], None] | None = None
     """Looks for what the model keeps, on all ranks, with the first micro-batch of each."""
 
@@ -172,7 +172,7 @@ def evaluation(
 
     def rehearse(micro_batch: MicroBatch | None) -> None:
         def output_of(given: MicroBatch) -> Any:
-            output = _output(output_and_target, with_own_data(given), forward)
+            output = _output(output_and_target, with_own_data(given), has_own_forward=forward is not None)
             randomness.leave()
             return output
 
@@ -192,7 +192,7 @@ def evaluation(
         run.options.directory is None or (run._loop.can_go_back and not prepared.gradients.anywhere())
     )
     stop = EvaluationStop(run.strategy, heartbeat) if can_stop else None
-    loader = run._loaders.evaluation(data, workers)
+    loader, sent = run._loaders.evaluation(data, workers), run.strategy.bytes_sent
     try:
         if loader.count == 0:
             raise ConfigError("The evaluation was given an empty data set. Look at how it was split.")
@@ -210,7 +210,7 @@ def evaluation(
                 unchanged=partial(unchanged, evaluated, forward),
                 forward=output_and_target,
                 stop=stop,
-                whole=forward is not None,
+                has_own_forward=forward is not None,
                 rehearse=rehearse if is_new else None,
             )
         heartbeat.mark("script", epoch=epoch, step=step)
@@ -220,9 +220,10 @@ def evaluation(
         save_and_stop(run, stopped.reason)
     finally:
         randomness.end_step(-1 - step)
+        run.strategy.bytes_outside_steps += run.strategy.bytes_sent - sent
 
 
-def evaluate_all(
+def evaluate(
     run: Run, metric: Metric | SetMetric | Mapping[str, Metric | SetMetric], data: Any, *how: Any
 ) -> float | dict[str, float]:
     """The values of metrics over all samples: means, and those of a whole set; see ``evaluation``. Collective."""
@@ -233,7 +234,7 @@ def evaluate_all(
                 f"The metric {name!r} of run.evaluate is a {type(each).__name__}. Give a function of (output, target), "
                 "an object with update, compute and reset, or a dict of these, such as {'accuracy': accuracy}."
             )
-    whole = {name: each for name, each in metrics.items() if isinstance(each, SetMetric)}
+    of_sets = {name: each for name, each in metrics.items() if isinstance(each, SetMetric)}
     means = {name: each for name, each in metrics.items() if not isinstance(each, SetMetric)}
     unchecked = run.rehearsals.new_metrics(means, evaluated=True) & run.rehearsals.new_metrics(means)
     run.strategy.require_no_calls()
@@ -241,12 +242,12 @@ def evaluate_all(
     found: dict[str, dict[str, float]] = {}
     if means:
         with evaluation(run, data, *how) as opened:
-            values = evaluate(opened, means, unchecked)
+            values = evaluate_means(opened, means, unchecked)
             run.rehearsals.note_checked(means.values(), evaluated=True)
             found |= {name: {name: value} for name, value in values.items()}
-    if whole:
+    if of_sets:
         with evaluation(run, data, *how) as opened:
-            found |= evaluate_whole(opened, whole)
+            found |= evaluate_set_metrics(opened, of_sets)
     if isinstance(metric, Mapping):
         keys = Counter(key for values in found.values() for key in values)
         if twice := [key for key, count in keys.items() if count > 1]:
@@ -256,7 +257,9 @@ def evaluate_all(
     return values.get("metric", {key.removeprefix("metric_"): value for key, value in values.items()})
 
 
-def evaluate(opened: OpenEvaluation, metrics: Mapping[str, Metric], unchecked: set[str]) -> dict[str, float]:
+def evaluate_means(
+    opened: OpenEvaluation, metrics: Mapping[str, Metric], unchecked: set[str]
+) -> dict[str, float]:
     """The mean of each metric over all samples, equal on every rank. Collective.
 
     Unless checks are off, those that are no means are looked for; of those that are not new, where they give one
@@ -268,7 +271,7 @@ def evaluate(opened: OpenEvaluation, metrics: Mapping[str, Metric], unchecked: s
         unchecked: names of the metrics that are new; the same on every rank.
 
     Raises:
-        ConfigError: a metric is no mean over samples.
+        ConfigError: a metric is not a mean over samples.
         EvaluationStopped: they have stopped, all after the same number of micro-batches.
     """
     loader, share, strategy = opened.loader, opened.loader.share, opened.run.strategy
@@ -351,7 +354,9 @@ def gathered_in_order(rows: Tensor, count: int, share: Share, strategy: Strategy
     return ordered[:count]
 
 
-def evaluate_whole(opened: OpenEvaluation, metrics: Mapping[str, SetMetric]) -> dict[str, dict[str, float]]:
+def evaluate_set_metrics(
+    opened: OpenEvaluation, metrics: Mapping[str, SetMetric]
+) -> dict[str, dict[str, float]]:
     """The values of each metric over the outputs and targets of the whole set, equal on every rank. Collective.
 
     The main process updates the metrics, with one micro-batch after the other in the order of the data set.
@@ -368,7 +373,7 @@ def evaluate_whole(opened: OpenEvaluation, metrics: Mapping[str, SetMetric]) -> 
         columns[:] = [[str(each.dtype), list(each.shape[1:])] for each in pair]
         return torch.cat([each.reshape(len(each), -1).double() for each in pair], 1), None
 
-    rows = predict(replace(opened, forward=joined, whole=True), None)
+    rows = predict(replace(opened, forward=joined, has_own_forward=True), None)
     (dtype, shape), (target_dtype, target_shape) = next(filter(None, strategy.gather_records(columns)))
     values = {}
     if rows is not None:
@@ -465,7 +470,7 @@ def predict(opened: OpenEvaluation, keep: Callable[[Any], Any] | None) -> Tensor
 
 def _kept(opened: OpenEvaluation, micro_batch: MicroBatch, keep: Callable[[Any], Any] | None) -> Tensor:
     """Returns the part of an output that is kept: a row of real numbers for each sample."""
-    output = _output(opened.forward, micro_batch, opened.whole)
+    output = _output(opened.forward, micro_batch, has_own_forward=opened.has_own_forward)
     return _rows(
         output if keep is None else keep(output),
         len(micro_batch),
@@ -474,8 +479,8 @@ def _kept(opened: OpenEvaluation, micro_batch: MicroBatch, keep: Callable[[Any],
     )
 
 
-def _output(forward: Forward, micro_batch: MicroBatch, whole: object) -> Any:
-    if isinstance(micro_batch.data, Tensor) and not whole:
+def _output(forward: Forward, micro_batch: MicroBatch, *, has_own_forward: bool) -> Any:
+    if isinstance(micro_batch.data, Tensor) and not has_own_forward:
         micro_batch = replace(micro_batch, data=(micro_batch.data, None))  # an input without a target
     return forward(micro_batch)[0]
 

@@ -40,8 +40,8 @@ _Key = tuple[Hashable, ...]
 
 
 @dataclass
-class _Known:
-    """A data set or DataLoader of the program's, and what was made of it."""
+class _UsedData:
+    """A data set or DataLoader that the program has read, and the loaders that were made of it."""
 
     data: Any
     """Kept, so that its id stays its own."""
@@ -66,13 +66,16 @@ class _Known:
         """False if it can be changed unseen, so that no worker may read it ahead of the loop."""
         return self.notes is None or self.notes.are_whole
 
-    def close(self, kind: _Kind, *, forget: bool = True) -> None:
-        """Ends the workers of loaders, and forgets these, so that they are made anew."""
-        made: dict[_Key, Any] = self.training if kind == "training" else self.evaluation
-        for loader in made.values():
-            loader.close()
-        if forget:
-            made.clear()
+    def close(self, *kinds: _Kind) -> None:
+        """Ends the workers of these loaders, which start new ones when they are read again."""
+        for kind in kinds:
+            for loader in (self.training if kind == "training" else self.evaluation).values():
+                loader.close()
+
+    def forget(self, kind: _Kind) -> None:
+        """Ends the workers of these loaders, and lets new loaders be made."""
+        self.close(kind)
+        (self.training if kind == "training" else self.evaluation).clear()
 
 
 class LoaderCache:
@@ -80,7 +83,7 @@ class LoaderCache:
 
     def __init__(self, options: RunOptions, strategy: Strategy) -> None:
         self._options, self._strategy = options, strategy
-        self._by_id: OrderedDict[int, _Known] = OrderedDict()
+        self._by_id: OrderedDict[int, _UsedData] = OrderedDict()
         self._numbered = 0
         self._told: set[str] = set()
         """Notes that were logged."""
@@ -104,17 +107,17 @@ class LoaderCache:
             known.changed = {"training", "evaluation"}
         known.notes, known.shared = notes, notes.shared()
         if not known.is_noted:
-            known.close(loaders, forget=False)
+            known.close(loaders)
         if has_changed := loaders in known.changed:  # the others may be in use
             known.changed.remove(loaders)
-            known.close(loaders)
+            known.forget(loaders)
         return has_changed
 
     def source(self, data: Any) -> Source:
         """The source of ``data``: its data set and how to read it; warns once of what is handled differently."""
         return self._known(data).source
 
-    def _known(self, data: Any) -> _Known:
+    def _known(self, data: Any) -> _UsedData:
         if id(data) not in self._by_id:
             source = adopt(data)
             self._warn(*source.notes)
@@ -122,15 +125,35 @@ class LoaderCache:
             number = next((each.number for each in others if each.source.dataset is source.dataset), None)
             if number is None:
                 number, self._numbered = self._numbered, self._numbered + 1
-            self._by_id[id(data)] = _Known(data, source, number)
+            self._by_id[id(data)] = _UsedData(data, source, number)
             while len(self._by_id) > _MOST_SOURCES:  # a loop may make a new DataLoader in every epoch
                 self._close_oldest()
         self._by_id.move_to_end(id(data))
         return self._by_id[id(data)]
 
     def compared(self, data: Any, workers: int | None) -> tuple[int, Callable[[], dict[str, str]]]:
-        """A number for the data set, which is the same on every rank and with other loaders of it; gives digests."""
-        return self._known(data).number, partial(self.digests, data, workers)
+        """What ranks compare: the set's number, the same for other loaders of it, and a function that gives digests."""
+        return self._known(data).number, partial(self._digests, data, workers)
+
+    def _digests(self, data: Any, workers: int | None) -> dict[str, str]:
+        """Digests of the first, the middle and the last sample, which every rank reads, and of what wrappers choose.
+
+        Of a stream they are those of the first samples, whose order may come from a seed. Empty without checks.
+        """
+        if self._options.checks == "off":
+            return {}
+        known, source = self._known(data), self.source(data)
+        count = len(source.dataset)
+        some = sorted({0, count // 2, count - 1})
+        is_stream = isinstance(source.dataset, Stream)
+        if is_stream:
+            some, source.dataset.is_compared = [*range(min(_BEGINNING, count))], True
+        found = sample_digests(source.dataset, some, **self._reading(known, workers))
+        if is_stream:
+            # Equal on all ranks says nothing of what it keeps: a count of its readings is equal, too.
+            source.dataset.is_compared = False
+            found = {"sample 0": found["sample 0"], BEGINNING: combine(found)[:8]}
+        return {**found, **choices(source.dataset)}
 
     def plan(self, data: Any, shuffle: bool, drop_last: bool, smallest: int) -> SamplePlan:
         """The sample plan of a training set; ``smallest`` is the smallest micro-batch that can be computed."""
@@ -155,36 +178,29 @@ class LoaderCache:
         """The loader of a training set for this process's micro-batches."""
         known, key = self._known(data), (plan, workers, self._strategy.share)
         if key not in known.training:
-            source = known.source
-            is_ragged = bool(plan.samples % plan.shape.global_batch)
-            side_by_side = source.dataset.sources if isinstance(source.dataset, SideBySide) else []
-            self._warn(
-                *(
-                    check_batch_size(
-                        each,
-                        global_batch=plan.shape.global_batch,
-                        micro_batch_size=plan.shape.micro_batch_size,
-                        holders=self._strategy.share.holders,
-                    )
-                    for each in side_by_side or [source]
-                ),
-                *unused_side_by_side(
-                    side_by_side, shuffle=plan.shuffle, drop_last=plan.drop_last or not is_ragged
-                ),
-            )
-            if plan.dropped_samples and not plan.drop_last:
-                self._warn(
-                    f"The last micro-batch of each epoch would hold {plan.dropped_samples} sample, too few for "
-                    "BatchNorm: it is left out."
-                )
+            self._warn_of_training(known.source, plan)
             known.training[key] = StepLoader(
-                source.dataset,
+                known.source.dataset,
                 plan,
                 share=self._strategy.share,
                 prefetch=self._options.prefetch,
                 **self._reading(known, workers, "loader"),
             )
         return known.training[key]
+
+    def _warn_of_training(self, source: Source, plan: SamplePlan) -> None:
+        """Warns of settings of DataLoaders that the plan does not use, and of a micro-batch that it leaves out."""
+        side_by_side = source.dataset.sources if isinstance(source.dataset, SideBySide) else []
+        shape, holders = plan.shape, self._strategy.share.holders
+        sizes = {"global_batch": shape.global_batch, "micro_batch_size": shape.micro_batch_size}
+        self._warn(*(check_batch_size(each, holders=holders, **sizes) for each in side_by_side or [source]))
+        drops = plan.drop_last or not plan.samples % shape.global_batch
+        self._warn(*unused_side_by_side(side_by_side, shuffle=plan.shuffle, drop_last=drops))
+        if plan.dropped_samples and not plan.drop_last:
+            self._warn(
+                f"The last micro-batch of each epoch would hold {plan.dropped_samples} sample, too few for BatchNorm: "
+                "it is left out."
+            )
 
     def evaluation(self, data: Any, workers: int | None) -> EvaluationLoader:
         """The loader of an evaluation set for this process's micro-batches."""
@@ -198,34 +214,13 @@ class LoaderCache:
                 or source.evaluation_batch
                 or self._options.shape.micro_batch_size,
                 share=self._evaluation_share,
-                **self._reading(known, workers, "loader of evaluation"),
+                **self._reading(known, workers, "loader (evaluation)"),
             )
             for trained in [each.source.dataset for each in self._by_id.values() if each.training]:
                 self._warn(
                     told_other_columns(trained, source.dataset), told_other_classes(trained, source.dataset)
                 )
         return known.evaluation[key]
-
-    def digests(self, data: Any, workers: int | None) -> dict[str, str]:
-        """Digests of the first, the middle and the last sample, which every rank reads, and of what wrappers choose.
-
-        Of a stream they are those of the first samples, whose order may come from a seed. Empty without checks.
-        """
-        known = self._known(data)
-        source = known.source
-        if self._options.checks == "off":
-            return {}
-        count = len(source.dataset)
-        some = sorted({0, count // 2, count - 1})
-        is_stream = isinstance(source.dataset, Stream)
-        if is_stream:
-            some, source.dataset.is_compared = [*range(min(_BEGINNING, count))], True
-        found = sample_digests(source.dataset, some, **self._reading(known, workers))
-        if is_stream:
-            # Equal on all ranks says nothing of what it keeps: a count of its readings is equal, too.
-            source.dataset.is_compared = False
-            found = {"sample 0": found["sample 0"], BEGINNING: combine(found)[:8]}
-        return {**found, **choices(source.dataset)}
 
     def read_ahead(self, loader: StepLoader, next_epoch: int | None) -> None:
         """At the last step of an epoch: lets workers read what will be wanted after it, while the step computes.
@@ -259,11 +254,9 @@ class LoaderCache:
             self._close_oldest()
 
     def _close_oldest(self) -> None:
-        _, known = self._by_id.popitem(last=False)
-        known.close("training")
-        known.close("evaluation")
+        self._by_id.popitem(last=False)[1].close("training", "evaluation")
 
-    def _reading(self, known: _Known, workers: int | None, name: str = "") -> ReadingOptions:
+    def _reading(self, known: _UsedData, workers: int | None, name: str = "") -> ReadingOptions:
         """How a loader reads, and the notes of it where they are asked for and it has a name."""
         source = known.source
         if workers is not None and not (isinstance(workers, Integral) and 0 <= workers <= _MOST_WORKERS):
@@ -321,7 +314,7 @@ def counting_skipped(read: Read, dataset: Any, strategy: Strategy, seed: int, *,
                 for index in sorted(new) if says else ():
                     logger.warning(
                         "In epoch %d %s could not be read and was skipped (%d so far, at most %d).",
-                        *(epoch, named[index], len(found), inner.limit),
+                        *(epoch + 1, named[index], len(found), inner.limit),
                     )
             yield batch
 
@@ -331,8 +324,8 @@ def counting_skipped(read: Read, dataset: Any, strategy: Strategy, seed: int, *,
 def _require_few(dataset: SkipBroken, found: list[str], epoch: int) -> None:
     if len(found) > dataset.limit:
         raise DataError(
-            f"{len(found)} of {len(dataset)} samples could not be read in epoch {epoch}, and at most {dataset.limit} "
-            f"({dataset.most:.3g} of them) may be skipped: {shorten(found, 10)}. Repair or remove them."
+            f"{len(found)} of {len(dataset)} samples could not be read in epoch {epoch + 1}, and at most "
+            f"{dataset.limit} ({dataset.most:.3g} of them) may be skipped: {shorten(found, 10)}. Repair or remove them."
         )
 
 

@@ -30,7 +30,7 @@ from lockstep.run.checks import agreement
 from lockstep.run.checks.agreement import AgreedData
 from lockstep.run.checks.rehearsal import Rehearsals
 from lockstep.run.epoch_loop import EpochLoop, EpochSteps, Position
-from lockstep.run.evaluation import Metric, SetMetric, evaluate_all, evaluation, predict
+from lockstep.run.evaluation import Metric, SetMetric, evaluate, evaluation, predict
 from lockstep.run.loaders import LoaderCache, counting_skipped, smallest_micro_batch
 from lockstep.run.optimizer_step import GradientState, PreparedOptimizer
 from lockstep.run.prepare import Parts, describe, prepare_model, stepped_before
@@ -401,7 +401,7 @@ class Run:
         """
         self._precision.require_settings()
         with self.span("evaluate"), self.require_prepared().state.loop.reading():
-            results = evaluate_all(self, metric, data, model, forward, workers, repeatable)
+            results = evaluate(self, metric, data, model, forward, workers, repeatable)
         for call in self._events.evaluation:
             call(self.position.step, results)
         return results

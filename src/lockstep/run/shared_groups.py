@@ -114,7 +114,7 @@ class SharedGroups:
         name = self._names.get(id(parameter))
         if name is None:
             raise ConfigError(
-                f"add_param_group was given a tensor of shape {list(parameter.shape)} that was no parameter of the "
+                f"add_param_group was given a tensor of shape {list(parameter.shape)} that was not a parameter of the "
                 "model when it was prepared, so nobody would sum its gradient over the ranks. Put the module into the "
                 "model before run.prepare, and give add_param_group parameters of the model that it returned."
             )

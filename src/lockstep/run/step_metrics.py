@@ -204,7 +204,7 @@ class StepMetrics:
         """The means over the global batch, float64, 0-dim, equal on every rank, on the device. Collective.
 
         Raises:
-            ConfigError: one is no mean over samples, or processes do not wait for each other.
+            ConfigError: one is not a mean over samples, or processes do not wait for each other.
         """
         if isinstance(strategy, IndependentStrategy):
             raise ConfigError(

@@ -141,8 +141,8 @@ class Strategy(ABC):
     """The micro-batches of an evaluation that this process computes; None for ``share``, whose holders it has."""
     reference: nn.Module | None = None
     """A copy of the whole model with which the first step compares what this strategy has made of it."""
-    rehearsed_bytes: int = 0
-    """Bytes that were given to others in rehearsals of steps."""
+    bytes_outside_steps: int = 0
+    """Bytes that were given to others in rehearsals and evaluations."""
     absences: Sequence[Absence] = ()
     """Why this process has no values of some tensors, which count what the loop asks them to change."""
     writes: LoopWrites | None = None
@@ -302,13 +302,13 @@ class Strategy(ABC):
     def bytes_sent(self) -> int:
         """Bytes this process has given to others since the run began: gradients, and what else the strategy exchanges,
         such as parameters (fsdp, parameter_server) or activations (pipeline, tensor). Losses and flags do not count,
-        nor do rehearsals.
+        nor do rehearsals and evaluations.
         """
-        return self.all_bytes_sent - self.rehearsed_bytes
+        return self.all_bytes_sent - self.bytes_outside_steps
 
     @property
     def all_bytes_sent(self) -> int:
-        """See ``bytes_sent``; with rehearsals."""
+        """See ``bytes_sent``; with rehearsals and evaluations."""
         return 0
 
 

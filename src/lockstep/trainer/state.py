@@ -69,6 +69,8 @@ class Meter(Callback):
         self._since = time.monotonic()
         self.scale = 1.0
         """The loss scale of the last step."""
+        self.process = MeterSums()
+        """Of all steps that this process has made."""
         self.begin(-1)
 
     def begin(self, epoch: int, stored: Mapping[str, Any] | None = None) -> None:
@@ -115,7 +117,7 @@ class Meter(Callback):
         numbers = torch.split(torch.cat(self._losses).cpu(), [len(step) for step in self._losses])
         steps = [(float(fold_rows(step[:-1])), float(step[-1])) for step in numbers]
         now = time.monotonic()
-        for totals in (self._totals, self._reading):
+        for totals in (self._totals, self._reading, self.process):
             for loss, weight in steps:
                 totals.add(loss=loss, weight=weight)
             totals.add(right=right, answers=answers, samples=self._samples, seconds=now - self._since)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,13 @@ from lockstep.runtime.devices import is_gpu
 from lockstep.runtime.error_record import users_lines
 from lockstep.runtime.events import Callback
 from lockstep.runtime.process_handle import peak_memory
+from lockstep.text import plural
 from lockstep.trainer.state import Meter, Progress, TrainingOutcome, TrainingParts
 
 WEIGHTS = "model.safetensors"
 """The file of a run folder that has the weights of the last step."""
+
+logger = logging.getLogger(__name__)
 
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -58,9 +61,6 @@ class Trainer(Callback):
         self._progress = Progress("validation_loss" if parts.accuracy is None else "validation_accuracy")
         self._progress.load_state_dict(run.extra.get("trainer", {}))
         self._values: dict[str, float] = dict(run.extra.get("values", {}))
-        self._samples, self._seconds = 0, 0.0
-        self._steps_began = 0.0
-        """When the steps of this epoch began, moved on by what was no training in between."""
         self._first_step = run.position.step
         self._saved_step = run.position.step or -1
         self._ends_within_epoch = False
@@ -88,6 +88,11 @@ class Trainer(Callback):
                     break
             if self._ends_within_epoch:
                 self._finish_early(epoch, trained)
+        if self._has_stopped_improving and self.run.is_main:
+            logger.info(
+                "Training ends early: %s has not improved in the last %s (training.early_stop).",
+                *(self._progress.metric, plural(self._progress.since_best, "evaluation")),
+            )
         return self._end()
 
     def train_epoch(self, epoch: int) -> dict[str, float]:
@@ -103,18 +108,16 @@ class Trainer(Callback):
             total=settings.steps(self.steps_per_epoch),
         )
         self._meter.begin(epoch, run.extra.get("epoch"))
-        self._steps_began = time.monotonic()
         last = self.steps_per_epoch - 1
         for batch in batches:
             self.train_step(batch)
-            self._samples += batch.plan.samples
-            if (batch.plan.step + 1) % self._log_every == 0 or batch.plan.position == last:
+            step, is_last = batch.plan.step + 1, batch.plan.position == last
+            if step % self._log_every == 0 or is_last or step == settings.max_steps:
                 with run.span("log"):
-                    self._logger.log(batch.plan.step + 1, self._read(), self._meter.means())
-            if batch.plan.position != last and self._pause_within(epoch, batch.plan.step + 1):
+                    self._logger.log(step, self._read(), self._meter.means())
+            if not is_last and self._pause_within(epoch, step):
                 self._ends_within_epoch = True
                 break
-        self._seconds += time.monotonic() - self._steps_began
         self._meter.collect()  # of the steps since the last reading, where the run ends within the epoch
         self._meter.wait_for_counts()
         return self._meter.means()
@@ -126,16 +129,15 @@ class Trainer(Callback):
         """
         settings = self._settings
         evaluates = self._is_due(step, settings.evaluate_every_steps) and step != settings.max_steps
-        saves = self._is_due(step, self._saving.every_steps)
+        saves, best = self._is_due(step, self._saving.every_steps), False
         if evaluates or saves:
             self._meter.collect()
-            began = time.monotonic()
-            best = evaluates and self._evaluate_within(epoch, step)
+            if evaluates:
+                best = self._evaluate_and_judge(epoch, step)
+                with self.run.span("log"):
+                    self._logger.log(step, self._values)
             if best or saves:
-                self._save(step)
-            if best:
-                self._record_best()
-            self._steps_began += time.monotonic() - began
+                self._save(step, best=best)
             self._meter.go_on()
         return self._is_over(step)
 
@@ -209,17 +211,14 @@ class Trainer(Callback):
             step, settings.evaluate_every_steps
         )
         if self._parts.validation_set is not None and (is_due or last):
-            self._values = self._evaluate(repeatable=True)
-            best = self._progress.judge(epoch, step, self._values)
+            best = self._evaluate_and_judge(epoch, step, repeatable=True)
             values |= self._values
         last = last or self._is_over(step)
         self._log_epoch(epoch, values, is_last=last)
         every = self._saving.every_epochs
         is_due = (bool(every) and (epoch + 1) % every == 0) or self._is_due(step, self._saving.every_steps)
         if is_due or best or last:
-            self._save(step)
-        if best:
-            self._record_best()
+            self._save(step, best=best)
 
     def _of_epoch(self, trained: dict[str, float]) -> dict[str, float]:
         """The entries in the record of an epoch beside the evaluation."""
@@ -232,31 +231,19 @@ class Trainer(Callback):
         with self.run.span("log"):
             self._logger.epoch(epoch, self.run.position.step, values, is_last=is_last)
 
-    def _record_best(self) -> None:
-        """Names the best checkpoint in the run folder, which keeps it from then on."""
-        progress, directory = self._progress, self.run.options.directory
-        if self.run.is_main and directory is not None and progress.best is not None:
-            record = checkpoint.Best(progress.best_step, progress.metric, progress.best)
-            checkpoint.write_best(Path(directory), record)
-
-    def _evaluate_within(self, epoch: int, step: int) -> bool:
-        """Evaluates within an epoch; returns whether the results are the best so far. Collective."""
-        self._values = self._evaluate()
-        with self.run.span("log"):
-            self._logger.log(step, self._values)
-        return self._progress.judge(epoch, step, self._values)
-
     def _finish_early(self, epoch: int, trained: dict[str, float]) -> None:
         """Ends the run within an epoch, after ``max_steps`` or where evaluation stopped improving. Collective."""
         step, values, best = self.run.position.step, self._of_epoch(trained), False
         if self._parts.validation_set is not None and step == self._settings.max_steps:
-            self._values = self._evaluate()
-            best = self._progress.judge(epoch, step, self._values)
+            best = self._evaluate_and_judge(epoch, step)
         values |= {**self._values, "epochs_done": step / self.steps_per_epoch}
         self._log_epoch(epoch, values, is_last=True)
-        self._save(step)
-        if best:
-            self._record_best()
+        self._save(step, best=best)
+
+    def _evaluate_and_judge(self, epoch: int, step: int, *, repeatable: bool = False) -> bool:
+        """Evaluates; returns whether the results are the best so far. Collective."""
+        self._values = self._evaluate(repeatable=repeatable)
+        return self._progress.judge(epoch, step, self._values)
 
     def _evaluate(self, *, repeatable: bool = False) -> dict[str, float]:
         parts = self._parts
@@ -272,11 +259,20 @@ class Trainer(Callback):
         )
         return dict(results)
 
-    def _save(self, step: int) -> None:
-        if self.run.options.directory is None or (step == self._saved_step and not self._is_within_epoch):
-            return
-        self.run.save()
-        self._saved_step, self._is_within_epoch = step, False
+    def _save(self, step: int, *, best: bool) -> None:
+        """Writes a checkpoint, unless that of this step has all that this one would; notes that it is the best."""
+        if self.run.options.directory is not None and (step != self._saved_step or self._is_within_epoch):
+            self.run.save()
+            self._saved_step, self._is_within_epoch = step, False
+        if best:
+            self._record_best()
+
+    def _record_best(self) -> None:
+        """Names the best checkpoint in the run folder, which keeps it from then on."""
+        progress, directory = self._progress, self.run.options.directory
+        if self.run.is_main and directory is not None and progress.best is not None:
+            record = checkpoint.Best(progress.best_step, progress.metric, progress.best)
+            checkpoint.write_best(Path(directory), record)
 
     def _require_not_past_its_end(self) -> None:
         position, settings = self.run.position, self._settings
@@ -294,8 +290,12 @@ class Trainer(Callback):
 
     def _is_over(self, step: int) -> bool:
         """True after the last of ``max_steps``, or where evaluation has stopped improving."""
+        return step == self._settings.max_steps or self._has_stopped_improving
+
+    @property
+    def _has_stopped_improving(self) -> bool:
         patience = self._settings.early_stop
-        return step == self._settings.max_steps or (bool(patience) and self._progress.since_best >= patience)
+        return bool(patience) and self._progress.since_best >= patience
 
     def _most_of_a_rank(self) -> tuple[float, int]:
         """Bytes per step of the rank that sends most, and the peak memory of the one that takes most. Collective."""
@@ -334,8 +334,8 @@ class Trainer(Callback):
             best=self._progress.best,
             best_epoch=self._progress.best_epoch,
             metric=self._progress.metric,
-            samples_per_second=self._samples / self._seconds if self._seconds else 0.0,
-            seconds=self._seconds,
+            samples_per_second=self._meter.process.means().get("samples_per_second", 0.0),
+            seconds=self._meter.process.seconds,
             weights=weights,
             skipped_steps=run.skipped_steps,
             level=run.strategy.level,

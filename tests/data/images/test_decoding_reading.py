@@ -42,7 +42,7 @@ def test_what_is_no_file_and_what_is_too_large_is_refused_unread(tmp_path, monke
     os.mkfifo(tmp_path / "pipe.jpg")
     (tmp_path / "zero.jpg").symlink_to("/dev/zero")
     for name in ("pipe.jpg", "zero.jpg"):
-        with pytest.raises(DataError, match="is no regular file"):
+        with pytest.raises(DataError, match="is not a regular file"):
             open_photo(tmp_path / name)
     with (tmp_path / "hole.jpg").open("wb") as file:
         file.truncate(MAX_BYTES + 1)

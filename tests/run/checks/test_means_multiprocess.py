@@ -1,4 +1,4 @@
-"""Metrics of a whole set have one value on every layout; what is no mean over samples is refused on every rank."""
+"""Metrics of a whole set have one value on every layout; what is not a mean over samples is refused on every rank."""
 
 import logging
 from collections import UserDict
@@ -128,7 +128,9 @@ def test_a_metric_that_is_no_mean_is_refused_on_every_rank_and_side_effects_are_
     (alone, samples), others = run_ranks(refused, 1)[0], run_ranks(refused, 2)
     assert samples == 100 == sum(count for _, count in others), "a list that a metric fills"
     for found in (alone, *(each for each, _ in others)):
-        assert found["f1"].startswith("The metric 'f1' is no mean over samples") and "update(" in found["f1"]
+        assert (
+            found["f1"].startswith("The metric 'f1' is not a mean over samples") and "update(" in found["f1"]
+        )
         assert found["hits"].startswith("The metric 'hits' is a sum over the samples")
         assert found["noted"] == alone["noted"]
 
@@ -258,7 +260,7 @@ def test_a_model_that_computes_a_mean_over_something_else_is_warned_about():
     """The model itself is called on parts, and on micro-batches of one row put together."""
     for micro_batches in (2, 8):
         (found, *bits), (others, *others_bits) = run_ranks(own_loss, 2, micro_batches, True)
-        assert len(found) == 1 and "loss_of_model is no mean over samples" in found[0] and not others
+        assert len(found) == 1 and "loss_of_model is not a mean over samples" in found[0] and not others
         assert bits == others_bits == list(run_ranks(own_loss, 1, micro_batches, True)[0][1:])
         assert run_ranks(own_loss, 1, micro_batches, False)[0][0] == []
     assert run_ranks(own_loss, 1, 8, True, 0.1)[0][0] == [], "a model that draws is not judged"
@@ -299,7 +301,7 @@ def packed_loss(world, reduction, same_lengths=False):
 
 def test_a_mean_over_the_tokens_of_packed_sequences_is_warned_about():
     (found,), none = run_ranks(packed_loss, 2, "mean")
-    assert "over_tokens is no mean over samples" in found and none == []
+    assert "over_tokens is not a mean over samples" in found and none == []
     assert run_ranks(packed_loss, 1, "none") == [[]]
     assert run_ranks(packed_loss, 1, "mean", True) == [[]]
 
@@ -458,7 +460,7 @@ def unknown_means(world, strategy, returns_pair):
 def test_what_only_a_strategy_that_holds_the_whole_model_can_tell_is_said_to_be_unknown():
     """Nothing was said: the mean over micro-batches of masked means stood in the log."""
     (_, refused), _ = run_ranks(unknown_means, 2, "ddp", False)
-    assert "'also' is no mean over samples" in refused
+    assert "'also' is not a mean over samples" in refused
     (said, value), _ = run_ranks(unknown_means, 2, "fsdp", False)
     assert [each.partition(" was given outputs")[0] for each in said] == [
         "The loss unknown_means.<locals>.loss",

@@ -193,12 +193,12 @@ def test_a_loss_that_becomes_another_kind_of_mean_is_told(caplog):
 
     def end(epoch):
         nonlocal weight
-        assert "no mean over samples" not in caplog.text
+        assert "not a mean over samples" not in caplog.text
         weight = 1.0
 
     with caplog.at_level(logging.WARNING):
         train(model(), loss, epochs=2, end=lambda epoch: epoch == 0 and end(epoch))
-    assert "The loss" in caplog.text and "is no mean over samples" in caplog.text
+    assert "The loss" in caplog.text and "is not a mean over samples" in caplog.text
 
 
 class FromSomeCallOn(nn.Module):

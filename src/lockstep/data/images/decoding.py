@@ -198,11 +198,11 @@ class TurboPhoto:
 
 
 def read_photo(path: str | Path, limit: int = MAX_BYTES) -> bytes:
-    """The content of a photo's file; ``DataError`` for one of more than ``limit`` bytes, or that is no regular file."""
+    """The content of a photo's file; ``DataError`` for one of more than ``limit`` bytes, or no regular file."""
     with open(path, "rb", buffering=0, opener=_open_at_once) as file:  # half the time of Path.read_bytes
         state = os.fstat(file.fileno())
         if not stat.S_ISREG(state.st_mode):
-            raise DataError("the photo is no regular file, but a device or a pipe")
+            raise DataError("the photo is not a regular file, but a device or a pipe")
         if state.st_size > limit:
             raise DataError(
                 f"the file of the photo has {state.st_size:,} bytes, more than the {limit:,} that are read. Make it "
@@ -219,7 +219,7 @@ def open_photo(source: bytes | str | Path) -> Photo:
     """Reads the header of a photo, given as the path of a file or as its content.
 
     ``OSError`` if the file cannot be read or is no photo, ``DataError`` if it has more than ``MAX_BYTES`` or
-    ``MAX_PIXELS``, or is no regular file.
+    ``MAX_PIXELS``, or is not a regular file.
     """
     content = source if isinstance(source, bytes) else read_photo(source)
     simplejpeg = turbo_module() if content.startswith(JPEG) else None

@@ -118,7 +118,7 @@ class ImageArrays(FinishAlias, Dataset[Any]):
 
     def __repr__(self) -> str:
         shape = " x ".join(str(size) for size in self.images.shape[1:])
-        return f"{self.name}: {len(self)} images of {shape}, {len(self.classes)} classes"
+        return f"{self.name}: {len(self):,} images of {shape}, {len(self.classes)} classes"
 
     @property
     def get_batch(self) -> Callable[[Indices, SampleKeys], tuple[Tensor, Tensor]] | None:

@@ -189,7 +189,7 @@ class PhotoFiles(EncodedPairs):
         return len(self.paths)
 
     def __repr__(self) -> str:
-        return f"PhotoFiles {self.root.name}: {len(self)} photos"
+        return f"PhotoFiles {self.root.name}: {len(self):,} photos"
 
     @property
     def decodes_photos(self) -> bool:
@@ -259,7 +259,9 @@ class ImageFolder(PhotoFiles):
         self.split = split
 
     def __repr__(self) -> str:
-        return f"ImageFolder {self.root.name}, {self.split}: {len(self)} photos, {len(self.classes)} classes"
+        return (
+            f"ImageFolder {self.root.name}, {self.split}: {len(self):,} photos, {len(self.classes)} classes"
+        )
 
     def _target(self, index: int) -> int:
         return int(self.labels[index])

@@ -52,15 +52,15 @@ class Deviation(Enum):
         "sample, or the pair (sum, number of samples)."
     )
     WEIGHTED = (
-        "is no mean over samples, but one over something else, such as unmasked tokens: samples of one micro-batch "
+        "is not a mean over samples, but one over something else, such as unmasked tokens: samples of one micro-batch "
         "would count more than those of another. Return the pair (sum, how many were counted)."
     )
     FUNCTION = (
-        "is no mean over samples, but the root or the exponential of one. Return the mean, and apply sqrt or exp to "
+        "is not a mean over samples, but the root or the exponential of one. Return the mean, and apply sqrt or exp to "
         "what run.backward or run.evaluate returns."
     )
     OTHER = (
-        "is no mean over samples: the mean of its values over two parts of a micro-batch is not its value over the "
+        "is not a mean over samples: the mean of its values over two parts of a micro-batch is not its value over the "
         "whole, so an average over micro-batches would be wrong. For a mean over something else, such as unmasked "
         "tokens, return the pair (sum, how many were counted). A loss that compares the samples of a batch with each "
         "other needs run.backward(batch, loss, whole_batch=True)."

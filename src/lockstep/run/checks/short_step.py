@@ -88,7 +88,7 @@ class Findings:
     written: list[str] = field(default_factory=list)
     """Parameters that the forward or backward pass wrote to."""
     deviation: str = ""
-    """Why the loss is no mean over samples."""
+    """Why the loss is not a mean over samples."""
     losses_differ: bool = False
     keeps: bool = False
     """True if calls changed anything."""
@@ -259,7 +259,7 @@ def put_back(strategy: Strategy, watched: Watched, events: StepEvents) -> Iterat
     finally:
         for parameter, gradient in prior.items():
             parameter.grad = gradient
-        strategy.rehearsed_bytes += strategy.bytes_sent - sent
+        strategy.bytes_outside_steps += strategy.bytes_sent - sent
 
 
 def taken_gradients(strategy: Strategy) -> dict[str, int | None]:

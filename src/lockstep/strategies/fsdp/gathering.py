@@ -173,22 +173,24 @@ class Gathering:
 
     def require_no_calls(self) -> None:
         """Raises ``ConfigError`` on every rank where some call the model while others gather its state. Collective."""
-        self._where = _ELSEWHERE
-        try:
+        with self._being(_ELSEWHERE):
             self._request()
-        finally:
-            self._where = _OUTSIDE
 
     @contextmanager
     def joined_calls(self) -> Iterator[None]:
         """See ``Strategy.joined_calls``."""
-        self._where = _IN_STEP
-        try:
+        with self._being(_IN_STEP):
             yield
             self._request()
+        self.free()
+
+    @contextmanager
+    def _being(self, where: int) -> Iterator[None]:
+        self._where = where
+        try:
+            yield
         finally:
             self._where = _OUTSIDE
-        self.free()
 
     def free(self) -> None:
         """Frees all whole parameters: they are gathered anew when they are used."""
@@ -275,7 +277,7 @@ class Gathering:
         """Makes a block whole, if it is not. In backward, gradients of the blocks before it are sent first."""
         if block.is_whole:
             return
-        ready = None
+        ready = None  # its gradients go with the request for this block, those of others before it
         if in_backward():
             for each in self._recent:
                 if each.has_gradients:
@@ -305,10 +307,10 @@ class Gathering:
         number = self._order.following
         return None if number is None or self._rest.written is not None else self.blocks[number]
 
-    def _gather(self, number: int, wanted: int) -> None:
-        block = self.blocks[number]
-        block.gather(keep=number == wanted)
-        if self._stream is not None and number == wanted:
+    def _gather(self, block: ShardedBlock, *, keep: bool) -> None:
+        """Gathers a block; ``keep``: it was this rank that asked for it, and not only others."""
+        block.gather(keep=keep)
+        if self._stream is not None and keep:
             self._gathered[block] = self._stream.record_event()
 
     def _wait_for(self, block: ShardedBlock) -> None:
@@ -360,28 +362,25 @@ class Gathering:
         Raises:
             ConfigError: some ranks call the model outside of ``run.backward``, and others are elsewhere.
         """
+        wanted = [_NOTHING if block is None else self._numbers[block] for block in (send, gather, ahead)]
         with _disable_current_modes():  # of selective checkpointing, which would take collectives for its own
-            wanted = (send, gather, ahead)
-            self._serve(*(_NOTHING if block is None else self._numbers[block] for block in wanted))
-
-    def _serve(self, send: int, gather: int, ahead: int) -> None:
-        mine = torch.tensor([send, gather, ahead, self._where], device=self._host)
-        while True:
-            sends, gathers, aheads, places = self._exchange.all_gather(mine).t().tolist()
-            self._is_refused = len(set(places)) > 1
-            if self._is_refused:
-                raise _called_by_some(places)
-            with self._on_own_stream():
-                for number in sorted({*sends} - {_NOTHING}):
-                    self.blocks[number].exchange()
-                for number in sorted({*gathers} - {_NOTHING}):
-                    self._gather(number, gather)
-                for number in sorted({*aheads} - {*gathers, _NOTHING}):
-                    self._gather(number, ahead)
-                    if number == ahead:
-                        self.blocks[number].set_aside()
-            if {send, gather, ahead} != {_NOTHING} or {*sends, *gathers, *aheads} == {_NOTHING}:
-                return
+            mine = torch.tensor([*wanted, self._where], device=self._host)
+            is_served = False
+            while not is_served:
+                sends, gathers, aheads, places = self._exchange.all_gather(mine).t().tolist()
+                self._is_refused = len(set(places)) > 1
+                if self._is_refused:
+                    raise _called_by_some(places)
+                with self._on_own_stream():
+                    for number in sorted({*sends} - {_NOTHING}):
+                        self.blocks[number].exchange()
+                    for number in sorted({*gathers} - {_NOTHING}):
+                        self._gather(self.blocks[number], keep=self.blocks[number] is gather)
+                    for number in sorted({*aheads} - {*gathers, _NOTHING}):
+                        self._gather(self.blocks[number], keep=self.blocks[number] is ahead)
+                        if self.blocks[number] is ahead:
+                            ahead.set_aside()
+                is_served = {*wanted} != {_NOTHING} or {*sends, *gathers, *aheads} == {_NOTHING}
 
 
 class _Order:

@@ -200,7 +200,7 @@ def _against_reference(pair: Pair, step: int) -> Diagnosis | None:
             rest = f"{sums.rest_of_used:.2g} of its norm is something else"
             detail = f"the reduction gave no weighted sum that the reference would explain: {rest}"
         else:
-            detail = "they are no weighted sum that the reference would explain"
+            detail = "they are not a weighted sum that the reference would explain"
         return Diagnosis(Cause.GRADIENTS, step, first, detail)
     if len(odd) <= len(mine) / 2:
         if twice := _reduced_twice(pair, sums, odd):
