@@ -211,7 +211,7 @@ class _Effects(NamedTuple):
     changes: frozenset[str]
     carries: frozenset[str]
     """Those of them that depend on what they were. A dot before the name of an attribute, or behind that of a variable,
-    says that another object has its place."""
+    says that another object has its place, a plus behind one that it may have more entries."""
     calls: frozenset[str]
     """The names of functions."""
     inner: CodeType | None
@@ -244,7 +244,7 @@ def changed_names(
                 todo += [(each.inner, -1, _ALL)] if each.inner else []
                 todo += [(its, -1, _ALL) for name in each.calls - named for its in functions.get(name, ())]
                 named |= each.calls
-    return {name for name in carried if name.strip(".") not in anew} if only_carried else found
+    return {name for name in carried if name.strip(".+") not in anew} if only_carried else found
 
 
 @functools.cache
@@ -268,7 +268,8 @@ def _effects(code: CodeType) -> list[_Effects]:
             if each.argval in _CHANGING or (each.argval[-1] == "_" and each.argval[-2:] != "__"):
                 changes |= base
                 sets = each.argval in _SETTING
-                carries |= set() if sets else base
+                grown = {f"{name}+" for name in base} if each.argval in ("setdefault", "update") else base
+                carries |= set() if sets else grown
         elif kind in ("STORE_ATTR", "DELETE_ATTR"):
             changes |= {str(each.argval)} | (base if each.argval in ("data", "value") else set())
         elif kind in ("STORE_SUBSCR", "STORE_SLICE", "DELETE_SUBSCR"):
@@ -290,6 +291,7 @@ def _effects(code: CodeType) -> list[_Effects]:
         elif kind == "STORE_SUBSCR":
             on_line = [text for its, text in texts if its and its.lineno == line]
             carries = {name for name in changes if is_in_place or on_line.count(name) > 1}
+            carries |= {f"{name}+" for name in base - carries}
         if kind != "SWAP":
             is_in_place = kind == "BINARY_OP" and each.argrepr.endswith("=")
         if where:
@@ -341,7 +343,7 @@ _CHANGING = frozenset(
     """.split()  # noqa: SIM905  a list of literals would be a line of its own for each
 )
 """Methods that change their object in place; so do those whose names end in ``_``."""
-_SETTING = ("clear", "copy_", "fill", "fill_", "load_state_dict", "setdefault", "update", "zero_")
+_SETTING = ("clear", "copy_", "fill", "fill_", "load_state_dict", "zero_")
 """Those of them after which it may not depend on what it was."""
 
 
@@ -449,9 +451,20 @@ def read_after_loops() -> set[str]:
 def changed_since(offsets: Mapping[FrameType, int], *, only_carried: bool = False) -> set[str]:
     """The names that the user's frames that are running may have changed since these ``offsets`` of instructions."""
     frames = list(users_frames())
-    functions = functions_by_name([space for each in frames for space in (each.f_globals, each.f_locals)])
     parts = [(each.f_code, offsets.get(each, -1), each.f_lasti) for each in frames]
-    return changed_names(parts, functions, only_carried=only_carried)
+    return changed_names(parts, _functions_of_frames(frames), only_carried=only_carried)
+
+
+def changed_by_loop() -> set[str]:
+    """The names that the user's frames that are running may change, and the functions that they call by a name."""
+    frames = list(users_frames())
+    functions = _functions_of_frames(frames)
+    functions.pop("__call__", None)  # a transform's may be called where samples are read
+    return changed_names([(each.f_code, -1, _ALL) for each in frames], functions)
+
+
+def _functions_of_frames(frames: Iterable[FrameType]) -> dict[str, list[CodeType]]:
+    return functions_by_name([space for each in frames for space in (each.f_globals, each.f_locals)])
 
 
 class Entry(NamedTuple):

@@ -58,8 +58,8 @@ from lockstep.strategies.absent import AbsentTensor
 logger = logging.getLogger(__name__)
 
 _MOST_PLACES, _MOST_ENTRIES, _MOST_DEPTH = 2_000, 64, 8
-_MOST_BYTES, _SAMPLE, _MOST_SAMPLES = 1 << 20, 4_096, 256
-"""Of a tensor or array that is read; the numbers out of a larger one; the objects out of a longer list."""
+_MOST_BYTES, _SAMPLE, _MOST_SAMPLES, _MOST_SORTED = 1 << 20, 4_096, 256, 1 << 16
+"""Of a tensor or array that is read; the numbers out of a larger one; the objects out of a longer list; of a set."""
 _LRU_CACHED = type(functools.lru_cache(len))
 _CONFIGS = ("omegaconf.", "ml_collections.")
 """Installed packages whose objects hold the user's numbers."""
@@ -90,7 +90,9 @@ class Variables:
     with_values: set[str] = field(default_factory=set)
     """Tensors, arrays, modules, and lists of many plain values."""
     of_data: set[str] = field(default_factory=set)
-    """Those that data sets hold."""
+    """Those that data sets hold, or what looks like one."""
+    of_datasets: set[str] = field(default_factory=set)
+    """Those that a ``Dataset`` of torch holds."""
     local: set[str] = field(default_factory=set)
     """Variables of the frames. Of attributes and globals no code tells whether they are set before they are read."""
     read: set[str] = field(default_factory=set)
@@ -101,6 +103,7 @@ class Variables:
     """See ``renew_floats``."""
     _is_live: bool = True
     _is_in_data: bool = False
+    _is_in_dataset: bool = False
     _noted: list[str] = field(default_factory=list)
     _codes: list[tuple[CodeType, dict[str, Any]]] = field(default_factory=list)
     """Of functions whose globals are still to be looked at."""
@@ -245,7 +248,7 @@ class Variables:
                 some = copied(itertools.islice(every, 0, None, 1 + len(value) // _MOST_SAMPLES))
                 self._whole(value, name, some, depth, f"{len(value)} entries{content}")
                 self.with_values |= {name} if content or has_tensors else set()
-            elif content or not is_foreign:
+            elif content or not is_foreign or not (value or only_tensors):
                 order = [*filter(is_plain, value)] if issubclass(kind, dict) and not is_foreign else []
                 content = content or (f" of digest {short_digest(repr(order).encode())}" if order else "")
                 self._note(name, f"{len(value)} entries{content}", value, has_values=self._is_in_data)
@@ -260,11 +263,11 @@ class Variables:
             for key in ("dataset", "sampler", "generator", "collate_fn"):
                 self._look(getattr(value, key, None), f"{name}.{key}", vars(value), key, depth + 1)
         elif issubclass(kind, set | frozenset):
-            if not (only_tensors or self._is_in_data):
-                plain = sorted(text_of_plain(each) for each in [*value] if is_plain(each))
-                self._note(
-                    name, f"{len(value)} entries of digest {short_digest(repr(plain).encode())}", value
-                )
+            if not only_tensors:
+                is_small = len(value) <= _MOST_SORTED
+                plain = sorted(text_of_plain(each) for each in [*value] if is_small and is_plain(each))
+                content = f" of digest {short_digest(repr(plain).encode())}"
+                self._note(name, f"{len(value)} entries{content}", value, has_values=self._is_in_data)
         elif kind.__module__.partition(".")[0] == "pandas" and hasattr(kind, "iloc"):
             self._table(value, name)
         elif issubclass(kind, Dataset) or kind.__module__.startswith(_OF_TORCH) or not is_closed(value):
@@ -314,7 +317,9 @@ class Variables:
     def _attributes(self, value: Any, name: str, depth: int, only_tensors: bool) -> None:
         kind, held = type(value), attributes_of(value)
         is_data = issubclass(kind, Dataset) or (hasattr(kind, "__getitem__") and hasattr(kind, "__len__"))
-        was_in_data, self._is_in_data = self._is_in_data, self._is_in_data or is_data
+        was = self._is_in_data, self._is_in_dataset
+        self._is_in_data = self._is_in_data or is_data
+        self._is_in_dataset = self._is_in_dataset or issubclass(kind, Dataset)
         is_open = is_users_module(kind.__module__) or issubclass(kind, NAMESPACES)
         has_state = hasattr(kind, "load_state_dict")  # as schedules and averages of installed packages have
         is_told = is_open or has_state or kind.__module__.startswith((*_CONFIGS, *_OF_TORCH))
@@ -328,7 +333,7 @@ class Variables:
                 self._look(each, f"{name}.{key}", name, key, depth + 1, foreign)
         if is_open:
             self._look(kind, kind.__name__, name, kind, depth + 1, foreign)
-        self._is_in_data = was_in_data
+        self._is_in_data, self._is_in_dataset = was
 
     def _table(self, table: Any, name: str) -> None:
         """Notes a table or a column of pandas."""
@@ -393,6 +398,8 @@ class Variables:
             self.live.update(names)
         if self._is_in_data:
             self.of_data.update(names)
+        if self._is_in_dataset:
+            self.of_datasets.update(names)
 
 
 def _is_on_disk(array: Any) -> bool:
