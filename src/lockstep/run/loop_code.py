@@ -395,6 +395,13 @@ def changed_by_reading(kind: type) -> frozenset[str]:
 _READING = ("__getitem__", "__getitems__", "__iter__", "__next__")
 
 
+@functools.cache
+def globals_read(code: CodeType) -> frozenset[str]:
+    """The names of the globals that code reads itself."""
+    loads = [each for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
+    return frozenset(str(each.argval) for each in loads)
+
+
 def names_reached(codes: Iterable[CodeType], functions: Iterable[Callable[..., Any]]) -> set[str]:
     """All names in code, and in functions that have one of these names, and so on."""
     by_name: dict[str, list[CodeType]] = defaultdict(list)

@@ -164,13 +164,17 @@ class LoopState:
         Reading samples changes data sets, too, but does so within the steps: there the code of the loop tells.
         """
         texts, before = found.texts, self._at_end or self._start
-        names = found.of_data & (found.with_values | found.plain.keys()) - self._by_reading
+        names = found.of_data - self._by_reading
         changed = {name for name in names if before.get(name, texts[name]) != texts[name]}
-        if changed and not self._at_end:
-            by_loop = changed_by_loop()
-            changed = {name for name in changed & found.of_datasets if _words(name)[0][-1] in by_loop}
+        if not self._at_end:
+            changed = changed & found.of_datasets - self._not_by_loop(changed)
         self._set_in_data |= changed
         self._set_in_data -= {name for name in names if self._first.get(name) == texts[name]}
+
+    def _not_by_loop(self, names: Collection[str]) -> set[str]:
+        """Those that neither the code of the loop changes nor a function that it calls."""
+        by_loop = changed_by_loop() if names else set()
+        return {name for name in names if _words(name)[0][-1] not in by_loop}
 
     def _give_without_epochs(self, found: Variables) -> None:
         """Gives generators what they had at the end of an epoch, where nothing told that the next one begins."""
@@ -214,9 +218,9 @@ class LoopState:
         """Refuses data sets that are not as the loop had left them."""
         if names := sorted(filter(self._is_certain, self._set_in_data & set(lost))):
             raise ConfigError(
-                f"The loop had changed {shorten(names, 3)} in a data set when the checkpoint was written, and no "
-                "checkpoint holds that: this resumed run would go on with other samples. Keep what the loop changes in "
-                "run.extra, and give it back to the data set before run.batches."
+                f"The loop had changed {shorten(names, 3)} in a data set, or what it reads, when the checkpoint was "
+                "written, and no checkpoint holds that: this resumed run would go on with other samples. Keep what the "
+                "loop changes in run.extra, and give it back to the data set before run.batches."
             )
 
     def _require_generators(self, found: Variables, lost: Collection[str]) -> None:
@@ -287,7 +291,7 @@ class LoopState:
             if any(id(p) in self._known for group in each.param_groups for p in group["params"])
         ]
         self._note_data(found)
-        names = found.live - self._by_reading
+        names = found.live - self._by_reading - self._not_by_loop(found.perhaps_read - self._set_in_data)
         noted = {name: found.texts[name] for name in names if self._is_noted(name, found)}
         # A thread, or a function that has ended, may have had the others.
         generators = {**self._generators, **found.generators}

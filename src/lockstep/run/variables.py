@@ -15,6 +15,7 @@ import functools
 import gc
 import itertools
 import logging
+import math
 import sys
 import threading
 from collections import deque
@@ -34,7 +35,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from lockstep.core.fingerprint import sum_of_bits
+from lockstep.core.fingerprint import digest_tensor
 from lockstep.data.keyed import encoded_state
 from lockstep.numerics.hidden_state import (
     NAMESPACES,
@@ -48,6 +49,8 @@ from lockstep.numerics.value_text import is_plain, parts_of_tensor, short_digest
 from lockstep.run.loop_code import (
     Entry,
     changed_by_reading,
+    changed_names,
+    globals_read,
     live_in,
     users_frames,
 )
@@ -61,6 +64,7 @@ _MOST_PLACES, _MOST_ENTRIES, _MOST_DEPTH = 2_000, 64, 8
 _MOST_BYTES, _SAMPLE, _MOST_SAMPLES, _MOST_SORTED = 1 << 20, 4_096, 256, 1 << 16
 """Of a tensor or array that is read; the numbers out of a larger one; the objects out of a longer list; of a set."""
 _LRU_CACHED = type(functools.lru_cache(len))
+_VALUES = (Tensor, np.ndarray, list, dict, set, deque)
 _CONFIGS = ("omegaconf.", "ml_collections.")
 """Installed packages whose objects hold the user's numbers."""
 _OF_TORCH = (
@@ -93,6 +97,8 @@ class Variables:
     """Those that data sets hold, or what looks like one."""
     of_datasets: set[str] = field(default_factory=set)
     """Those that a ``Dataset`` of torch holds."""
+    perhaps_read: set[str] = field(default_factory=set)
+    """Those that reading samples may fill: globals, and of ``of_data`` lists and dicts of tensors or objects."""
     local: set[str] = field(default_factory=set)
     """Variables of the frames. Of attributes and globals no code tells whether they are set before they are read."""
     read: set[str] = field(default_factory=set)
@@ -101,12 +107,18 @@ class Variables:
     """Those that the frames will read before they set them anew, as far as code tells that."""
     renewed: set[str] = field(default_factory=set)
     """See ``renew_floats``."""
+    _most_bytes: int = _MOST_BYTES
     _is_live: bool = True
     _is_in_data: bool = False
     _is_in_dataset: bool = False
     _noted: list[str] = field(default_factory=list)
     _codes: list[tuple[CodeType, dict[str, Any]]] = field(default_factory=list)
     """Of functions whose globals are still to be looked at."""
+    _reading: list[tuple[CodeType, dict[str, Any]]] = field(default_factory=list)
+    """Of those that data sets hold, or that their methods are."""
+    _read_by_data: list[tuple[str, Any, Any, Any]] = field(default_factory=list)
+    """Variables of running frames that these functions read; see ``_look``."""
+    _changed_by_reading: set[str] = field(default_factory=set)
     _kept: list[Any] = field(default_factory=list)
     """The results of ``parts_of``: the ids of objects are those of others once they are gone."""
     _seen: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -137,8 +149,34 @@ class Variables:
             found._look(value, name, holder, name.rpartition(": ")[2])
         found._is_live = True
         found._codes += [(frame.f_code, frame.f_globals) for frame in frames]
-        found._look_at_globals({id(frame.f_globals) for frame in frames})
+        own = {id(frame.f_globals) for frame in frames}
+        found._look_at_globals(own)
+        found._look_at_globals_of_data(own)
         return found
+
+    def _look_at_globals_of_data(self, own: Collection[int]) -> None:
+        """Looks at the values that functions of data sets read: globals, and variables of the frames."""
+        seen, todo = set[CodeType](), self._reading
+        while todo:
+            code, space = todo.pop()
+            if code in seen:
+                continue
+            seen.add(code)
+            todo += [(inner, space) for inner in code.co_consts if isinstance(inner, CodeType)]
+            for key in globals_read(code) & space.keys():
+                held = space[key]
+                if isinstance(held, FunctionType) and is_users_code(held.__code__, held.__module__ or ""):
+                    todo.append((held.__code__, held.__globals__))
+                    self._changed_by_reading |= changed_names([(held.__code__, -1, math.inf)], {})
+                name = key if id(space) in own else f"{space.get('__name__')}.{key}"
+                self._read_by_data.append((name, held, space, key))
+        self._is_in_data = self._is_in_dataset = True
+        for name, held, holder, key in self._read_by_data:
+            if key in self._changed_by_reading:
+                first, last = self._seen.get(id(held), (0, 0))
+                self.perhaps_read.update(self._noted[first:last])
+            elif held is not None and (is_plain(held) or isinstance(held, _VALUES)):
+                self._look(held, name, holder, key)
 
     def _look_at_globals(self, own: Collection[int]) -> None:
         """Looks at the globals that code names, and those of the user's functions that it names, and so on."""
@@ -238,23 +276,26 @@ class Variables:
         elif issubclass(kind, type):
             self._class(value, depth, only_tensors)
         elif issubclass(kind, list | tuple | deque | dict):
-            content = _content_of(value, 0 if self._is_in_data else _MOST_ENTRIES)
+            content, is_told = _content_of(value, 0 if self._is_in_data else _MOST_ENTRIES)
             entries = dict.items(value) if issubclass(kind, dict) else enumerate(value)
             is_foreign = only_tensors or self._is_in_data  # what a data set has read may fill a cache
             every = entries if issubclass(kind, dict) else value
             begun = copied(itertools.islice(entries, 1)) if len(value) > _MOST_ENTRIES else []
-            has_tensors = not self._is_in_data and any(isinstance(each, Tensor) for _, each in begun)
+            has_tensors = any(
+                isinstance(each, Tensor | np.ndarray) for _, one in begun for each in _parted(one)
+            )
             if len(value) > _MOST_ENTRIES and (has_tensors or not is_foreign):
                 some = copied(itertools.islice(every, 0, None, 1 + len(value) // _MOST_SAMPLES))
                 self._whole(value, name, some, depth, f"{len(value)} entries{content}")
                 self.with_values |= {name} if content or has_tensors else set()
-            elif content or not is_foreign or not (value or only_tensors):
+            elif is_told or not only_tensors:
                 order = [*filter(is_plain, value)] if issubclass(kind, dict) and not is_foreign else []
                 content = content or (f" of digest {short_digest(repr(order).encode())}" if order else "")
                 self._note(name, f"{len(value)} entries{content}", value, has_values=self._is_in_data)
-            is_told = bool(content) and self._is_in_data
+            if self._is_in_data and not is_told:
+                self.perhaps_read.add(name)
             for key, held in copied(entries) if len(value) <= _MOST_ENTRIES else ():
-                if is_told and (held is None or is_plain(held)):
+                if is_told and self._is_in_data and (held is None or is_plain(held)):
                     continue
                 entry = f"{name}[{key!r}]" if is_plain(key) else f"{name}[...]"
                 self._look(held, entry, value, key, depth + 1, only_tensors)
@@ -264,9 +305,8 @@ class Variables:
                 self._look(getattr(value, key, None), f"{name}.{key}", vars(value), key, depth + 1)
         elif issubclass(kind, set | frozenset):
             if not only_tensors:
-                is_small = len(value) <= _MOST_SORTED
-                plain = sorted(text_of_plain(each) for each in [*value] if is_small and is_plain(each))
-                content = f" of digest {short_digest(repr(plain).encode())}"
+                every = sorted(map(_text_of_entry, [*value] if len(value) <= _MOST_SORTED else ()))
+                content = f" of digest {short_digest(repr(every).encode())}"
                 self._note(name, f"{len(value)} entries{content}", value, has_values=self._is_in_data)
         elif kind.__module__.partition(".")[0] == "pandas" and hasattr(kind, "iloc"):
             self._table(value, name)
@@ -280,10 +320,12 @@ class Variables:
         self, value: Any, name: str, parts: list[Any], depth: int, what: str, only_tensors: bool = False
     ) -> None:
         """Notes an object by all that it is made of; ``what`` it is."""
-        inner = Variables(self.known, local=self.local, _is_in_data=self._is_in_data)
+        bounds = 1 << 12 if self._is_in_data else _MOST_BYTES
+        inner = Variables(self.known, local=self.local, _is_in_data=self._is_in_data, _most_bytes=bounds)
         for number, part in enumerate(parts):
             inner._look(part, f"{name}[{number}]", name, number, depth + 1, only_tensors)
         self._kept, self._codes = [*self._kept, parts, inner], [*self._codes, *inner._codes]
+        self._reading += inner._reading
         self.generators |= inner.generators
         texts = sorted(pair for pair in inner.texts.items() if pair[0] not in inner.generators)
         if not only_tensors or hasattr(type(value), "__next__"):
@@ -293,10 +335,14 @@ class Variables:
         """Looks at the variables around a function whose own function has returned, and at its defaults."""
         code = function.__code__
         self._codes.append((code, function.__globals__))
+        self._reading += [self._codes[-1]] if self._is_in_dataset else []
         homes = [*itertools.accumulate(code.co_qualname.split(".<locals>.")[:-1], "{}.<locals>.{}".format)]
         for key, cell in zip(code.co_freevars, function.__closure__ or ()):
-            if homes and not any(f"{each}: {key}" in self.local for each in homes):
-                with suppress(ValueError):  # it has no value yet
+            running = next((each for each in homes if f"{each}: {key}" in self.local), None)
+            with suppress(ValueError):  # it has no value yet
+                if running and self._is_in_dataset:
+                    self._read_by_data.append((f"{running}: {key}", cell.cell_contents, running, key))
+                elif homes and not running:
                     self._look(cell.cell_contents, f"{name}.{key}", homes[-1], key, depth + 1, only_tensors)
         defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
         for number, held in enumerate(defaults):
@@ -320,11 +366,14 @@ class Variables:
         was = self._is_in_data, self._is_in_dataset
         self._is_in_data = self._is_in_data or is_data
         self._is_in_dataset = self._is_in_dataset or issubclass(kind, Dataset)
+        if issubclass(kind, Dataset):
+            self._note(name, f"{kind.__module__}.{kind.__qualname__}", value)  # another may take its place
         is_open = is_users_module(kind.__module__) or issubclass(kind, NAMESPACES)
         has_state = hasattr(kind, "load_state_dict")  # as schedules and averages of installed packages have
         is_told = is_open or has_state or kind.__module__.startswith((*_CONFIGS, *_OF_TORCH))
         foreign = only_tensors or not is_told
         own: Collection[str] = changed_by_reading(kind) if is_data else ()  # type: ignore[arg-type]
+        self._changed_by_reading.update(own)
         for key, each in copied(held.items()):
             if key not in own:
                 self._look(each, f"{name}.{key}", held, key, depth + 1, foreign)
@@ -353,18 +402,23 @@ class Variables:
             return version
         if tensor.numel() == 1:
             return f"tensor({tensor.item()!r})"
-        if tensor.nbytes > _MOST_BYTES:
+        if tensor.nbytes > self._most_bytes:
             if not tensor.is_contiguous():
                 return version
-            tensor = tensor.detach().view(-1)[:: tensor.numel() // _SAMPLE]
-            return f"{version}, a sample of sum {int(sum_of_bits(tensor)):x}"
-        return f"{list(tensor.shape)} of sum {int(sum_of_bits(tensor)):x}"
+            tensor = tensor.detach().view(-1)[:: self._step(tensor.numel())]
+            return f"{version}, a sample of digest {digest_tensor(tensor)[:8]}"
+        return f"{list(tensor.shape)} of digest {digest_tensor(tensor)[:8]}"
+
+    def _step(self, numbers: int) -> int:
+        return max(1, numbers // min(_SAMPLE, self._most_bytes // _MOST_ENTRIES))
 
     def _array(self, array: Any, name: str) -> None:
-        if array.dtype.hasobject and array.size <= _MOST_ENTRIES:
-            self._whole(array, name, array.ravel().tolist(), 0, f"{list(array.shape)}")
+        if array.dtype.hasobject and array.dtype.names is None:
+            some = array.ravel()[:: max(1, array.size // _MOST_SAMPLES)].tolist()
+            content, _ = _content_of(array.ravel(), _MOST_ENTRIES)
+            self._whole(array, name, some, 0, f"{list(array.shape)}{content}")
         elif not (array.dtype.hasobject or _is_on_disk(array)):
-            step = 1 if array.nbytes <= _MOST_BYTES else array.size // _SAMPLE
+            step = 1 if array.nbytes <= self._most_bytes else self._step(array.size)
             content = np.ascontiguousarray(array.flat[::step]).tobytes()
             self._note(name, f"{list(array.shape)} of digest {short_digest(content)}", array, has_values=True)
 
@@ -407,16 +461,24 @@ def _is_on_disk(array: Any) -> bool:
     return isinstance(array, np.memmap) or (isinstance(array, np.ndarray) and _is_on_disk(array.base))
 
 
-def _content_of(entries: Any, least: int) -> str:
-    """A digest of more than ``least`` entries, or some of them, if they are plain or hold such, as (path, label)."""
+def _content_of(entries: Any, least: int) -> tuple[str, bool]:
+    """A digest of more than ``least`` entries, or some of them, and whether any is plain or such as (path, label)."""
     if len(entries) <= least:
-        return ""
+        return "", False
     every = copied(dict.items(entries)) if isinstance(entries, dict) else entries
     some = list(itertools.islice(every, 0, None, max(1, len(entries) // _SAMPLE)))
-    parts = [part for each in some for part in (each if type(each) in (list, tuple) else (each,))]
+    parts = [part for each in some for part in _parted(each)]
     plain = [part if part is None or is_plain(part) else "..." for part in parts]
-    is_read = any(part is not None and is_plain(part) for part in parts)
-    return f" of digest {short_digest(repr(plain).encode())}" if is_read else ""
+    is_told = any(part is not None and is_plain(part) for part in parts)
+    return f" of digest {short_digest(repr(plain).encode())}", is_told
+
+
+def _parted(entry: Any) -> Any:
+    return entry if type(entry) in (list, tuple) else (entry,)
+
+
+def _text_of_entry(entry: Any) -> str:
+    return ", ".join(text_of_plain(each) if is_plain(each) else "..." for each in _parted(entry))
 
 
 def copied(entries: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
