@@ -61,7 +61,7 @@ from lockstep.strategies.absent import AbsentTensor
 logger = logging.getLogger(__name__)
 
 _MOST_PLACES, _MOST_ENTRIES, _MOST_DEPTH = 2_000, 64, 8
-_MOST_BYTES, _SAMPLE, _MOST_SAMPLES, _MOST_SORTED = 1 << 20, 4_096, 256, 1 << 16
+_MOST_BYTES, _SAMPLE, _MOST_SAMPLES, _MOST_SORTED = 1 << 20, 4_096, 256, 8_192
 """Of a tensor or array that is read; the numbers out of a larger one; the objects out of a longer list; of a set."""
 _LRU_CACHED = type(functools.lru_cache(len))
 _VALUES = (Tensor, np.ndarray, list, dict, set, deque)
@@ -415,8 +415,9 @@ class Variables:
     def _array(self, array: Any, name: str) -> None:
         if array.dtype.hasobject and array.dtype.names is None:
             some = array.ravel()[:: max(1, array.size // _MOST_SAMPLES)].tolist()
-            content, _ = _content_of(array.ravel(), _MOST_ENTRIES)
-            self._whole(array, name, some, 0, f"{list(array.shape)}{content}")
+            self._whole(
+                array, name, some, 0, f"{list(array.shape)}{_content_of(array.ravel(), _MOST_ENTRIES)[0]}"
+            )
         elif not (array.dtype.hasobject or _is_on_disk(array)):
             step = 1 if array.nbytes <= self._most_bytes else self._step(array.size)
             content = np.ascontiguousarray(array.flat[::step]).tobytes()
