@@ -25,7 +25,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
 from inspect import GEN_CREATED, getgeneratorstate
-from types import CodeType, FunctionType, GeneratorType, MappingProxyType, ModuleType
+from types import CodeType, FunctionType, GeneratorType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -51,7 +51,9 @@ from lockstep.run.loop_code import (
     changed_by_reading,
     changed_names,
     globals_read,
+    homes_of,
     live_in,
+    methods_of,
     users_frames,
 )
 from lockstep.run.optimizer_step import PreparedOptimizer
@@ -114,10 +116,8 @@ class Variables:
     _noted: list[str] = field(default_factory=list)
     _codes: list[tuple[CodeType, dict[str, Any]]] = field(default_factory=list)
     """Of functions whose globals are still to be looked at."""
-    _reading: list[tuple[CodeType, dict[str, Any]]] = field(default_factory=list)
-    """Of those that data sets hold, or that their methods are."""
-    _read_by_data: list[tuple[str, Any, Any, Any]] = field(default_factory=list)
-    """Variables of running frames that these functions read; see ``_look``."""
+    _reading: list[FunctionType] = field(default_factory=list)
+    """Functions that data sets hold, and the methods of objects that they hold."""
     _changed_by_reading: set[str] = field(default_factory=set)
     _kept: list[Any] = field(default_factory=list)
     """The results of ``parts_of``: the ids of objects are those of others once they are gone."""
@@ -151,27 +151,35 @@ class Variables:
         found._codes += [(frame.f_code, frame.f_globals) for frame in frames]
         own = {id(frame.f_globals) for frame in frames}
         found._look_at_globals(own)
-        found._look_at_globals_of_data(own)
+        found._look_at_what_data_reads(own)
         return found
 
-    def _look_at_globals_of_data(self, own: Collection[int]) -> None:
+    def _look_at_what_data_reads(self, own: Collection[int]) -> None:
         """Looks at the values that functions of data sets read: globals, and variables of the frames."""
-        seen, todo = set[CodeType](), self._reading
-        while todo:
-            code, space = todo.pop()
-            if code in seen:
+        seen, read = set[FunctionType](), list[tuple[str, Any, Any, str]]()
+        while self._reading:
+            function = self._reading.pop()
+            if function in seen or not is_users_code(function.__code__, function.__module__ or ""):
                 continue
-            seen.add(code)
-            todo += [(inner, space) for inner in code.co_consts if isinstance(inner, CodeType)]
-            for key in globals_read(code) & space.keys():
-                held = space[key]
-                if isinstance(held, FunctionType) and is_users_code(held.__code__, held.__module__ or ""):
-                    todo.append((held.__code__, held.__globals__))
-                    self._changed_by_reading |= changed_names([(held.__code__, -1, math.inf)], {})
+            seen.add(function)
+            space, codes = function.__globals__, [function.__code__]
+            for code in codes:
+                codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+            for key in set().union(*map(globals_read, codes)) & space.keys():
+                if isinstance(space[key], FunctionType):
+                    self._reading.append(space[key])
+                    self._changed_by_reading |= changed_names(
+                        [(space[key].__code__, -1, math.inf)], {}, of_functions=True
+                    )
                 name = key if id(space) in own else f"{space.get('__name__')}.{key}"
-                self._read_by_data.append((name, held, space, key))
+                read.append((name, space[key], space, key))
+            for key, cell in zip(codes[0].co_freevars, function.__closure__ or ()):
+                for home in homes_of(codes[0]):
+                    if f"{home}: {key}" in self.local:
+                        with suppress(ValueError):  # it has no value yet
+                            read.append((f"{home}: {key}", cell.cell_contents, home, key))
         self._is_in_data = self._is_in_dataset = True
-        for name, held, holder, key in self._read_by_data:
+        for name, held, holder, key in read:
             if key in self._changed_by_reading:
                 first, last = self._seen.get(id(held), (0, 0))
                 self.perhaps_read.update(self._noted[first:last])
@@ -230,6 +238,8 @@ class Variables:
             return
         if id(value) in self.known or len(self._seen) > _MOST_PLACES:
             return
+        if self._is_in_dataset:
+            self._reading += _functions_in(value)
         is_named = issubclass(type(value), type | FunctionType)
         if not only_tensors and (is_named or is_users_object(value)):
             what = value if is_named else type(value)
@@ -335,14 +345,10 @@ class Variables:
         """Looks at the variables around a function whose own function has returned, and at its defaults."""
         code = function.__code__
         self._codes.append((code, function.__globals__))
-        self._reading += [self._codes[-1]] if self._is_in_dataset else []
-        homes = [*itertools.accumulate(code.co_qualname.split(".<locals>.")[:-1], "{}.<locals>.{}".format)]
+        homes = homes_of(code)
         for key, cell in zip(code.co_freevars, function.__closure__ or ()):
-            running = next((each for each in homes if f"{each}: {key}" in self.local), None)
-            with suppress(ValueError):  # it has no value yet
-                if running and self._is_in_dataset:
-                    self._read_by_data.append((f"{running}: {key}", cell.cell_contents, running, key))
-                elif homes and not running:
+            if homes and not any(f"{each}: {key}" in self.local for each in homes):
+                with suppress(ValueError):  # it has no value yet
                     self._look(cell.cell_contents, f"{name}.{key}", homes[-1], key, depth + 1, only_tensors)
         defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
         for number, held in enumerate(defaults):
@@ -367,6 +373,7 @@ class Variables:
         self._is_in_data = self._is_in_data or is_data
         self._is_in_dataset = self._is_in_dataset or issubclass(kind, Dataset)
         if issubclass(kind, Dataset):
+            self._reading += _functions_in(value)
             self._note(name, f"{kind.__module__}.{kind.__qualname__}", value)  # another may take its place
         is_open = is_users_module(kind.__module__) or issubclass(kind, NAMESPACES)
         has_state = hasattr(kind, "load_state_dict")  # as schedules and averages of installed packages have
@@ -455,6 +462,14 @@ class Variables:
             self.of_data.update(names)
         if self._is_in_dataset:
             self.of_datasets.update(names)
+
+
+def _functions_in(value: Any) -> list[FunctionType]:
+    """A function itself, and the methods of the class of an object, or of a class."""
+    value = getattr(value, "__func__", value) if isinstance(value, MethodType) else value
+    kind = value if isinstance(value, type) else type(value)
+    held = [value] if kind is FunctionType else [each for _, each in methods_of(kind)]
+    return [each for each in held if isinstance(each, FunctionType)]
 
 
 def _is_on_disk(array: Any) -> bool:
