@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import types
+from collections import Counter, OrderedDict, defaultdict, deque
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -22,7 +23,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from tests.run.jobs import begin, dataset, train_step
+from tests.run.jobs import begin, correct, dataset, train_step
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from lockstep.errors import ConfigError
@@ -406,7 +407,7 @@ def test_what_code_makes_of_what_it_was_is_known():
 
     parts = [(changes.__code__, -1, float("inf"))]
     found = {name.strip(".") for name in changed_names(parts, {}, only_carried=True)}
-    assert found == {"scale", "rate", "table", "weight"}
+    assert found == {"scale", "rate", "table", "weight", "table+"}
 
 
 def test_what_code_changes_is_known_where_one_instruction_loads_two_variables():
@@ -423,7 +424,7 @@ def test_what_code_changes_is_known_where_one_instruction_loads_two_variables():
     parts = [(changes.__code__, -1, float("inf"))]
     carried = {name.strip(".") for name in changed_names(parts, {}, only_carried=True)}
     assert changed_names(parts, {}) >= {"table", "other", "third", "total"}
-    assert carried == {"other", "third", "total"}
+    assert carried == {"other", "third", "total", "table+"}
 
 
 def test_what_code_changes_is_known_where_python_leaves_out_columns():
@@ -498,6 +499,132 @@ def test_a_data_set_whose_scale_goes_on_from_what_it_was_is_refused(tmp_path):
         curriculum(tmp_path, 2)
     with pytest.raises(ConfigError, match=r"The loop had changed curriculum: data.scale in a data set"):
         curriculum(tmp_path, None)
+
+
+class Mined(TensorDataset):
+    """Weighs the samples that its loop has found hard; keeps which it has read, as a cache does."""
+
+    def __init__(self, *tensors, hard):
+        super().__init__(*tensors)
+        self.hard, self.met, self.last = hard, set(), {}
+
+    def __getitem__(self, index):
+        inputs, target = super().__getitem__(index)
+        self.keep(index, float(target))
+        return inputs * (2.0 if index in self.hard else 1.0), target
+
+    def keep(self, index, target):
+        self.met.add(index)
+        self.last[index] = target
+
+
+def mine(hard, places):
+    """A function, as the code of the loop would tell what it changes itself."""
+    if isinstance(hard, set | Counter):
+        hard.update(places)
+    elif isinstance(hard, dict):
+        hard.update(dict.fromkeys(places, 1.0))
+    else:
+        hard.extend(places)
+
+
+def mining(folder, make, leave_at=None, *, within=False, give_back=False, clear=False):
+    run, _, optimizer = begin(directory=folder, resume="auto")
+    data = Mined(*dataset().tensors, hard=make())
+    if give_back:
+        mine(data.hard, run.extra.get("hard", []))
+    for epoch in run.epochs(3):
+        for batch in run.batches(data):
+            number = batch.plan.position
+            train_step(run, batch, optimizer)
+            if within:
+                mine(data.hard, [3 * epoch + number + 20, 21])
+                run.extra["hard"] = list(data.hard)
+            if (epoch, number) == leave_at:
+                leave(run)
+        run.evaluate(data, correct)
+        if not within:
+            mine(data.hard, [3 * epoch + 20, 21])
+        if clear:
+            data.hard.clear()
+        run.extra["hard"] = list(data.hard)
+    weights = run.fingerprint()
+    run.close()
+    return weights
+
+
+CONTAINERS = [set, dict, list, deque, Counter, OrderedDict, functools.partial(defaultdict, float)]
+
+
+@pytest.mark.parametrize("within", [False, True], ids=["between epochs", "within"])
+@pytest.mark.parametrize("make", CONTAINERS)
+def test_what_a_loop_puts_into_an_empty_container_of_a_data_set_is_not_lost_in_silence(
+    make, within, tmp_path
+):
+    """None of the samples that are compared at a resume is one of those."""
+    with pytest.raises(Left):
+        mining(tmp_path, make, (1, 0), within=within)
+    with pytest.raises(ConfigError, match=r"The loop had changed mining: data.hard in a data set"):
+        mining(tmp_path, make, within=within)
+
+
+def growing(folder, change, make, stop=None):
+    run, _, optimizer = begin(directory=folder, resume="auto")
+    data = Mined(*dataset().tensors, hard=make())
+    for epoch in run.epochs(3):
+        change(data, epoch)
+        for batch in run.batches(data):
+            train_step(run, batch, optimizer)
+        if epoch == stop:
+            leave(run)
+    weights = run.fingerprint()
+    run.close()
+    return weights
+
+
+def add(data, epoch):
+    data.hard.add(20 + epoch)
+
+
+def update(data, epoch):
+    data.hard.update({20 + epoch: 1.0})
+
+
+def set_entry(data, epoch):
+    data.hard[20 + epoch] = 1.0
+
+
+def make_anew(data, epoch):
+    data.hard.clear()
+    data.hard.update({20 + epoch: 1.0})
+
+
+@pytest.mark.parametrize(("make", "change"), [(set, add), (set, update), (dict, update), (dict, set_entry)])
+def test_a_container_of_a_data_set_that_grows_where_epochs_begin_is_refused(make, change, tmp_path):
+    with pytest.raises(Left):
+        growing(tmp_path, change, make, 1)
+    with pytest.raises(ConfigError, match=r"The loop had changed growing: data.hard in a data set"):
+        growing(tmp_path, change, make)
+
+
+@pytest.mark.parametrize("make", [set, dict])
+def test_a_container_of_a_data_set_that_each_epoch_fills_anew_goes_on(make, tmp_path):
+    whole = growing(tmp_path / "whole", make_anew, make)
+    with pytest.raises(Left):
+        growing(tmp_path / "left", make_anew, make, 1)
+    assert growing(tmp_path / "left", make_anew, make) == whole
+
+
+@pytest.mark.parametrize("how", [("give_back",), ("give_back", "within"), ("clear",)], ids=" ".join)
+@pytest.mark.parametrize("make", [set, dict])
+def test_a_container_of_a_data_set_that_is_as_it_was_goes_on(make, how, tmp_path, caplog):
+    options = dict.fromkeys(how, True)
+    whole = mining(tmp_path / "whole", make, **options)
+    with pytest.raises(Left):
+        mining(tmp_path / "left", make, (1, 0), **options)
+    caplog.clear()
+    assert mining(tmp_path / "left", make, **options) == whole
+    assert "variables that are not what they were" not in caplog.text
 
 
 def weighted(folder, *, stop):

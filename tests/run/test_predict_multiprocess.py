@@ -62,6 +62,7 @@ def predicted(world, layouts):
             run.predict(Alone(), workers=1),
             run.predict(pairs, lambda output: output.argmax(1)),
             run.predict(Alone(2)),
+            run.predict(pairs, everywhere=True),
         )
         run.close()
     return found
@@ -82,11 +83,12 @@ def test_every_layout_gives_the_bits_of_a_computation_by_hand(layouts):
     wanted, of_two = by_hand()
     first, *others = run_ranks(predicted, 4, layouts)
     for name in layouts:
-        pairs, alone, best, two = first[name]
+        pairs, alone, best, two, _ = first[name]
         assert torch.equal(pairs, wanted) and torch.equal(alone, wanted), name
+        assert all(torch.equal(each[name][4], wanted) for each in (first, *others)), name
         assert best.dtype == torch.int64 and torch.equal(best, wanted.argmax(1)), name
         assert torch.equal(two, of_two), name
-        assert all(other[name] == (None,) * 4 for other in others), name
+        assert all(other[name][:4] == (None,) * 4 for other in others), name
 
 
 def test_the_model_is_left_in_the_mode_that_it_had():

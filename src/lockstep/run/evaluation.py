@@ -416,8 +416,8 @@ def _mean(name: str, rows: Tensor) -> float:
     return float(fold_rows(rows[:, 0])) / weight
 
 
-def predict(opened: OpenEvaluation, keep: Callable[[Any], Any] | None) -> Tensor | None:
-    """The outputs of all samples, in order, on the CPU of the main process. Collective.
+def predict(opened: OpenEvaluation, keep: Callable[[Any], Any] | None, *, everywhere: bool) -> Tensor | None:
+    """The outputs of all samples, in order, on the CPU of the main process, or of every one. Collective.
 
     Each round, every holder gives the outputs of one micro-batch as float64, which holds every value of the dtypes that
     are taken. Only what belongs to one round is in the memory of all. ``keep`` makes a tensor with a row for each
@@ -429,7 +429,7 @@ def predict(opened: OpenEvaluation, keep: Callable[[Any], Any] | None) -> Tensor
         EvaluationStopped: the ranks have stopped, all after the same number of micro-batches.
     """
     loader, share, strategy = opened.loader, opened.loader.share, opened.run.strategy
-    is_main = opened.run.is_main
+    has_all = everywhere or opened.run.is_main
     require_function("keep", keep)
     found, dtype, shape = [torch.empty(0)] * loader.count, "", list[int]()
     row = torch.zeros(1, dtype=torch.float64, device=strategy.device)
@@ -455,7 +455,7 @@ def predict(opened: OpenEvaluation, keep: Callable[[Any], Any] | None) -> Tensor
             row[0] = len(output)
             row[1 : 1 + output.numel()] = output.reshape(-1)
         gathered = strategy.gather(row)
-        for holder, values in enumerate(gathered.cpu() if is_main else ()):
+        for holder, values in enumerate(gathered.cpu() if has_all else ()):
             held = share.of(loader.count, holder)[place : place + 1]
             if held and held[0] < loader.count:
                 rows = int(values[0])
@@ -465,7 +465,7 @@ def predict(opened: OpenEvaluation, keep: Callable[[Any], Any] | None) -> Tensor
                     )
                 numbers = values[1 : 1 + rows * math.prod(shape)].view(rows, *shape)
                 found[held[0]] = numbers.to(_dtype(dtype), copy=True)
-    return torch.cat(found) if is_main else None
+    return torch.cat(found) if has_all else None
 
 
 def _kept(opened: OpenEvaluation, micro_batch: MicroBatch, keep: Callable[[Any], Any] | None) -> Tensor:

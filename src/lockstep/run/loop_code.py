@@ -209,9 +209,11 @@ class _Effects(NamedTuple):
 
     offset: int
     changes: frozenset[str]
+    own: frozenset[str]
+    """The variables of the function itself that it sets."""
     carries: frozenset[str]
     """Those of them that depend on what they were. A dot before the name of an attribute, or behind that of a variable,
-    says that another object has its place."""
+    says that another object has its place, a plus behind one that it may have more entries."""
     calls: frozenset[str]
     """The names of functions."""
     inner: CodeType | None
@@ -224,27 +226,31 @@ def changed_names(
     functions: Mapping[str, Collection[CodeType]],
     *,
     only_carried: bool = False,
+    of_functions: bool = False,
 ) -> set[str]:
     """The names of variables, attributes and entries that code may set, or change in place.
 
     Args:
         parts: code, and the offsets after the first and up to the second of which it runs.
-        functions: those that it may call, by name.
+        functions: those that it may call, by name; what they set in variables of their own is not among the names.
+        of_functions: the parts are such functions, too.
         only_carried: those whose new values depend on what they were.
     """
     found, carried, anew = set[str](), set[str](), set[str]()
+    parts = list(parts)
+    running = set() if of_functions else {code for code, _, _ in parts}
     named, todo = {"__call__"}, [*parts, *((each, -1, _ALL) for each in functions.get("__call__", ()))]
     while todo:
         code, first, last = todo.pop()
         for each in _effects(code):
             if first < each.offset <= last:
-                found |= each.changes
+                found |= each.changes | (each.own if code in running else set())
                 carried |= each.carries
                 anew |= each.changes - each.carries if each.sets else set()
                 todo += [(each.inner, -1, _ALL)] if each.inner else []
                 todo += [(its, -1, _ALL) for name in each.calls - named for its in functions.get(name, ())]
                 named |= each.calls
-    return {name for name in carried if name.strip(".") not in anew} if only_carried else found
+    return {name for name in carried if name.strip(".+") not in anew} if only_carried else found
 
 
 @functools.cache
@@ -255,7 +261,7 @@ def _effects(code: CodeType) -> list[_Effects]:
     read: set[Any] = set()
     sets_by_name, is_in_place = not _BY_NAME.isdisjoint(code.co_names), False
     for each in dis.get_instructions(code):
-        where, kind, changes, names = each.positions, each.opname, set[str](), set[str]()
+        where, kind, changes, own, names = each.positions, each.opname, set[str](), set[str](), set[str]()
         accesses, line = _accesses(each), where and where.lineno
         longest = set() if accesses else _longest(where, loads)
         calls, base = longest if kind.startswith("CALL") else set(), frozenset(longest)
@@ -268,7 +274,8 @@ def _effects(code: CodeType) -> list[_Effects]:
             if each.argval in _CHANGING or (each.argval[-1] == "_" and each.argval[-2:] != "__"):
                 changes |= base
                 sets = each.argval in _SETTING
-                carries |= set() if sets else base
+                grown = {f"{name}+" for name in base} if each.argval in ("setdefault", "update") else base
+                carries |= set() if sets else grown
         elif kind in ("STORE_ATTR", "DELETE_ATTR"):
             changes |= {str(each.argval)} | (base if each.argval in ("data", "value") else set())
         elif kind in ("STORE_SUBSCR", "STORE_SLICE", "DELETE_SUBSCR"):
@@ -279,7 +286,7 @@ def _effects(code: CodeType) -> list[_Effects]:
             changes |= {each.argval} if sets_by_name else set()
         for place, (access, name) in enumerate(accesses):
             if access != "LOAD":
-                changes.add(name)
+                (own if "FAST" in kind else changes).add(name)
             elif place:  # of two variables the positions are those of the first
                 loads[line, None].append((dis.Positions(line), name))
             else:
@@ -290,6 +297,7 @@ def _effects(code: CodeType) -> list[_Effects]:
         elif kind == "STORE_SUBSCR":
             on_line = [text for its, text in texts if its and its.lineno == line]
             carries = {name for name in changes if is_in_place or on_line.count(name) > 1}
+            carries |= {f"{name}+" for name in base - carries}
         if kind != "SWAP":
             is_in_place = kind == "BINARY_OP" and each.argrepr.endswith("=")
         if where:
@@ -297,7 +305,15 @@ def _effects(code: CodeType) -> list[_Effects]:
         read |= {(line, name, known) for name in names}
         inner = each.argval if isinstance(each.argval, CodeType) else None
         found.append(
-            _Effects(each.offset, frozenset(changes), frozenset(carries), frozenset(calls), inner, sets)
+            _Effects(
+                each.offset,
+                frozenset(changes),
+                frozenset(own),
+                frozenset(carries),
+                frozenset(calls),
+                inner,
+                sets,
+            )
         )
     return found
 
@@ -341,8 +357,11 @@ _CHANGING = frozenset(
     """.split()  # noqa: SIM905  a list of literals would be a line of its own for each
 )
 """Methods that change their object in place; so do those whose names end in ``_``."""
-_SETTING = ("clear", "copy_", "fill", "fill_", "load_state_dict", "setdefault", "update", "zero_")
+_SETTING = ("clear", "copy_", "fill", "fill_", "load_state_dict", "zero_")
 """Those of them after which it may not depend on what it was."""
+
+
+_CONSTRUCTORS = ("__init__", "__post_init__")
 
 
 def functions_by_name(spaces: Iterable[Mapping[str, Any]]) -> dict[str, list[CodeType]]:
@@ -364,33 +383,45 @@ def functions_by_name(spaces: Iterable[Mapping[str, Any]]) -> dict[str, list[Cod
         elif not isinstance(value, type):
             todo.append(("", type(value)))
         elif is_users_module(value.__module__):
-            for name, method in functions_of(value):
-                found[name].append(method)
-                if name in ("__init__", "__post_init__"):
-                    found[value.__name__].append(method)
+            for name, method in methods_of(value):
+                found[name].append(method.__code__)
+                if name in _CONSTRUCTORS:
+                    found[value.__name__].append(method.__code__)
     return found
 
 
-def functions_of(kind: type) -> Iterator[tuple[str, CodeType]]:
+def methods_of(kind: type) -> Iterator[tuple[str, FunctionType]]:
     """The methods of a class of the user's, those that it inherits from others of his among them."""
     for cls in kind.__mro__:
         for name, value in list(vars(cls).items()) if is_users_module(cls.__module__) else ():
             inner = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
             if isinstance(inner, FunctionType):
-                yield name, inner.__code__
+                yield name, inner
+
+
+def homes_of(code: CodeType) -> list[str]:
+    """The qualified names of the functions within which a function is made, the outermost first."""
+    return [*itertools.accumulate(code.co_qualname.split(".<locals>.")[:-1], "{}.<locals>.{}".format)]
 
 
 @functools.cache
 def changed_by_reading(kind: type) -> frozenset[str]:
     """The attributes that a data set changes itself where samples are read, as a cache."""
     functions: dict[str, list[CodeType]] = defaultdict(list)
-    for name, code in functions_of(kind):
-        functions[name].append(code)
+    for name, method in methods_of(kind):
+        functions[name].append(method.__code__)
     reading = [code for name in _READING for code in functions[name]]
-    return frozenset(changed_names([(code, -1, _ALL) for code in reading], functions))
+    return frozenset(changed_names([(code, -1, _ALL) for code in reading], functions, of_functions=True))
 
 
 _READING = ("__getitem__", "__getitems__", "__iter__", "__next__")
+
+
+@functools.cache
+def globals_read(code: CodeType) -> frozenset[str]:
+    """The names of the globals that code reads itself."""
+    loads = [each for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
+    return frozenset(str(each.argval) for each in loads)
 
 
 def names_reached(codes: Iterable[CodeType], functions: Iterable[Callable[..., Any]]) -> set[str]:
@@ -449,9 +480,29 @@ def read_after_loops() -> set[str]:
 def changed_since(offsets: Mapping[FrameType, int], *, only_carried: bool = False) -> set[str]:
     """The names that the user's frames that are running may have changed since these ``offsets`` of instructions."""
     frames = list(users_frames())
-    functions = functions_by_name([space for each in frames for space in (each.f_globals, each.f_locals)])
     parts = [(each.f_code, offsets.get(each, -1), each.f_lasti) for each in frames]
-    return changed_names(parts, functions, only_carried=only_carried)
+    return changed_names(parts, _functions_of_frames(frames), only_carried=only_carried)
+
+
+def changed_by_loop() -> set[str]:
+    """The names that the user's frames that are running may change, and the functions that their code names.
+
+    Those are called by it, or handed on, as a loss is. What constructors set is not among them.
+    """
+    frames = list(users_frames())
+    functions = _functions_of_frames(frames)
+    for name in ("__call__", *_CONSTRUCTORS):  # the first may be of a transform, which reading calls
+        functions.pop(name, None)
+    codes = [frame.f_code for frame in frames]
+    named = {name for code in codes for name in code.co_names} | {"forward"}
+    called = [code for name in named for code in functions.get(name, ()) if code.co_name not in _CONSTRUCTORS]
+    return changed_names([(code, -1, _ALL) for code in codes], functions) | changed_names(
+        [(code, -1, _ALL) for code in called], functions, of_functions=True
+    )
+
+
+def _functions_of_frames(frames: Iterable[FrameType]) -> dict[str, list[CodeType]]:
+    return functions_by_name([space for each in frames for space in (each.f_globals, each.f_locals)])
 
 
 class Entry(NamedTuple):

@@ -21,7 +21,7 @@ from typing import Any
 from lockstep.data.keyed import encoded_state, set_encoded_state
 from lockstep.errors import ConfigError
 from lockstep.numerics.hidden_state import Snapshot
-from lockstep.run.loop_code import Lost, changed_since, names_ahead, state_of, users_frames
+from lockstep.run.loop_code import Lost, changed_by_loop, changed_since, names_ahead, state_of, users_frames
 from lockstep.run.variables import Variables
 from lockstep.text import shorten
 
@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 _VARIABLE = re.compile(r"\.(?!<)(?![^ ]*: )|\[")
 """Where the name of a variable of a frame ends, and that of an attribute or entry begins."""
+_VERSION = re.compile(r"version \d+,? ?")
 _DIGEST = re.compile(r" of digest \w+")
 
 
@@ -49,10 +50,12 @@ class LoopState:
         """The generators' states when the current epoch began."""
         self._at_end: dict[str, str] = {}
         """The texts when the steps of the last epoch had ended; those after evaluations of what these have changed."""
-        self._set_between: set[str] = set()
-        """Those that data sets hold and the loop has changed between two epochs."""
+        self._set_in_data: set[str] = set()
+        """Those that data sets hold and the loop has changed."""
         self._by_reading: set[str] = set()
         """Those that data sets hold and reading has changed."""
+        self._of_datasets: dict[str, str] = {}
+        """The texts of those that data sets hold, when the steps of the current epoch began."""
         self._stored: Mapping[str, Any] = {}
         self._inside = self._in_epochs = False
         self._resumed: tuple[Variables, dict[str, str], dict[FrameType, int]] | None = None
@@ -72,7 +75,7 @@ class LoopState:
         self._stored = {**stored, **{name: dict(stored[name]) for name in maps}} if stored else {}
         self._inside, self._in_epochs = inside, False
         self._first, self._walks = dict(stored.get("first", {})), stored.get("walks", 0)
-        self._set_between = set(stored.get("set_between", ()))
+        self._set_in_data = set(stored.get("set_between", ()))
 
     def begin_epoch(self) -> None:
         """Gives generators what they had here, once after a resume; called where ``run.epochs`` gives an epoch."""
@@ -118,11 +121,19 @@ class LoopState:
         self._first = {**found.texts, **self._first}
         self._note_data(found)
         self._start, self._generators, self._at_end = found.texts, found.generators, {}
+        self._of_datasets = {name: found.texts[name] for name in found.of_datasets}
         self._walks += 1
+
+    def changed_in_data(self) -> dict[str, str]:
+        """What data sets hold, or read, and the loop changes: texts by name, as when the steps began."""
+        names = self._of_datasets.keys() - self._by_reading
+        return {name: _VERSION.sub("", self._of_datasets[name]) for name in names - self._not_by_loop(names)}
 
     def end_steps(self) -> None:
         """Notes what the loop has when the steps of an epoch have ended."""
-        self._at_end = Variables.of_loop(self._known).texts
+        found = Variables.of_loop(self._known)
+        self._note_data(found)
+        self._at_end = found.texts
 
     @contextmanager
     def reading(self, *, alone: bool = False) -> Iterator[None]:
@@ -157,9 +168,22 @@ class LoopState:
         return {*objects, *(found.places[place][0] for place in entries if place in found.places)}
 
     def _note_data(self, found: Variables) -> None:
-        """Notes what the loop has changed in data sets since the steps ended."""
-        end, names = self._at_end, found.of_data & (found.with_values | found.plain.keys()) - self._by_reading
-        self._set_between |= {name for name in names if end.get(name, found.texts[name]) != found.texts[name]}
+        """Notes what the loop has changed in data sets since the steps began, or since they ended.
+
+        Reading samples changes data sets, too, but does so within the steps: there the code of the loop tells.
+        """
+        texts, before = found.texts, self._at_end or self._start
+        names = found.of_data - self._by_reading
+        changed = {name for name in names if before.get(name, texts[name]) != texts[name]}
+        if not self._at_end:
+            changed = changed & found.of_datasets - self._not_by_loop(changed)
+        self._set_in_data |= changed
+        self._set_in_data -= {name for name in names if self._first.get(name) == texts[name]}
+
+    def _not_by_loop(self, names: Collection[str]) -> set[str]:
+        """Those that neither the code of the loop changes nor a function that it calls."""
+        by_loop = changed_by_loop() if names else set()
+        return {name for name in names if _words(name)[0][-1] not in by_loop}
 
     def _give_without_epochs(self, found: Variables) -> None:
         """Gives generators what they had at the end of an epoch, where nothing told that the next one begins."""
@@ -201,11 +225,11 @@ class LoopState:
 
     def _require_data(self, lost: Collection[str]) -> None:
         """Refuses data sets that are not as the loop had left them."""
-        if names := sorted(filter(self._is_certain, self._set_between & set(lost))):
+        if names := sorted(filter(self._is_certain, self._set_in_data & set(lost))):
             raise ConfigError(
-                f"The loop had changed {shorten(names, 3)} in a data set when the checkpoint was written, and no "
-                "checkpoint holds that: this resumed run would go on with other samples. Keep what the loop changes in "
-                "run.extra, and give it back to the data set before run.batches."
+                f"The loop had changed {shorten(names, 3)} in a data set, or what it reads, when the checkpoint was "
+                "written, and no checkpoint holds that: this resumed run would go on with other samples. Keep what the "
+                "loop changes in run.extra, and give it back to the data set before run.batches."
             )
 
     def _require_generators(self, found: Variables, lost: Collection[str]) -> None:
@@ -250,11 +274,14 @@ class LoopState:
         was, _, frames = self._resumed
         changed, stored = changed_since(frames, only_carried=True), self._stored
         now, then = (found.texts, stored["start"]) if self._inside else (was.texts, stored["saved"])
-        return {
-            name
-            for name in found.texts.keys() - found.local
-            if now.get(name) != then.get(name, now.get(name)) and not changed.isdisjoint(_owners(name))
-        }
+        differ = [
+            each
+            for each in found.texts.keys() - found.local
+            if now.get(each) != then.get(each, now.get(each))
+        ]
+        owned = {name for name in differ if not changed.isdisjoint(_owners(name))}
+        fewer = {name for name in differ if _count(found.texts[name]) < _count(then[name])}
+        return owned | {name for name in fewer if f"{_words(name)[0][-1]}+" in changed}
 
     def _is_noted(self, name: str, found: Variables) -> bool:
         """True for what has changed since the run began, and for what a resumed run may compute from other weights."""
@@ -272,9 +299,8 @@ class LoopState:
             if name in found.live and each.state
             if any(id(p) in self._known for group in each.param_groups for p in group["params"])
         ]
-        if self._at_end:
-            self._note_data(found)
-        names = found.live - self._by_reading
+        self._note_data(found)
+        names = found.live - self._by_reading - self._not_by_loop(found.perhaps_read - self._set_in_data)
         noted = {name: found.texts[name] for name in names if self._is_noted(name, found)}
         # A thread, or a function that has ended, may have had the others.
         generators = {**self._generators, **found.generators}
@@ -288,16 +314,27 @@ class LoopState:
             "generators": {name: encoded_state(each) for name, each in generators.items()},
             "fresh": sorted(name for name in generators if self._start.get(name) == self._first.get(name)),
             "local": sorted(found.local & generators.keys()),
-            "set_between": sorted(self._set_between),
+            "set_between": sorted(self._set_in_data),
             "walks": self._walks,
         }
 
 
 def _owners(name: str) -> set[str]:
     """The names that code may have for a value, or for an object that holds it; see ``_Effects.carries``."""
-    path, _, entry = name.rpartition(": ")[2].partition("[")
-    words, keys = re.findall(r"\w+", path), re.findall(r"\w+", entry)
+    words, keys = _words(name)
     return {*words[-1:], *keys[-1:], f"{words[0]}.", *(f".{word}" for word in words + keys)}
+
+
+def _words(name: str) -> tuple[list[str], list[str]]:
+    """Those of a variable with its attributes, and those of an entry."""
+    path, _, entry = name.rpartition(": ")[2].partition("[")
+    return re.findall(r"\w+", path), re.findall(r"\w+", entry)
+
+
+def _count(text: str) -> int:
+    """The number of entries in the text of a container; 0 in any other."""
+    found = re.match(r"(\d+) entries", text)
+    return int(found[1]) if found else 0
 
 
 def _lost_of(found: Variables, name: str) -> Lost:

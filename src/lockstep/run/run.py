@@ -224,8 +224,10 @@ class Run:
         plan = self._loaders.plan(data, shuffle, drop_last, smallest)
         self._agreed_data.require_freezing(prepared.compute.model)
         number, digests = self._loaders.compared(data, workers)
-        digests = prepared.state.loop.reading(alone=True)(digests)
-        self._agreed_data.require(plan, photos, number, digests, has_changed=has_changed)
+        loop = prepared.state.loop
+        self._agreed_data.require(
+            plan, photos, number, loop.reading(alone=True)(digests), has_changed=has_changed
+        )
         prepared.state.reads_photos(photos)
         loader = self._loaders.training(data, plan, workers)
         prepared.compute.device_transform = source.device_transform
@@ -235,7 +237,9 @@ class Run:
         )
         read = counting_skipped(batches, source.dataset, self.strategy, self.options.seed, says=self.is_main)
         left = self._loop.steps_left(plan.steps_per_epoch)
-        return EpochSteps(self._loop.steps(read, self._between_steps), left)
+        steps = self._loop.steps(read, self._between_steps)
+        self._agreed_data.require_equal_changes(loop)
+        return EpochSteps(steps, left)
 
     def backward(
         self,
@@ -414,6 +418,7 @@ class Run:
         model: nn.Module | None = None,
         forward: Callable[[Any], Any] | None = None,
         workers: int | None = None,
+        everywhere: bool = False,
     ) -> Tensor | None:
         """The model's output for every sample, each once, in the order of the data set. Collective.
 
@@ -424,9 +429,10 @@ class Run:
             data: a map-style data set or a DataLoader; its samples are those of ``evaluate``, or inputs alone.
             keep: makes of the output for a micro-batch what is kept of it, a tensor with a row for each sample, such as
                 ``lambda output: output.argmax(1)``; by default the output itself.
+            everywhere: give the result to every process, as for a loop that chooses samples or labels by it.
 
         Returns:
-            A tensor of shape (samples, ...), on the CPU of the main process; None on the others.
+            A tensor of shape (samples, ...), on the CPU of the main process; None on the others, or the same.
 
         Raises:
             ConfigError: there is no row for each sample, or rows differ in shape or dtype.
@@ -436,7 +442,7 @@ class Run:
         alone = self.options.directory is None  # then a request to stop need not wait for the end of a step
         reading = self.require_prepared().state.loop.reading()
         with self.span("predict"), reading, evaluation(self, data, model, forward, workers, alone) as opened:
-            return predict(opened, keep)
+            return predict(opened, keep, everywhere=everywhere)
 
     def save(self, *given: Any, wait: bool = False, directory: Path | str | None = None) -> Path | None:
         """Writes a checkpoint of the run as it stands, after checking that all ranks agree. Collective.

@@ -15,6 +15,7 @@ import functools
 import gc
 import itertools
 import logging
+import math
 import sys
 import threading
 from collections import deque
@@ -24,7 +25,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
 from inspect import GEN_CREATED, getgeneratorstate
-from types import CodeType, FunctionType, GeneratorType, MappingProxyType, ModuleType
+from types import CodeType, FunctionType, GeneratorType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from lockstep.core.fingerprint import sum_of_bits
+from lockstep.core.fingerprint import digest_tensor
 from lockstep.data.keyed import encoded_state
 from lockstep.numerics.hidden_state import (
     NAMESPACES,
@@ -48,7 +49,11 @@ from lockstep.numerics.value_text import is_plain, parts_of_tensor, short_digest
 from lockstep.run.loop_code import (
     Entry,
     changed_by_reading,
+    changed_names,
+    globals_read,
+    homes_of,
     live_in,
+    methods_of,
     users_frames,
 )
 from lockstep.run.optimizer_step import PreparedOptimizer
@@ -58,9 +63,10 @@ from lockstep.strategies.absent import AbsentTensor
 logger = logging.getLogger(__name__)
 
 _MOST_PLACES, _MOST_ENTRIES, _MOST_DEPTH = 2_000, 64, 8
-_MOST_BYTES, _SAMPLE, _MOST_SAMPLES = 1 << 20, 4_096, 256
-"""Of a tensor or array that is read; the numbers out of a larger one; the objects out of a longer list."""
+_MOST_BYTES, _SAMPLE, _MOST_SAMPLES, _MOST_SORTED = 1 << 20, 4_096, 256, 8_192
+"""Of a tensor or array that is read; the numbers out of a larger one; the objects out of a longer list; of a set."""
 _LRU_CACHED = type(functools.lru_cache(len))
+_VALUES = (Tensor, np.ndarray, list, dict, set, deque)
 _CONFIGS = ("omegaconf.", "ml_collections.")
 """Installed packages whose objects hold the user's numbers."""
 _OF_TORCH = (
@@ -90,7 +96,11 @@ class Variables:
     with_values: set[str] = field(default_factory=set)
     """Tensors, arrays, modules, and lists of many plain values."""
     of_data: set[str] = field(default_factory=set)
-    """Those that data sets hold."""
+    """Those that data sets hold, or what looks like one."""
+    of_datasets: set[str] = field(default_factory=set)
+    """Those that a ``Dataset`` of torch holds."""
+    perhaps_read: set[str] = field(default_factory=set)
+    """Those that reading samples may fill: globals, and of ``of_data`` lists and dicts of tensors or objects."""
     local: set[str] = field(default_factory=set)
     """Variables of the frames. Of attributes and globals no code tells whether they are set before they are read."""
     read: set[str] = field(default_factory=set)
@@ -99,11 +109,16 @@ class Variables:
     """Those that the frames will read before they set them anew, as far as code tells that."""
     renewed: set[str] = field(default_factory=set)
     """See ``renew_floats``."""
+    _most_bytes: int = _MOST_BYTES
     _is_live: bool = True
     _is_in_data: bool = False
+    _is_in_dataset: bool = False
     _noted: list[str] = field(default_factory=list)
     _codes: list[tuple[CodeType, dict[str, Any]]] = field(default_factory=list)
     """Of functions whose globals are still to be looked at."""
+    _reading: list[FunctionType] = field(default_factory=list)
+    """Functions that data sets hold, and the methods of objects that they hold."""
+    _changed_by_reading: set[str] = field(default_factory=set)
     _kept: list[Any] = field(default_factory=list)
     """The results of ``parts_of``: the ids of objects are those of others once they are gone."""
     _seen: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -134,8 +149,42 @@ class Variables:
             found._look(value, name, holder, name.rpartition(": ")[2])
         found._is_live = True
         found._codes += [(frame.f_code, frame.f_globals) for frame in frames]
-        found._look_at_globals({id(frame.f_globals) for frame in frames})
+        own = {id(frame.f_globals) for frame in frames}
+        found._look_at_globals(own)
+        found._look_at_what_data_reads(own)
         return found
+
+    def _look_at_what_data_reads(self, own: Collection[int]) -> None:
+        """Looks at the values that functions of data sets read: globals, and variables of the frames."""
+        seen, read = set[FunctionType](), list[tuple[str, Any, Any, str]]()
+        while self._reading:
+            function = self._reading.pop()
+            if function in seen or not is_users_code(function.__code__, function.__module__ or ""):
+                continue
+            seen.add(function)
+            space, codes = function.__globals__, [function.__code__]
+            for code in codes:
+                codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+            for key in set().union(*map(globals_read, codes)) & space.keys():
+                if isinstance(space[key], FunctionType):
+                    self._reading.append(space[key])
+                    self._changed_by_reading |= changed_names(
+                        [(space[key].__code__, -1, math.inf)], {}, of_functions=True
+                    )
+                name = key if id(space) in own else f"{space.get('__name__')}.{key}"
+                read.append((name, space[key], space, key))
+            for key, cell in zip(codes[0].co_freevars, function.__closure__ or ()):
+                for home in homes_of(codes[0]):
+                    if f"{home}: {key}" in self.local:
+                        with suppress(ValueError):  # it has no value yet
+                            read.append((f"{home}: {key}", cell.cell_contents, home, key))
+        self._is_in_data = self._is_in_dataset = True
+        for name, held, holder, key in read:
+            if key in self._changed_by_reading:
+                first, last = self._seen.get(id(held), (0, 0))
+                self.perhaps_read.update(self._noted[first:last])
+            elif held is not None and (is_plain(held) or isinstance(held, _VALUES)):
+                self._look(held, name, holder, key)
 
     def _look_at_globals(self, own: Collection[int]) -> None:
         """Looks at the globals that code names, and those of the user's functions that it names, and so on."""
@@ -189,6 +238,8 @@ class Variables:
             return
         if id(value) in self.known or len(self._seen) > _MOST_PLACES:
             return
+        if self._is_in_dataset:
+            self._reading += _functions_in(value)
         is_named = issubclass(type(value), type | FunctionType)
         if not only_tensors and (is_named or is_users_object(value)):
             what = value if is_named else type(value)
@@ -235,23 +286,26 @@ class Variables:
         elif issubclass(kind, type):
             self._class(value, depth, only_tensors)
         elif issubclass(kind, list | tuple | deque | dict):
-            content = _content_of(value, 0 if self._is_in_data else _MOST_ENTRIES)
+            content, is_told = _content_of(value, 0 if self._is_in_data else _MOST_ENTRIES)
             entries = dict.items(value) if issubclass(kind, dict) else enumerate(value)
             is_foreign = only_tensors or self._is_in_data  # what a data set has read may fill a cache
             every = entries if issubclass(kind, dict) else value
             begun = copied(itertools.islice(entries, 1)) if len(value) > _MOST_ENTRIES else []
-            has_tensors = not self._is_in_data and any(isinstance(each, Tensor) for _, each in begun)
+            has_tensors = any(
+                isinstance(each, Tensor | np.ndarray) for _, one in begun for each in _parted(one)
+            )
             if len(value) > _MOST_ENTRIES and (has_tensors or not is_foreign):
                 some = copied(itertools.islice(every, 0, None, 1 + len(value) // _MOST_SAMPLES))
                 self._whole(value, name, some, depth, f"{len(value)} entries{content}")
                 self.with_values |= {name} if content or has_tensors else set()
-            elif content or not is_foreign:
+            elif is_told or not only_tensors:
                 order = [*filter(is_plain, value)] if issubclass(kind, dict) and not is_foreign else []
                 content = content or (f" of digest {short_digest(repr(order).encode())}" if order else "")
                 self._note(name, f"{len(value)} entries{content}", value, has_values=self._is_in_data)
-            is_told = bool(content) and self._is_in_data
+            if self._is_in_data and not is_told:
+                self.perhaps_read.add(name)
             for key, held in copied(entries) if len(value) <= _MOST_ENTRIES else ():
-                if is_told and (held is None or is_plain(held)):
+                if is_told and self._is_in_data and (held is None or is_plain(held)):
                     continue
                 entry = f"{name}[{key!r}]" if is_plain(key) else f"{name}[...]"
                 self._look(held, entry, value, key, depth + 1, only_tensors)
@@ -260,11 +314,10 @@ class Variables:
             for key in ("dataset", "sampler", "generator", "collate_fn"):
                 self._look(getattr(value, key, None), f"{name}.{key}", vars(value), key, depth + 1)
         elif issubclass(kind, set | frozenset):
-            if not (only_tensors or self._is_in_data):
-                plain = sorted(text_of_plain(each) for each in [*value] if is_plain(each))
-                self._note(
-                    name, f"{len(value)} entries of digest {short_digest(repr(plain).encode())}", value
-                )
+            if not only_tensors:
+                every = sorted(map(_text_of_entry, [*value] if len(value) <= _MOST_SORTED else ()))
+                content = f" of digest {short_digest(repr(every).encode())}"
+                self._note(name, f"{len(value)} entries{content}", value, has_values=self._is_in_data)
         elif kind.__module__.partition(".")[0] == "pandas" and hasattr(kind, "iloc"):
             self._table(value, name)
         elif issubclass(kind, Dataset) or kind.__module__.startswith(_OF_TORCH) or not is_closed(value):
@@ -277,10 +330,12 @@ class Variables:
         self, value: Any, name: str, parts: list[Any], depth: int, what: str, only_tensors: bool = False
     ) -> None:
         """Notes an object by all that it is made of; ``what`` it is."""
-        inner = Variables(self.known, local=self.local, _is_in_data=self._is_in_data)
+        bounds = 1 << 12 if self._is_in_data else _MOST_BYTES
+        inner = Variables(self.known, local=self.local, _is_in_data=self._is_in_data, _most_bytes=bounds)
         for number, part in enumerate(parts):
             inner._look(part, f"{name}[{number}]", name, number, depth + 1, only_tensors)
         self._kept, self._codes = [*self._kept, parts, inner], [*self._codes, *inner._codes]
+        self._reading += inner._reading
         self.generators |= inner.generators
         texts = sorted(pair for pair in inner.texts.items() if pair[0] not in inner.generators)
         if not only_tensors or hasattr(type(value), "__next__"):
@@ -290,7 +345,7 @@ class Variables:
         """Looks at the variables around a function whose own function has returned, and at its defaults."""
         code = function.__code__
         self._codes.append((code, function.__globals__))
-        homes = [*itertools.accumulate(code.co_qualname.split(".<locals>.")[:-1], "{}.<locals>.{}".format)]
+        homes = homes_of(code)
         for key, cell in zip(code.co_freevars, function.__closure__ or ()):
             if homes and not any(f"{each}: {key}" in self.local for each in homes):
                 with suppress(ValueError):  # it has no value yet
@@ -314,12 +369,18 @@ class Variables:
     def _attributes(self, value: Any, name: str, depth: int, only_tensors: bool) -> None:
         kind, held = type(value), attributes_of(value)
         is_data = issubclass(kind, Dataset) or (hasattr(kind, "__getitem__") and hasattr(kind, "__len__"))
-        was_in_data, self._is_in_data = self._is_in_data, self._is_in_data or is_data
+        was = self._is_in_data, self._is_in_dataset
+        self._is_in_data = self._is_in_data or is_data
+        self._is_in_dataset = self._is_in_dataset or issubclass(kind, Dataset)
+        if issubclass(kind, Dataset):
+            self._reading += _functions_in(value)
+            self._note(name, f"{kind.__module__}.{kind.__qualname__}", value)  # another may take its place
         is_open = is_users_module(kind.__module__) or issubclass(kind, NAMESPACES)
         has_state = hasattr(kind, "load_state_dict")  # as schedules and averages of installed packages have
         is_told = is_open or has_state or kind.__module__.startswith((*_CONFIGS, *_OF_TORCH))
         foreign = only_tensors or not is_told
         own: Collection[str] = changed_by_reading(kind) if is_data else ()  # type: ignore[arg-type]
+        self._changed_by_reading.update(own)
         for key, each in copied(held.items()):
             if key not in own:
                 self._look(each, f"{name}.{key}", held, key, depth + 1, foreign)
@@ -328,7 +389,7 @@ class Variables:
                 self._look(each, f"{name}.{key}", name, key, depth + 1, foreign)
         if is_open:
             self._look(kind, kind.__name__, name, kind, depth + 1, foreign)
-        self._is_in_data = was_in_data
+        self._is_in_data, self._is_in_dataset = was
 
     def _table(self, table: Any, name: str) -> None:
         """Notes a table or a column of pandas."""
@@ -348,18 +409,24 @@ class Variables:
             return version
         if tensor.numel() == 1:
             return f"tensor({tensor.item()!r})"
-        if tensor.nbytes > _MOST_BYTES:
+        if tensor.nbytes > self._most_bytes:
             if not tensor.is_contiguous():
                 return version
-            tensor = tensor.detach().view(-1)[:: tensor.numel() // _SAMPLE]
-            return f"{version}, a sample of sum {int(sum_of_bits(tensor)):x}"
-        return f"{list(tensor.shape)} of sum {int(sum_of_bits(tensor)):x}"
+            tensor = tensor.detach().view(-1)[:: self._step(tensor.numel())]
+            return f"{version}, a sample of digest {digest_tensor(tensor)[:8]}"
+        return f"{list(tensor.shape)} of digest {digest_tensor(tensor)[:8]}"
+
+    def _step(self, numbers: int) -> int:
+        return max(1, numbers // min(_SAMPLE, self._most_bytes // _MOST_ENTRIES))
 
     def _array(self, array: Any, name: str) -> None:
-        if array.dtype.hasobject and array.size <= _MOST_ENTRIES:
-            self._whole(array, name, array.ravel().tolist(), 0, f"{list(array.shape)}")
+        if array.dtype.hasobject and array.dtype.names is None:
+            some = array.ravel()[:: max(1, array.size // _MOST_SAMPLES)].tolist()
+            self._whole(
+                array, name, some, 0, f"{list(array.shape)}{_content_of(array.ravel(), _MOST_ENTRIES)[0]}"
+            )
         elif not (array.dtype.hasobject or _is_on_disk(array)):
-            step = 1 if array.nbytes <= _MOST_BYTES else array.size // _SAMPLE
+            step = 1 if array.nbytes <= self._most_bytes else self._step(array.size)
             content = np.ascontiguousarray(array.flat[::step]).tobytes()
             self._note(name, f"{list(array.shape)} of digest {short_digest(content)}", array, has_values=True)
 
@@ -393,6 +460,16 @@ class Variables:
             self.live.update(names)
         if self._is_in_data:
             self.of_data.update(names)
+        if self._is_in_dataset:
+            self.of_datasets.update(names)
+
+
+def _functions_in(value: Any) -> list[FunctionType]:
+    """A function itself, and the methods of the class of an object, or of a class."""
+    value = getattr(value, "__func__", value) if isinstance(value, MethodType) else value
+    kind = value if isinstance(value, type) else type(value)
+    held = [value] if kind is FunctionType else [each for _, each in methods_of(kind)]
+    return [each for each in held if isinstance(each, FunctionType)]
 
 
 def _is_on_disk(array: Any) -> bool:
@@ -400,16 +477,24 @@ def _is_on_disk(array: Any) -> bool:
     return isinstance(array, np.memmap) or (isinstance(array, np.ndarray) and _is_on_disk(array.base))
 
 
-def _content_of(entries: Any, least: int) -> str:
-    """A digest of more than ``least`` entries, or some of them, if they are plain or hold such, as (path, label)."""
+def _content_of(entries: Any, least: int) -> tuple[str, bool]:
+    """A digest of more than ``least`` entries, or some of them, and whether any is plain or such as (path, label)."""
     if len(entries) <= least:
-        return ""
+        return "", False
     every = copied(dict.items(entries)) if isinstance(entries, dict) else entries
     some = list(itertools.islice(every, 0, None, max(1, len(entries) // _SAMPLE)))
-    parts = [part for each in some for part in (each if type(each) in (list, tuple) else (each,))]
+    parts = [part for each in some for part in _parted(each)]
     plain = [part if part is None or is_plain(part) else "..." for part in parts]
-    is_read = any(part is not None and is_plain(part) for part in parts)
-    return f" of digest {short_digest(repr(plain).encode())}" if is_read else ""
+    is_told = any(part is not None and is_plain(part) for part in parts)
+    return f" of digest {short_digest(repr(plain).encode())}", is_told
+
+
+def _parted(entry: Any) -> Any:
+    return entry if type(entry) in (list, tuple) else (entry,)
+
+
+def _text_of_entry(entry: Any) -> str:
+    return ", ".join(text_of_plain(each) if is_plain(each) else "..." for each in _parted(entry))
 
 
 def copied(entries: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:

@@ -120,6 +120,8 @@ def is_users_module(module: str) -> bool:
     """True for a module of the user's own, by its name: neither installed, nor torch's, nor this package."""
     if module.partition(".")[0] in CLOSED_PACKAGES:
         return False
+    if module == "__main__":  # profilers, as python -m cProfile, run scripts under a module of their own
+        return True
     file = getattr(sys.modules.get(module), "__file__", None)
     return not isinstance(file, str) or not file.startswith(LIBRARIES)
 

@@ -37,6 +37,7 @@ from lockstep.distributed.collectives import broadcast_tensors
 from lockstep.errors import CheckpointMismatch, ConfigError, ReplicaError
 from lockstep.run.checks.same_call import by_rank, gather_agreed
 from lockstep.run.epoch_loop import Position
+from lockstep.run.loop_variables import LoopState
 from lockstep.run.prepare import EVALUATING, FREEZING, Parts, frozen_parameters, hyperparameters
 from lockstep.strategies import Strategy, one_sided_writes
 from lockstep.text import shorten
@@ -92,7 +93,8 @@ def require_equal_data(digests: Mapping[str, str], group: dist.ProcessGroup, dev
             "Choose by numbers that all ranks have, as run.backward and run.evaluate give them: a loss or a metric "
             "keeps those of one rank's samples."
             if name.startswith(CHOICE)
-            else "Files must be the same on every host."
+            else "Files must be the same on every host. What a loop or a loss changes in the data set must not come "
+            "from one rank's samples; run.predict(data, everywhere=True) gives all ranks the outputs for every sample."
         )
         raise ConfigError(
             f"The ranks hold different data: {name} of the data set has the digest {by_rank(values)}. Random numbers "
@@ -482,6 +484,20 @@ class AgreedData:
             self._agreed.add((number, plan))
         if before == plan.samples:
             self._compare_with_checkpoint()
+
+    def require_equal_changes(self, loop: LoopState) -> None:
+        """Raises ``ConfigError`` where the loop has made other samples on some ranks. Collective."""
+        if self._strategy.all_ranks is None:
+            return
+        found = _differences(loop.changed_in_data(), self._strategy.all_ranks, self._strategy.device)
+        if found:
+            name = min(found)
+            raise ConfigError(
+                f"The loop, or the loss, has changed {shorten(sorted(found), _MOST_NAMES)} in a data set, or what it "
+                f"reads, and not to the same values on all ranks: {name} is {by_rank(found[name])}. What a step leaves "
+                "on its rank is of that rank's samples only, so samples would depend on the number of processes. Take "
+                "such numbers from run.predict(data, everywhere=True), which gives all ranks those of every sample."
+            )
 
     def _compare_with_checkpoint(self) -> None:
         """Refuses other samples than those of the epoch that goes on; warns of them in the epoch after it."""

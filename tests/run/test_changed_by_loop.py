@@ -1,0 +1,214 @@
+"""What a loop changes in a data set, or in what that reads: a resumed run has not lost it in silence."""
+
+import pytest
+from tests.run.jobs import begin, dataset, train_step
+from torch.utils.data import TensorDataset
+
+from lockstep.errors import ConfigError
+
+LOOP = """
+import collections
+
+import numpy as np
+import torch
+
+{given}
+
+
+class Data(Samples):
+    def __getitem__(self, i):
+        x, y = super().__getitem__(i)
+        return x * self.factor(i), y
+
+    def factor(self, i):
+        {factor}
+
+
+def train(folder, stop=None):
+    run, _, optimizer = begin(directory=folder, resume="auto")
+    data = Data(*dataset().tensors)
+    {made}
+    for epoch in run.epochs(4):
+        place = 20 + epoch  # none of the samples that are compared at a resume
+        for batch in run.batches(data):
+            train_step(run, batch, optimizer)
+            {within}
+            if (epoch, batch.plan.position) == stop:
+                leave(run)
+        {between}
+        if (epoch, None) == stop:
+            leave(run)
+    weights = run.fingerprint()
+    run.close()
+    return weights
+"""
+
+
+class Left(Exception):
+    pass
+
+
+def leave(run):
+    run.save(wait=True)
+    run.close()
+    raise Left
+
+
+def trainer(folder, factor, made="pass", between="pass", within="pass", given=""):
+    """The function ``train``, in a file of its own, as a loop is known by its code."""
+    text = LOOP.format(factor=factor, made=made, between=between, within=within, given=given)
+    path = folder / "loop.py"
+    path.write_text(text)
+    space = {
+        "__name__": "__main__",
+        "begin": begin,
+        "dataset": dataset,
+        "train_step": train_step,
+        "leave": leave,
+    }
+    space["Samples"] = TensorDataset
+    exec(compile(text, path, "exec"), space)
+    return space["train"]
+
+
+IN, GET = "return 2.0 if i in {} else 1.0", "return {}.get(i, 1.0)"
+RECORD = "class Record:\n    def __init__(self, place):\n        self.place = place"
+OTHER = """
+class Other(torch.utils.data.Dataset):
+    def __init__(self, data):
+        self.data = data
+    def __len__(self):
+        return 53
+    def __getitem__(self, i):
+        x, y = self.data[i]
+        return (x * 2.0 if i == 21 else x), y
+"""
+CHANGES = {
+    "a set of pairs": (
+        IN.replace("i in", "(i, 1) in").format("self.hard"),
+        "data.hard = {(20, 1)}",
+        "data.hard.discard((place, 1)); data.hard.add((place + 1, 1))",
+    ),
+    "a list of tensors": (
+        "return 2.0 if any(int(each) == i for each in self.hard) else 1.0",
+        "data.hard = []",
+        "data.hard.append(torch.tensor(place))",
+    ),
+    "a list of functions": (
+        "return 2.0 if any(each(i) for each in self.hard) else 1.0",
+        "data.hard = []",
+        "data.hard.append(lambda i: i == 21)",
+    ),
+    "a list of objects": (
+        "return 2.0 if any(each.place == i for each in self.hard) else 1.0",
+        "data.hard = []",
+        "data.hard.append(Record(place))",
+        "pass",
+        RECORD,
+    ),
+    "a list of None": ("return self.hard[i] or 1.0", "data.hard = [None] * 53", "data.hard[place] = 2.0"),
+    "a long list of tensors": (
+        "return self.hard[i].sum()",
+        "data.hard = [torch.ones(2) for _ in range(75)]",
+        "data.hard[place] = torch.zeros(2)",
+    ),
+    "an array of objects": (
+        "return self.hard[i] or 1.0",
+        "data.hard = np.array([None] * 153, dtype=object)",
+        "data.hard[place] = 2.0",
+    ),
+    "bytes": ("return 1.0 + self.hard[i]", "data.hard = bytearray(53)", "data.hard[place] = 1"),
+    "numbers whose sum stays": (
+        "return self.hard[i]",
+        "data.hard = torch.arange(53)",
+        "data.hard[[place, place + 1]] = data.hard[[place + 1, place]]",
+    ),
+    "a set that it wraps": ("return 1.0", "pass", "data = Other(data)", "pass", OTHER),
+    "a global list": (IN.format("HARD"), "pass", "HARD.append(place)", "pass", "HARD = []"),
+    "a global dict, by a helper": (
+        GET.format("HARD"),
+        "pass",
+        "note(place)",
+        "pass",
+        "HARD = {}\ndef note(place):\n    HARD[place] = 2.0",
+    ),
+    "a global, within the steps": (IN.format("HARD"), "pass", "pass", "HARD.add(place)", "HARD = set()"),
+    "what a helper reads": (
+        "return factor(i)",
+        "pass",
+        "HARD.add(place)",
+        "pass",
+        "HARD = set()\ndef factor(i):\n    return 2.0 if i in HARD else 1.0",
+    ),
+    "a variable of a function": (
+        "return self.find(i)",
+        "hard = {}; data.find = lambda i: hard.get(i, 1.0)",
+        "hard[place] = 2.0",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "stop",
+    [
+        pytest.param((1, 0), id="within an epoch"),
+        pytest.param((2, None), id="between two", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_a_loop_changes_where_a_data_set_reads_it_is_refused(name, stop, tmp_path):
+    with pytest.raises(Left):
+        trainer(tmp_path, *CHANGES[name])(tmp_path / "run", stop)
+    with pytest.raises(ConfigError, match="The loop had changed"):
+        trainer(tmp_path, *CHANGES[name])(tmp_path / "run")
+
+
+FILL = "if i not in {0}: {0}[i] = 2.0\n        return {0}[i]"
+STORE = """
+class Store:
+    def __init__(self):
+        self.held = {}
+    def get(self, i):
+        return self.held.setdefault(i, 2.0)
+"""
+CACHES = {
+    "global": (FILL.format("CACHE"), "pass", "CACHE = {}"),
+    "of a helper": (
+        "return fetch(i)",
+        "pass",
+        "CACHE = {}\ndef fetch(i):\n    return CACHE.setdefault(i, 2.0)",
+    ),
+    "handed on": (
+        "return fetch(CACHE, i)",
+        "pass",
+        "CACHE = {}\ndef fetch(cache, i):\n    return cache.setdefault(i, 2.0)",
+    ),
+    "of an object": ("return self.store.get(i)", "data.store = Store()", STORE),
+    "of a function": ("return self.find(i)", "held = {}; data.find = lambda i: held.setdefault(i, 2.0)", ""),
+    "a list": (
+        "if self.held[i] is None: self.held[i] = torch.tensor(2.0)\n        return self.held[i]",
+        "data.held = [None] * 530",
+        "",
+    ),
+    "a count of reads": ("READS[i] += 1\n        return 1.0", "pass", "READS = collections.Counter()"),
+}
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        pytest.param("pass", id="within the steps"),
+        pytest.param("[data[i] for i in range(5, 30)]", id="between epochs", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("name", CACHES)
+def test_what_reading_fills_is_not_taken_for_a_change_of_the_loop(name, between, tmp_path, caplog):
+    factor, made, given = CACHES[name]
+    parts = tmp_path, factor, made, between, "pass", given
+    whole = trainer(*parts)(tmp_path / "whole")
+    for stop in ((1, 0), (2, None)):
+        folder = tmp_path / f"{stop}"
+        with pytest.raises(Left):
+            trainer(*parts)(folder, stop)
+        assert trainer(*parts)(folder) == whole
+    assert "variables that are not what they were" not in caplog.text
