@@ -91,6 +91,21 @@ def test_a_data_set_that_each_rank_changes_by_its_own_samples_is_refused(loss, c
     run_ranks(refused, 2, loss, change)
 
 
+def evaluated(world):
+    run, model, optimizer = begin()
+    data = Weighed(*dataset().tensors)
+    for batch in run.batches(data):
+        run.backward(batch, plain, forward=lambda batch: model(batch[0]))
+        optimizer.step()
+        in_loop(data, batch)
+    with pytest.raises(ConfigError, match="not to the same values on all ranks"):
+        run.evaluate(data, plain, forward=lambda batch: model(batch[0]))
+
+
+def test_a_data_set_that_each_rank_has_changed_is_not_evaluated():
+    run_ranks(evaluated, 2)
+
+
 def test_a_data_set_that_every_rank_changes_by_all_outputs_is_the_same_on_any_number():
     (alone,) = run_ranks(mining, 1, plain, nowhere, True)
     assert run_ranks(mining, 2, plain, nowhere, True) == [alone] * 2

@@ -198,6 +198,7 @@ def evaluation(
             raise ConfigError("The evaluation was given an empty data set. Look at how it was split.")
         compared = run._loaders.compared(data, workers)
         run._agreed_data.require_evaluated(loader.samples, *compared, has_changed=has_changed)
+        run._agreed_data.require_equal_changes(prepared.state.loop)
         if evaluated is not compute.model:
             require_equal_models(evaluated, compute.model, run.strategy)
         run.compare_replicas()

@@ -54,8 +54,6 @@ class LoopState:
         """Those that data sets hold and the loop has changed."""
         self._by_reading: set[str] = set()
         """Those that data sets hold and reading has changed."""
-        self._of_datasets: dict[str, str] = {}
-        """The texts of those that data sets hold, when the steps of the current epoch began."""
         self._stored: Mapping[str, Any] = {}
         self._inside = self._in_epochs = False
         self._resumed: tuple[Variables, dict[str, str], dict[FrameType, int]] | None = None
@@ -121,13 +119,13 @@ class LoopState:
         self._first = {**found.texts, **self._first}
         self._note_data(found)
         self._start, self._generators, self._at_end = found.texts, found.generators, {}
-        self._of_datasets = {name: found.texts[name] for name in found.of_datasets}
         self._walks += 1
 
     def changed_in_data(self) -> dict[str, str]:
-        """What data sets hold, or read, and the loop changes: texts by name, as when the steps began."""
-        names = self._of_datasets.keys() - self._by_reading
-        return {name: _VERSION.sub("", self._of_datasets[name]) for name in names - self._not_by_loop(names)}
+        """What data sets hold, or read, and the loop changes: texts by name."""
+        found = Variables.of_loop(self._known)
+        names = found.of_datasets - self._by_reading
+        return {name: _VERSION.sub("", found.texts[name]) for name in names - self._not_by_loop(names)}
 
     def end_steps(self) -> None:
         """Notes what the loop has when the steps of an epoch have ended."""

@@ -224,10 +224,9 @@ class Run:
         plan = self._loaders.plan(data, shuffle, drop_last, smallest)
         self._agreed_data.require_freezing(prepared.compute.model)
         number, digests = self._loaders.compared(data, workers)
-        loop = prepared.state.loop
-        self._agreed_data.require(
-            plan, photos, number, loop.reading(alone=True)(digests), has_changed=has_changed
-        )
+        digests = prepared.state.loop.reading(alone=True)(digests)
+        self._agreed_data.require(plan, photos, number, digests, has_changed=has_changed)
+        self._agreed_data.require_equal_changes(prepared.state.loop)
         prepared.state.reads_photos(photos)
         loader = self._loaders.training(data, plan, workers)
         prepared.compute.device_transform = source.device_transform
@@ -237,9 +236,7 @@ class Run:
         )
         read = counting_skipped(batches, source.dataset, self.strategy, self.options.seed, says=self.is_main)
         left = self._loop.steps_left(plan.steps_per_epoch)
-        steps = self._loop.steps(read, self._between_steps)
-        self._agreed_data.require_equal_changes(loop)
-        return EpochSteps(steps, left)
+        return EpochSteps(self._loop.steps(read, self._between_steps), left)
 
     def backward(
         self,
