@@ -96,6 +96,9 @@ class Observer(Callback):
             draws=draws_in_forward(self.model),
         )
         self._names = [name for each in self._saved.model.members for group in each for name in group]
+        self._trained = {*self._names, *(a for a, n in self._saved.model.aliases.items() if n in self._names)}
+        for optimizer in self._saved.parts.optimizers:
+            optimizer.register_step_pre_hook(self._note_settings)
         run.add_callback(self)
 
     def on_step_begin(self, batch: Batch) -> None:
@@ -127,7 +130,7 @@ class Observer(Callback):
         (step, loss), self._unrecorded = self._unrecorded, None
         model, apart = self._state()
         captured = self._saved.capture("", keep=self.run.is_main)
-        trained = set(self._names)
+        trained = self._trained
         self.trace.steps.append(
             StepTrace(
                 step=step,
@@ -159,7 +162,12 @@ class Observer(Callback):
     def on_backward_begin(self, batch: Batch, scale: float) -> None:
         """Records the hyperparameters of the step, and the step before where that has not ended until now."""
         self._record()
-        self._noted, self._outputs = {"settings": hyperparameters(self._saved.parts.optimizers)}, {}
+        self._noted, self._outputs = {}, {}
+        self._note_settings()
+
+    def _note_settings(self, *_: object) -> None:
+        """Records the hyperparameters; again before the update, since a loop may set them after the backward pass."""
+        self._noted["settings"] = hyperparameters(self._saved.parts.optimizers)
 
     def on_output(self, micro_batch: MicroBatch, output: Any, target: Any) -> None:
         """Notes the output of the model for a micro-batch."""
