@@ -87,6 +87,15 @@ def test_a_run_is_observed_for_the_steps_that_are_wanted(watched, tmp_path, caps
     assert requested.get() is None
 
 
+def test_steps_whose_batches_were_taken_before_are_observed(watched):
+    """As by ``(batch,) = run.batches(data)``: no step was found, and the script was said to have none."""
+    text = OWN_LOOP.replace('run.batches(Digits("train")):', 'list(run.batches(Digits("train"))):')
+    trace = Trace.read(watched(text.replace("        run.save()\n", ""), "one", steps=3) / "trace.json")
+    assert [step.step for step in trace.steps] == [0, 1, 2] and all(step.parameters for step in trace.steps)
+    whole = Trace.read(watched(OWN_LOOP, "two", steps=3) / "trace.json")
+    assert [step.parameters for step in trace.steps] == [step.parameters for step in whole.steps]
+
+
 def test_settings_are_those_of_the_update_and_shared_weights_are_no_buffers(watched):
     """A learning rate that a loop sets after the backward pass was found in "running statistics"."""
     layers = "torch.nn.Linear(64, 64), torch.nn.Linear(64, 64), torch.nn.Linear(64, 10)"
