@@ -4,7 +4,7 @@
     make ports SCRIPTS=DIR ARGS="--devices 1 2"                on GPUs
 
 ``DIR`` holds clones of the repositories, each under its name: ``examples`` (pytorch), ``nanoGPT``, ``minGPT``,
-``accelerate``, ``pytorch-image-models``, ``pytorch-lightning``, ``stanford_alpaca``,
+``accelerate``, ``pytorch-image-models``, ``pytorch-lightning``, ``stanford_alpaca``, ``PyTorch-GAN``,
 ``deep-learning-for-image-processing``. Neither the scripts nor data are part
 of this project: each port runs in a temporary copy, with tiny settings, on data that ``stand_ins.py`` makes in the
 format that the script reads. A port passes if it prints the same fingerprint on each number of processes.
@@ -116,6 +116,14 @@ PORTS = {
         "actor_critic.py --episodes 20",
         "nothing",
         ("gymnasium",),
+    ),
+    "wgan_gp": Port(
+        "PyTorch-GAN",
+        "implementations",
+        "wgan_gp.py --n_epochs 1",
+        "gan_digits",
+        ("torchvision",),
+        cwd="implementations/wgan_gp",
     ),
     "time_sequence_prediction": Port(
         "examples", "time_sequence_prediction", "train.py --steps 2", "waves", ("matplotlib",)

@@ -50,6 +50,11 @@ def few_digits(folder: Path) -> None:
     _digits(folder.parent / "data" / "MNIST" / "raw", 200, 200)
 
 
+def gan_digits(folder: Path) -> None:
+    """All digits in ``../../data/mnist``."""
+    _digits(folder.parents[1] / "data" / "mnist" / "MNIST" / "raw")
+
+
 def many_digits(folder: Path) -> None:
     """As many as MNIST has, in ``data`` and in ``../../Datasets``."""
     _digits(folder / "data" / "MNIST" / "raw", 60_000, 10_000)

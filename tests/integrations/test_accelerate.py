@@ -295,6 +295,38 @@ def test_a_loop_that_is_left_by_a_count_of_its_passes_is_refused():
     assert len({run_ranks(left, world, True)[0] for world in (1, 2)}) == 1
 
 
+def taken_by_next(world, counts_steps):
+    model, optimizer, _, loader = parts()
+    accelerator = Accelerator(global_batch=12, micro_batches=4)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    batches, steps = (batch for _ in range(9) for batch in loader), 0
+    while steps < 3:
+        x, y = next(batches)
+        accelerator.backward(nn.functional.cross_entropy(model(x), y))
+        accelerator.wait_for_everyone()
+        optimizer.step()
+        optimizer.zero_grad()
+        accelerator.wait_for_everyone()
+        steps += accelerator.sync_gradients if counts_steps else 1
+    if counts_steps:
+        assert accelerator.scaler is None
+        return accelerator.run.fingerprint()
+    with pytest.raises(ConfigError, match="in the middle of an optimizer step, of which they have"):
+        accelerator.run.fingerprint()
+    with pytest.raises(
+        ConfigError, match=r"left before its end, by break or next\(\), and in the middle of an"
+    ):
+        accelerator.end_training()
+    return ""
+
+
+def test_a_loop_that_takes_its_batches_by_next_counts_steps():
+    """The script ended after a count of passes, with other bits on each number of processes, or hung."""
+    assert run_ranks(taken_by_next, 1, False) == [""]
+    assert run_ranks(taken_by_next, 3, False) == [""] * 3
+    assert len({run_ranks(taken_by_next, world, True)[0] for world in (1, 3)}) == 1
+
+
 def evaluating_inside(world):
     model, optimizer, _, loader = parts()
     accelerator = Accelerator(global_batch=12, micro_batches=4)

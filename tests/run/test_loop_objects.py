@@ -395,6 +395,32 @@ def test_what_the_start_of_an_epoch_makes_of_what_was_lost_is_named(make, change
     assert bool(warnings(caplog, "self.x")) == is_lost
 
 
+class Counter:
+    """Counts its steps in a function of its own, as a scheduler that is called in one does."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def train(self, state):
+        state.begin_steps()
+        for _ in range(STEPS):
+            self.count += 1
+            stored = state.capture()
+        return stored
+
+    def walk(self, state):
+        state.begin_epoch()
+        return self.train(state)
+
+
+@pytest.mark.parametrize("given", [0, STEPS])
+def test_a_count_that_is_given_back_is_not_named(given, caplog):
+    """It was, where a function has the loop within an epoch, and refused if the loss reads it."""
+    stored = Counter(0).walk(LoopState(frozenset(), is_main=True))
+    Counter(given).walk(resumed(stored, inside=True))
+    assert bool(warnings(caplog, "self.count")) == (given == 0)
+
+
 def test_what_code_makes_of_what_it_was_is_known():
     def changes(task, table, number):
         task.scale *= 0.5

@@ -124,6 +124,8 @@ def test_the_last_bits_of_a_loss_are_rounding_only_where_nothing_else_explains_t
 
 def test_a_factor_of_the_number_of_ranks_has_its_own_name():
     assert diagnose(trace(), changed(put("settings", "lr", "0.2"))).cause is Cause.LEARNING_RATE
+    resumed = changed(put("settings", "lr", "0.2")).since(1)
+    assert diagnose(trace().since(1), resumed).cause is Cause.OPTIMIZER
     assert diagnose(trace(), changed(put("settings", "lr", "0.3"))).cause is Cause.OPTIMIZER
     assert diagnose(trace(), changed(scaled(2, ["c"]))).cause is Cause.REDUCED_TWICE
     assert diagnose(trace(), changed(scaled(3, ["c"]))).cause is Cause.LEFT_OUT

@@ -87,6 +87,29 @@ def test_a_run_is_observed_for_the_steps_that_are_wanted(watched, tmp_path, caps
     assert requested.get() is None
 
 
+def test_steps_whose_batches_were_taken_before_are_observed(watched):
+    """As by ``(batch,) = run.batches(data)``: no step was found, and the script was said to have none."""
+    text = OWN_LOOP.replace('run.batches(Digits("train")):', 'list(run.batches(Digits("train"))):')
+    trace = Trace.read(watched(text.replace("        run.save()\n", ""), "one", steps=3) / "trace.json")
+    assert [step.step for step in trace.steps] == [0, 1, 2] and all(step.parameters for step in trace.steps)
+    whole = Trace.read(watched(OWN_LOOP, "two", steps=3) / "trace.json")
+    assert [step.parameters for step in trace.steps] == [step.parameters for step in whole.steps]
+
+
+def test_settings_are_those_of_the_update_and_shared_weights_are_no_buffers(watched):
+    """A learning rate that a loop sets after the backward pass was found in "running statistics"."""
+    layers = "torch.nn.Linear(64, 64), torch.nn.Linear(64, 64), torch.nn.Linear(64, 10)"
+    text = OWN_LOOP.replace("torch.nn.Linear(64, 10)", layers).replace(
+        "\noptimizer = ", "\nmodel[2].weight = model[1].weight\noptimizer = "
+    )
+    text = text.replace(
+        "        optimizer.step()", "        optimizer.param_groups[0]['lr'] = 0.5\n        optimizer.step()"
+    )
+    step = Trace.read(watched(text, "one", steps=1) / "trace.json").steps[0]
+    assert step.settings["lr of optimizer 0, group 0"] == "0.5"
+    assert step.buffers == {} and "2.weight" in step.parameters
+
+
 def test_what_a_forward_pass_leaves_in_an_attribute_is_not_compared(watched):
     """It is of the last micro-batch of a process: layouts with equal bits were said to differ in it."""
     layer = "class Showing(torch.nn.Linear):\n    def forward(self, x):\n"

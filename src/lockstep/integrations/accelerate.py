@@ -16,6 +16,8 @@ from one to the next, and whether its loss is a mean over samples. See ``lockste
 
 from __future__ import annotations
 
+import atexit
+import logging
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -31,7 +33,7 @@ from torch.utils.data import DataLoader
 from lockstep.data.batch import map_leaves
 from lockstep.distributed.collectives import gather_json
 from lockstep.errors import CheckpointError, ConfigError
-from lockstep.integrations.accelerate_parts import AtLast, Batches
+from lockstep.integrations.accelerate_parts import AtLast, Batches, left_early
 from lockstep.run import Run, init, save
 from lockstep.run.own_passes import OwnPasses, settings_of
 
@@ -50,6 +52,9 @@ _REMEDIES = {
     "device_placement": "Batches of a prepared DataLoader are on accelerator.device.",
 }
 """Options of Accelerate, and what to do instead."""
+
+
+logger = logging.getLogger(__name__)
 
 
 class Accelerator:
@@ -84,7 +89,10 @@ class Accelerator:
         """True once the script has read ``sync_gradients``."""
         self.step_loss: Tensor | None = None
         """Mean loss of the last step over the global batch, float64, 0-dim, equal on every rank; None before it."""
-        self.mixed_precision = mixed_precision or "no"
+        self.mixed_precision, self.scaler = (
+            mixed_precision or "no",
+            None,
+        )  # checkpoints hold the run's loss scale
         self.device, world = self.run.device, self.run.world
         self.process_index, self.local_process_index = world.rank, world.local_rank
         self.is_main_process, self.is_local_main_process = self.run.is_main, world.local_rank == 0
@@ -100,6 +108,7 @@ class Accelerator:
         self._settings: dict[str, str] = {}
         self._averaged: list[int] = []
         self.model: nn.Module
+        atexit.register(self._tell_if_left)
         self.stepped: list[AtLast] = []
         if "accelerate" in sys.modules:
             _ = self.state  # which the logger of accelerate asks for
@@ -248,9 +257,14 @@ class Accelerator:
         return model
 
     def wait_for_everyone(self) -> None:
-        """Waits until all processes have come here; compares their parameters, once there are some. Collective."""
+        """Waits until all processes have come here; between steps, compares their parameters, too. Collective.
+
+        Does nothing between two micro-batches of a step, of which processes have different numbers.
+        """
+        if not self.is_last:
+            return
         self._wait()
-        if self.stepped:
+        if self.stepped and self.passes is None:
             self.run.fingerprint()
 
     @contextmanager
@@ -365,8 +379,18 @@ class Accelerator:
     no_sync = accumulate
 
     def end_training(self) -> None:
-        """Does nothing: the run ends with the program."""
+        """Does nothing: the run ends with the program.
+
+        Raises:
+            ConfigError: a loop of training was left where no other number of processes would have left it.
+        """
+        if self.passes is not None and not self.left_early:
+            self.left_early = left_early(self)
         self.run.require_prepared()
+
+    def _tell_if_left(self) -> None:
+        if self.passes is not None and not hasattr(sys, "last_value") and (why := left_early(self)):
+            logger.error(why)  # a generator that the script still holds, such as cycle(loader)
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator, Sized
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +60,7 @@ class Batches:
             yield from self._training(accelerator.run)
             is_whole = True
         finally:
-            if not is_whole:
+            if not is_whole and not sys.is_finalizing():
                 self._leave()
             accelerator.passes = None
 
@@ -95,22 +96,12 @@ class Batches:
     def _leave(self) -> None:
         """Notes that a loop of training ended before its data did: nobody would see an exception from here."""
         accelerator = self._accelerator
-        if accelerator.is_last and accelerator.asked_whether_last and accelerator.step_loss is not None:
-            for each in accelerator.stepped:
-                each.leave_step()
-            accelerator.run._loop.end_epoch()
-            return  # after a whole step, and the script can tell where these are
-        accelerator.left_early = (
-            "The loop over a prepared DataLoader was left before its end, by break or next(), and "
-            + (
-                "not by a count of optimizer steps. Its body runs once for each micro-batch, so each number of "
-                "processes would end elsewhere. Count steps under 'if accelerator.sync_gradients:'."
-                if accelerator.is_last
-                else "in the middle of an optimizer step, whose gradients are lost. Leave it under 'if "
-                "accelerator.sync_gradients:', after optimizer.step(); to look at a batch, use the DataLoader that "
-                "accelerator.prepare was given."
-            )
-        )
+        accelerator.left_early = left_early(accelerator)
+        if accelerator.left_early:
+            return
+        for each in accelerator.stepped:  # after a whole step, and the script can tell where these are
+            each.leave_step()
+        accelerator.run._loop.end_epoch()
 
     def set_epoch(self, epoch: int) -> None:
         """Does nothing: the run knows the epoch."""
@@ -125,6 +116,20 @@ class Batches:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.loader, name)
+
+
+def left_early(accelerator: Accelerator) -> str:
+    """Why a loop of training that has not read all of its data should not end here; empty where it may."""
+    if accelerator.is_last and accelerator.asked_whether_last and accelerator.step_loss is not None:
+        return ""
+    return "The loop over a prepared DataLoader was left before its end, by break or next(), and " + (
+        "not by a count of optimizer steps. Its body runs once for each micro-batch, so each number of processes would "
+        "end elsewhere. Count steps under 'if accelerator.sync_gradients:'."
+        if accelerator.is_last
+        else "in the middle of an optimizer step, whose gradients are lost. Leave it under 'if "
+        "accelerator.sync_gradients:', after optimizer.step(); to look at a batch, use the DataLoader that "
+        "accelerator.prepare was given."
+    )
 
 
 class AtLast:

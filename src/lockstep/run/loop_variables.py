@@ -203,7 +203,7 @@ class LoopState:
         for name, text in found.texts.items():
             before, first, start = (each.get(name) for each in times)
             is_set_first = name in found.local and name not in found.live
-            if name in self._carried and before is not None:
+            if name in self._carried and before is not None and not (self._inside and before == text):
                 lost[name] = before, text
                 continue
             if before in (None, text) or name in found.generators or is_set_first:

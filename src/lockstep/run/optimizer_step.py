@@ -69,6 +69,8 @@ class GradientState:
         self._reduced = self._stepping = False
         self._stepped: set[int] = set()
         self._failure = ""
+        self.is_divided = False
+        """True within a step whose micro-batches a loop computes itself: ranks have different numbers of them."""
         self._read_scale: tuple[Tensor | None, int, float] = (None, 0, 1.0)
         """The scale as it was read last: its tensor, the version of that, and the value."""
         for optimizer in optimizers:
@@ -235,6 +237,12 @@ class GradientState:
 
         Norms are those since the last call of this.
         """
+        if self.is_divided:
+            raise ConfigError(
+                "The processes compare their parameters in the middle of an optimizer step, of which they have "
+                "different micro-batches. Do that after the last one, under 'if accelerator.sync_gradients:' and after "
+                "accelerator.backward; and leave the loop there, and count its steps."
+            )
         limits, self._limits = [float(each) for each in self._limits], []
         digest = hashlib.sha256(repr(limits).encode()).hexdigest()
         steps = {

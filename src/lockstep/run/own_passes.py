@@ -97,6 +97,9 @@ class OwnPasses:
         self._pass = self._stack.enter_context(
             self._run.backward_pass(self._batch, _given_by_the_loop, rehearse=False)
         )
+        gradients = self._run.require_prepared().gradients
+        gradients.is_divided = True
+        self._stack.callback(setattr, gradients, "is_divided", False)
         self._pass.compute.randomness.key_global_generators()
         if LoopRehearsal.is_due(self._run, self._batch):
             self._rehearsal = LoopRehearsal(self._run, self._strategy, self._batch, self._pass)

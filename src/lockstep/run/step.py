@@ -579,12 +579,12 @@ def raise_non_finite(result: StepResult, plan: StepPlan, later_updates: int = 0)
         if later_updates == 0
         else f"It was read back {later_updates} steps later, so this run's weights are lost; its checkpoints are not."
     )
-    bad = (~result.losses.isfinite()).nonzero().flatten().tolist()
-    if bad:
+    if bad := (~result.losses.isfinite()).nonzero().flatten().tolist():
         k = bad[0]
         raise NonFiniteError(
             f"The loss of step {plan.step} is {float(result.losses[k])} in micro-batch {k} (samples "
-            f"{shorten(plan.numbers(k))}). {update} Look at these samples, lower the learning rate, or clip gradients."
+            f"{shorten(plan.numbers(k))}). {update} Look at these samples, lower the learning rate, or clip gradients. "
+            "A mean over masked tokens that none of them has is nan: return the pair (sum, how many were counted)."
         )
     samples = [number for k in range(plan.leaves) for number in plan.numbers(k)]
     if not result.weight:

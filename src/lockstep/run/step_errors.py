@@ -144,7 +144,9 @@ def no_value(value: Any) -> ConfigError:
     """The error of a loss or metric function that returns neither a tensor nor a pair."""
     remedy = f"Return a tensor or the pair (sum, weight), not {type(value).__name__}."
     if isinstance(value, float | int):
-        remedy = "Return the tensor itself, without item() or float(), or the pair (sum, weight)."
+        remedy = (
+            "Return the tensor itself, without item() or float(), torch.tensor(number) of NumPy's, or a pair."
+        )
     elif value is None:
         remedy = "It returned None: is there a line with return?"
     elif isinstance(value, Mapping) and "loss" in value:

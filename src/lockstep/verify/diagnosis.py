@@ -190,9 +190,8 @@ def _step(
     step = mine.step
     if setting := _first_difference(mine.settings, theirs.settings):
         detail = f"{mine.settings.get(setting)} and {theirs.settings.get(setting)}"
-        cause = (
-            Cause.LEARNING_RATE if _is_times_ranks(mine, theirs, setting, other.ranks) else Cause.OPTIMIZER
-        )
+        is_scaled = not other.first and _is_times_ranks(mine, theirs, setting, other.ranks)
+        cause = Cause.LEARNING_RATE if is_scaled else Cause.OPTIMIZER
         return Diagnosis(cause, step, setting, detail)
     if k := _first_difference(mine.samples, theirs.samples):
         return Diagnosis(Cause.DATA_ORDER, step, f"micro-batch {k}", _repeated(theirs, other))

@@ -78,6 +78,8 @@ class Observer(Callback):
         self._observing = 0.0
         self._noted: dict[str, Any] = {}
         self._loss: Tensor | None = None
+        self._in_body = -1
+        """The step in whose body the loop is; -1 between two."""
         self._unrecorded: tuple[int, Tensor] | None = None
         self._outputs: dict[str, str] = {}
         self._kept = attributes({"": self.model})
@@ -96,16 +98,21 @@ class Observer(Callback):
             draws=draws_in_forward(self.model),
         )
         self._names = [name for each in self._saved.model.members for group in each for name in group]
+        self._trained = {*self._names, *(a for a, n in self._saved.model.aliases.items() if n in self._names)}
+        for optimizer in self._saved.parts.optimizers:
+            optimizer.register_step_pre_hook(self._note_settings)
         run.add_callback(self)
 
     def on_step_begin(self, batch: Batch) -> None:
         """Starts the clock of a step."""
-        self._loss = None
+        self._loss, self._in_body = None, batch.plan.step
         self._began, self._observing = time.perf_counter(), 0.0
 
     def on_gradients_ready(self, batch: Batch, loss: Tensor) -> None:
-        """Keeps the loss of the step."""
+        """Keeps the loss of the step; its end has come before where the batch was taken from a list of all."""
         self._loss = loss
+        if self._in_body != batch.plan.step:
+            self._end(batch, loss)
 
     def on_step_end(self, batch: Batch) -> None:
         """Records the step, unless the loop has left out its backward pass. Collective.
@@ -113,13 +120,18 @@ class Observer(Callback):
         A loop that takes a batch before it updates the parameters with the gradients of the last has not ended its step
         yet; that is recorded later.
         """
-        if self._loss is not None:
-            self._seconds.append(time.perf_counter() - self._began - self._observing)
-            self._unrecorded = batch.plan.step, self._loss
-            if self.trace.independent or not self.run.require_prepared().gradients.anywhere():
-                self._record()
+        self._in_body = -1
+        if self._loss is None:
+            return
+        self._end(batch, self._loss)
+        if self.trace.independent or not self.run.require_prepared().gradients.anywhere():
+            self._record()
         if batch.plan.step + 1 >= self._steps:
             raise StopRecording
+
+    def _end(self, batch: Batch, loss: Tensor) -> None:
+        self._seconds.append(time.perf_counter() - self._began - self._observing)
+        self._unrecorded = batch.plan.step, loss
 
     def _record(self) -> None:
         if self._unrecorded is None:
@@ -127,7 +139,7 @@ class Observer(Callback):
         (step, loss), self._unrecorded = self._unrecorded, None
         model, apart = self._state()
         captured = self._saved.capture("", keep=self.run.is_main)
-        trained = set(self._names)
+        trained = self._trained
         self.trace.steps.append(
             StepTrace(
                 step=step,
@@ -159,7 +171,16 @@ class Observer(Callback):
     def on_backward_begin(self, batch: Batch, scale: float) -> None:
         """Records the hyperparameters of the step, and the step before where that has not ended until now."""
         self._record()
-        self._noted, self._outputs = {"settings": hyperparameters(self._saved.parts.optimizers)}, {}
+        if batch.plan.step >= self._steps:
+            raise StopRecording
+        if self._in_body != batch.plan.step:
+            self._began, self._observing = time.perf_counter(), 0.0
+        self._noted, self._outputs = {}, {}
+        self._note_settings()
+
+    def _note_settings(self, *_: object) -> None:
+        """Records the hyperparameters; again before the update, since a loop may set them after the backward pass."""
+        self._noted["settings"] = hyperparameters(self._saved.parts.optimizers)
 
     def on_output(self, micro_batch: MicroBatch, output: Any, target: Any) -> None:
         """Notes the output of the model for a micro-batch."""

@@ -390,6 +390,76 @@ def test_a_mean_over_boxes_of_all_images_is_said_to_be_unknown():
     assert run_ranks(joined_boxes, 2) == [said, []]
 
 
+class Detector(nn.Linear):
+    """Gives its layers' outputs in training mode alone, as YOLO does."""
+
+    def forward(self, x):
+        return {"layer": super().forward(x)} if self.training else super().forward(x)
+
+
+class Penalised(nn.Linear):
+    """Takes a gradient within its forward pass, and gives numbers without a row for each sample."""
+
+    def forward(self, x):
+        x = x.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(super().forward(x).square().sum(), x, create_graph=True)
+        return {"squares": gradient.square().mean(), "norm": gradient.norm()}
+
+
+def said_of(world, model, per_micro_batch, joined, loss, metric):
+    """What is said of a loss and of a metric in two steps."""
+    torch.manual_seed(0)
+    options = RunOptions.of(global_batch=8, micro_batches=8 // per_micro_batch, threads=1)
+    run = Run(options, world)
+    model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    said, handler = [], logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("lockstep").addHandler(handler)
+    try:
+        loader = DataLoader(TensorDataset(torch.randn(16, 3), torch.arange(16) % 3), 8, collate_fn=joined)
+        for batch in run.batches(loader):
+            run.backward(batch, loss, forward=lambda data: model(data[0]), also={"metric": metric})
+        return said
+    except ConfigError as error:
+        return str(error)
+    finally:
+        run.close()
+
+
+def with_boxes(samples):
+    return torch.stack([x for x, _ in samples]), torch.cat([torch.zeros(1 + int(n), 2) for _, n in samples])
+
+
+def of_layers(output, data):
+    return output["layer"].square().mean() + data[1].mean()
+
+
+def squares(output, _):
+    return output["squares"]
+
+
+def norm(output, _):
+    return output["norm"]
+
+
+def test_a_loss_of_what_a_model_gives_in_training_mode_alone_is_said_to_be_unknown():
+    """Nothing was said of the loss of YOLO, a mean over boxes."""
+    (said,) = run_ranks(said_of, 1, Detector(3, 1), 4, with_boxes, of_layers, of_layers)
+    assert [each.partition(" is of data")[0] for each in said] == [
+        "The loss of_layers",
+        "The metric 'metric'",
+    ]
+
+
+def test_a_gradient_within_the_forward_pass_does_not_hide_what_is_no_mean():
+    """The model was called without gradients and failed, so that nothing was known of a root."""
+    for per_micro_batch in (1, 4):
+        (said,) = run_ranks(said_of, 1, Penalised(3, 1), per_micro_batch, None, squares, squares)
+        assert said == []  # also in the second step of micro-batches with a single row
+        (said,) = run_ranks(said_of, 1, Penalised(3, 1), per_micro_batch, None, squares, norm)
+        assert said.startswith("The metric 'metric' is no mean over samples")
+
+
 def joined_graphs(world, model_gives_rows):
     """As graphs are joined to one: nodes follow each other, and a tensor tells whose they are."""
     torch.manual_seed(0)

@@ -141,7 +141,7 @@ def reasons_with_model(
     micro_batches: Sequence[MicroBatch],
     device: torch.device,
 ) -> dict[str, str]:
-    """Of those that are none, or may be, where outputs have no row for each sample; see ``deviation_with_model``."""
+    """See ``reasons``; where outputs have no row for each sample, see ``deviation_with_model``."""
     found = {}
     with generators_kept():
         with suppress(Exception):
@@ -153,7 +153,7 @@ def reasons_with_model(
             with suppress(Exception):
                 found[name] = deviation_with_model(exact(function), forward, micro_batches, device)
             before.restore()
-    return {name: each.reason for name, each in found.items() if each.reason}
+    return {name: each.reason for name, each in found.items() if each is not Deviation.UNCLEAR}
 
 
 class RowSample:
@@ -395,9 +395,12 @@ def deviation_with_model(
     data, samples = together(micro_batches)
     data = _with_columns(data, samples)
     if not has_rows(leaves_of(data), samples):
-        output, target = forward(own_rows(data, slice(None)), 0)
+        try:
+            output, target = forward(own_rows(data, slice(None)), 0)
+            value = function(*copies_of((output, target)))
+        except Exception:  # a model may give what the loss takes in training mode alone
+            return Deviation.UNTESTED if samples > 1 else Deviation.NONE
         is_cut = all(has_rows(each, samples) for each in tree_leaves(output) if isinstance(each, Tensor))
-        value = function(*copies_of((output, target)))
         if samples < 2 or not isinstance(value, Tensor) or value.dim():
             return Deviation.NONE
         if is_cut and _is_mean_over_rows(function, (output, target), samples):
@@ -408,10 +411,11 @@ def deviation_with_model(
     def sums(rows: slice) -> Sums:
         nonlocal model_fails
         model_fails = True
-        both = forward(own_rows(data, rows), next(calls))
+        with torch.enable_grad():  # for a gradient within the forward pass, such as a penalty
+            both = forward(own_rows(data, rows), next(calls))
         model_fails = False
         total, weight = sum_and_weight(function(*both), len(range(samples)[rows]))
-        return float(total), float(weight)
+        return float(total.detach()), float(weight)
 
     with uncompiled():
         found = deviation_over(sums, samples, 0.1 if torch.is_autocast_enabled(device.type) else 1e-4)

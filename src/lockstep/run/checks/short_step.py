@@ -149,7 +149,8 @@ class Findings:
                 f"The forward pass writes into the parameter {shorten(map(repr, self.written), _MOST)}, as clamp_, "
                 "Embedding(max_norm=...) and an initialisation from the first batch do, or a hook of the backward pass "
                 "steps an optimizer, so each micro-batch starts from other values than on another number of processes. "
-                f"Step, then clamp under torch.no_grad(), in the loop; initialise before run.prepare. {OFF}"
+                "Step, then clamp under torch.no_grad(), in the loop; initialise before run.prepare; make running "
+                f"statistics buffers. {OFF}"
             )
         if self.drew:
             raise ConfigError(
