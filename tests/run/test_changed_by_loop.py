@@ -163,6 +163,31 @@ def test_what_a_loop_changes_where_a_data_set_reads_it_is_refused(name, stop, tm
         trainer(tmp_path, *CHANGES[name])(tmp_path / "run")
 
 
+TASK = """
+class Task:
+    def __init__(self):
+        self.level = 1.0
+    def find(self, i):
+        return self.level if i == 21 else 1.0
+"""
+CHANGES |= {
+    "a number of a configuration": (
+        "return config.level if i == 21 else 1.0",
+        "pass",
+        "config.level *= 0.5",
+        "pass",
+        "from types import SimpleNamespace\nconfig = SimpleNamespace(level=1.0)",
+    ),
+    "a number of the object of a method": (
+        "return self.find(i)",
+        "task = Task(); data.find = task.find",
+        "task.level *= 0.5",
+        "pass",
+        TASK,
+    ),
+}
+
+
 FILL = "if i not in {0}: {0}[i] = 2.0\n        return {0}[i]"
 STORE = """
 class Store:

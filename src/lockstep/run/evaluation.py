@@ -374,7 +374,7 @@ def evaluate_set_metrics(
         columns[:] = [[str(each.dtype), list(each.shape[1:])] for each in pair]
         return torch.cat([each.reshape(len(each), -1).double() for each in pair], 1), None
 
-    rows = predict(replace(opened, forward=joined, has_own_forward=True), None)
+    rows = predict(replace(opened, forward=joined, has_own_forward=True), None, everywhere=False)
     (dtype, shape), (target_dtype, target_shape) = next(filter(None, strategy.gather_records(columns)))
     values = {}
     if rows is not None:

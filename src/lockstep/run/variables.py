@@ -118,6 +118,8 @@ class Variables:
     """Of functions whose globals are still to be looked at."""
     _reading: list[FunctionType] = field(default_factory=list)
     """Functions that data sets hold, and the methods of objects that they hold."""
+    _bound: list[Any] = field(default_factory=list)
+    """The objects of methods that data sets hold."""
     _changed_by_reading: set[str] = field(default_factory=set)
     _kept: list[Any] = field(default_factory=list)
     """The results of ``parts_of``: the ids of objects are those of others once they are gone."""
@@ -156,7 +158,8 @@ class Variables:
 
     def _look_at_what_data_reads(self, own: Collection[int]) -> None:
         """Looks at the values that functions of data sets read: globals, and variables of the frames."""
-        seen, read = set[FunctionType](), list[tuple[str, Any, Any, str]]()
+        seen, attributes = set[FunctionType](), set[str]()
+        read: list[tuple[str, Any, Any, str]] = [("", each, None, "") for each in self._bound]
         while self._reading:
             function = self._reading.pop()
             if function in seen or not is_users_code(function.__code__, function.__module__ or ""):
@@ -165,6 +168,7 @@ class Variables:
             space, codes = function.__globals__, [function.__code__]
             for code in codes:
                 codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+            attributes.update(*(code.co_names for code in codes))
             for key in set().union(*map(globals_read, codes)) & space.keys():
                 if isinstance(space[key], FunctionType):
                     self._reading.append(space[key])
@@ -179,12 +183,20 @@ class Variables:
                         with suppress(ValueError):  # it has no value yet
                             read.append((f"{home}: {key}", cell.cell_contents, home, key))
         self._is_in_data = self._is_in_dataset = True
+        names = {entry.place: name for name, entry in self.plain.items()}
         for name, held, holder, key in read:
+            name = names.get((holder if isinstance(holder, str) else id(holder), key), name)
             if key in self._changed_by_reading:
                 first, last = self._seen.get(id(held), (0, 0))
                 self.perhaps_read.update(self._noted[first:last])
             elif held is not None and (is_plain(held) or isinstance(held, _VALUES)):
                 self._look(held, name, holder, key)
+            elif is_users_object(held) and not isinstance(held, Dataset | nn.Module):
+                own_values = attributes_of(held)
+                read += [
+                    (f"{name}.{each}", own_values[each], own_values, each)
+                    for each in own_values.keys() & attributes
+                ]
 
     def _look_at_globals(self, own: Collection[int]) -> None:
         """Looks at the globals that code names, and those of the user's functions that it names, and so on."""
@@ -240,6 +252,7 @@ class Variables:
             return
         if self._is_in_dataset:
             self._reading += _functions_in(value)
+            self._bound += [value.__self__] if isinstance(value, MethodType) else []
         is_named = issubclass(type(value), type | FunctionType)
         if not only_tensors and (is_named or is_users_object(value)):
             what = value if is_named else type(value)
@@ -335,7 +348,7 @@ class Variables:
         for number, part in enumerate(parts):
             inner._look(part, f"{name}[{number}]", name, number, depth + 1, only_tensors)
         self._kept, self._codes = [*self._kept, parts, inner], [*self._codes, *inner._codes]
-        self._reading += inner._reading
+        self._reading, self._bound = self._reading + inner._reading, self._bound + inner._bound
         self.generators |= inner.generators
         texts = sorted(pair for pair in inner.texts.items() if pair[0] not in inner.generators)
         if not only_tensors or hasattr(type(value), "__next__"):
