@@ -395,7 +395,7 @@ def test_what_the_start_of_an_epoch_makes_of_what_was_lost_is_named(make, change
     assert bool(warnings(caplog, "self.x")) == is_lost
 
 
-class Counter:
+class Counting:
     """Counts its steps in a function of its own, as a scheduler that is called in one does."""
 
     def __init__(self, count):
@@ -416,8 +416,8 @@ class Counter:
 @pytest.mark.parametrize("given", [0, STEPS])
 def test_a_count_that_is_given_back_is_not_named(given, caplog):
     """It was, where a function has the loop within an epoch, and refused if the loss reads it."""
-    stored = Counter(0).walk(LoopState(frozenset(), is_main=True))
-    Counter(given).walk(resumed(stored, inside=True))
+    stored = Counting(0).walk(LoopState(frozenset(), is_main=True))
+    Counting(given).walk(resumed(stored, inside=True))
     assert bool(warnings(caplog, "self.count")) == (given == 0)
 
 
