@@ -14,7 +14,6 @@ import re
 from array import array
 from collections import UserDict, UserList, deque
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from enum import Enum
 from functools import partial
 from multiprocessing.sharedctypes import SynchronizedBase
@@ -22,7 +21,6 @@ from pathlib import PurePath
 from threading import Thread
 from types import (
     BuiltinFunctionType,
-    CodeType,
     FunctionType,
     MethodDescriptorType,
     MethodType,
@@ -36,6 +34,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset
 
 from lockstep.data.adopt import Stream
+from lockstep.data.keyed import read_by
 from lockstep.data.wrappers.weighted import Weighted
 from lockstep.data.wrappers.wrapping import Wrapping
 from lockstep.runtime.error_record import is_users_file, is_users_module
@@ -215,17 +214,7 @@ def _is_users(function: Any) -> bool:
 
 def _read_by(function: FunctionType) -> Iterator[Any]:
     """Everything that a function of the user's reads beside its arguments: values, containers and further functions."""
-    if not _is_users(function):
-        return
-    codes, found = [function.__code__], []
-    for cell in function.__closure__ or ():
-        with suppress(ValueError):  # not set yet
-            found.append(cell.cell_contents)
-    while codes:
-        code = codes.pop()
-        codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
-        found += [function.__globals__.get(name) for name in code.co_names]
-    for each in found:
+    for _, each in read_by(function) if _is_users(function) else ():
         if isinstance(each, type):
             yield from _held_by_class(each)
         elif isinstance(each, _READABLE) or _is_users(each) or _is_users_object(each):

@@ -203,7 +203,7 @@ def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, partial):
         yield from ((name, each) for each in (value.func, value.args, value.keywords))
     elif isinstance(value, FunctionType):
-        yield from _read_by(name, value)
+        yield from read_by(value, name)
     elif isinstance(value, type):
         for each in value.__mro__ if is_users_module(value.__module__) else ():
             own = vars(each).items() if is_users_module(each.__module__) else ()
@@ -218,8 +218,8 @@ def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield name, type(value)
 
 
-def _read_by(name: str, function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """The values that a function reads beside its arguments."""
+def read_by(function: FunctionType, name: str = "") -> Iterator[tuple[str, Any]]:
+    """The values that a function reads beside its arguments, by the words for them; ``name`` are those for itself."""
     for key, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with suppress(ValueError):  # not set yet
             yield f"{name}: {key}", cell.cell_contents
