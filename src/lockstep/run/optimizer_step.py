@@ -25,6 +25,7 @@ from lockstep.numerics.hooks import is_users
 from lockstep.numerics.precision import Precision
 from lockstep.run.checks.same_call import gather_agreed
 from lockstep.run.shared_groups import SharedGroups
+from lockstep.runtime.lazy_compiler import apart_from_graphs
 from lockstep.strategies import IndependentStrategy, Strategy
 from lockstep.strategies.loop_writes import setting_values
 from lockstep.strategies.sharding import is_elementwise, thawed
@@ -205,6 +206,7 @@ class GradientState:
                 "run.backward and optimizer.step()."
             )
 
+    @apart_from_graphs
     def clip(self, max_norm: float) -> Tensor:
         """Scales the gradients so that their total norm is at most ``max_norm``. Collective.
 
@@ -485,6 +487,7 @@ class PreparedOptimizer(Optimizer):
     _step_supports_amp_scaling = True
     """Has a GradScaler leave the gradients alone, and set ``grad_scale`` while it calls ``step``."""
 
+    @apart_from_graphs
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Takes one step from the reduced gradients. Every rank must call this.
 
@@ -514,6 +517,7 @@ class PreparedOptimizer(Optimizer):
             call()
         return None
 
+    @apart_from_graphs
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients."""
         with nullcontext() if set_to_none else self._gradients.setting_values():

@@ -52,6 +52,7 @@ from lockstep.run.step_errors import note_data
 from lockstep.run.step_metrics import StepMetrics
 from lockstep.run.whole_batch import require_whole_models, stand_in, surrogate
 from lockstep.runtime.events import Callback, CallbackHandle, options_of_new_run
+from lockstep.runtime.lazy_compiler import apart_from_graphs
 from lockstep.strategies import IndependentStrategy, StepResult, Strategy, open_strategy
 
 _OWN_EVERY = 100
@@ -237,6 +238,7 @@ class Run:
         left = self._loop.steps_left(plan.steps_per_epoch)
         return EpochSteps(self._loop.steps(read, self._between_steps), left)
 
+    @apart_from_graphs
     def backward(
         self,
         batch: Batch,
@@ -386,8 +388,7 @@ class Run:
                 object with ``update(output, target)``, ``compute()`` and ``reset()``, such as a metric of torchmetrics,
                 is given all samples in their order on the main process.
             model: another model than the trained one, such as a moving average of its weights.
-            forward: as in ``backward``.
-            workers: as in ``batches``.
+            forward, workers: as in ``backward`` and ``batches``.
             repeatable: a request to stop ends the evaluation, and a resumed run does again all that came after the last
                 step of the epoch. For loops in which nothing since then changes what a checkpoint holds, such as a
                 schedule; otherwise the evaluation goes on to its end, and the run stops at the next step.
@@ -541,8 +542,7 @@ class Run:
         """Optimizer steps that ``batches(data)`` makes, equal on every number of devices.
 
         Args:
-            data: as for ``batches``.
-            drop_last: as for ``batches``.
+            data, drop_last: as for ``batches``.
             model: the model, where it has not been prepared yet.
         """
         if model is not None:

@@ -168,10 +168,11 @@ def copy_hooks(model: nn.Module, replica: nn.Module) -> None:
 
 
 def parts_of(model: nn.Module) -> dict[str, object]:
-    """Modules, and the functions and tuples that torch's own hold, by name; other modules may set such in forward."""
+    """Modules, their parameters, and functions and tuples of torch's own, by name; others may set such in forward."""
     found: dict[str, object] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         found[path] = module
+        found |= {f"{path}.{key}".lstrip("."): value for key, value in module._parameters.items()}
         if type(module).__module__.startswith("torch.nn."):
             held = {
                 key: value
