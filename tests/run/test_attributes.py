@@ -3,6 +3,7 @@
 import array
 import json
 import multiprocessing
+import os
 import re
 from collections import UserDict, deque, namedtuple
 from contextvars import ContextVar
@@ -204,6 +205,7 @@ class Odd(nn.Module):
         x = self.act(x) * self.by_object[self.key] * self.rows[0] * type(self).scale * GLOBALS["scale"]
         x = x * float(self.share) * self.settings[0]["a"] * self.table.to_dense()[0, 0] * SCALE.get()
         x = x * float(self.masked.filled(2.0).mean()) * float(self.record["a"][0])
+        x = x * float(os.environ.get("SCALE_OF_A_TEST", "1.0"))
         return self.switch(self.times(x))
 
 
@@ -278,6 +280,10 @@ ODD = {
     ),
     "a generator": (lambda model: next(model.ramp), "'ramp' of 5 (generator at line "),
     "a context variable": (lambda model: SCALE.set(2.0), "the global variable 'SCALE' (1.0, was 2.0)"),
+    "the environment": (
+        lambda model: os.environ.update(SCALE_OF_A_TEST="2.0"),
+        "the environment variable 'SCALE_OF_A_TEST' (1.0, was 2.0)",
+    ),
     "a hook": (lambda model: model.register_forward_hook(halved), "the hooks of 5 ([], was ['halved'])"),
 }
 
@@ -291,6 +297,7 @@ def train_in_two_parts(folder, change, *, stop=2, **options):
     for last in (stop, 99):
         Odd.scale, GLOBALS["scale"] = 1.0, 1.0
         SCALE.set(1.0)
+        os.environ["SCALE_OF_A_TEST"] = "1.0"
         model = nn.Sequential(*network(), Odd())
         run, model, optimizer = begin(model, directory=folder, resume="auto", **options)
         for batch in run.batches(dataset()):

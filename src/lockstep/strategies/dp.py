@@ -294,7 +294,10 @@ class DataParallel(Replicated):
 
     def _has_thread_settings(self) -> bool:
         """Returns whether the caller's thread has settings that the threads of the replicas lack."""
-        return torch.is_autocast_enabled(self.device.type) or torch.get_default_device().type != "cpu"
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        modes = torch._C._len_torch_function_stack() + torch._C._len_torch_dispatch_stack()
+        is_cpu = torch.get_default_device().type == "cpu"
+        return torch.is_autocast_enabled(self.device.type) or not is_cpu or hooks is not None or modes > 0
 
     def release(self) -> None:
         """Ends the threads."""
