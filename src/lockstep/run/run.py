@@ -80,6 +80,8 @@ class Run:
         self._events.add_observers_of_new_runs()
         if (group := self._session.group) is not None:
             agreement.require_equal_settings(options.as_text(), group, self.device)
+        if options.directory is not None:  # from here on the script may go to another folder
+            self.options = replace(self.options, directory=Path(options.directory).absolute())
         self._precision = Precision.of(options, self.device)
         self._precision.configure_backend()
         self.is_portable = make_portable(options, world, self.device)
@@ -423,7 +425,7 @@ class Run:
 
         Args:
             data: a map-style data set or a DataLoader; its samples are those of ``evaluate``, or inputs alone.
-            keep: makes of the output for a micro-batch what is kept of it, a tensor with a row for each sample, such as
+            keep: makes of the output for a micro-batch the tensor that is kept, with a row for each sample, such as
                 ``lambda output: output.argmax(1)``; by default the output itself.
 
         Returns:
@@ -528,7 +530,6 @@ class Run:
     def _release(self) -> None:
         if self._writer.background.busy:
             self._session.heartbeat.mark("save", epoch=self.position.epoch, step=self.position.step)
-        self._writer.background.finish()
         self._writer.release()
         self.strategy.release()
         drop_process_groups(self.strategy)
@@ -542,8 +543,7 @@ class Run:
         """Optimizer steps that ``batches(data)`` makes, equal on every number of devices.
 
         Args:
-            data, drop_last: as for ``batches``.
-            model: the model, where it has not been prepared yet.
+            data, drop_last: as for ``batches``; ``model``: the model, where it has not been prepared yet.
         """
         if model is not None:
             smallest = smallest_micro_batch(model)

@@ -305,7 +305,7 @@ class Rehearsals:
             # Each time: a loop may give back what a step has left on its rank.
             if strategy.share.holders > 1:
                 findings.by_rank = self._pass_of_all(short, rehearsal, scale)
-                self._places = before.texts
+                self._places = {n: t for n, t in before.texts.items() if "environment variable" not in n}
             is_called_alone = strategy.replicated and not self._are_concurrent
             with strategy.joined_calls():  # a loss may call the model
                 deviations = judging.deviations()
