@@ -484,3 +484,36 @@ def test_an_attribute_that_the_script_sets_anew_before_its_loop_is_told(tmp_path
     assert decayed(tmp_path / "again", 3, True) != whole
     assert "the script has set the attribute 'scale' of 1 anew" in caplog.text
     assert "'if not run.position.step:'" in caplog.text
+
+
+class Rotating(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("basis", torch.eye(6))
+        self.small, self.large = torch.eye(6), torch.eye(80)
+        self.layer = nn.Linear(6, 6)
+
+    def turn(self):
+        """Matrices of torch.linalg lie in memory column by column."""
+        self.basis, self.small, self.large = (torch.linalg.qr(torch.randn(n, n))[0] for n in (6, 6, 80))
+        self.layer.weight.data = torch.linalg.qr(self.layer.weight.data)[0]
+
+    def forward(self, x):
+        return self.layer(x @ self.basis @ self.small)
+
+
+def test_how_tensors_lie_in_memory_goes_through_a_checkpoint(tmp_path):
+    tensors = []
+    for is_new in (True, False):
+        rotating = Rotating()
+        model = nn.Sequential(rotating, *network())
+        run, _, optimizer = begin(model, directory=tmp_path, resume="auto")
+        if is_new:
+            rotating.turn()
+            train_step(run, next(iter(run.batches(dataset()))), optimizer)
+            run.save(wait=True)
+        tensors.append([rotating.basis, rotating.small, rotating.large, rotating.layer.weight])
+        run.close()
+    for one, other in zip(*tensors, strict=True):
+        assert one.stride() == other.stride() and torch.equal(one, other)
+    assert tensors[1][0].stride() == (1, 6)
