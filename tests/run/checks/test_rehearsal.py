@@ -289,6 +289,14 @@ def test_weights_that_are_cached_around_a_step_are_refused():
         train(trained)
 
 
+def test_a_model_that_the_loop_converts_is_refused_by_its_types():
+    trained = model()
+    with pytest.raises(
+        ConfigError, match=r"'0.weight' was torch.float32 at run.prepare and is torch.float64 now"
+    ):
+        train(trained, epochs=2, end=lambda epoch: trained.double())
+
+
 def test_a_cache_by_length_is_no_state(caplog):
     """The check of means calls the loss with fewer rows; what it kept then was named."""
     masks = {}

@@ -211,6 +211,7 @@ class Rehearsals:
             return
         if not (self.is_on or self._is_for_resume):
             return
+        prepared.state.model.require_own_types()
         if parametrize._cache_enabled:
             raise ConfigError(
                 "run.backward was called under parametrize.cached(), which would keep a weight and its graph from one "
