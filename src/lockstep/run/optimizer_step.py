@@ -284,14 +284,15 @@ class GradientState:
             )
         self._require_no_frozen_gradients()
         taken = True
-        with self._in_step(optimizer), self.setting_values():
+        with self._in_step(optimizer):
             self._strategy.before_step()
-            with self._explaining(optimizer):
-                if self._scaler is None:
-                    optimizer.step()
-                else:
-                    taken = self._step_scaled(optimizer, self._scaler)
-            self._strategy.after_step()
+            with self.setting_values():
+                with self._explaining(optimizer):
+                    if self._scaler is None:
+                        optimizer.step()
+                    else:
+                        taken = self._step_scaled(optimizer, self._scaler)
+                self._strategy.after_step()
         return taken
 
     @contextmanager
@@ -520,10 +521,10 @@ class PreparedOptimizer(Optimizer):
     @apart_from_graphs
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients."""
-        with nullcontext() if set_to_none else self._gradients.setting_values():
+        with self._gradients.setting_values():
             self.wrapped.zero_grad(set_to_none)
-        if set_to_none and self._shared is not None and not self._shared.is_whole:
-            self._shared.forget_gradients()
+            if set_to_none and self._shared is not None and not self._shared.is_whole:
+                self._shared.forget_gradients()
         self._gradients.forget(self.wrapped)
 
     def state_dict(self) -> dict[str, Any]:
