@@ -271,10 +271,10 @@ class PreparedModel:
     def require_own_types(self) -> None:
         """Raises ``ConfigError`` naming a parameter that has another number type than at ``prepare``."""
         for name, parameter in self.parameters.items():
-            if (known := self.tensors.get(name)) is not None and known.dtype != parameter.dtype:
+            if name in self.tensors and (known := self.tensors[name].dtype) != parameter.dtype:
                 raise ConfigError(
-                    f"The parameter {name!r} was {known.dtype} at run.prepare and is {parameter.dtype} now, and its "
-                    "gradients are summed in memory of the first type. Convert the model before run.prepare."
+                    f"The parameter {name!r} was {known} at run.prepare and is {parameter.dtype} now, and gradients "
+                    "are summed in memory of the first type. Convert the model before run.prepare."
                 )
 
     def with_all_buffers(self, digests: dict[str, str]) -> dict[str, str]:

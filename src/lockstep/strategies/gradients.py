@@ -554,11 +554,9 @@ def _second(name: str) -> ConfigError:
 
 def _unseen(name: str) -> ConfigError:
     return ConfigError(
-        f"The gradient of {name!r} came past the hooks that Lockstep has on it. The parameter was swapped for another "
-        "tensor after run.prepare, as torch.utils.swap_tensors and load_state_dict under "
-        "torch.__future__.set_swap_module_params_on_conversion do, or its gradient was set by hand in the backward "
-        "pass. Copy values in place (parameter.copy_ under torch.no_grad), and return gradients from "
-        "autograd.Function.backward."
+        f"The gradient of {name!r} came past the hooks that Lockstep has on it: after run.prepare the parameter was "
+        "swapped for another tensor (torch.utils.swap_tensors, set_swap_module_params_on_conversion), or its gradient "
+        "was set by hand in the backward pass. Copy values in place, and return gradients from Function.backward."
     )
 
 

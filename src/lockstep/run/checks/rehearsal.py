@@ -214,8 +214,8 @@ class Rehearsals:
         prepared.state.model.require_own_types()
         if parametrize._cache_enabled:
             raise ConfigError(
-                "run.backward was called under parametrize.cached(), which would keep a weight and its graph from one "
-                "micro-batch to the next. Put it into the model's forward, or into forward=."
+                "run.backward was called under parametrize.cached(), which would keep a weight's graph from one micro-"
+                "batch to the next. Put it into the model's forward, or into forward=."
             )
         self.require_equal_draws()
         findings = self._rehearse(prepared, compute, batch, loss, scale)
