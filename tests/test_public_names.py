@@ -61,7 +61,7 @@ RUN = {
     "fingerprint": "(self)",
     "is_main": "property",
     "position": "property",
-    "predict": "(self, data, keep=None, *, model=None, forward=None, workers=None)",
+    "predict": "(self, data, keep=None, *, model=None, forward=None, workers=None, everywhere=False)",
     "prepare": "(self, model, *others, values_from_main=False)",
     "print": "(self, *values, **options)",
     "save": "(self, *given, wait=False, directory=None)",

@@ -3,6 +3,7 @@
 import array
 import json
 import multiprocessing
+import os
 import re
 from collections import UserDict, deque, namedtuple
 from contextvars import ContextVar
@@ -204,6 +205,7 @@ class Odd(nn.Module):
         x = self.act(x) * self.by_object[self.key] * self.rows[0] * type(self).scale * GLOBALS["scale"]
         x = x * float(self.share) * self.settings[0]["a"] * self.table.to_dense()[0, 0] * SCALE.get()
         x = x * float(self.masked.filled(2.0).mean()) * float(self.record["a"][0])
+        x = x * float(os.environ.get("SCALE_OF_A_TEST", "1.0"))
         return self.switch(self.times(x))
 
 
@@ -278,6 +280,10 @@ ODD = {
     ),
     "a generator": (lambda model: next(model.ramp), "'ramp' of 5 (generator at line "),
     "a context variable": (lambda model: SCALE.set(2.0), "the global variable 'SCALE' (1.0, was 2.0)"),
+    "the environment": (
+        lambda model: os.environ.update(SCALE_OF_A_TEST="2.0"),
+        "the environment variable 'SCALE_OF_A_TEST' (1.0, was 2.0)",
+    ),
     "a hook": (lambda model: model.register_forward_hook(halved), "the hooks of 5 ([], was ['halved'])"),
 }
 
@@ -291,6 +297,7 @@ def train_in_two_parts(folder, change, *, stop=2, **options):
     for last in (stop, 99):
         Odd.scale, GLOBALS["scale"] = 1.0, 1.0
         SCALE.set(1.0)
+        os.environ["SCALE_OF_A_TEST"] = "1.0"
         model = nn.Sequential(*network(), Odd())
         run, model, optimizer = begin(model, directory=folder, resume="auto", **options)
         for batch in run.batches(dataset()):
@@ -477,3 +484,36 @@ def test_an_attribute_that_the_script_sets_anew_before_its_loop_is_told(tmp_path
     assert decayed(tmp_path / "again", 3, True) != whole
     assert "the script has set the attribute 'scale' of 1 anew" in caplog.text
     assert "'if not run.position.step:'" in caplog.text
+
+
+class Rotating(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("basis", torch.eye(6))
+        self.small, self.large = torch.eye(6), torch.eye(80)
+        self.layer = nn.Linear(6, 6)
+
+    def turn(self):
+        """Matrices of torch.linalg lie in memory column by column."""
+        self.basis, self.small, self.large = (torch.linalg.qr(torch.randn(n, n))[0] for n in (6, 6, 80))
+        self.layer.weight.data = torch.linalg.qr(self.layer.weight.data)[0]
+
+    def forward(self, x):
+        return self.layer(x @ self.basis @ self.small)
+
+
+def test_how_tensors_lie_in_memory_goes_through_a_checkpoint(tmp_path):
+    tensors = []
+    for is_new in (True, False):
+        rotating = Rotating()
+        model = nn.Sequential(rotating, *network())
+        run, _, optimizer = begin(model, directory=tmp_path, resume="auto")
+        if is_new:
+            rotating.turn()
+            train_step(run, next(iter(run.batches(dataset()))), optimizer)
+            run.save(wait=True)
+        tensors.append([rotating.basis, rotating.small, rotating.large, rotating.layer.weight])
+        run.close()
+    for one, other in zip(*tensors, strict=True):
+        assert one.stride() == other.stride() and torch.equal(one, other)
+    assert tensors[1][0].stride() == (1, 6)

@@ -478,3 +478,14 @@ def test_a_run_that_the_script_continues_by_itself_is_told_that_it_begins_anew(c
     run.prepare(model, optimizer)
     run.close()
     assert [said in record.getMessage() for record in caplog.records] == [True] * stepped
+
+
+def test_the_run_folder_is_seen_from_where_the_run_began(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run, _, optimizer = begin(directory="runs/one")
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    for batch in run.batches(dataset()):
+        train_step(run, batch, optimizer)
+    assert run.save(wait=True).parent == tmp_path / "runs/one"
+    run.close()

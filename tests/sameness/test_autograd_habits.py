@@ -24,7 +24,12 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
+)
 from torch.utils.data import Dataset
 
 from lockstep.errors import ConfigError
@@ -437,6 +442,55 @@ def test_unusual_models_have_the_bits_of_one_device(layout, makes):
     assert differing(expected, under(layout, *makes)) == {}
 
 
+def policy(context, operator, *args, **kwargs):
+    kept = operator == torch.ops.aten.addmm.default
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def selective_checkpoints():
+    options = {
+        "use_reentrant": False,
+        "context_fn": lambda: create_selective_checkpoint_contexts(policy),
+    }
+    return Program(between(Checkpointed(**options), Checkpointed(**options)))
+
+
+def derivative_by_all_weights():
+    """A product with the Hessian, by a forward of one's own."""
+    model = nn.Sequential(
+        nn.Linear(6, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 4)
+    )
+
+    def forward(prepared):
+        def both(data):
+            output = prepared(data[0])
+            slopes = torch.autograd.grad(output.sum(), [*prepared.parameters()], create_graph=True)
+            return output, sum(slope.square().sum() for slope in slopes)
+
+        return both
+
+    def loss(found, data):
+        return F.cross_entropy(found[0], data[1]) + 1e-3 * found[1]
+
+    return Program(model, loss, forward=forward)
+
+
+def test_what_is_differentiated_or_computed_again_outside_of_modules_has_the_bits_of_one_device():
+    makes = (selective_checkpoints, derivative_by_all_weights)
+    assert differing(under(SINGLE, *makes), under(FSDP, *makes)) == {}
+
+
+def tangents():
+    """A derivative in forward mode, by a forward of one's own."""
+
+    def forward(prepared):
+        return lambda data: torch.func.jvp(prepared, (data[0],), (torch.ones_like(data[0]),))
+
+    return Program(
+        between(nn.Tanh()), lambda found, data: F.cross_entropy(found[0] + found[1], data[1]), forward=forward
+    )
+
+
 class ByTransform(Block):
     def forward(self, x):
         slope = torch.func.vmap(torch.func.grad(lambda row: torch.tanh(self.layer(row)).sum()))(x)
@@ -451,6 +505,7 @@ def transforms():
     "layout, make, said",
     [
         (FSDP, transforms, r"calls torch.func.grad.*Use torch.autograd.grad.*'ddp'"),
+        (FSDP, tangents, r"calls torch.func.grad, vjp, jvp.*'ddp'"),
         (PIPELINE, penalty, r"a forward of your own"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

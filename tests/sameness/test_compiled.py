@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lockstep
 from lockstep.errors import ConfigError
+from lockstep.run import Run, RunOptions
 
 pytestmark = [
     pytest.mark.slow,
@@ -222,3 +223,32 @@ def many_shapes(world):
 def test_more_graphs_than_torch_keeps_are_refused_in_a_sentence():
     with pytest.raises(ConfigError, match=r"more came than torch keeps of one function \(8\)"):
         run_ranks(many_shapes, 1, timeout=300)
+
+
+def compiled_step(world, settings, compiled):
+    """A step of the loop that the user has compiled, with an optimizer and a schedule."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    run = Run(RunOptions.of(global_batch=8, micro_batches=4, threads=1, **settings), world)
+    model, optimizer = run.prepare(model, optimizer)
+
+    def step(batch):
+        loss = run.backward(batch, nn.functional.cross_entropy)
+        norm = run.clip_gradients(0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss + norm
+
+    step = torch.compile(step, backend="eager") if compiled else step
+    data = torch.utils.data.TensorDataset(torch.randn(24, 6), torch.arange(24) % 4)
+    values = [float(step(batch)).hex() for _ in run.epochs(1) for batch in run.batches(data)]
+    found = values, run.fingerprint()
+    run.close()
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pipeline", "parameter_server"])
+def test_a_step_of_the_loop_may_be_compiled(strategy):
+    (expected,) = run_ranks(compiled_step, 1, {"strategy": "single"}, False, timeout=100)
+    assert run_ranks(compiled_step, 2, {"strategy": strategy}, True, timeout=100)[0] == expected

@@ -233,12 +233,14 @@ def test_replicas_that_drift_are_named_where_a_rehearsal_finds_them():
     )
 
 
-def test_a_module_that_is_added_later_is_refused_where_replicas_were_copied():
-    text = text_of(plain_program()).replace(
-        "    trained = model\n", "    trained = model.append(nn.Tanh())\n"
-    )
+@pytest.mark.parametrize(
+    "line, part",
+    [("trained = model.append(nn.Tanh())", "3"), ("trained[2].bias = trained[0].bias", "2.bias")],
+)
+def test_what_is_added_or_tied_later_is_refused_where_replicas_were_copied(line, part):
+    text = text_of(plain_program()).replace("    trained = model\n", f"    trained = model\n    {line}\n")
     ended = run_trial(text, [Layout("dp 2", 1, {"strategy": "dp", "dp": {"replicas": 2}})])
-    assert ended.how == "refused" and "The part '3' of the model was replaced" in ended.message, ended
+    assert ended.how == "refused" and f"The part '{part}' of the model was replaced" in ended.message, ended
 
 
 CALLS_MODEL = """

@@ -226,6 +226,41 @@ def on_a_split_layer():
     return Program(model)
 
 
+def swapped():
+    def after(model, prepared):
+        for parameter in prepared.parameters():
+            torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach() * 0.5))
+
+    return Program(chain(), after=after)
+
+
+class SetsGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, module):
+        ctx.save_for_backward(x)
+        ctx.weight = module.weight
+        return x @ ctx.weight.detach()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        ctx.weight.grad = x.T @ gradient
+        return gradient @ ctx.weight.detach().T, None
+
+
+class ByHand(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(WIDTH) + 0.01)
+
+    def forward(self, x):
+        return SetsGradient.apply(x, self)
+
+
+def gradient_by_hand():
+    return Program(chain(ByHand()))
+
+
 def on_all_modules():
     register_module_forward_hook(lambda module, given, output: None)
     return Program(chain())
@@ -258,6 +293,15 @@ def plain_dropout():
         ),
         (PIPELINE, on_an_opened_module, r"A hook was registered on 'the model' after run.prepare.*'ddp'"),
         (PIPELINE, on_all_modules, r"Hooks are registered for all modules .* no process calls all modules"),
+        (DP, swapped, r"The gradient of '0.weight' came past the hooks"),
+        (LAYERS, swapped, r"The gradient of '0.weight' came past the hooks"),
+        (
+            SINGLE,
+            gradient_by_hand,
+            r"The gradient of '4.weight' came past the hooks .* or its gradient was set by hand",
+        ),
+        (PIPELINE, gradient_by_hand, r"The gradient of '4.weight' came past the hooks"),
+        (SERVERS, gradient_by_hand, r"The gradient of '4.weight' came past the hooks"),
         (TENSOR, on_a_split_layer, r"'0.weight' has a hook, and strategy 'tensor' .*'ddp'"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

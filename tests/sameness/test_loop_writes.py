@@ -70,6 +70,11 @@ def clamp_gradients(model, optimizer):
         parameter.grad.data.clamp_(-0.01, 0.01)
 
 
+def clear_gradients(model, optimizer):
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
 def scale_momenta(model, optimizer):
     for parameter in trained(model):
         optimizer.state[parameter]["momentum_buffer"].mul_(0.5)
@@ -99,7 +104,16 @@ def give_gradient_to_frozen(model, optimizer):
     model[5].bias.grad = torch.full((16,), 0.01)
 
 
-BEFORE_STEP = (scale_gradients, scale_gradient_of_head, clamp_gradients, scale_momenta, clamp_in_vain)
+BEFORE_STEP = (
+    *(
+        scale_gradients,
+        scale_gradient_of_head,
+        clamp_gradients,
+        clear_gradients,
+        scale_momenta,
+        clamp_in_vain,
+    ),
+)
 AFTER_STEP = (
     *(scale_all, scale_data, assign_data, scale_head, scale_data_of_head, clamp_data, load),
     *(forget_momenta, clamp_in_vain, scale_zeros, freeze),
@@ -150,7 +164,7 @@ class Case:
 EVERYWHERE = [Case(change, on_all=True) for change in dict.fromkeys((*BEFORE_STEP, *AFTER_STEP))]
 LAYOUTS = ("ddp", "fsdp", "pipeline", "server", "servers", "fsdp-pipeline", "data-pipeline")
 QUICK = ("pipeline", "servers")
-ON_ONE = (scale_all, scale_data_of_head, scale_gradient_of_head, scale_momenta, freeze)
+ON_ONE = (scale_all, scale_data_of_head, scale_gradient_of_head, clear_gradients, scale_momenta, freeze)
 """Those that are tried on one rank, each of which takes processes of its own: a refusal leaves them where they are."""
 
 

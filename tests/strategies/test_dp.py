@@ -12,6 +12,9 @@ from tests.strategies.in_process import differing, rows
 from tests.strategies.jobs import JOBS, photos
 from tests.strategies.training import train_all
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import TensorDataset
 
 from lockstep.errors import ConfigError
@@ -72,6 +75,34 @@ def test_every_number_of_replicas_gives_the_bits_of_one_device(make, replicas):
     """12 steps; the last of an epoch has 10 rows, which leaves replicas without a micro-batch."""
     assert draws_in_forward(make()) is (make is Tied)
     assert differing(alone(make), train(replicas, make)) == []
+
+
+class Halved(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        return found / 2 if function is nn.functional.linear else found
+
+
+class HalvedOperators(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        return found / 2 if function is torch.ops.aten.tanh.default else found
+
+
+def rounded():
+    """Saves in bf16 what the backward pass needs."""
+    return saved_tensors_hooks(
+        lambda each: each.bfloat16() if each.is_floating_point() else each,
+        lambda each: each.float() if each.is_floating_point() else each,
+    )
+
+
+@pytest.mark.parametrize("around", [Halved, HalvedOperators, rounded])
+def test_modes_and_hooks_of_the_callers_thread_hold_for_all_replicas(around):
+    with around():
+        expected, found = train(0, quiet, epochs=1), train(3, quiet, epochs=1)
+    assert differing(expected, found) == []
+    assert differing(train(0, quiet, epochs=1), expected)
 
 
 def test_a_step_of_one_micro_batch_leaves_all_other_replicas_idle():

@@ -35,10 +35,11 @@ def test_what_the_run_sets_is_no_write_of_the_loop():
 
 
 def test_a_tensor_may_go_grow_shrink_or_change_its_type():
+    """One that is gone is a gradient that the loop has cleared."""
     gone, other = torch.ones(4), nn.Parameter(torch.ones(4))
     writes = noted(gone=gone, other=other)
     del gone
-    assert writes.take() == {"other": False}
+    assert writes.take() == {"gone": True, "other": False}
     for values in (torch.ones(9), torch.ones(1).expand(9), torch.ones(9, dtype=torch.float64), torch.ones(0)):
         other.data = values
         writes.look()

@@ -230,7 +230,7 @@ def _strides(tensor: Tensor, parameter: Tensor | None) -> list[int]:
     return list(tensor.stride())
 
 
-def _with_strides(tensor: Tensor, strides: Sequence[int] | None) -> Tensor:
+def with_strides(tensor: Tensor, strides: Sequence[int] | None) -> Tensor:
     """The tensor with these strides; as it is without, or where it is another part than the one that had them."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, strides or ()))
     if strides is None or len(strides) != tensor.dim() or last + 1 != tensor.numel():
@@ -268,7 +268,7 @@ def load_optimizer_state(
     _require_equal_names(hyperparameters, {name for group in whole for name in group})
     chosen = [_common_hyperparameters(group, hyperparameters) for group in whole]
     state, strides = record["state"], record.get("strides", {})
-    tensors = {key: _with_strides(each, strides.get(key)) for key, each in tensors.items()}
+    tensors = {key: with_strides(each, strides.get(key)) for key, each in tensors.items()}
     optimizer.state.clear()
     for key, value in decode(record.get("others", {}), tensors).items():
         optimizer.state[key] = value.clone() if isinstance(value, Tensor) else value

@@ -100,7 +100,7 @@ class RunOptions(RunSettings):
     threads: int | None = field(default=None, metadata={"check": threads})
     """CPU threads of each rank; by default what the launcher set, or 1. Part of the recipe on a CPU."""
     directory: Path | str | None = field(default=None, metadata={"check": file_path})
-    """The run folder, for checkpoints and logs; nothing is written without one."""
+    """The run folder, for checkpoints and logs, seen from where the run begins; nothing is written without one."""
     resume: str = field(default="", metadata={"check": file_path})
     """Empty: start anew. "auto": go on from the newest sound checkpoint of ``directory``, if any. Else: the path of
     one checkpoint, or of a run folder, whose newest one counts."""

@@ -16,6 +16,7 @@ import hashlib
 import io
 import itertools
 import logging
+import os
 import pickle
 import queue
 import random
@@ -389,6 +390,10 @@ class Snapshot:
     def _global(self, space: dict[str, Any], key: str, names: frozenset[str]) -> None:
         """One global that code names; ``names`` are all that it names, attributes of modules among them."""
         value = space[key]
+        if value is os.environ or (value is os and names & {"environ", "getenv"}):
+            for variable, text in os.environ.items():
+                self._note(f"the environment variable {variable!r}", short_text(text))
+            return
         if isinstance(value, ModuleType):
             self.draws_globally |= (
                 value is random or value is np.random or (value is np and "random" in names)

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.checkpoint.manifest import JSON, decode, encode
-from lockstep.checkpoint.state import ATTRIBUTE, has_extra_state, named_state
+from lockstep.checkpoint.state import ATTRIBUTE, has_extra_state, named_state, with_strides
 from lockstep.core.fingerprint import checksum, sum_of_bits
 from lockstep.data.keyed import encoded_state, set_encoded_state
 from lockstep.distributed.collectives import gather_json
@@ -38,6 +38,7 @@ from lockstep.numerics.value_text import octets_of, set_octets
 from lockstep.run.prepare import Parts
 from lockstep.strategies import Strategy
 from lockstep.strategies.absent import AbsentTensor
+from lockstep.strategies.sharding import has_no_gaps
 
 Place = tuple[str, str]
 """An object, as ``"module layers.0"``, and its attribute."""
@@ -52,6 +53,8 @@ _MOST_NUMBERS, _LEAST_BYTES = 4_096, 64 << 20
 """Of a tensor that is held as text; of all others together, if the model has fewer."""
 _MOST_ENTRIES, _MOST_DEPTH = 100_000, 20
 """Of what an attribute holds."""
+_STRIDES = "strides of its tensors"
+"""In the place of an attribute: how a module's parameters and buffers lie in memory. Bits of products depend on it."""
 _LEFT_OUT: JSON = ["left out"]
 _MISSING = object()
 _ATTRIBUTE = re.compile(r"(?:the attribute '\w+' of )*(the attribute '\w+' of [^\[\]]*)(?:\[.*)?")
@@ -157,13 +160,19 @@ class Values:
         if tensor.numel() <= _MOST_NUMBERS:
             numbers = plain.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
             dtype = str(tensor.dtype).removeprefix("torch.")
-            return ["numbers", dtype, list(tensor.shape), numbers.hex(), tensor.is_cpu]
+            return self._laid_out(
+                ["numbers", dtype, list(tensor.shape), numbers.hex(), tensor.is_cpu], tensor
+            )
         if tensor.grad_fn is not None or tensor.nbytes > self._room:  # the output of a layer, or too large
             return self._unheld()
         self._room -= tensor.nbytes
         self.tensors[path] = plain
         self.large.setdefault(self._place, []).append(path)
-        return ["tensor", path, f"{int(checksum(plain)):x}", tensor.is_cpu]
+        return self._laid_out(["tensor", path, f"{int(checksum(plain)):x}", tensor.is_cpu], tensor)
+
+    def _laid_out(self, found: list[JSON], tensor: Tensor) -> JSON:
+        is_usual = tensor.is_contiguous() or not has_no_gaps(tensor.shape, tensor.stride())
+        return found if is_usual else ["strided", list(tensor.stride()), found, tensor.is_cpu]
 
     def _array(self, array: Any, path: str) -> JSON:
         if isinstance(array, np.memmap):
@@ -240,7 +249,7 @@ class _Restoring:
             case ["generator", state] if encoded_state(own) is not None:
                 set_encoded_state(own, json.loads(state))
                 return own
-            case ["tensor" | "numbers", *_, is_on_host]:
+            case ["tensor" | "numbers" | "strided", *_, is_on_host]:
                 # One on the CPU may be what there is before the first step.
                 is_there = isinstance(own, Tensor) and not own.is_cpu
                 device = own.device if is_there else "cpu" if is_on_host else self._device
@@ -295,6 +304,8 @@ class _Restoring:
         return found
 
     def _numbers(self, stored: list[Any]) -> Tensor:
+        if stored[0] == "strided":
+            return with_strides(self._numbers(stored[2]), stored[1])
         if stored[0] == "tensor":
             return self._tensors[f"{ATTRIBUTE}{stored[1]}"]
         _, dtype, shape, text, _ = stored
@@ -305,6 +316,7 @@ class _Restoring:
         if isinstance(own, AbsentTensor):
             return own  # another process has it
         is_like = isinstance(own, Tensor) and own.shape == tensor.shape and own.dtype == tensor.dtype
+        is_like = is_like and (own.stride() == tensor.stride() or not has_no_gaps(own.shape, own.stride()))
         if is_new or not is_like or own.grad_fn is not None or own.is_inference():
             return tensor.clone()
         with torch.no_grad():
@@ -378,6 +390,13 @@ class Attributes:
         for name, key, value in stored.get("held", ()):  # in the order in which they were found
             if (holder := holders.get(name)) is None:
                 continue  # an optimizer, where a model predicts
+            if key == _STRIDES:
+                lost += (
+                    []
+                    if _laid_out_as(holder, json.loads(value))
+                    else [f"the strides of tensors of {name.removeprefix('module ')}"]
+                )
+                continue
             restoring.is_whole, own = True, _attributes(holder).get(key, _MISSING)
             found = restoring.value(value, own, f"{name}|{key}")
             if not restoring.is_whole:
@@ -412,7 +431,24 @@ def _attributes(holder: Any) -> dict[str, Any]:
     found = {name: vars(holder)[name] for name in names}
     if isinstance(holder, nn.Module):
         found |= {name: holder._buffers.get(name) for name in sorted(holder._non_persistent_buffers_set)}
+        if tensors := _with_dims(holder):
+            found[_STRIDES] = json.dumps({name: each.stride() for name, each in tensors.items()})
     return found
+
+
+def _with_dims(module: nn.Module) -> dict[str, Tensor]:
+    """The module's own parameters and buffers that have several dims, and their numbers here."""
+    own = {**module._parameters, **module._buffers}.items()
+    return {name: each for name, each in own if each is not None and _memory_of(each) and each.dim() > 1}
+
+
+def _laid_out_as(module: nn.Module, strides: Mapping[str, list[int]]) -> bool:
+    """Lets tensors lie in memory as they did; False where one of them is in another process."""
+    own = _with_dims(module)
+    for name, each in own.items():
+        if list(each.stride()) != strides.get(name, list(each.stride())):
+            each.data = with_strides(each.data, strides[name])
+    return strides.keys() <= own.keys()
 
 
 def _fields_of(value: Any) -> dict[str, Any]:

@@ -59,7 +59,7 @@ def live_in(frames: Sequence[FrameType]) -> list[frozenset[str]]:
 
 
 def _set_by(code: CodeType) -> set[str]:
-    return {name for each in _effects(code) for name in each.changes}
+    return {name for each in _effects(code) for name in each.changes | each.own}
 
 
 @functools.cache
@@ -171,6 +171,7 @@ def _read_by(code: CodeType) -> frozenset[str]:
     return frozenset(found).union(*inner) - {*code.co_cellvars}
 
 
+_OF_PLACE = re.compile(r"the (?:\w+ )?(attribute|variable) '(\w+)'")
 _ENDS = ("POP_TOP", "STORE_ATTR", "RETURN_VALUE")
 _JUMPS = frozenset(dis.hasjrel) | frozenset(dis.hasjabs)
 _NEVER_CONTINUE = (
@@ -455,6 +456,18 @@ def users_frames() -> Iterator[FrameType]:
             frames.append(frame)
         frame = frame.f_back
     return reversed(frames)
+
+
+def read_in_loop(places: Iterable[str]) -> list[str]:
+    """Those attributes and variables, by the words of a ``Snapshot``, that code of the user's frames names itself."""
+    loads: set[tuple[str, str]] = set()
+    for each in itertools.chain.from_iterable(dis.get_instructions(one.f_code) for one in users_frames()):
+        loads |= {("variable", name) for kind, name in _accesses(each) if kind == "LOAD"}
+        loads |= {("attribute", each.argval)} if each.opname in ("LOAD_ATTR", "LOAD_METHOD") else set()
+    found = [(place, _OF_PLACE.match(place)) for place in places]
+    return [
+        place for place, words in found if words and words.groups() in loads and not hasattr(Tensor, words[2])
+    ]
 
 
 def unset_names() -> list[str]:

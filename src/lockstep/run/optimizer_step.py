@@ -25,6 +25,7 @@ from lockstep.numerics.hooks import is_users
 from lockstep.numerics.precision import Precision
 from lockstep.run.checks.same_call import gather_agreed
 from lockstep.run.shared_groups import SharedGroups
+from lockstep.runtime.lazy_compiler import apart_from_graphs
 from lockstep.strategies import IndependentStrategy, Strategy
 from lockstep.strategies.loop_writes import setting_values
 from lockstep.strategies.sharding import is_elementwise, thawed
@@ -207,6 +208,7 @@ class GradientState:
                 "run.backward and optimizer.step()."
             )
 
+    @apart_from_graphs
     def clip(self, max_norm: float) -> Tensor:
         """Scales the gradients so that their total norm is at most ``max_norm``. Collective.
 
@@ -290,14 +292,15 @@ class GradientState:
             )
         self._require_no_frozen_gradients()
         taken = True
-        with self._in_step(optimizer), self.setting_values():
+        with self._in_step(optimizer):
             self._strategy.before_step()
-            with self._explaining(optimizer):
-                if self._scaler is None:
-                    optimizer.step()
-                else:
-                    taken = self._step_scaled(optimizer, self._scaler)
-            self._strategy.after_step()
+            with self.setting_values():
+                with self._explaining(optimizer):
+                    if self._scaler is None:
+                        optimizer.step()
+                    else:
+                        taken = self._step_scaled(optimizer, self._scaler)
+                self._strategy.after_step()
         return taken
 
     @contextmanager
@@ -493,6 +496,7 @@ class PreparedOptimizer(Optimizer):
     _step_supports_amp_scaling = True
     """Has a GradScaler leave the gradients alone, and set ``grad_scale`` while it calls ``step``."""
 
+    @apart_from_graphs
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Takes one step from the reduced gradients. Every rank must call this.
 
@@ -522,12 +526,13 @@ class PreparedOptimizer(Optimizer):
             call()
         return None
 
+    @apart_from_graphs
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients."""
-        with nullcontext() if set_to_none else self._gradients.setting_values():
+        with self._gradients.setting_values():
             self.wrapped.zero_grad(set_to_none)
-        if set_to_none and self._shared is not None and not self._shared.is_whole:
-            self._shared.forget_gradients()
+            if set_to_none and self._shared is not None and not self._shared.is_whole:
+                self._shared.forget_gradients()
         self._gradients.forget(self.wrapped)
 
     def state_dict(self) -> dict[str, Any]:

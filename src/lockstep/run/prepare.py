@@ -268,6 +268,15 @@ class PreparedModel:
             "(parameter.copy_ under torch.no_grad)."
         )
 
+    def require_own_types(self) -> None:
+        """Raises ``ConfigError`` naming a parameter that has another number type than at ``prepare``."""
+        for name, parameter in self.parameters.items():
+            if name in self.tensors and (known := self.tensors[name].dtype) != parameter.dtype:
+                raise ConfigError(
+                    f"The parameter {name!r} was {known} at run.prepare and is {parameter.dtype} now, and gradients "
+                    "are summed in memory of the first type. Convert the model before run.prepare."
+                )
+
     def with_all_buffers(self, digests: dict[str, str]) -> dict[str, str]:
         """The digests of what a strategy gave of the model; ``ConfigError`` names a buffer that is missing there."""
         if late := sorted(_saved_buffers(self.module) - digests.keys()):

@@ -52,6 +52,7 @@ from lockstep.run.step_errors import note_data
 from lockstep.run.step_metrics import StepMetrics
 from lockstep.run.whole_batch import require_whole_models, stand_in, surrogate
 from lockstep.runtime.events import Callback, CallbackHandle, options_of_new_run
+from lockstep.runtime.lazy_compiler import apart_from_graphs
 from lockstep.strategies import IndependentStrategy, StepResult, Strategy, open_strategy
 
 _OWN_EVERY = 100
@@ -79,6 +80,8 @@ class Run:
         self._events.add_observers_of_new_runs()
         if (group := self._session.group) is not None:
             agreement.require_equal_settings(options.as_text(), group, self.device)
+        if options.directory is not None:  # from here on the script may go to another folder
+            self.options = replace(self.options, directory=Path(options.directory).absolute())
         self._precision = Precision.of(options, self.device)
         self._precision.configure_backend()
         self.is_portable = make_portable(options, world, self.device)
@@ -238,6 +241,7 @@ class Run:
         left = self._loop.steps_left(plan.steps_per_epoch)
         return EpochSteps(self._loop.steps(read, self._between_steps), left)
 
+    @apart_from_graphs
     def backward(
         self,
         batch: Batch,
@@ -424,7 +428,7 @@ class Run:
 
         Args:
             data: a map-style data set or a DataLoader; its samples are those of ``evaluate``, or inputs alone.
-            keep: makes of the output for a micro-batch what is kept of it, a tensor with a row for each sample, such as
+            keep: makes of the output for a micro-batch the tensor that is kept, with a row for each sample, such as
                 ``lambda output: output.argmax(1)``; by default the output itself.
             everywhere: give the result to every process, as for a loop that chooses samples or labels by it.
 
@@ -530,7 +534,6 @@ class Run:
     def _release(self) -> None:
         if self._writer.background.busy:
             self._session.heartbeat.mark("save", epoch=self.position.epoch, step=self.position.step)
-        self._writer.background.finish()
         self._writer.release()
         self.strategy.release()
         drop_process_groups(self.strategy)

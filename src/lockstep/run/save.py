@@ -220,7 +220,8 @@ class Writer:
             self._group = open_group(backend="gloo", timeout=_TIMEOUT)
 
     def release(self) -> None:
-        """Drops the process group."""
+        """Waits for what is being written, and drops the process group."""
+        self.background.finish()
         drop_process_groups(self)
 
     def write(self, directory: Path | str, run: RunState, fingerprint: str, *, wait: bool) -> Path | None:

@@ -13,9 +13,11 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Sequence
+from functools import cache, wraps
 from types import CodeType, FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 _COMPILER = "torch._dynamo"
 _MARK = "__dynamo_disable"
 
@@ -45,6 +47,17 @@ def postpone_compiler() -> bool:
     undo.extend(_swap_code(function, bare) for function in _sharing(breaking.__code__))
     sys.meta_path.insert(0, _RestoreBeforeImport(undo))
     return True
+
+
+def apart_from_graphs(function: _Function) -> _Function:
+    """A method of ours that torch.compile leaves out of its graphs where the user compiles a step of the loop."""
+    disabled = cache(lambda: sys.modules[_COMPILER].disable(function))
+
+    @wraps(function)
+    def call(*given: Any, **named: Any) -> Any:
+        return (disabled() if _COMPILER in sys.modules else function)(*given, **named)
+
+    return call  # type: ignore[return-value]  # it has the signature of the function
 
 
 class _RestoreBeforeImport:

@@ -168,10 +168,11 @@ def copy_hooks(model: nn.Module, replica: nn.Module) -> None:
 
 
 def parts_of(model: nn.Module) -> dict[str, object]:
-    """Modules, and the functions and tuples that torch's own hold, by name; other modules may set such in forward."""
+    """Modules, their parameters, and functions and tuples of torch's own, by name; others may set such in forward."""
     found: dict[str, object] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         found[path] = module
+        found |= {f"{path}.{key}".lstrip("."): value for key, value in module._parameters.items()}
         if type(module).__module__.startswith("torch.nn."):
             held = {
                 key: value
@@ -293,7 +294,10 @@ class DataParallel(Replicated):
 
     def _has_thread_settings(self) -> bool:
         """Returns whether the caller's thread has settings that the threads of the replicas lack."""
-        return torch.is_autocast_enabled(self.device.type) or torch.get_default_device().type != "cpu"
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        modes = torch._C._len_torch_function_stack() + torch._C._len_torch_dispatch_stack()
+        is_cpu = torch.get_default_device().type == "cpu"
+        return torch.is_autocast_enabled(self.device.type) or not is_cpu or hooks is not None or modes > 0
 
     def release(self) -> None:
         """Ends the threads."""

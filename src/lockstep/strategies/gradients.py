@@ -272,6 +272,8 @@ class GradientTree:
             self._collect()
         for slot in self.slots:
             if self._lacks_leaf(slot):
+                if slot.parameter.grad is not None:
+                    raise _unseen(slot.name)
                 self._add_leaf(slot, torch.zeros_like(slot.parameter))
         self._leaf += 1
         self._watched -= 1
@@ -547,6 +549,14 @@ def _second(name: str) -> ConfigError:
         f"{name!r} got two gradients in one backward pass, as re-entrant activation checkpointing does: use "
         "torch.utils.checkpoint.checkpoint(..., use_reentrant=False). A loss function must not call backward() "
         "itself: return the loss, or use torch.autograd.grad."
+    )
+
+
+def _unseen(name: str) -> ConfigError:
+    return ConfigError(
+        f"The gradient of {name!r} came past the hooks that Lockstep has on it: after run.prepare the parameter was "
+        "swapped for another tensor (torch.utils.swap_tensors, set_swap_module_params_on_conversion), or its gradient "
+        "was set by hand in the backward pass. Copy values in place, and return gradients from Function.backward."
     )
 
 

@@ -60,13 +60,14 @@ class LoopWrites:
         self._noted = self._values(tensors.values()) if tensors else None
 
     def look(self) -> None:
-        """Remembers which of the tensors have changed since, and notes them; those that are gone are forgotten."""
+        """Remembers which of the tensors have changed since, and notes them; those that are gone have."""
         if (before := self._noted) is None:
             return
         names, versions, samples = list(self._tensors), before.versions, before.samples
         alive = {name: tensor for name, each in self._tensors.items() if (tensor := each()) is not None}
         if len(alive) < len(names):
             kept = [name in alive for name in names]
+            self._written |= {name for name in names if name not in alive}
             versions = [*compress(versions, kept)]
             parts = [*compress(torch.split(samples, list(before.sizes)), kept)]
             samples = torch.cat(parts) if parts else samples

@@ -15,6 +15,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lockstep.checkpoint.state import tensor_state
 from lockstep.config.strategy_options import ELEMENTWISE
@@ -163,7 +164,15 @@ def is_elementwise(optimizer: optim.Optimizer) -> bool:
 
 def value_of(parameter: Tensor) -> tuple[int, int]:
     """How often a parameter was written to, and a sum of its bits: writes to ``.data`` are not counted."""
-    return parameter._version, int(sum_of_bits(parameter))
+    with unseen():
+        return parameter._version, int(sum_of_bits(parameter))
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """A context hidden from selective checkpointing and torch.func, which would take what is computed for theirs."""
+    with _disable_current_modes(), torch._C._DisableFuncTorch():
+        yield
 
 
 class GatheredParameter:

@@ -457,7 +457,7 @@ def test_a_gradient_within_the_forward_pass_does_not_hide_what_is_no_mean():
         (said,) = run_ranks(said_of, 1, Penalised(3, 1), per_micro_batch, None, squares, squares)
         assert said == []  # also in the second step of micro-batches with a single row
         (said,) = run_ranks(said_of, 1, Penalised(3, 1), per_micro_batch, None, squares, norm)
-        assert said.startswith("The metric 'metric' is no mean over samples")
+        assert said.startswith("The metric 'metric' is not a mean over samples")
 
 
 def joined_graphs(world, model_gives_rows):

@@ -257,6 +257,46 @@ def test_what_is_kept_for_a_log_trains_on(kept, caplog):
     assert train(FromSomeCallOn(kept, 1e9), epochs=6, checks="off") == found
 
 
+class Parts(nn.Module):
+    """A loss that leaves one of its parts, and a constant, for the log."""
+
+    def forward(self, output, target):
+        self.part, self.weight, self.unread = output.square().mean(), torch.tensor(0.1), output.sum()
+        return F.cross_entropy(output, target) + self.weight * self.part
+
+
+def test_what_the_loop_reads_of_the_last_micro_batch_is_told(caplog):
+    run, loss, values = Run(RunOptions.of(global_batch=8, micro_batches=4), World()), Parts(), []
+    trained, last = run.prepare(model()), {}
+    trained[3].register_forward_hook(lambda module, given, output: last.update(output=output.mean()))
+    for batch in run.batches(data()):
+        run.backward(batch, loss)
+        values += [loss.part, loss.weight, last["output"]]
+        trained.zero_grad()
+    run.close()
+    (told,) = [each.getMessage() for each in caplog.records if "The loop reads" in each.getMessage()]
+    assert "'part' of the loss Parts" in told and "'last' of a hook of 3['output']" in told
+    assert "weight" not in told and "unread" not in told
+
+
+def test_weights_that_are_cached_around_a_step_are_refused():
+    trained = model()
+    nn.utils.parametrizations.weight_norm(trained[0])
+    with (
+        nn.utils.parametrize.cached(),
+        pytest.raises(ConfigError, match=r"under parametrize.cached\(\).*forward="),
+    ):
+        train(trained)
+
+
+def test_a_model_that_the_loop_converts_is_refused_by_its_types():
+    trained = model()
+    with pytest.raises(
+        ConfigError, match=r"'0.weight' was torch.float32 at run.prepare and is torch.float64 now"
+    ):
+        train(trained, epochs=2, end=lambda epoch: trained.double())
+
+
 def test_a_cache_by_length_is_no_state(caplog):
     """The check of means calls the loss with fewer rows; what it kept then was named."""
     masks = {}

@@ -491,9 +491,9 @@ class AgreedData:
             return
         found = _differences(loop.changed_in_data(), self._strategy.all_ranks, self._strategy.device)
         if found:
-            name = min(found)
+            name, held = min(found), sorted({name.partition("[")[0] for name in found})
             raise ConfigError(
-                f"The loop, or the loss, has changed {shorten(sorted(found), _MOST_NAMES)} in a data set, or what it "
+                f"The loop, or the loss, has changed {shorten(held, _MOST_NAMES)} in a data set, or what it "
                 f"reads, and not to the same values on all ranks: {name} is {by_rank(found[name])}. What a step leaves "
                 "on its rank is of that rank's samples only, so samples would depend on the number of processes. Take "
                 "such numbers from run.predict(data, everywhere=True), which gives all ranks those of every sample."

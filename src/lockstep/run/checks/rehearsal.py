@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from lockstep.config.options import RunOptions
 from lockstep.config.strategy_options import Level
@@ -51,7 +52,7 @@ from lockstep.run.checks.short_step import (
     taken_gradients,
     with_own_data,
 )
-from lockstep.run.loop_code import names_reached
+from lockstep.run.loop_code import names_reached, read_in_loop
 from lockstep.run.step import StepCompute, code_of
 from lockstep.run.step_errors import other_on_ranks
 from lockstep.run.whole_batch import stand_in
@@ -210,6 +211,12 @@ class Rehearsals:
             return
         if not (self.is_on or self._is_for_resume):
             return
+        prepared.state.model.require_own_types()
+        if parametrize._cache_enabled:
+            raise ConfigError(
+                "run.backward was called under parametrize.cached(), which would keep a weight's graph from one micro-"
+                "batch to the next. Put it into the model's forward, or into forward=."
+            )
         self.require_equal_draws()
         findings = self._rehearse(prepared, compute, batch, loss, scale)
         if self._is_for_resume:
@@ -299,7 +306,7 @@ class Rehearsals:
             # Each time: a loop may give back what a step has left on its rank.
             if strategy.share.holders > 1:
                 findings.by_rank = self._pass_of_all(short, rehearsal, scale)
-                self._places = before.texts
+                self._places = {n: t for n, t in before.texts.items() if "environment variable" not in n}
             is_called_alone = strategy.replicated and not self._are_concurrent
             with strategy.joined_calls():  # a loss may call the model
                 deviations = judging.deviations()
@@ -316,6 +323,9 @@ class Rehearsals:
         ]
         noted, counting = findings.note_changes(before, after, later)
         self._note_variables(before, {**noted, **counting})
+        if self.done[code_of(loss)] > 1:  # a cache is filled in the first step
+            values = [n for n in noted if after.kinds.get(n) in _VALUES and n not in counting]
+            findings.left = read_in_loop(values)
         for name, value in before.values_of({**noted, **counting}).items():
             starts.setdefault(name, (before.texts[name], value))
         lost = prepared.state.loop.lost
@@ -411,6 +421,16 @@ class Rehearsals:
                 "The forward pass or the loss changes %s. So far the loss does not depend on it. That is looked at "
                 "again, and the run refused once it does: each process sees its own micro-batches only.",
                 told(new, _MOST),
+            )
+
+        left = [name for name in found.left if name.partition("[")[0] not in self._warned]
+        self._warned |= _bases(left)
+        if left and self._is_main:
+            logger.warning(
+                "The loop reads %s, which the forward pass or the loss sets: it is of the last micro-batch of this "
+                "process, so another on each number of processes. Return it, and take its mean over the step with "
+                "run.backward(..., also=); for all samples use run.evaluate or run.predict.",
+                shorten(left, _MOST),
             )
 
     def _judge_resumption(self, found: Findings, state: RunState) -> None:

@@ -100,6 +100,8 @@ class Findings:
     """Places that changed from the one to the other, before and after; generators and numbers come first."""
     drew: list[str] = field(default_factory=list)
     """Generators of random numbers that advanced."""
+    left: list[str] = field(default_factory=list)
+    """Numbers and tensors that each micro-batch leaves in the place of those of the one before, and the loop reads."""
     lost: list[str] = field(default_factory=list)
     """Variables of the loop that the loss or the model reads, and that are not what they were before a stop."""
 
@@ -113,7 +115,7 @@ class Findings:
             whole.by_rank = whole.by_rank or each["by_rank"]
             for name in ("foreign", "changed"):
                 vars(whole)[name] |= each[name]
-            for name in ("written", "gradients", "drew", "lost"):
+            for name in ("written", "gradients", "drew", "left", "lost"):
                 vars(whole)[name] = list(dict.fromkeys([*vars(whole)[name], *each[name]]))
         return whole
 

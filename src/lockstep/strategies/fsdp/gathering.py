@@ -30,7 +30,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lockstep.config.strategy_options import FsdpOptions
@@ -42,7 +41,7 @@ from lockstep.numerics.randomness import OwnHook, in_backward
 from lockstep.runtime.devices import current_stream, new_stream, on_stream
 from lockstep.strategies.absent import Absence
 from lockstep.strategies.fsdp.exchange import ShardedBlock, ShardedParameter, large_blocks
-from lockstep.strategies.sharding import rows_of
+from lockstep.strategies.sharding import rows_of, unseen
 from lockstep.text import numbered
 
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -363,7 +362,7 @@ class Gathering:
             ConfigError: some ranks call the model outside of ``run.backward``, and others are elsewhere.
         """
         wanted = [_NOTHING if block is None else self._numbers[block] for block in (send, gather, ahead)]
-        with _disable_current_modes():  # of selective checkpointing, which would take collectives for its own
+        with unseen():
             mine = torch.tensor([*wanted, self._where], device=self._host)
             is_served = False
             while not is_served:
@@ -483,6 +482,8 @@ def _unpack(
     kind, saved, more = packed
     if kind == "parameter":
         need(more)
+        if torch.is_grad_enabled() and torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
+            saved = saved.clone()  # a second derivative keeps it, and nothing gathers it then
     elif kind == "outer":
         saved = outer[1](saved)
     elif saved._version != more:  # torch checks this only where there are no hooks

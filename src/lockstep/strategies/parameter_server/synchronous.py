@@ -26,7 +26,7 @@ from lockstep.distributed.collectives import all_gather_rows, all_reduce_max, ex
 from lockstep.distributed.process_group import connect_pair
 from lockstep.numerics.precision import all_finite
 from lockstep.numerics.running_buffers import RunningBuffers
-from lockstep.strategies.absent import Absence, GradientElsewhere
+from lockstep.strategies.absent import Absence, GradientElsewhere, gradient_of
 from lockstep.strategies.gradients import GradientTree, StepHeader, add_prior
 from lockstep.strategies.loop_writes import LoopWrites
 from lockstep.strategies.optimizer_trial import Unit
@@ -75,6 +75,8 @@ class ParameterServer(Strategy):
         self._names, self._own = list(self._shards.parameters), self._shards.own
         absence = Absence(self.name, "the servers share it" if self._servers > 1 else "the server has it")
         self.absences, self.writes = [absence], LoopWrites()
+        self._given: set[str] = set()
+        """The parameters that the last ``backward`` gave a gradient, until a step."""
         self._elsewhere = {
             name: GradientElsewhere(p, name, self._own.get(name), absence)
             for name, p in self._shards.parameters.items()
@@ -108,7 +110,8 @@ class ParameterServer(Strategy):
         if self._buffers.numel:
             rows = all_gather_rows(values.view(-1), self._group).view(-1, *values.shape)
             self._buffers.finish_step_from_rows(rows, self.share, leaves, advanced)
-        for name in used | kept:
+        self._given = used | kept
+        for name in self._given:
             self._shards.parameters[name].grad = self._elsewhere[name]
         self._buffers.refuse_changed_others()
         finite &= losses.sum().isfinite()
@@ -124,6 +127,10 @@ class ParameterServer(Strategy):
 
     def before_step(self) -> None:
         """See ``Strategy.before_step``: what the user has assigned with ``p.grad = ...`` becomes the server's."""
+        for name in self._given:
+            if self._shards.parameters[name].grad is None:
+                self.absences[0].note_change(gradient_of(name))
+        self._given = set()
         for key in self._shards.own_keys:
             gradient = self._shards.parameters[key.name].grad
             if gradient is None:
