@@ -362,7 +362,7 @@ _SETTING = ("clear", "copy_", "fill", "fill_", "load_state_dict", "zero_")
 """Those of them after which it may not depend on what it was."""
 
 
-_CONSTRUCTORS = ("__init__", "__post_init__")
+CONSTRUCTORS = ("__init__", "__post_init__")
 
 
 def functions_by_name(spaces: Iterable[Mapping[str, Any]]) -> dict[str, list[CodeType]]:
@@ -386,7 +386,7 @@ def functions_by_name(spaces: Iterable[Mapping[str, Any]]) -> dict[str, list[Cod
         elif is_users_module(value.__module__):
             for name, method in methods_of(value):
                 found[name].append(method.__code__)
-                if name in _CONSTRUCTORS:
+                if name in CONSTRUCTORS:
                     found[value.__name__].append(method.__code__)
     return found
 
@@ -504,11 +504,11 @@ def changed_by_loop() -> set[str]:
     """
     frames = list(users_frames())
     functions = _functions_of_frames(frames)
-    for name in ("__call__", *_CONSTRUCTORS):  # the first may be of a transform, which reading calls
+    for name in ("__call__", *CONSTRUCTORS):  # the first may be of a transform, which reading calls
         functions.pop(name, None)
     codes = [frame.f_code for frame in frames]
     named = {name for code in codes for name in code.co_names} | {"forward"}
-    called = [code for name in named for code in functions.get(name, ()) if code.co_name not in _CONSTRUCTORS]
+    called = [code for name in named for code in functions.get(name, ()) if code.co_name not in CONSTRUCTORS]
     return changed_names([(code, -1, _ALL) for code in codes], functions) | changed_names(
         [(code, -1, _ALL) for code in called], functions, of_functions=True
     )

@@ -47,6 +47,7 @@ from lockstep.numerics.hidden_state import (
 )
 from lockstep.numerics.value_text import is_plain, parts_of_tensor, short_digest, text_of_plain
 from lockstep.run.loop_code import (
+    CONSTRUCTORS,
     Entry,
     changed_by_reading,
     changed_names,
@@ -481,7 +482,11 @@ def _functions_in(value: Any) -> list[FunctionType]:
     """A function itself, and the methods of the class of an object, or of a class."""
     value = getattr(value, "__func__", value) if isinstance(value, MethodType) else value
     kind = value if isinstance(value, type) else type(value)
-    held = [value] if kind is FunctionType else [each for _, each in methods_of(kind)]
+    held = (
+        [value]
+        if kind is FunctionType
+        else [each for name, each in methods_of(kind) if name not in CONSTRUCTORS]
+    )
     return [each for each in held if isinstance(each, FunctionType)]
 
 

@@ -489,7 +489,8 @@ class AgreedData:
         """Raises ``ConfigError`` where the loop has made other samples on some ranks. Collective."""
         if self._strategy.all_ranks is None:
             return
-        found = _differences(loop.changed_in_data(), self._strategy.all_ranks, self._strategy.device)
+        changed, ranks = loop.changed_in_data(), self._strategy.all_ranks
+        found = _differences(changed, ranks, self._strategy.device, absent="unchanged")
         if found:
             name, held = min(found), sorted({name.partition("[")[0] for name in found})
             raise ConfigError(
