@@ -419,10 +419,9 @@ _READING = ("__getitem__", "__getitems__", "__iter__", "__next__")
 
 
 @functools.cache
-def globals_read(code: CodeType) -> frozenset[str]:
-    """The names of the globals that code reads itself."""
-    loads = [each for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
-    return frozenset(str(each.argval) for each in loads)
+def names_loaded(code: CodeType, *instructions: str) -> frozenset[str]:
+    """The names that code loads itself by these instructions, such as LOAD_GLOBAL."""
+    return frozenset(str(each.argval) for each in dis.get_instructions(code) if each.opname in instructions)
 
 
 def names_reached(codes: Iterable[CodeType], functions: Iterable[Callable[..., Any]]) -> set[str]:

@@ -51,10 +51,10 @@ from lockstep.run.loop_code import (
     Entry,
     changed_by_reading,
     changed_names,
-    globals_read,
     homes_of,
     live_in,
     methods_of,
+    names_loaded,
     users_frames,
 )
 from lockstep.run.optimizer_step import PreparedOptimizer
@@ -169,8 +169,9 @@ class Variables:
             space, codes = function.__globals__, [function.__code__]
             for code in codes:
                 codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
-            attributes.update(*(code.co_names for code in codes))
-            for key in set().union(*map(globals_read, codes)) & space.keys():
+            attributes.update(*(names_loaded(code, "LOAD_ATTR") for code in codes))
+            names = set().union(*(names_loaded(code, "LOAD_GLOBAL", "LOAD_NAME") for code in codes))
+            for key in names & space.keys():
                 if isinstance(space[key], FunctionType):
                     self._reading.append(space[key])
                     self._changed_by_reading |= changed_names(
@@ -184,9 +185,9 @@ class Variables:
                         with suppress(ValueError):  # it has no value yet
                             read.append((f"{home}: {key}", cell.cell_contents, home, key))
         self._is_in_data = self._is_in_dataset = True
-        names = {entry.place: name for name, entry in self.plain.items()}
+        known = {entry.place: name for name, entry in self.plain.items()}
         for name, held, holder, key in read:
-            name = names.get((holder if isinstance(holder, str) else id(holder), key), name)
+            name = known.get((holder if isinstance(holder, str) else id(holder), key), name)
             if key in self._changed_by_reading:
                 first, last = self._seen.get(id(held), (0, 0))
                 self.perhaps_read.update(self._noted[first:last])
