@@ -219,7 +219,7 @@ def test_mistakes_are_refused_in_a_sentence(command):
         (("--script", "nowhere.py"), "is not a file"),
         (("digits", "--script", __file__), "The job 'digits' and a script"),
         (("--strategies", "ddp", "--script", "nowhere.py"), "--strategies is for jobs"),
-        (("--micro-batches", "8"), "--micro-batches '8' is no list of two numbers"),
+        (("--micro-batches", "8"), "--micro-batches '8' is not a list of two or more numbers"),
         (("--micro-batches", "1,8", "--devices", "2"), "leave out --devices"),
         (("--threads", "two", "--script", __file__), "'two' is not a number"),
         (("--stop-after", "12"), "--stop-after is 12, and must be a number from 1 to 11"),

@@ -49,6 +49,20 @@ def test_a_script_runs_as_main_with_its_arguments(tmp_path):
     assert (tmp_path / "out").read_text() == f"__main__ {tmp_path}"
 
 
+def test_a_module_runs_as_main_of_its_package(tmp_path, monkeypatch):
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "parts.py").write_text("WORD = 'found'\n")
+    (package / "train.py").write_text(
+        "import sys\nfrom pathlib import Path\nfrom .parts import WORD\n"
+        "Path(sys.argv[1]).write_text(f'{__name__} {__package__} {__spec__.name} {WORD} {sys.path[0]}')\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    run_target(ScriptTarget.from_words(["-m", "package.train", "out"]))
+    assert (tmp_path / "out").read_text() == f"__main__ package package.train found {tmp_path}"
+
+
 _TRAINS = """
 import torch
 optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)

@@ -35,3 +35,17 @@ def test_a_lambda_is_refused():
 def test_arguments_that_cannot_be_pickled_are_refused():
     with pytest.raises(ConfigError, match="arguments for dedent cannot be sent"):
         FunctionTarget.from_function(textwrap.dedent, (lambda: 1,), {})
+
+
+@pytest.mark.parametrize(("words", "said"), [(["-m"], "needs the name"), (["-m", "absent.train"], "no module")])
+def test_a_module_that_is_not_there_is_refused(words, said):
+    with pytest.raises(ConfigError, match=said):
+        ScriptTarget.from_words(words)
+
+
+def test_a_package_is_run_by_its_main_module(tmp_path, monkeypatch):
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__main__.py").touch()
+    monkeypatch.chdir(tmp_path)
+    target = ScriptTarget.from_words(["-m", "package", "--lr", "1"])
+    assert (target.module, target.arguments) == ("package.__main__", ("--lr", "1"))

@@ -62,6 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_host_arguments(parser)
     add_rendezvous_argument(parser)
     add_profile_argument(parser)
+    parser.add_argument(
+        "-m", "--module", action="store_true", help="SCRIPT is the name of a module, as for python -m"
+    )
     parser.add_argument("script", metavar="SCRIPT", help="a Python script")
     rest = "all that follows is for the script"
     more = parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help=rest)
@@ -74,7 +77,7 @@ def main(arguments: argparse.Namespace) -> int:
     words = (
         arguments.arguments if local_rank is None else [f"--local-rank={local_rank}", *arguments.arguments]
     )
-    target = ScriptTarget(path=arguments.script, arguments=tuple(words))
+    target = ScriptTarget.from_words([*(["-m"] if arguments.module else []), arguments.script, *words])
     world = take_rendezvous(arguments, take_nodes(arguments, World.from_environment()))
     if world.launcher != "python":
         refuse_hosts(arguments, world.launcher)

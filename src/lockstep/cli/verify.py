@@ -136,8 +136,7 @@ def _script(arguments: argparse.Namespace) -> tuple[ScriptTarget, int | None]:
     threads = arguments.threads
     if threads is not None and not threads.isdecimal():
         raise ConfigError(f"--threads {threads!r} is not a number.")
-    target = ScriptTarget(path=arguments.script[0], arguments=tuple(arguments.script[1:]))
-    return target, threads and int(threads)
+    return ScriptTarget.from_words(arguments.script), threads and int(threads)
 
 
 def _verify_micro_batches(arguments: argparse.Namespace) -> int:
@@ -154,7 +153,7 @@ def _verify_micro_batches(arguments: argparse.Namespace) -> int:
     payload: dict[str, Any]
     if arguments.script is not None:
         target, threads = _script(arguments)
-        payload = {"script": target.path, "arguments": target.arguments}
+        payload = {"script": dataclasses.asdict(target)}
     else:
         config = REFERENCE.of(job_on_one_device(arguments.job or "digits", arguments), "verify")
         payload, threads = {"config": config.to_json()}, config.run.threads
@@ -339,8 +338,7 @@ def _run_script(
     folder.mkdir()
     label = _label(count)
     payload = {
-        "script": target.path,
-        "arguments": target.arguments,
+        "script": dataclasses.asdict(target),
         "steps": steps,
         "label": label,
         "resume": str(how.resume or ""),

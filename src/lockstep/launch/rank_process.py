@@ -70,7 +70,7 @@ def run_target(target: Target) -> Any:
 
 @stack_marker(Mark.RUNS_TARGET)
 def run_script(target: ScriptTarget) -> None:
-    """Runs a script as ``python SCRIPT`` would: as a real ``__main__`` module that stays in ``sys.modules``.
+    """Runs a script as ``python SCRIPT`` or ``python -m MODULE`` would: as a real ``__main__`` module that stays.
 
     So whatever the script defines can be pickled for its loader workers.
     """
@@ -79,10 +79,13 @@ def run_script(target: ScriptTarget) -> None:
     main = types.ModuleType("__main__")
     main.__file__ = path
     main.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
+    if target.module:
+        main.__package__ = target.module.rpartition(".")[0]
+        main.__spec__ = importlib.machinery.ModuleSpec(target.module, main.__loader__, origin=path)
     main.__dict__["__builtins__"] = sys.modules["builtins"]
     sys.modules["__main__"] = main
     sys.argv = [path, *target.arguments]
-    sys.path.insert(0, str(Path(path).resolve().parent))
+    sys.path.insert(0, str(Path.cwd() if target.module else Path(path).resolve().parent))
     exec(code, main.__dict__)
 
 

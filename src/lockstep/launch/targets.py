@@ -10,7 +10,7 @@ import base64
 import functools
 import pickle
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,31 @@ class ScriptTarget:
 
     path: str
     arguments: tuple[str, ...] = ()
+    module: str = ""
+    """Its name where it is run as ``python -m`` would, so that it can import from its package."""
 
     def __post_init__(self) -> None:
         if not Path(self.path).is_file():
             raise ConfigError(f"The script {self.path!r} is not a file. Check the path.")
+
+    @classmethod
+    def from_words(cls, words: Sequence[str]) -> ScriptTarget:
+        """The target of ``SCRIPT ARGUMENTS`` or ``-m MODULE ARGUMENTS``; ``ConfigError`` if there is no such file."""
+        if words[0] != "-m":
+            return cls(path=words[0], arguments=tuple(words[1:]))
+        if len(words) == 1:
+            raise ConfigError("-m needs the name of a module, such as -m package.train.")
+        name = words[1]
+        for folder in dict.fromkeys((str(Path.cwd()), *sys.path)):
+            path = Path(folder, *name.split("."))
+            for file in (path / "__main__.py", path.with_name(f"{path.name}.py")):
+                if file.is_file():
+                    module = f"{name}.__main__" if file.name == "__main__.py" else name
+                    return cls(path=str(file), arguments=tuple(words[2:]), module=module)
+        raise ConfigError(
+            f"There is no module {name!r} in the current folder or among the installed packages. Give its name with "
+            "dots and without .py, as for python -m, from the folder that its package is in."
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -403,7 +403,7 @@ def watch_script(payload: Any) -> None:
 
 def _run_script(payload: Any, folder: Path) -> None:
     """Runs a script without its output, until it ends or a callback ends it."""
-    target = ScriptTarget(path=payload["script"], arguments=tuple(payload["arguments"]))
+    target = ScriptTarget(**payload["script"] | {"arguments": tuple(payload["script"]["arguments"])})
     try:
         with (
             Path(os.devnull).open("w") as nowhere,
