@@ -25,7 +25,7 @@ def test_all_ranks_write_the_steps_that_were_asked_for_into_one_file(process, co
     result = process("train", "digits", *SHORT, "--devices", "cpu:2", "--profile", "1:2")
     assert result.returncode == 0, result.stderr
     path = tmp_path / "runs" / "digits-001" / "timeline.json"
-    assert "Wrote the timeline to runs/digits-001/timeline.json" in result.stderr
+    assert "/runs/digits-001/timeline.json. Open it with" in result.stderr
     assert "--profile" not in result.stdout and "prove it" in result.stdout
     events = json.loads(path.read_text())["traceEvents"]
     steps = {(e["pid"], e["args"]["step"]) for e in events if e.get("cat") == "steps"}
