@@ -42,9 +42,9 @@ class ScriptTarget:
         name = words[1]
         for folder in dict.fromkeys((str(Path.cwd()), *sys.path)):
             path = Path(folder, *name.split("."))
-            for file in (path / "__main__.py", path.with_name(f"{path.name}.py")):
+            files = {f"{name}.__main__": path / "__main__.py", name: path.with_name(f"{path.name}.py")}
+            for module, file in files.items():
                 if file.is_file():
-                    module = f"{name}.__main__" if file.name == "__main__.py" else name
                     return cls(path=str(file), arguments=tuple(words[2:]), module=module)
         raise ConfigError(
             f"There is no module {name!r} in the current folder or among the installed packages. Give its name with "
