@@ -218,7 +218,8 @@ COMMANDS = {
 --master --interface --token-file --start-limit --rendezvous --profile --ray --dry-run""",
     "run": """--devices --threads --portable --logs --grace --stall-limit --restarts --restart-world --debug-rank
 --debug-port
---nnodes --node-rank --master --interface --token-file --start-limit --rendezvous --profile -m/--module script arguments""",
+--nnodes --node-rank --master --interface --token-file --start-limit --rendezvous --profile
+-m/--module script arguments""",
     "lint": """scripts --json --select --ignore --rules""",
     "slurm": """job --nodes --gpus-per-node --tasks-per-node --cpus-per-task --time --partition --warn --restarts
 --sbatch --output --submit --data --strategy --mesh --precision --epochs --threads --set""",
