@@ -37,7 +37,9 @@ def test_arguments_that_cannot_be_pickled_are_refused():
         FunctionTarget.from_function(textwrap.dedent, (lambda: 1,), {})
 
 
-@pytest.mark.parametrize(("words", "said"), [(["-m"], "needs the name"), (["-m", "absent.train"], "no module")])
+@pytest.mark.parametrize(
+    ("words", "said"), [(["-m"], "needs the name"), (["-m", "absent.train"], "no module")]
+)
 def test_a_module_that_is_not_there_is_refused(words, said):
     with pytest.raises(ConfigError, match=said):
         ScriptTarget.from_words(words)
