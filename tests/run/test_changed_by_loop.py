@@ -178,6 +178,19 @@ CHANGES |= {
         "pass",
         "from types import SimpleNamespace\nconfig = SimpleNamespace(level=1.0)",
     ),
+    "a number of one of two objects that hold each other": (
+        "return one.other.level if i == 21 else 1.0",
+        "pass",
+        "two.level *= 0.5",
+        "pass",
+        "from types import SimpleNamespace\none = SimpleNamespace(); two = SimpleNamespace(other=one, level=1.0)\n"
+        "one.other = two",
+    ),
+    "an entry whose name has a colon": (
+        "return self.levels['level: '] if i == 21 else 1.0",
+        "data.levels = {'level: ': 1.0}",
+        "data.levels['level: '] *= 0.5",
+    ),
     "a number of the object of a method": (
         "return self.find(i)",
         "task = Task(); data.find = task.find",

@@ -328,8 +328,8 @@ def _owners(name: str) -> set[str]:
 
 def _words(name: str) -> tuple[list[str], list[str]]:
     """Those of a variable with its attributes, and those of an entry."""
-    path, _, entry = name.rpartition(": ")[2].partition("[")
-    return re.findall(r"\w+", path), re.findall(r"\w+", entry)
+    path, _, entry = name.partition("[")
+    return re.findall(r"\w+", path.rpartition(": ")[2]), re.findall(r"\w+", entry)
 
 
 def _count(text: str) -> int:

@@ -185,7 +185,7 @@ class Variables:
                         with suppress(ValueError):  # it has no value yet
                             read.append((f"{home}: {key}", cell.cell_contents, home, key))
         self._is_in_data = self._is_in_dataset = True
-        known = {entry.place: name for name, entry in self.plain.items()}
+        known, objects = {entry.place: name for name, entry in self.plain.items()}, set[int]()
         for name, held, holder, key in read:
             name = known.get((holder if isinstance(holder, str) else id(holder), key), name)
             if key in self._changed_by_reading:
@@ -193,7 +193,12 @@ class Variables:
                 self.perhaps_read.update(self._noted[first:last])
             elif held is not None and (is_plain(held) or isinstance(held, _VALUES)):
                 self._look(held, name, holder, key)
-            elif is_users_object(held) and not isinstance(held, Dataset | nn.Module):
+            elif (
+                is_users_object(held)
+                and not isinstance(held, Dataset | nn.Module)
+                and id(held) not in objects
+            ):
+                objects.add(id(held))
                 own_values = attributes_of(held)
                 read += [
                     (f"{name}.{each}", own_values[each], own_values, each)
