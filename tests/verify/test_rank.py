@@ -67,7 +67,8 @@ def watched(tmp_path, monkeypatch):
         (tmp_path / "script.py").write_text(text)
         folder = tmp_path / name
         folder.mkdir()
-        payload = {"script": "script.py", "arguments": arguments, "steps": steps, "label": name}
+        script = {"path": "script.py", "arguments": arguments}
+        payload = {"script": script, "steps": steps, "label": name}
         watch_script({**payload, "folder": str(folder)})
         return folder
 
@@ -337,7 +338,8 @@ def test_what_depends_on_the_micro_batches_has_its_cause_named(kind, cause, word
     def computed(count, variant=AS_IT_IS):
         folder = tmp_path / f"{count}-{variant}"
         folder.mkdir()
-        payload = {"script": "script.py", "arguments": [kind], "micro_batches": count, "variant": variant}
+        script = {"path": "script.py", "arguments": [kind]}
+        payload = {"script": script, "micro_batches": count, "variant": variant}
         try:
             watch_micro_batches({**payload, "folder": str(folder)})
         except ConfigError:
