@@ -579,7 +579,8 @@ def mining(folder, make, leave_at=None, *, within=False, give_back=False, clear=
     return weights
 
 
-CONTAINERS = [set, dict, list, deque, Counter, OrderedDict, functools.partial(defaultdict, float)]
+RARE = [deque, Counter, OrderedDict, functools.partial(defaultdict, float)]
+CONTAINERS = [set, dict, list, *(pytest.param(each, marks=pytest.mark.slow) for each in RARE)]
 
 
 @pytest.mark.parametrize("within", [False, True], ids=["between epochs", "within"])
