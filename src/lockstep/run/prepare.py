@@ -36,6 +36,7 @@ from lockstep.run.optimizer_step import needs_closure, require_whole
 from lockstep.run.session import RunSession, returning_freed_memory
 from lockstep.runtime.devices import is_gpu
 from lockstep.strategies import IndependentStrategy, Strategy
+from lockstep.strategies.absent import AbsentTensor
 from lockstep.strategies.optimizer_trial import Unit, refused_optimizer, require_gradients_only, try_optimizer
 from lockstep.strategies.sharding import require_separate_memory
 from lockstep.text import plural
@@ -271,6 +272,8 @@ class PreparedModel:
     def require_own_types(self) -> None:
         """Raises ``ConfigError`` naming a parameter that has another number type than at ``prepare``."""
         for name, parameter in self.parameters.items():
+            if isinstance(parameter, AbsentTensor):
+                continue  # while nobody computes, it has the type of the forward pass
             if name in self.tensors and (known := self.tensors[name].dtype) != parameter.dtype:
                 raise ConfigError(
                     f"The parameter {name!r} was {known} at run.prepare and is {parameter.dtype} now, and gradients "
