@@ -1,7 +1,7 @@
 """What a loop changes in a data set, or in what that reads: a resumed run has not lost it in silence."""
 
 import pytest
-from tests.run.jobs import begin, dataset, train_step
+from tests.run.jobs import Left, begin, dataset, leave, train_step
 from torch.utils.data import TensorDataset
 
 from lockstep.errors import ConfigError
@@ -44,16 +44,6 @@ def train(folder, stop=None):
 """
 
 
-class Left(Exception):
-    pass
-
-
-def leave(run):
-    run.save(wait=True)
-    run.close()
-    raise Left
-
-
 def trainer(folder, factor, made="pass", between="pass", within="pass", given=""):
     """The function ``train``, in a file of its own, as a loop is known by its code."""
     text = LOOP.format(factor=factor, made=made, between=between, within=within, given=given)
@@ -65,8 +55,8 @@ def trainer(folder, factor, made="pass", between="pass", within="pass", given=""
         "dataset": dataset,
         "train_step": train_step,
         "leave": leave,
+        "Samples": TensorDataset,
     }
-    space["Samples"] = TensorDataset
     exec(compile(text, path, "exec"), space)
     return space["train"]
 

@@ -23,7 +23,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from tests.run.jobs import begin, correct, dataset, train_step
+from tests.run.jobs import Left, begin, correct, dataset, leave, train_step
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from lockstep.errors import ConfigError
@@ -508,16 +508,6 @@ def curriculum(folder, epochs):
         if epoch + 1 == epochs:
             leave(run)
     run.close()
-
-
-class Left(Exception):
-    pass
-
-
-def leave(run):
-    run.save(wait=True)
-    run.close()
-    raise Left
 
 
 def test_a_data_set_whose_scale_goes_on_from_what_it_was_is_refused(tmp_path):

@@ -132,7 +132,7 @@ class LoaderCache:
         return self._by_id[id(data)]
 
     def compared(self, data: Any, workers: int | None) -> tuple[int, Callable[[], dict[str, str]]]:
-        """What ranks compare: the set's number, the same for other loaders of it, and a function that gives digests."""
+        """The set's number, the same for other loaders of it, and a function that gives digests: ranks compare both."""
         return self._known(data).number, partial(self._digests, data, workers)
 
     def _digests(self, data: Any, workers: int | None) -> dict[str, str]:

@@ -122,13 +122,14 @@ class LoopState:
         self._walks += 1
 
     def changed_in_data(self) -> dict[str, str]:
-        """What data sets hold, or read, and the loop has changed since the run began: texts by name."""
+        """Texts, by name, of all that data sets hold, or read, and the loop has changed since the run began."""
+        if not self._start:
+            return {}
         texts = (found := Variables.of_loop(self._known)).texts
         changed = {
             name for name in found.of_datasets - self._by_reading if texts[name] != self._first.get(name)
         }
-        changed = changed - self._not_by_loop(changed) if self._start else set()
-        return {name: _VERSION.sub("", texts[name]) for name in changed}
+        return {name: _VERSION.sub("", texts[name]) for name in changed - self._not_by_loop(changed)}
 
     def end_steps(self) -> None:
         """Notes what the loop has when the steps of an epoch have ended."""
