@@ -89,10 +89,8 @@ class Accelerator:
         """True once the script has read ``sync_gradients``."""
         self.step_loss: Tensor | None = None
         """Mean loss of the last step over the global batch, float64, 0-dim, equal on every rank; None before it."""
-        self.mixed_precision, self.scaler = (
-            mixed_precision or "no",
-            None,
-        )  # checkpoints hold the run's loss scale
+        self.mixed_precision = mixed_precision or "no"
+        self.scaler = None  # checkpoints hold the run's loss scale
         self.device, world = self.run.device, self.run.world
         self.process_index, self.local_process_index = world.rank, world.local_rank
         self.is_main_process, self.is_local_main_process = self.run.is_main, world.local_rank == 0

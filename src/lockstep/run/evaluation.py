@@ -374,7 +374,7 @@ def evaluate_set_metrics(
         columns[:] = [[str(each.dtype), list(each.shape[1:])] for each in pair]
         return torch.cat([each.reshape(len(each), -1).double() for each in pair], 1), None
 
-    rows = predict(replace(opened, forward=joined, has_own_forward=True), None, everywhere=False)
+    rows = predict(replace(opened, forward=joined, has_own_forward=True), None)
     (dtype, shape), (target_dtype, target_shape) = next(filter(None, strategy.gather_records(columns)))
     values = {}
     if rows is not None:
@@ -417,7 +417,9 @@ def _mean(name: str, rows: Tensor) -> float:
     return float(fold_rows(rows[:, 0])) / weight
 
 
-def predict(opened: OpenEvaluation, keep: Callable[[Any], Any] | None, *, everywhere: bool) -> Tensor | None:
+def predict(
+    opened: OpenEvaluation, keep: Callable[[Any], Any] | None, *, everywhere: bool = False
+) -> Tensor | None:
     """The outputs of all samples, in order, on the CPU of the main process, or of every one. Collective.
 
     Each round, every holder gives the outputs of one micro-batch as float64, which holds every value of the dtypes that
