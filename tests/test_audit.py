@@ -171,7 +171,7 @@ def findings(folder, checks=0, seed=0, **more):
     ("strategy", "ranks"),
     [
         ("ddp", 2),
-        ("fsdp", 2),
+        pytest.param("fsdp", 2, marks=pytest.mark.slow),
         pytest.param("pipeline", 2, marks=pytest.mark.slow),
         pytest.param("parameter_server", 3, marks=pytest.mark.slow),
     ],
@@ -212,6 +212,7 @@ def test_steps_that_a_killed_run_has_lost_are_recorded_again(home):
     assert findings(folder) == []
 
 
+@pytest.mark.slow
 def test_steps_that_a_run_went_back_behind_do_not_count(home):
     """An honest run that lost steps, and went on by another recipe but not as far, was said to differ in those."""
     folder = train(home, "schedule.kind=constant")
@@ -304,6 +305,7 @@ def test_weights_whose_line_was_removed_are_found(home):
     assert findings(folder, checks=1) == []
 
 
+@pytest.mark.slow
 def test_a_chain_of_before_averages_were_recorded_is_honest(home):
     folder = train(home, "training.ema_decay=0.9")
     forge(folder, lambda entry: entry.pop("average", None))

@@ -60,7 +60,7 @@ def reads_of_an_epoch(world, training):
         pytest.param(2, {"sync_batch_norm": True}, marks=pytest.mark.slow),
         pytest.param(2, {"strategy": "fsdp"}, marks=pytest.mark.slow),
         pytest.param(2, {"strategy": "pipeline"}, marks=pytest.mark.slow),
-        (4, {"strategy": "hybrid", "mesh": "data=2,pipeline=2"}),
+        pytest.param(4, {"strategy": "hybrid", "mesh": "data=2,pipeline=2"}, marks=pytest.mark.slow),
         pytest.param(1, {"strategy": "dp"}, marks=pytest.mark.slow),
         pytest.param(2, {"strategy": "tensor"}, marks=pytest.mark.slow),
         pytest.param(3, {"strategy": "parameter_server"}, marks=pytest.mark.slow),

@@ -174,6 +174,7 @@ sys.exit()
 """
 
 
+@pytest.mark.slow
 def test_a_script_under_torchrun_ends_without_the_destructors_that_may_abort_it(tmp_path):
     script = tmp_path / "late.py"
     script.write_text(ABORTS_LATE)

@@ -569,8 +569,8 @@ def mining(folder, make, leave_at=None, *, within=False, give_back=False, clear=
     return weights
 
 
-RARE = [deque, Counter, OrderedDict, functools.partial(defaultdict, float)]
-CONTAINERS = [set, dict, list, *(pytest.param(each, marks=pytest.mark.slow) for each in RARE)]
+RARE = [list, deque, Counter, OrderedDict, functools.partial(defaultdict, float)]
+CONTAINERS = [set, dict, *(pytest.param(each, marks=pytest.mark.slow) for each in RARE)]
 
 
 @pytest.mark.parametrize("within", [False, True], ids=["between epochs", "within"])
@@ -633,7 +633,7 @@ def test_a_container_of_a_data_set_that_each_epoch_fills_anew_goes_on(make, tmp_
 
 
 @pytest.mark.parametrize("how", [("give_back",), ("give_back", "within"), ("clear",)], ids=" ".join)
-@pytest.mark.parametrize("make", [set, dict])
+@pytest.mark.parametrize("make", [set, pytest.param(dict, marks=pytest.mark.slow)])
 def test_a_container_of_a_data_set_that_is_as_it_was_goes_on(make, how, tmp_path, caplog):
     options = dict.fromkeys(how, True)
     whole = mining(tmp_path / "whole", make, **options)

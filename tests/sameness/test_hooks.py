@@ -192,7 +192,7 @@ def alone():
     [
         pytest.param(DP, EVERYWHERE + WHOLE, id="dp"),
         pytest.param(LAYERS, EVERYWHERE + WHOLE, id="layers", marks=pytest.mark.slow),
-        pytest.param(FSDP, EVERYWHERE + WHOLE, id="fsdp"),
+        pytest.param(FSDP, EVERYWHERE + WHOLE, id="fsdp", marks=pytest.mark.slow),
         pytest.param(PIPELINE, EVERYWHERE, id="pipeline", marks=pytest.mark.slow),
         pytest.param(SERVERS, EVERYWHERE + WHOLE, id="parameter_server", marks=pytest.mark.slow),
         pytest.param(DDP, EVERYWHERE + WHOLE, id="ddp", marks=pytest.mark.slow),

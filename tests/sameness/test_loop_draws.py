@@ -576,7 +576,7 @@ def test_a_number_that_each_epoch_sets_goes_on_after_the_first_one(read):
 @pytest.mark.parametrize(
     ("where", "read"),
     [
-        pytest.param(where, read, marks=[pytest.mark.slow] * (bool(number) and read not in QUICK_PLACES))
+        pytest.param(where, read, marks=[pytest.mark.slow] * (number != 2 or read not in QUICK_PLACES))
         for number, where in enumerate(
             [
                 {"step": "SET = 0.1 * (run.position.step % 2)"},

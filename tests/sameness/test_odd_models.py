@@ -337,7 +337,8 @@ def test_what_cannot_be_trained_is_refused_on_every_rank(layout):
         assert not found.fault and re.search(sentence, found.refusal), found
 
 
-@pytest.mark.parametrize("layout", ["fsdp", pytest.param("server", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["fsdp", "server"])
 def test_a_quantised_weight_is_refused_where_parameters_are_shared_out(layout):
     """An error of torch came out of run.prepare; in one process, and of a replica in each, it is trained."""
     one, each = outcomes((quantised,), "single"), outcomes((quantised,), "ddp")

@@ -143,7 +143,7 @@ REFUSED = {
     "fsdp-pipeline": CUT,
 }
 """The sentence that ends a program; all others have the bits of ``single``."""
-SHORT = ("fsdp", "servers")
+SHORT = ("fsdp",)
 
 
 @cache

@@ -23,6 +23,7 @@ def killed_and_resumed(soak, seeds, undisturbed, killed=Soak.kill, **choices):
     return cut
 
 
+@pytest.mark.slow
 @pytest.mark.fault("K1", "P1", "P3")
 def test_three_runs_killed_at_a_random_moment_end_in_the_same_fingerprint_and_leave_nothing(
     soak, undisturbed

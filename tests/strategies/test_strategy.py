@@ -51,7 +51,7 @@ LAYOUTS = [
     Layout("single", 1),
     *[Layout("dp", 1, {"dp": {"replicas": count}}, slow=count != 3) for count in (1, 2, 3, 4)],
     *[Layout("layers", 1, {"layers": {"devices": count}}, UNTIED, slow=count != 3) for count in (2, 3, 4)],
-    Layout("hybrid", 2, {"mesh": "data=2,layers=2"}, UNTIED),
+    Layout("hybrid", 2, {"mesh": "data=2,layers=2"}, UNTIED, slow=True),
     *[
         Layout("parameter_server", world, {"parameter_server": {"servers": servers}}, slow=servers == 1)
         for world, servers in ((2, 1), (3, 1), (4, 2), (4, 1))
@@ -63,7 +63,7 @@ LAYOUTS = [
     ],  # and pipeline/test_strategy_...
     Layout("pipeline", 3, {"pipeline": {"schedule": "gpipe"}}, UNTIED, slow=True),
     Layout("pipeline", 2, {"pipeline": {"schedule": "interleaved"}}, UNTIED, slow=True),
-    *[Layout("tensor", 2, bound=1e-3)],
+    Layout("tensor", 2, bound=1e-3, slow=True),  # of its own: tensor/test_bound
     Layout("hybrid", 4, {"mesh": "data=2,tensor=2"}, bound=1e-3, slow=True),
     Layout("hybrid", 4, {"mesh": "data=2,pipeline=2"}, UNTIED, slow=True),
     Layout(

@@ -74,6 +74,7 @@ def test_records_are_taken_at_intervals_and_after_every_checkpoint(tmp_path):
     assert list(read_records(tmp_path)) == [0, 2, 3, 4, 5]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_records_its_first_step_and_those_after_it_anew(tmp_path):
     whole = train(World(), tmp_path / "whole", every=4)
     train(World(), tmp_path / "parts", every=4, epochs=1)
@@ -128,6 +129,7 @@ def test_where_micro_batches_cannot_be_told_apart_they_are_not_recorded(tmp_path
         train(World(), tmp_path, every=1, micro_batches=True, strategy="dp", dp={"replicas": 2})
 
 
+@pytest.mark.slow
 def test_strategy_dp_records_whole_steps(tmp_path):
     for strategy in ("single", "dp"):
         train(World(), tmp_path / strategy, every=1, strategy=strategy)

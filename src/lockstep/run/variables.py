@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from inspect import GEN_CREATED, getgeneratorstate
 from types import CodeType, FunctionType, GeneratorType, MappingProxyType, MethodType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -75,6 +75,15 @@ _OF_TORCH = (
     "torch.utils.data.sampler",
 )
 """Modules of torch whose objects hold what a loop changes."""
+
+
+class _Place(NamedTuple):
+    """A variable, an attribute or an entry: its value, and what holds it under which key."""
+
+    name: str
+    value: Any
+    holder: Any
+    key: str
 
 
 @dataclass
@@ -159,8 +168,27 @@ class Variables:
 
     def _look_at_what_data_reads(self, own: Collection[int]) -> None:
         """Looks at the values that functions of data sets read: globals, and variables of the frames."""
-        seen, attributes = set[FunctionType](), set[str]()
-        read: list[tuple[str, Any, Any, str]] = [("", each, None, "") for each in self._bound]
+        places, attributes = self._read_by_data(own)
+        places = [*(_Place("", each, None, "") for each in self._bound), *places]
+        self._is_in_data = self._is_in_dataset = True
+        known = {entry.place: name for name, entry in self.plain.items()}
+        seen = set[int]()
+        for name, held, holder, key in places:
+            name = known.get((holder if isinstance(holder, str) else id(holder), key), name)
+            if key in self._changed_by_reading:
+                first, last = self._seen.get(id(held), (0, 0))
+                self.perhaps_read.update(self._noted[first:last])
+            elif held is not None and (is_plain(held) or isinstance(held, _VALUES)):
+                self._look(held, name, holder, key)
+            elif is_users_object(held) and not isinstance(held, Dataset | nn.Module) and id(held) not in seen:
+                seen.add(id(held))
+                values = attributes_of(held)
+                read = values.keys() & attributes
+                places += [_Place(f"{name}.{each}", values[each], values, each) for each in read]
+
+    def _read_by_data(self, own: Collection[int]) -> tuple[list[_Place], set[str]]:
+        """The variables that functions of data sets name, and the attributes; notes what these functions change."""
+        places, attributes, seen = list[_Place](), set[str](), set[FunctionType]()
         while self._reading:
             function = self._reading.pop()
             if function in seen or not is_users_code(function.__code__, function.__module__ or ""):
@@ -170,40 +198,20 @@ class Variables:
             for code in codes:
                 codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
             attributes.update(*(names_loaded(code, "LOAD_ATTR") for code in codes))
-            names = set().union(*(names_loaded(code, "LOAD_GLOBAL", "LOAD_NAME") for code in codes))
+            names = set[str]().union(*(names_loaded(code, "LOAD_GLOBAL", "LOAD_NAME") for code in codes))
             for key in names & space.keys():
                 if isinstance(space[key], FunctionType):
                     self._reading.append(space[key])
-                    self._changed_by_reading |= changed_names(
-                        [(space[key].__code__, -1, math.inf)], {}, of_functions=True
-                    )
+                    whole = [(space[key].__code__, -1, math.inf)]
+                    self._changed_by_reading |= changed_names(whole, {}, of_functions=True)
                 name = key if id(space) in own else f"{space.get('__name__')}.{key}"
-                read.append((name, space[key], space, key))
+                places.append(_Place(name, space[key], space, key))
             for key, cell in zip(codes[0].co_freevars, function.__closure__ or ()):
                 for home in homes_of(codes[0]):
                     if f"{home}: {key}" in self.local:
                         with suppress(ValueError):  # it has no value yet
-                            read.append((f"{home}: {key}", cell.cell_contents, home, key))
-        self._is_in_data = self._is_in_dataset = True
-        known, objects = {entry.place: name for name, entry in self.plain.items()}, set[int]()
-        for name, held, holder, key in read:
-            name = known.get((holder if isinstance(holder, str) else id(holder), key), name)
-            if key in self._changed_by_reading:
-                first, last = self._seen.get(id(held), (0, 0))
-                self.perhaps_read.update(self._noted[first:last])
-            elif held is not None and (is_plain(held) or isinstance(held, _VALUES)):
-                self._look(held, name, holder, key)
-            elif (
-                is_users_object(held)
-                and not isinstance(held, Dataset | nn.Module)
-                and id(held) not in objects
-            ):
-                objects.add(id(held))
-                own_values = attributes_of(held)
-                read += [
-                    (f"{name}.{each}", own_values[each], own_values, each)
-                    for each in own_values.keys() & attributes
-                ]
+                            places.append(_Place(f"{home}: {key}", cell.cell_contents, home, key))
+        return places, attributes
 
     def _look_at_globals(self, own: Collection[int]) -> None:
         """Looks at the globals that code names, and those of the user's functions that it names, and so on."""
@@ -285,20 +293,20 @@ class Variables:
             if issubclass(kind, np.ma.MaskedArray):
                 self._look(value.mask, f"{name}.mask", name, "mask", depth, only_tensors)
         elif (state := encoded_state(value)) is not None:
-            if not self._is_in_data:  # reading samples draws from it
-                self.generators[name] = value
-                self._note(name, short_digest(repr(state).encode()), value)
-                seeds = getattr(getattr(value, "bit_generator", value), "seed_seq", None)
-                self._look(seeds, f"{name}.seed_seq", name, "seed_seq", depth, only_tensors)
+            self._generator(value, state, name, depth, only_tensors)
         elif issubclass(kind, nn.Module):
             self._module(value, name)
         elif issubclass(kind, GeneratorType) and getgeneratorstate(value) == GEN_CREATED:
             self._note(name, "an iterator at its beginning", value)
         elif issubclass(kind, _BaseDataLoaderIter):
             self._note(name, f"after {value._num_yielded} batches", value)
-        elif depth >= _MOST_DEPTH:
-            return
-        elif issubclass(kind, FunctionType | _LRU_CACHED):
+        elif depth < _MOST_DEPTH:
+            self._look_deeper(value, name, depth, only_tensors)
+
+    def _look_deeper(self, value: Any, name: str, depth: int, only_tensors: bool) -> None:
+        """Looks at what holds other values, at any depth."""
+        kind = type(value)
+        if issubclass(kind, FunctionType | _LRU_CACHED):
             for key, held in copied(vars(value).items()):
                 self._look(held, f"{name}.{key}", vars(value), key, depth + 1, only_tensors)
             if kind is FunctionType and is_users_code(value.__code__, value.__module__ or ""):
@@ -306,29 +314,7 @@ class Variables:
         elif issubclass(kind, type):
             self._class(value, depth, only_tensors)
         elif issubclass(kind, list | tuple | deque | dict):
-            content, is_told = _content_of(value, 0 if self._is_in_data else _MOST_ENTRIES)
-            entries = dict.items(value) if issubclass(kind, dict) else enumerate(value)
-            is_foreign = only_tensors or self._is_in_data  # what a data set has read may fill a cache
-            every = entries if issubclass(kind, dict) else value
-            begun = copied(itertools.islice(entries, 1)) if len(value) > _MOST_ENTRIES else []
-            has_tensors = any(
-                isinstance(each, Tensor | np.ndarray) for _, one in begun for each in _parted(one)
-            )
-            if len(value) > _MOST_ENTRIES and (has_tensors or not is_foreign):
-                some = copied(itertools.islice(every, 0, None, 1 + len(value) // _MOST_SAMPLES))
-                self._whole(value, name, some, depth, f"{len(value)} entries{content}")
-                self.with_values |= {name} if content or has_tensors else set()
-            elif is_told or not only_tensors:
-                order = [*filter(is_plain, value)] if issubclass(kind, dict) and not is_foreign else []
-                content = content or (f" of digest {short_digest(repr(order).encode())}" if order else "")
-                self._note(name, f"{len(value)} entries{content}", value, has_values=self._is_in_data)
-            if self._is_in_data and not is_told:
-                self.perhaps_read.add(name)
-            for key, held in copied(entries) if len(value) <= _MOST_ENTRIES else ():
-                if is_told and self._is_in_data and (held is None or is_plain(held)):
-                    continue
-                entry = f"{name}[{key!r}]" if is_plain(key) else f"{name}[...]"
-                self._look(held, entry, value, key, depth + 1, only_tensors)
+            self._container(value, name, depth, only_tensors)
             self._attributes(value, name, depth, only_tensors)
         elif issubclass(kind, DataLoader):
             for key in ("dataset", "sampler", "generator", "collate_fn"):
@@ -345,6 +331,38 @@ class Variables:
         elif (parts := parts_of(value)) is not None or issubclass(kind, GeneratorType):
             what = "an iterator" if hasattr(kind, "__next__") else kind.__name__
             self._whole(value, name, parts if isinstance(parts, list) else [parts], depth, what, only_tensors)
+
+    def _generator(self, value: Any, state: Any, name: str, depth: int, only_tensors: bool) -> None:
+        if self._is_in_data:  # reading samples draws from it
+            return
+        self.generators[name] = value
+        self._note(name, short_digest(repr(state).encode()), value)
+        seeds = getattr(getattr(value, "bit_generator", value), "seed_seq", None)
+        self._look(seeds, f"{name}.seed_seq", name, "seed_seq", depth, only_tensors)
+
+    def _container(self, value: Any, name: str, depth: int, only_tensors: bool) -> None:
+        """Looks at the entries of a list, tuple, deque or dict; one text stands for those of a long one."""
+        is_dict, is_long = issubclass(type(value), dict), len(value) > _MOST_ENTRIES
+        content, is_told = _content_of(value, 0 if self._is_in_data else _MOST_ENTRIES)
+        entries = dict.items(value) if is_dict else enumerate(value)
+        is_foreign = only_tensors or self._is_in_data  # what a data set has read may fill a cache
+        has_tensors = is_long and _begins_with_tensors(entries)
+        if is_long and (has_tensors or not is_foreign):
+            every = entries if is_dict else value
+            some = copied(itertools.islice(every, 0, None, 1 + len(value) // _MOST_SAMPLES))
+            self._whole(value, name, some, depth, f"{len(value)} entries{content}")
+            self.with_values |= {name} if content or has_tensors else set()
+        elif is_told or not only_tensors:
+            order = [*filter(is_plain, value)] if is_dict and not is_foreign else []
+            content = content or (f" of digest {short_digest(repr(order).encode())}" if order else "")
+            self._note(name, f"{len(value)} entries{content}", value, has_values=self._is_in_data)
+        if self._is_in_data and not is_told:
+            self.perhaps_read.add(name)
+        for key, held in copied(entries) if not is_long else ():
+            if is_told and self._is_in_data and (held is None or is_plain(held)):
+                continue
+            entry = f"{name}[{key!r}]" if is_plain(key) else f"{name}[...]"
+            self._look(held, entry, value, key, depth + 1, only_tensors)
 
     def _whole(
         self, value: Any, name: str, parts: list[Any], depth: int, what: str, only_tensors: bool = False
@@ -511,6 +529,11 @@ def _content_of(entries: Any, least: int) -> tuple[str, bool]:
     plain = [part if part is None or is_plain(part) else "..." for part in parts]
     is_told = any(part is not None and is_plain(part) for part in parts)
     return f" of digest {short_digest(repr(plain).encode())}", is_told
+
+
+def _begins_with_tensors(entries: Iterable[tuple[Any, Any]]) -> bool:
+    first = copied(itertools.islice(entries, 1))
+    return any(isinstance(part, Tensor | np.ndarray) for _, one in first for part in _parted(one))
 
 
 def _parted(entry: Any) -> Any:

@@ -289,7 +289,7 @@ def train_all(world, strategy, names):
     return found
 
 
-QUICK = ["CalledThrice", "Experts", "Recomputed", "RecomputedInPart", "RecomputedByHooks", "Types"]
+QUICK = ["CalledThrice", "Experts", "RecomputedInPart", "Types"]
 
 
 @pytest.mark.parametrize(
