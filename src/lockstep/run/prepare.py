@@ -363,30 +363,12 @@ def prepare_model(
         ConfigError: the strategy cannot train these parts, or not in the way that was asked for.
     """
     model = parts.model
-    averaged: list[AveragedModel] = []
-    if not strategy.replicated:
-        for module in parts.modules:
-            if not isinstance(module, AveragedModel) or isinstance(strategy, IndependentStrategy):
-                raise ConfigError(
-                    f"run.prepare was given a {type(module).__name__} beside the model, and strategy "
-                    f"{strategy.name!r} holds no whole model in one process from which it could be updated. Use "
-                    "torch.optim.swa_utils.AveragedModel, which fsdp, pipeline, tensor and the synchronous "
-                    "parameter_server keep whole on every process, or strategy 'ddp', or leave it out."
-                )
-            averaged.append(module)
-        require_separate_memory(model, strategy.name)
+    averaged = _averages_to_keep(parts, strategy)
     if options.directory is not None:
         require_storable(tensor_state(model))
     names = parameter_names(model)
     for optimizer in parts.optimizers:
-        if needs_closure(optimizer):
-            require_whole(optimizer, strategy)
-        if not strategy.replicated and not isinstance(strategy, IndependentStrategy):
-            require_gradients_only(optimizer, strategy.device, strategy.name)
-        if strategy.steps < Unit.MODEL:
-            strategy.whole_parameters |= _kept_whole(optimizer, names, strategy)
-        elif not strategy.replicated and not isinstance(strategy, IndependentStrategy):
-            strategy.draws_in_step |= try_optimizer(optimizer, strategy.device).draws
+        _try_optimizer(optimizer, names, strategy)
     if isinstance(strategy, IndependentStrategy):
         strategy.check_optimizers(parts.optimizers)
     if options.channels_last:
@@ -421,6 +403,35 @@ def prepare_model(
     seen = dict(trained.named_parameters())
     averages = {id(each): PreparedAverage(each, (trained, model), aliases, strategy) for each in averaged}
     return PreparedModel(trained, randomness, smallest, tensors, aliases, members, seen, averages)
+
+
+def _averages_to_keep(parts: Parts, strategy: Strategy) -> list[AveragedModel]:
+    """The averages beside a model that no process holds whole; ``ConfigError`` where another module is beside it."""
+    if strategy.replicated:
+        return []
+    for module in parts.modules:
+        if not isinstance(module, AveragedModel) or isinstance(strategy, IndependentStrategy):
+            raise ConfigError(
+                f"run.prepare was given a {type(module).__name__} beside the model, and strategy "
+                f"{strategy.name!r} holds no whole model in one process from which it could be updated. Use "
+                "torch.optim.swa_utils.AveragedModel, which fsdp, pipeline, tensor and the synchronous "
+                "parameter_server keep whole on every process, or strategy 'ddp', or leave it out."
+            )
+    require_separate_memory(parts.model, strategy.name)
+    return [module for module in parts.modules if isinstance(module, AveragedModel)]
+
+
+def _try_optimizer(optimizer: Optimizer, names: Mapping[Tensor, str], strategy: Strategy) -> None:
+    """Finds out what an optimizer needs of the strategy; ``ConfigError`` where it does not have that."""
+    if needs_closure(optimizer):
+        require_whole(optimizer, strategy)
+    is_apart = not strategy.replicated and not isinstance(strategy, IndependentStrategy)
+    if is_apart:
+        require_gradients_only(optimizer, strategy.device, strategy.name)
+    if strategy.steps < Unit.MODEL:
+        strategy.whole_parameters |= _kept_whole(optimizer, names, strategy)
+    elif is_apart:
+        strategy.draws_in_step |= try_optimizer(optimizer, strategy.device).draws
 
 
 def _kept_whole(optimizer: Optimizer, names: Mapping[Tensor, str], strategy: Strategy) -> set[str]:
