@@ -77,7 +77,7 @@ _OF_TORCH = (
 """Modules of torch whose objects hold what a loop changes."""
 
 
-class _Place(NamedTuple):
+class _Held(NamedTuple):
     """A variable, an attribute or an entry: its value, and what holds it under which key."""
 
     name: str
@@ -169,7 +169,7 @@ class Variables:
     def _look_at_what_data_reads(self, own: Collection[int]) -> None:
         """Looks at the values that functions of data sets read: globals, and variables of the frames."""
         places, attributes = self._read_by_data(own)
-        places = [*(_Place("", each, None, "") for each in self._bound), *places]
+        places = [*(_Held("", each, None, "") for each in self._bound), *places]
         self._is_in_data = self._is_in_dataset = True
         known = {entry.place: name for name, entry in self.plain.items()}
         seen = set[int]()
@@ -184,11 +184,11 @@ class Variables:
                 seen.add(id(held))
                 values = attributes_of(held)
                 read = values.keys() & attributes
-                places += [_Place(f"{name}.{each}", values[each], values, each) for each in read]
+                places += [_Held(f"{name}.{each}", values[each], values, each) for each in read]
 
-    def _read_by_data(self, own: Collection[int]) -> tuple[list[_Place], set[str]]:
+    def _read_by_data(self, own: Collection[int]) -> tuple[list[_Held], set[str]]:
         """The variables that functions of data sets name, and the attributes; notes what these functions change."""
-        places, attributes, seen = list[_Place](), set[str](), set[FunctionType]()
+        places, attributes, seen = list[_Held](), set[str](), set[FunctionType]()
         while self._reading:
             function = self._reading.pop()
             if function in seen or not is_users_code(function.__code__, function.__module__ or ""):
@@ -205,12 +205,12 @@ class Variables:
                     whole = [(space[key].__code__, -1, math.inf)]
                     self._changed_by_reading |= changed_names(whole, {}, of_functions=True)
                 name = key if id(space) in own else f"{space.get('__name__')}.{key}"
-                places.append(_Place(name, space[key], space, key))
+                places.append(_Held(name, space[key], space, key))
             for key, cell in zip(codes[0].co_freevars, function.__closure__ or ()):
                 for home in homes_of(codes[0]):
                     if f"{home}: {key}" in self.local:
                         with suppress(ValueError):  # it has no value yet
-                            places.append(_Place(f"{home}: {key}", cell.cell_contents, home, key))
+                            places.append(_Held(f"{home}: {key}", cell.cell_contents, home, key))
         return places, attributes
 
     def _look_at_globals(self, own: Collection[int]) -> None:
