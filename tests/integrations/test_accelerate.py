@@ -4,6 +4,8 @@ import io
 import logging
 import os
 import random
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -325,6 +327,35 @@ def test_a_loop_that_takes_its_batches_by_next_counts_steps():
     assert run_ranks(taken_by_next, 1, False) == [""]
     assert run_ranks(taken_by_next, 3, False) == [""] * 3
     assert len({run_ranks(taken_by_next, world, True)[0] for world in (1, 3)}) == 1
+
+
+HELD = """
+import torch
+from lockstep.integrations.accelerate import Accelerator
+
+accelerator = Accelerator(global_batch=8, micro_batches=4)
+model = torch.nn.Linear(4, 2)
+data = torch.utils.data.TensorDataset(torch.rand(64, 4), torch.zeros(64, dtype=torch.long))
+loader = torch.utils.data.DataLoader(data, batch_size=8)
+model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1), loader)
+batches, count = (batch for _ in range(9) for batch in loader), 0
+while count < 7:
+    x, y = next(batches)
+    accelerator.backward(torch.nn.functional.cross_entropy(model(x), y))
+    optimizer.step()
+    optimizer.zero_grad()
+    count += ADDED
+print("done")
+"""
+
+
+@pytest.mark.parametrize(("added", "code"), [("1", 2), ("accelerator.sync_gradients", 0)])
+def test_a_script_that_says_nothing_at_its_end_has_an_exit_status_that_does(added, code):
+    """It ended with other bits on each number of processes, an error in its output, and exit status 0."""
+    script = HELD.replace("ADDED", added)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.returncode) == ("done\n", code), done.stderr
+    assert ("left before its end, by break or next(), and in the middle" in done.stderr) == bool(code)
 
 
 def evaluating_inside(world):

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
-import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -21,9 +19,8 @@ from torch import Tensor
 from lockstep.checkpoint.sharded import ShardedOrder
 from lockstep.checkpoint.state import CheckpointState
 from lockstep.checkpoint.writer import Order
-from lockstep.errors import EXIT_DATA, LockstepError
 from lockstep.runtime.devices import current_stream, gpu, is_gpu
-from lockstep.runtime.output import say
+from lockstep.runtime.output import end_with
 from lockstep.runtime.stop_signals import CriticalThread
 
 
@@ -97,11 +94,7 @@ class BackgroundWriter:
         try:
             self.finish()
         except Exception as error:
-            code = error.exit_code if isinstance(error, LockstepError) else EXIT_DATA
-            say(str(error))
-            for stream in (sys.stdout, sys.stderr):
-                stream.flush()
-            os._exit(code)
+            end_with(error)
 
 
 class _Writing(CriticalThread):

@@ -17,7 +17,6 @@ from one to the next, and whether its loss is a mean over samples. See ``lockste
 from __future__ import annotations
 
 import atexit
-import logging
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -36,6 +35,7 @@ from lockstep.errors import CheckpointError, ConfigError
 from lockstep.integrations.accelerate_parts import AtLast, Batches, left_early
 from lockstep.run import Run, init, save
 from lockstep.run.own_passes import OwnPasses, settings_of
+from lockstep.runtime.output import end_with
 
 _PRECISIONS = {None: "fp32", "no": "fp32", "bf16": "bf16", "fp16": "fp16"}
 _PARTS = "global_batch is what one optimizer step sees, and micro_batches in how many parts it is computed."
@@ -52,9 +52,6 @@ _REMEDIES = {
     "device_placement": "Batches of a prepared DataLoader are on accelerator.device.",
 }
 """Options of Accelerate, and what to do instead."""
-
-
-logger = logging.getLogger(__name__)
 
 
 class Accelerator:
@@ -388,7 +385,7 @@ class Accelerator:
 
     def _tell_if_left(self) -> None:
         if self.passes is not None and not hasattr(sys, "last_value") and (why := left_early(self)):
-            logger.error(why)  # a generator that the script still holds, such as cycle(loader)
+            end_with(ConfigError(why))  # a generator still holds the loop, such as cycle(loader)
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(

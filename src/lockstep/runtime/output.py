@@ -17,8 +17,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
+from lockstep.errors import EXIT_DATA, LockstepError
 from lockstep.text import printable
 
 TERMINAL_LOG = "terminal.log"
@@ -127,6 +128,17 @@ def open_standard_streams() -> None:
 def say(line: str) -> None:
     """Prints a line of the supervisor on this host's terminal."""
     print(f"lockstep: {printable(line)}", file=sys.stderr, flush=True)
+
+
+def end_with(error: Exception) -> NoReturn:
+    """Ends the process with an error in a function of ``atexit``: one that is raised there changes no exit status.
+
+    That of Lockstep's own errors is theirs; any other, as where a disk is full, is an error of data.
+    """
+    say(str(error))
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(error.exit_code if isinstance(error, LockstepError) else EXIT_DATA)
 
 
 class PrintableFormatter(logging.Formatter):
