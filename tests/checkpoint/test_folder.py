@@ -1,6 +1,6 @@
 import pytest
 
-from lockstep.checkpoint import Best, committed, prune, read, read_best, write, write_best
+from lockstep.checkpoint import Best, committed, prune, read, read_best, read_newest, write, write_best
 from lockstep.checkpoint.manifest import seal
 from lockstep.errors import CheckpointError
 
@@ -20,9 +20,29 @@ def test_an_empty_or_missing_folder_has_no_checkpoint(tmp_path):
 
 
 def test_the_newest_is_the_highest_step_whatever_the_order_of_names(tmp_path, save):
-    for step in (99_999_999, 100_000_000, 5):
+    for step in (5, 99_999_999, 100_000_000):
         save(step)
     assert [path.name for path in committed(tmp_path)] == ["step-00000005", "step-99999999", "step-100000000"]
+
+
+def test_the_newest_is_that_of_a_training_that_began_anew(tmp_path, save):
+    """A run that was resumed went on from the last step of the training before, and ended with its weights."""
+    for step in (10, 20, 30, 10, 20):
+        save(step)
+    ordered = ["step-00000030", "step-00000010-2", "step-00000020-2"]
+    assert [path.name for path in committed(tmp_path)] == ordered
+    assert read_newest(tmp_path).path.name == "step-00000020-2"
+    save(40)
+    assert [path.name for path in committed(tmp_path)] == [*ordered, "step-00000040-2"]
+
+
+def test_what_goes_on_from_an_earlier_checkpoint_takes_away_what_it_has_passed(tmp_path, save):
+    for step in (10, 20, 30, 40, 15):
+        save(step, keep=2)
+    assert names(tmp_path) == ["step-00000015-2", "step-00000030", "step-00000040"]
+    for step in (35, 45):
+        save(step, keep=2)
+    assert names(tmp_path) == ["step-00000035-2", "step-00000045-2"]
 
 
 def test_only_the_last_n_are_kept(tmp_path, save):
@@ -47,7 +67,7 @@ def test_the_newest_step_and_the_one_just_written_stay(tmp_path, save):
     for step in (10, 20, 30):
         save(step)
     save(15, keep=1)
-    assert names(tmp_path) == ["step-00000015", "step-00000030"]
+    assert names(tmp_path) == ["step-00000015-2", "step-00000030"]
 
 
 @pytest.mark.fault("K4")

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import resource
 
 import pytest
@@ -11,7 +12,8 @@ from safetensors.torch import load_file
 from tests.ranks import run_ranks
 from tests.run.jobs import begin, dataset, network, train_step
 
-from lockstep.checkpoint import committed, read
+from lockstep.checkpoint import committed, read, read_newest
+from lockstep.core.atomic import sole_use
 from lockstep.core.world import World
 from lockstep.errors import CheckpointError
 from lockstep.run import Run, RunOptions
@@ -135,8 +137,47 @@ def test_a_failed_save_ends_the_run_after_the_next_step(tmp_path):
                 finally:
                     resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert steps == [0]
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["writer.lock"]
     run.close()
+
+
+def test_a_folder_that_another_process_writes_to_is_refused_until_that_has_ended(tmp_path):
+    run, _, optimizer = begin(directory=tmp_path)
+    with sole_use(tmp_path / "writer.lock"):
+        train_step(run, next(iter(run.batches(dataset()))), optimizer)
+        with pytest.raises(CheckpointError, match=r"Another run writes its checkpoints to .* still going on"):
+            run.save()
+        assert committed(tmp_path) == []
+    run.save()
+    with pytest.raises(BlockingIOError), sole_use(tmp_path / "writer.lock"):
+        pass
+    run.close()
+    with sole_use(tmp_path / "writer.lock"):
+        pass
+
+
+def until(folder, last, seed, resume=None):
+    """Saves after each step up to ``last``; the weights there, and the step with which it began."""
+    run, _, optimizer = begin(network(seed), directory=folder, resume=resume)
+    first = run.position.step
+    for _ in run.epochs(3):
+        for batch in run.batches(dataset()):
+            train_step(run, batch, optimizer)
+            run.save()
+            if batch.plan.step + 1 == last:
+                return run.fingerprint(), first
+    raise AssertionError(f"there is no step {last}")
+
+
+def test_a_run_that_began_anew_goes_on_from_its_own_checkpoints(tmp_path, caplog):
+    """It went on from the last step of the training before, without a step of its own, with exit status 0."""
+    whole, _ = until(tmp_path / "whole", 5, 1)
+    until(tmp_path / "run", 6, 0)
+    caplog.set_level(logging.INFO, "lockstep")
+    until(tmp_path / "run", 2, 1)
+    assert re.search("holds checkpoints of an earlier training, the last one step-00000006", caplog.text)
+    assert until(tmp_path / "run", 5, 1, "auto") == (whole, 2)
+    assert read_newest(tmp_path / "run").path.name == "step-00000005-2"
 
 
 def prepared(folder, world, lr=0.1, **options):

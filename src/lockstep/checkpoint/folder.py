@@ -32,20 +32,22 @@ def step_of(path: Path) -> tuple[int, int] | None:
 
 
 def name_of(directory: Path, step: int) -> Path:
-    """A folder for ``step`` that does not exist yet: ``step-00000450``, or ``step-00000450-2`` later on.
+    """A folder for ``step`` that does not exist yet, and comes after all others: ``step-00000450``.
 
-    An existing checkpoint is never written over; the newer attempt takes its place once it is complete.
+    It is ``step-00000450-2`` where a checkpoint of this step or a later one is there: a training has begun anew in the
+    folder, or has gone on from an earlier checkpoint. Those that follow are called so, too.
     """
-    attempts = [found[1] for path in committed(directory) if (found := step_of(path)) and found[0] == step]
-    suffix = f"-{max(attempts) + 1}" if attempts else ""
-    return directory / f"step-{step:08d}{suffix}"
+    paths = committed(directory)
+    last, attempt = (step_of(paths[-1]) if paths else None) or (-1, 1)
+    attempt += step <= last
+    return directory / (f"step-{step:08d}" + (f"-{attempt}" if attempt > 1 else ""))
 
 
 def committed(directory: Path) -> list[Path]:
-    """The checkpoints of a run folder, oldest first; links and anything else are left out."""
+    """The checkpoints of a run folder in the order in which they were written; links and anything else are left out."""
     if not directory.is_dir():
         return []
-    found = [(key, path) for path in directory.iterdir() if (key := step_of(path)) is not None]
+    found = [(key[::-1], path) for path in directory.iterdir() if (key := step_of(path)) is not None]
     return [path for _, path in sorted(found) if path.is_dir() and not path.is_symlink()]
 
 
@@ -71,18 +73,20 @@ def read_best(directory: Path) -> Best | None:
 def prune(directory: Path, *, keep: int | None, protect: Collection[int] = ()) -> list[Path]:
     """Deletes all but the ``keep`` newest steps, the best one and those of ``protect``; returns what went.
 
-    An attempt that a newer one of the same step replaced goes as well. ``keep=None`` keeps every step.
+    As many of later steps than the newest checkpoint stay: an earlier training has left them. An attempt that a newer
+    one of the same step replaced goes. ``keep=None`` keeps every step.
     """
-    newest: dict[int, Path] = {}
     paths = committed(directory)
-    for path in paths:
-        newest[(step_of(path) or (-1,))[0]] = path
-    kept_steps = set(newest) if keep is None else set(sorted(newest)[max(0, len(newest) - keep) :])
-    kept_steps |= set(protect)
+    newest = {found[0]: path for path in paths if (found := step_of(path)) is not None}
+    steps = [step for step, path in sorted(newest.items(), key=lambda pair: paths.index(pair[1]))]
+    kept = {*steps, *protect}
+    if keep is not None and steps:
+        made = [step for step in steps if step <= steps[-1]]
+        ahead = [step for step in steps if step > steps[-1]]
+        kept = {*made[-keep:], *ahead[-keep:], *protect}
     if (record := read_best(directory)) is not None:
-        kept_steps.add(record.step)
-    kept = {path for step, path in newest.items() if step in kept_steps}
-    gone = [path for path in paths if path not in kept]
+        kept.add(record.step)
+    gone = [path for path in paths if path not in {newest[step] for step in kept & newest.keys()}]
     for path in gone:
         remove_folder(path)
     return gone

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -21,6 +22,7 @@ from lockstep.checkpoint import CheckpointState
 from lockstep.checkpoint.sharded import prepare_sharded
 from lockstep.config.checks import file_path
 from lockstep.config.options import RunOptions
+from lockstep.core.atomic import sole_use
 from lockstep.core.fingerprint import sum_of_bits
 from lockstep.core.world import World
 from lockstep.distributed.collectives import (
@@ -49,6 +51,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_LOCK = "writer.lock"
+_CLAIMED = set[Path]()
+"""The folders that runs of this process write to."""
 _TIMEOUT = timedelta(hours=2)
 """The time that the quickest rank waits for the slowest disk, at most."""
 
@@ -211,6 +216,7 @@ class Writer:
         self._options, self._world = options, world
         self.background, self.resumption = checkpoint.BackgroundWriter(), Resumption(loop)
         self._group: dist.ProcessGroup | None = None
+        self._claims: dict[Path, ExitStack] = {}
 
     def join(self, run: RunState) -> None:
         """Takes the prepared run; opens a process group for writers, where every process is one. Collective."""
@@ -223,6 +229,30 @@ class Writer:
         """Waits for what is being written, and drops the process group."""
         self.background.finish()
         drop_process_groups(self)
+        for folder, claim in self._claims.items():
+            _CLAIMED.discard(folder)
+            claim.close()
+        self._claims.clear()
+
+    def _claim(self, directory: Path) -> None:
+        """Keeps other processes from writing to a folder from now on; ``CheckpointError`` where one does so."""
+        folder, claim = directory.resolve(), ExitStack()
+        if folder in _CLAIMED:
+            return
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            claim.enter_context(sole_use(folder / _LOCK))
+        except BlockingIOError as error:
+            who = f" ({error.strerror})" if _LOCK in str(error) else ""
+            raise CheckpointError(
+                f"Another run writes its checkpoints to {directory} and is still going on{who}. Each would resume from "
+                "those of the other, and delete them. Nothing was written: end one of them, or give it another "
+                "directory=."
+            ) from None
+        except OSError:
+            return  # what is wrong with the folder is said where the checkpoint is written
+        self._claims[folder] = claim
+        _CLAIMED.add(folder)
 
     def write(self, directory: Path | str, run: RunState, fingerprint: str, *, wait: bool) -> Path | None:
         """Writes the state as it stands to the run folder, in the background unless told to ``wait``. Collective.
@@ -237,6 +267,8 @@ class Writer:
         if not is_main and run.strategy.replicated:
             return None
         self.background.finish()
+        if is_main:
+            self._claim(directory)
         if self._group is not None and (path := self._write_rows(directory, run, fingerprint, wait)):
             return path if is_main else None
         state = run.capture(fingerprint, keep=is_main)
@@ -290,6 +322,15 @@ def _mention_if_read_only(directory: Path) -> None:
             directory,
             there,
             found,
+        )
+
+
+def _mention_earlier_training(directory: Path) -> None:
+    if paths := checkpoint.committed(directory.expanduser()):
+        note(
+            "%s holds checkpoints of an earlier training, the last one %s. This run begins anew, and its own take "
+            "their place. To go on from there give resume='auto'; to keep both, another directory=.",
+            *(directory, paths[-1].name),
         )
 
 
@@ -353,6 +394,8 @@ def resume(
     if found is None and options.resume:
         found = find(options.resume, options.directory)
     if found is None:
+        if is_main and options.directory is not None:
+            _mention_earlier_training(Path(options.directory))
         return False
     path, position = found.path, state.position
     before, now = found.state.progress.get("sources", {}), state.sources
