@@ -81,11 +81,10 @@ def main(payload: Any) -> None:
 
 
 def has_ended(folder: Path) -> bool:
-    """True where a run folder has the weights of the run's end, and no checkpoint of a later step."""
-    exported = folder / WEIGHTS
-    return exported.is_file() and int(metadata_of(exported).get("step", -1)) >= max(
-        _steps(folder), default=-1
-    )
+    """True where a run folder has the weights of the run's end, and its newest checkpoint is not of a later step."""
+    exported, written = folder / WEIGHTS, [step_of(path) or (-1,) for path in checkpoint.committed(folder)]
+    newest = written[-1][0] if written else -1
+    return exported.is_file() and int(metadata_of(exported).get("step", -1)) >= newest
 
 
 def has_gone_on(folder: Path) -> bool:
