@@ -180,6 +180,21 @@ def test_a_run_that_began_anew_goes_on_from_its_own_checkpoints(tmp_path, caplog
     assert read_newest(tmp_path / "run").path.name == "step-00000005-2"
 
 
+def test_a_resumed_run_without_a_step_left_says_so(tmp_path, caplog):
+    """It ended with the weights of the run before: a script whose code has changed trained nothing, without a word."""
+    caplog.set_level(logging.INFO, "lockstep")
+    for resume in (None, "auto"):
+        assert "No step is left" not in caplog.text
+        run, _, optimizer = begin(directory=tmp_path, resume=resume)
+        for _ in run.epochs(2):
+            for batch in run.batches(dataset()):
+                train_step(run, batch, optimizer)
+            run.save(wait=True)
+    assert (
+        "No step is left: the run that was resumed has done 2 epochs, and run.epochs(2) asks" in caplog.text
+    )
+
+
 def prepared(folder, world, lr=0.1, **options):
     run = Run(RunOptions.of(global_batch=24, directory=folder, **options), world)
     model = network()

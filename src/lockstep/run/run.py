@@ -200,6 +200,8 @@ class Run:
     def epochs(self, count: int) -> Iterator[int]:
         """The numbers of the epochs from where the run stands (0, or where it was resumed) to ``count - 1``."""
         self._writer.resumption.begin_epochs()
+        if self.is_main and self._loop.is_resumed and not self._loop.position.inside:
+            save.mention_nothing_left(count, self.position.epoch)
         return self._loop.epochs(count, lambda: save.end_epoch(self, self._results.stop))
 
     def batches(

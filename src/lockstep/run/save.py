@@ -44,7 +44,7 @@ from lockstep.run.state import RunState
 from lockstep.runtime.control import Stopped, StopReason
 from lockstep.runtime.stop_signals import wait_for_critical_threads
 from lockstep.strategies import IndependentStrategy
-from lockstep.text import shorten
+from lockstep.text import plural, shorten
 
 if TYPE_CHECKING:
     from lockstep.run.run import Run
@@ -331,6 +331,16 @@ def _mention_earlier_training(directory: Path) -> None:
             "%s holds checkpoints of an earlier training, the last one %s. This run begins anew, and its own take "
             "their place. To go on from there give resume='auto'; to keep both, another directory=.",
             *(directory, paths[-1].name),
+        )
+
+
+def mention_nothing_left(epochs: int, done: int) -> None:
+    """Says that a resumed run, which has so many epochs behind it, makes no step."""
+    if isinstance(epochs, int) and 0 < epochs <= done:
+        note(
+            "No step is left: the run that was resumed has done %s, and run.epochs(%d) asks for no more. Give a larger "
+            "number to go on, or another directory= to begin anew.",
+            *(plural(done, "epoch"), epochs),
         )
 
 
