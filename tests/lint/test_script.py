@@ -42,7 +42,7 @@ def refusal(path):
         ("a.py", b"\xff\xfex\0=\0", "zero bytes"),
         ("a.py", b"(" * 5000, "a.py"),
         ("a.py", b"-" * 200_000 + b"1\n", "a.py"),
-        ("a.py", b"x = " + b"+".join([b"1"] * 50_000), "nested too deeply"),
+        ("a.py", b"x = " + b"+".join([b"1"] * 500_000), "nested too deeply"),
         ("a.py", b"x" * 5_000_001, "more than 5,000,000 bytes"),
     ],
     ids=lambda value: value[:20] if isinstance(value, bytes) else None,

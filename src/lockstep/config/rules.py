@@ -465,9 +465,18 @@ def _early_stop_has_validation(job: JobConfig, machine: AvailableDevices) -> Ite
         yield f"is {job.training.early_stop}, but the job has no [data.validation] to judge by."
 
 
+def _exists(path: str | Path) -> bool:
+    """``Path.exists``, which since Python 3.14 is False, and no ``OSError``, where it may not be looked at."""
+    try:
+        Path(path).stat()
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # the last where the name has a zero byte
+        return False
+    return True
+
+
 @_rule(JOB_RULES, "the data exists", "data.root")
 def _data_exists(job: JobConfig, machine: AvailableDevices) -> Iterator[str]:
-    if machine.is_here and job.data.root and not Path(job.data.root).exists():
+    if machine.is_here and job.data.root and not _exists(job.data.root):
         yield f"is '{job.data.root}', which does not exist. Give the folder of the data with --data DIR."
 
 
@@ -489,19 +498,20 @@ def _runs_are_no_class(job: JobConfig, machine: AvailableDevices) -> Iterator[st
 
 @_rule(JOB_RULES, "the weights exist", "weights.path")
 def _weights_exist(job: JobConfig, machine: AvailableDevices) -> Iterator[str]:
-    if machine.is_here and job.weights.path and not Path(job.weights.path).is_file():
-        yield f"is '{job.weights.path}', which is not a file. Give a file of weights, or leave it out."
+    path = job.weights.path
+    if machine.is_here and path and not (_exists(path) and Path(path).is_file()):
+        yield f"is '{path}', which is not a file. Give a file of weights, or leave it out."
 
 
 @_rule(JOB_RULES, "what is resumed exists", "checkpoint.resume")
 def _resume_exists(job: JobConfig, machine: AvailableDevices) -> Iterator[str]:
     resume = job.checkpoint.resume
-    if machine.is_here and resume not in ("", "auto") and not Path(resume).exists():
+    if machine.is_here and resume not in ("", "auto") and not _exists(resume):
         yield f"is '{resume}', which does not exist. Give a run folder or a checkpoint in it, or 'auto'."
 
 
 @_rule(JOB_RULES, "a run never writes over another", "run.name")
 def _run_folder_is_free(job: JobConfig, machine: AvailableDevices) -> Iterator[str]:
     folder = Path(job.run.directory).expanduser() / job.run.name
-    if machine.is_here and job.run.name and not job.checkpoint.resume and folder.exists():
+    if machine.is_here and job.run.name and not job.checkpoint.resume and _exists(folder):
         yield f"is '{job.run.name}', and '{folder}' exists. Choose another name, or go on with --resume auto."

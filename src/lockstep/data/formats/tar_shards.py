@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -124,13 +124,12 @@ _EXTENDED = (
 class BoundedTarInfo(tarfile.TarInfo):
     """A header whose long names and attributes, which ``tarfile`` reads into memory, may have 1 MiB."""
 
-    @classmethod
-    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
-        """Reads a header; ``tarfile.ReadError`` if it announces more."""
-        found = super().frombuf(buf, encoding, errors)
-        if found.type in _EXTENDED and found.size > _LONGEST_NAME:
-            raise tarfile.ReadError(f"a member's name or attributes have {found.size:,} bytes")
-        return found
+    def _proc_member(self, archive: tarfile.TarFile) -> tarfile.TarInfo:
+        """Reads what follows a header; ``tarfile.ReadError`` if it announces more. Python means it to be overridden."""
+        if self.type in _EXTENDED and self.size > _LONGEST_NAME:
+            raise tarfile.ReadError(f"a member's name or attributes have {self.size:,} bytes")
+        read: tarfile.TarInfo = cast(Any, super())._proc_member(archive)
+        return read
 
 
 def _members(shard: Path) -> list[tuple[str, int, int]]:
