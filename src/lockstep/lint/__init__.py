@@ -3,16 +3,7 @@
 Pure: a script is parsed, never imported; torch is not needed.
 """
 
-from lockstep.lint.check import RULES, check_file, check_text, choose, settings_by_world_size, table
+from lockstep.lint.check import RULES, check_file, check_text, choose, table
 from lockstep.lint.finding import Finding, LintRule
 
-__all__ = [
-    "RULES",
-    "Finding",
-    "LintRule",
-    "check_file",
-    "check_text",
-    "choose",
-    "settings_by_world_size",
-    "table",
-]
+__all__ = ["RULES", "Finding", "LintRule", "check_file", "check_text", "choose", "table"]

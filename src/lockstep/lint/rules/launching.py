@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
-from typing import TypeGuard
+from collections.abc import Iterable, Iterator
 
 from lockstep.lint.finding import Hit, rule
 from lockstep.lint.ranks import GLOBAL, LOCAL, lower_name, numbers_processes, proved_rank, rank_kind
@@ -319,10 +318,10 @@ def recipe_by_world_size(script: Script) -> Iterator[Hit]:
 def by_world_size(script: Script) -> Iterator[Hit]:
     """The settings of a file that are computed from the number of processes, whether it imports Lockstep or not."""
     for node, name, value in _settings(script):
-        if _is_counted(script, value):
+        if (counted := _counted(script, value)) is not None:
             yield Hit(
                 node,
-                f"{name}={script.text(value)} is another value on each number of processes, so each ends otherwise.",
+                f"{name}={script.text(counted)} is another value on each number of processes, so each ends otherwise.",
                 f"{name}=...  # one value, for all processes together",
             )
 
@@ -341,9 +340,6 @@ def _settings(script: Script) -> Iterator[tuple[ast.expr, str, ast.expr]]:
             yield from ((call, name, each) for each in call.args[name.endswith("_") :])
         elif name.endswith("_") and owner.endswith((".grad", ".data")):
             yield from ((call, owner, each) for each in call.args)
-        elif name == "step":
-            parts = [each for test in script.tests_around(call) for each in ast.walk(test)]
-            yield from ((each, "every", each) for each in parts if _is_remainder(each))
     for node in script.nodes:
         pairs = bindings(node) if isinstance(node, ast.Assign | ast.AugAssign) else ()
         for target, value in pairs:
@@ -355,27 +351,24 @@ def _settings(script: Script) -> Iterator[tuple[ast.expr, str, ast.expr]]:
             yield from ((value, name, value) for name, value in named if _RECIPE.fullmatch(name))
 
 
-def _is_remainder(node: ast.AST) -> TypeGuard[ast.BinOp]:
-    return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod)
-
-
-def _is_counted(script: Script, node: ast.AST, depth: int = 4) -> bool:
-    """True where a number is computed from that of processes, by arithmetic, in the file; not by way of a loader."""
+def _counted(script: Script, node: ast.AST, depth: int = 4) -> ast.AST | None:
+    """The expression that computes a number from that of processes, in the file; not by way of a loader."""
+    name = lower_name(node) if isinstance(node, ast.expr) else ""
+    values = script.values(node) if depth and isinstance(node, ast.Name | ast.Attribute) else []
+    if constant(node) == "WORLD_SIZE" or name in _COUNTS:
+        is_one = name == "num_processes" and script.mentions("accelerat")  # that of the adapter
+        is_set = values and all(isinstance(each, ast.Constant) for each in values)
+        return None if is_one or is_set else node
+    if values:
+        return next(filter(None, (_counted(script, each, depth - 1) for each in values if each)), None)
+    parts: Iterable[ast.AST] = ast.iter_child_nodes(node) if isinstance(node, _EXPRESSIONS) else ()
     if isinstance(node, ast.Call):
         name = last_name(node.func)
         own = [each for each in script.functions if each.name == name] if depth else []
-        parts = [each for function in own for each in ast.walk(function) if isinstance(each, ast.Return)]
-        given = node.args if _COMPUTING.fullmatch(name) else []
-        return name.lower() in _COUNTS or any(
-            _is_counted(script, each, depth - 1) for each in [*parts, *given]
-        )
-    if constant(node) == "WORLD_SIZE" or (isinstance(node, ast.expr) and lower_name(node) in _COUNTS):
-        return True
-    if isinstance(node, ast.Name | ast.Attribute):
-        values = script.values(node) if depth else []
-        return any(each is not None and _is_counted(script, each, depth - 1) for each in values)
-    inner = ast.iter_child_nodes(node) if isinstance(node, _EXPRESSIONS) else ()
-    return any(_is_counted(script, each, depth) for each in inner)
+        returned = [each for function in own for each in ast.walk(function) if isinstance(each, ast.Return)]
+        parts = [node.func, *returned, *(node.args if _COMPUTING.fullmatch(name) else ())]
+        depth = max(depth - 1, 0)
+    return node if any(_counted(script, each, depth) for each in parts) else None
 
 
 def _worlds(script: Script) -> Iterator[tuple[ast.Call, ast.expr | None, ast.expr | None]]:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from lockstep.distributed.collectives import gather_json
 from lockstep.errors import ConfigError
-from lockstep.lint import settings_by_world_size
+from lockstep.lint.check import settings_by_world_size
 from lockstep.numerics.hidden_state import Snapshot, is_users_code
 from lockstep.run.loop_code import names_reached, users_frames
 from lockstep.runtime.torch_internals import FrameKind, kind_of_frame
@@ -109,8 +109,9 @@ _WORDS = re.compile(r"'(\w+)'")
 _EXCHANGES = re.compile(r"(all_|reduce|broadcast|gather|scatter|barrier|i?send|i?recv|batch_isend)")
 
 ASKED = (
-    "%s asks for the number of processes (%s). What is computed from it would be another on each number of them: leave "
-    "it out, since losses, gradients and metrics are those of the global batch. A message may show it."
+    "%s asks how many processes there are, or which this is (%s). What is computed from that would be another result "
+    "on each number of them: leave it out, as losses, gradients and metrics are those of the global batch. A message "
+    "may show it."
 )
 
 
@@ -125,7 +126,7 @@ def watching_once(where: str, *, looks: bool) -> Iterator[None]:
 
 
 @contextmanager
-def watching_calls(found: list[str], where: str) -> Iterator[None]:
+def watching_calls(found: list[str], where: str, *, ranks: bool = False) -> Iterator[None]:
     """Notes where this thread, in the block, asks for the number of processes in the user's code.
 
     Not on one process, and not under a profiler of Python's own. It ends where torch's compiler begins, which it would
@@ -134,10 +135,14 @@ def watching_calls(found: list[str], where: str) -> Iterator[None]:
     Args:
         found: gets the places, and what is asked there.
         where: what is called, as in "the loss".
+        ranks: note also where it asks for its rank, which no other process shows that computes the same.
 
     Raises:
         ConfigError: where a process exchanges values with others, before it waits for them.
     """
+
+    variables = (*_VARIABLES, "RANK", "LOCAL_RANK") if ranks else _VARIABLES
+    functions = ("get_world_size", "get_rank") if ranks else ("get_world_size",)
 
     def note(frame: FrameType, event: str, _: object) -> None:
         code = frame.f_code
@@ -147,10 +152,10 @@ def watching_calls(found: list[str], where: str) -> Iterator[None]:
             sys.setprofile(None)
         elif code.co_filename != _DISTRIBUTED:
             key = frame.f_locals.get("key") if code.co_name == "__getitem__" else None
-            if key in _VARIABLES and (place := _place(frame)):
+            if key in variables and (place := _place(frame)):
                 found.append(f"{place}: os.environ[{key!r}]")
-        elif code.co_name == "get_world_size" and (place := _place(frame)):
-            found.append(f"{place}: torch.distributed.get_world_size()")
+        elif code.co_name in functions and (place := _place(frame)):
+            found.append(f"{place}: torch.distributed.{code.co_name}()")
         elif _EXCHANGES.match(code.co_name) and (place := _place(frame, installed=True)):
             raise ConfigError(
                 f"torch.distributed.{code.co_name} is called in {where} ({place}). It would combine the micro-batches "
@@ -187,7 +192,8 @@ def _place(frame: FrameType, *, installed: bool = False) -> str:
 def counts_read(found: Snapshot, codes: Iterable[CodeType], ranks: int) -> list[str]:
     """The places of a loss and a model that hold the number of processes, and that their code names."""
     names = names_reached(codes, found.functions)
-    known = {place: words[-1] for place in found.texts if (words := _WORDS.findall(place))}
+    places = [place for place in found.texts if "environment variable" not in place]  # which is read by a call
+    known = {place: words[-1] for place in places if (words := _WORDS.findall(place))}
     equal = [n for n in known if found.texts[n] in (str(ranks), f"{ranks}.0")]
     read = [n for n in equal if known[n] in names and _COUNTS.fullmatch(known[n])]
     is_of_run = names >= {"world", "world_size"} and "world_size" not in known.values()
@@ -204,5 +210,5 @@ def warn_of_settings() -> None:
             "The script computes settings from the number of processes (%s), so each number of them trains otherwise. "
             "Global batch and learning rate are those of all processes together: give them once. Where a line is "
             "right, write '# lockstep: ignore[LS068]' there.",
-            shorten([f"{each.path}:{each.line}: {each.wrong.partition(' is ')[0]}" for each in found], 3),
+            shorten([f"{each.path}:{each.line}: {each.wrong.partition(' is another value')[0]}" for each in found], 3),
         )
