@@ -52,9 +52,9 @@ def check_text(text: str, path: str = "script.py", rules: Iterable[LintRule] = R
 
 def settings_by_world_size(text: str, path: str) -> list[Finding]:
     """What LS068 finds in a file of a program that uses Lockstep; nothing in a text that is no script."""
-    rule = launching.recipe_by_world_size
+    rule = replace(launching.recipe_by_world_size, check=launching.by_world_size)
     try:
-        return check_text(text, path, [replace(rule, check=launching.by_world_size)])
+        return check_text(text, path, [rule]) if launching.COUNTS.search(text) else []
     except ConfigError:
         return []
 

@@ -294,10 +294,10 @@ _RECIPE = re.compile(
     "global_batch|micro_batches|seed|(initial_|base_|max_)?lr|learning_rate|eta_min|weight_decay|momentum|"
     "T_max|total_steps|step_size|num_(warmup|training)_steps|warmup_steps|max_norm|label_smoothing"
 )
-_COUNTS = (
-    *("world_size", "get_world_size", "num_processes", "nproc_per_node"),
-    *("num_gpus", "n_gpus", "ngpus", "device_count"),
+COUNTS = re.compile(
+    "(get_)?world_size|num_processes|nproc_per_node|num_gpus|n_?gpus|device_count", re.IGNORECASE
 )
+"""Names of a number of processes or devices."""
 _COMPUTING = re.compile("int|float|round|abs|min|max|pow|sqrt|log|ceil|floor|get|getenv")
 _EXPRESSIONS = (
     *(ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.IfExp),
@@ -355,7 +355,7 @@ def _counted(script: Script, node: ast.AST, depth: int = 4) -> ast.AST | None:
     """The expression that computes a number from that of processes, in the file; not by way of a loader."""
     name = lower_name(node) if isinstance(node, ast.expr) else ""
     values = script.values(node) if depth and isinstance(node, ast.Name | ast.Attribute) else []
-    if constant(node) == "WORLD_SIZE" or name in _COUNTS:
+    if constant(node) == "WORLD_SIZE" or COUNTS.fullmatch(name):
         is_one = name == "num_processes" and script.mentions("accelerat")  # that of the adapter
         is_set = values and all(isinstance(each, ast.Constant) for each in values)
         return None if is_one or is_set else node

@@ -192,11 +192,11 @@ def _place(frame: FrameType, *, installed: bool = False) -> str:
 def counts_read(found: Snapshot, codes: Iterable[CodeType], ranks: int) -> list[str]:
     """The places of a loss and a model that hold the number of processes, and that their code names."""
     names = names_reached(codes, found.functions)
-    places = [place for place in found.texts if "environment variable" not in place]  # which is read by a call
-    known = {place: words[-1] for place in places if (words := _WORDS.findall(place))}
-    equal = [n for n in known if found.texts[n] in (str(ranks), f"{ranks}.0")]
-    read = [n for n in equal if known[n] in names and _COUNTS.fullmatch(known[n])]
-    is_of_run = names >= {"world", "world_size"} and "world_size" not in known.values()
+    is_called = "the environment variable"  # for which watching_calls looks
+    places = {n: words[-1] for n in found.texts if (words := _WORDS.findall(n)) and is_called not in n}
+    equal = [n for n in places if found.texts[n] in (str(ranks), f"{ranks}.0")]
+    read = [n for n in equal if places[n] in names and _COUNTS.fullmatch(places[n])]
+    is_of_run = names >= {"world", "world_size"} and "world_size" not in places.values()
     return [*read, "run.world.world_size"] if is_of_run else read
 
 
@@ -205,10 +205,11 @@ def warn_of_settings() -> None:
     files = dict.fromkeys(frame.f_code.co_filename for frame in users_frames())
     texts = {Path(file).name: "".join(linecache.getlines(file)) for file in files}
     found = [each for name, text in texts.items() for each in settings_by_world_size(text, name)]
-    if found:
+    told = [f"{each.path}:{each.line}: {each.wrong.partition(' is another value')[0]}" for each in found]
+    if told:
         logger.warning(
             "The script computes settings from the number of processes (%s), so each number of them trains otherwise. "
             "Global batch and learning rate are those of all processes together: give them once. Where a line is "
             "right, write '# lockstep: ignore[LS068]' there.",
-            shorten([f"{each.path}:{each.line}: {each.wrong.partition(' is another value')[0]}" for each in found], 3),
+            shorten(told, 3),
         )
