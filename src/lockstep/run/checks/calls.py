@@ -24,7 +24,6 @@ import torch.distributed as dist
 
 from lockstep.distributed.collectives import gather_json
 from lockstep.errors import ConfigError
-from lockstep.lint.check import settings_by_world_size
 from lockstep.numerics.hidden_state import Snapshot, is_users_code
 from lockstep.run.loop_code import names_reached, users_frames
 from lockstep.runtime.torch_internals import FrameKind, kind_of_frame
@@ -202,6 +201,8 @@ def counts_read(found: Snapshot, codes: Iterable[CodeType], ranks: int) -> list[
 
 def warn_of_settings() -> None:
     """Warns of settings that the files of the running loop compute from the number of processes."""
+    from lockstep.lint.check import settings_by_world_size  # seldom needed, and slow to import
+
     files = dict.fromkeys(frame.f_code.co_filename for frame in users_frames())
     texts = {Path(file).name: "".join(linecache.getlines(file)) for file in files}
     found = [each for name, text in texts.items() for each in settings_by_world_size(text, name)]
