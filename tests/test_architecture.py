@@ -19,12 +19,12 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "lockstep"
 LAYERS = (
     {"cli"},
-    {"debug", "lint", "doctor", "verify", "replay", "audit", "explain", "scale"},
+    {"debug", "doctor", "verify", "replay", "audit", "explain", "scale"},
     {"job", "trainer", "integrations"},
     {"run"},
     {"strategies", "checkpoint", "loggers", "profile"},
     {"numerics"},
-    {"reduce", "models", "data", "launch"},
+    {"reduce", "models", "data", "launch", "lint"},
     {"distributed"},
     {"runtime"},
     {"config"},

@@ -9,6 +9,7 @@ import io
 import re
 import tokenize
 from collections.abc import Iterable
+from dataclasses import replace
 
 from lockstep.errors import ConfigError, nearest
 from lockstep.lint.finding import Finding, Hit, LintRule
@@ -47,6 +48,15 @@ def check_text(text: str, path: str = "script.py", rules: Iterable[LintRule] = R
             for r, node, wrong, fix in hits
         }
     )
+
+
+def settings_by_world_size(text: str, path: str) -> list[Finding]:
+    """What LS068 finds in a file of a program that uses Lockstep; nothing in a text that is no script."""
+    rule = replace(launching.recipe_by_world_size, check=launching.by_world_size)
+    try:
+        return check_text(text, path, [rule]) if launching.COUNTS.search(text) else []
+    except ConfigError:
+        return []
 
 
 def choose(select: str, ignore: str) -> tuple[LintRule, ...]:

@@ -252,10 +252,10 @@ class Script:
         if isinstance(node, ast.Attribute):
             found = self._assigned.get((None, self.text(node)))
         elif isinstance(node, ast.Name):
-            scope = self.scope(node)
-            found = self._assigned.get((scope, node.id))
-            if found is None and not (isinstance(scope, Function) and node.id in parameters(scope)):
-                found = self._assigned.get((self.tree, node.id))
+            for scope in (*self.around(node, FUNCTIONS), self.tree):
+                found = self._assigned.get((scope, node.id))
+                if found is not None or (isinstance(scope, Function) and node.id in parameters(scope)):
+                    break
         return [None] if found and len(found) > _MOST_VALUES else found or []
 
     def sources(

@@ -32,6 +32,7 @@ from lockstep.data.loader import EvaluationLoader
 from lockstep.errors import ConfigError, RankError
 from lockstep.numerics.compilation import fix_graphs
 from lockstep.run.checks.agreement import require_equal_models
+from lockstep.run.checks.calls import require_same_names, watching_once
 from lockstep.run.checks.means import (
     UNTOLD,
     Changes,
@@ -42,7 +43,6 @@ from lockstep.run.checks.means import (
     judge_metrics,
     reasons_with_model,
 )
-from lockstep.run.checks.same_call import require_same_names
 from lockstep.run.checks.short_step import unchanged, with_own_data
 from lockstep.run.save import save_and_stop
 from lockstep.run.step import evaluating, exact, require_function, sum_and_weight
@@ -301,9 +301,11 @@ def evaluate_means(
             return  # padding, run because the forward pass is collective
         if checks:
             sample.take(place, (output, target), len(micro_batch))
-        before = held_by(metrics, unchecked if place == 0 else ())
+        looked_at = unchecked if place == 0 else ()
+        before = held_by(metrics, looked_at)
         for name, metric in functions.items():
-            value, column = metric(output, target), columns[name]
+            with watching_once(f"the metric {name!r}", looks=name in looked_at):
+                value, column = metric(output, target), columns[name]
             if isinstance(value, Tensor) and value.dim() == 0:
                 checked.add(name)
                 if name in unchecked and not (
@@ -313,7 +315,7 @@ def evaluate_means(
                 forward_pass.tell_other_mean(metric, value, output, target, micro_batch)
             total, weight = sum_and_weight(value, len(micro_batch))
             rows[place, column, 0], rows[place, column, 1] = total, weight
-        kept.update(before.changed(held_by(metrics, unchecked if place == 0 else ())))
+        kept.update(before.changed(held_by(metrics, looked_at)))
 
     for place, micro_batch in opened.rounds():
         with strategy.joined_calls(), forward_pass.autocast():  # a metric may call the model

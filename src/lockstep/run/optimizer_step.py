@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from lockstep.errors import ConfigError, LockstepError, NonFiniteError
 from lockstep.numerics.hooks import is_users
 from lockstep.numerics.precision import Precision
-from lockstep.run.checks.same_call import gather_agreed
+from lockstep.run.checks.calls import gather_agreed
 from lockstep.run.shared_groups import SharedGroups
 from lockstep.runtime.lazy_compiler import apart_from_graphs
 from lockstep.strategies import IndependentStrategy, Strategy

@@ -26,6 +26,7 @@ from lockstep.config.strategy_options import Level
 from lockstep.data.batch import Batch, MicroBatch
 from lockstep.errors import ConfigError
 from lockstep.numerics.hidden_state import Kind
+from lockstep.run.checks.calls import warn_of_settings
 from lockstep.run.checks.means import deviation_of_parts, has_rows, leaves_of, own_rows, together
 from lockstep.run.checks.short_step import (
     Findings,
@@ -185,6 +186,8 @@ class LoopRehearsal:
         done = run.rehearsals.done
         done[LoopRehearsal] = done.get(LoopRehearsal, 0) + 1
         is_first = done[LoopRehearsal] == 1
+        if is_first and run.is_main and run.world.world_size > 1:
+            warn_of_settings()
         watched, by_rank = Watched({"": model}, (model, prepared.compute.model)), False
         findings = Findings()
         short, self._compute = shortened(self._batch, self._opened.compute, strategy.share, 1)

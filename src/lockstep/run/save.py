@@ -34,7 +34,7 @@ from lockstep.distributed.collectives import (
 from lockstep.distributed.process_group import open_group
 from lockstep.errors import CheckpointError, ConfigError, LockstepError
 from lockstep.models.weights import compare
-from lockstep.run.checks.same_call import gather_agreed
+from lockstep.run.checks.calls import gather_agreed
 from lockstep.run.epoch_loop import EpochLoop
 from lockstep.run.loop_code import read_after_loops
 from lockstep.run.optimizer_step import has_gradients

@@ -15,6 +15,7 @@ from lockstep.core.plan import StepPlan
 from lockstep.core.summation_tree import fold_rows
 from lockstep.data.batch import MicroBatch
 from lockstep.errors import ConfigError
+from lockstep.run.checks.calls import require_same_names, watching_once
 from lockstep.run.checks.means import (
     Changes,
     Deviation,
@@ -26,7 +27,6 @@ from lockstep.run.checks.means import (
     reasons,
     reasons_with_model,
 )
-from lockstep.run.checks.same_call import require_same_names
 from lockstep.run.evaluation import gathered_in_order, in_columns
 from lockstep.run.step import exact, sum_and_weight
 from lockstep.runtime.torch_internals import OVERWRITTEN
@@ -179,7 +179,8 @@ class StepMetrics:
         leaves = [leaf for leaf in tree_leaves((output, target)) if isinstance(leaf, Tensor)]
         versions, found = [leaf._version for leaf in leaves], []
         for name, function in self._functions.items():
-            found.append(function(output, target))
+            with watching_once(f"the metric {name!r}", looks=name in self._unchecked and not self._sums):
+                found.append(function(output, target))
             before, versions = versions, [leaf._version for leaf in leaves]
             if versions != before:
                 self._writing.append(name)

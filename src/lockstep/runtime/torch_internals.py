@@ -108,6 +108,8 @@ FRAMES = (
     TorchFrame(FrameKind.COLLECTIVE, "torch/distributed/distributed_c10d.py"),
     TorchFrame(Mark.WAITS_FOR_RENDEZVOUS, "torch/distributed/rendezvous.py"),
     TorchFrame(FrameKind.WRAPPER, "torch/distributed/c10d_logger.py"),
+    TorchFrame(FrameKind.WRAPPER, "torch/distributed/nn/functional.py"),
+    TorchFrame(FrameKind.WRAPPER, "torch/autograd/function.py"),
     TorchFrame(FrameKind.AUTOGRAD, "torch/autograd/graph.py"),
     TorchFrame(FrameKind.AUTOGRAD, "torch/autograd/__init__.py"),
     TorchFrame(FrameKind.AUTOGRAD, "torch/nn/parallel/"),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from lockstep.lint.finding import Hit, rule
 from lockstep.lint.ranks import GLOBAL, LOCAL, lower_name, numbers_processes, proved_rank, rank_kind
-from lockstep.lint.script import FUNCTIONS, Script, argument, constant, method
+from lockstep.lint.script import FUNCTIONS, Script, argument, bindings, constant, last_name, method, receiver
 from lockstep.lint.wrappers import DDP, is_managed, starts_group, wraps
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -290,10 +290,18 @@ def world_size_by_rank(script: Script) -> Iterator[Hit]:
             )
 
 
-_OF_THE_RECIPE = ("global_batch", "micro_batches", "seed")
-_COUNTS = (
-    *("world_size", "get_world_size", "num_processes", "nproc_per_node"),
-    *("num_gpus", "n_gpus", "ngpus", "device_count"),
+_RECIPE = re.compile(
+    "global_batch|micro_batches|seed|(initial_|base_|max_)?lr|learning_rate|eta_min|weight_decay|momentum|"
+    "T_max|total_steps|step_size|num_(warmup|training)_steps|warmup_steps|max_norm|label_smoothing"
+)
+COUNTS = re.compile(
+    "(get_)?world_size|num_processes|nproc_per_node|num_gpus|n_?gpus|device_count", re.IGNORECASE
+)
+"""Names of a number of processes or devices."""
+_COMPUTING = re.compile("int|float|round|abs|min|max|pow|sqrt|log|ceil|floor|get|getenv")
+_EXPRESSIONS = (
+    *(ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.IfExp),
+    *(ast.Lambda, ast.Tuple, ast.List, ast.Return),
 )
 
 
@@ -302,18 +310,65 @@ _COUNTS = (
     "A setting that decides the result of a run of Lockstep is computed from the number of processes.",
 )
 def recipe_by_world_size(script: Script) -> Iterator[Hit]:
-    """`global_batch`, `micro_batches` and `seed` of `lockstep.init`, and `lr` of optimizers in the same file."""
-    made = [call for call in script.calls if script.name(call) == "lockstep.init"]
-    given = [(call, name) for call in made for name in _OF_THE_RECIPE]
-    given += [(call, "lr") for call in script.calls if made and script.name(call).startswith("torch.optim.")]
-    for call, name in given:
-        parts = list(script.sources(argument(call, name)))
-        if any(constant(part) == "WORLD_SIZE" or lower_name(part) in _COUNTS for part in parts):
+    """In files that import Lockstep: `global_batch`, `lr`, `T_max` and the like, epochs, clipping, gradients."""
+    if "lockstep" in script.imported_roots or script.calls_of("lockstep.init"):
+        yield from by_world_size(script)
+
+
+def by_world_size(script: Script) -> Iterator[Hit]:
+    """The settings of a file that are computed from the number of processes, whether it imports Lockstep or not."""
+    for node, name, value in _settings(script):
+        if (counted := _counted(script, value)) is not None:
             yield Hit(
-                call,
-                f"{name}={script.text(parts[0])} is another value on each number of processes, so each ends otherwise.",
+                node,
+                f"{name}={script.text(counted)} is another value on each number of processes, so each ends otherwise.",
                 f"{name}=...  # one value, for all processes together",
             )
+
+
+def _settings(script: Script) -> Iterator[tuple[ast.expr, str, ast.expr]]:
+    """(place, name, value) of all that decides what is trained, as far as names tell that."""
+    for call in script.calls:
+        for each in call.keywords:
+            if _RECIPE.fullmatch(each.arg or ""):
+                yield call, each.arg or "", each.value
+        name, owner = method(call) or last_name(call.func), script.text(receiver(call))
+        if script.name(call).startswith("torch.optim."):
+            word = "lr" if "lr_sch" not in script.name(call) else name
+            yield from ((call, word, each) for each in call.args[1:])
+        elif name in ("clip_gradients", "epochs", "clip_grad_norm_", "clip_grad_value_"):
+            yield from ((call, name, each) for each in call.args[name.endswith("_") :])
+        elif name.endswith("_") and owner.endswith((".grad", ".data")):
+            yield from ((call, owner, each) for each in call.args)
+    for node in script.nodes:
+        pairs = bindings(node) if isinstance(node, ast.Assign | ast.AugAssign) else ()
+        for target, value in pairs:
+            name = lower_name(target)
+            if value and ((isinstance(target, ast.Subscript) and _RECIPE.fullmatch(name)) or name == "grad"):
+                yield target, name, value
+        if isinstance(node, ast.Dict):
+            named = [(str(constant(key)), value) for key, value in zip(node.keys, node.values, strict=True)]
+            yield from ((value, name, value) for name, value in named if _RECIPE.fullmatch(name))
+
+
+def _counted(script: Script, node: ast.AST, depth: int = 4) -> ast.AST | None:
+    """The expression that computes a number from that of processes, in the file; not by way of a loader."""
+    name = lower_name(node) if isinstance(node, ast.expr) else ""
+    values = script.values(node) if depth and isinstance(node, ast.Name | ast.Attribute) else []
+    if constant(node) == "WORLD_SIZE" or COUNTS.fullmatch(name):
+        is_one = name == "num_processes" and script.mentions("accelerat")  # that of the adapter
+        is_set = values and all(isinstance(each, ast.Constant) for each in values)
+        return None if is_one or is_set else node
+    if values:
+        return next(filter(None, (_counted(script, each, depth - 1) for each in values if each)), None)
+    parts: Iterable[ast.AST] = ast.iter_child_nodes(node) if isinstance(node, _EXPRESSIONS) else ()
+    if isinstance(node, ast.Call):
+        name = last_name(node.func)
+        own = [each for each in script.functions if each.name == name] if depth else []
+        returned = [each for function in own for each in ast.walk(function) if isinstance(each, ast.Return)]
+        parts = [node.func, *returned, *(node.args if _COMPUTING.fullmatch(name) else ())]
+        depth = max(depth - 1, 0)
+    return node if any(_counted(script, each, depth) for each in parts) else None
 
 
 def _worlds(script: Script) -> Iterator[tuple[ast.Call, ast.expr | None, ast.expr | None]]:

@@ -4,5 +4,5 @@ rehearsal      the first steps, and a few later ones: a micro-batch is computed 
 short_step     what a rehearsal computes, and what it puts back
 means          losses and metrics that are no means over samples
 agreement      ranks run the same code and hold equal bits
-same_call      ranks make the same calls
+calls          ranks make the same calls; no result is computed from their number
 """

@@ -35,7 +35,7 @@ from lockstep.core.plan import SamplePlan
 from lockstep.data.changes import BEGINNING, CHOICE
 from lockstep.distributed.collectives import broadcast_tensors
 from lockstep.errors import CheckpointMismatch, ConfigError, ReplicaError
-from lockstep.run.checks.same_call import by_rank, gather_agreed
+from lockstep.run.checks.calls import by_rank, gather_agreed, watching_once
 from lockstep.run.epoch_loop import Position
 from lockstep.run.loop_variables import LoopState
 from lockstep.run.prepare import EVALUATING, FREEZING, Parts, frozen_parameters, hyperparameters
@@ -470,7 +470,7 @@ class AgreedData:
         self._position.samples = plan.samples
         if (number, plan) not in self._known and self._options.directory is not None:
             how = {name: str(getattr(plan, name)) for name in _HOW}
-            self._known[number, plan] = {**digests(), **how}
+            self._known[number, plan] = {**self._read(digests), **how}
         self.digests = self._known.get((number, plan), {})
         if self._strategy.all_ranks is not None and (number, plan) not in self._agreed:
             seen = {
@@ -480,10 +480,16 @@ class AgreedData:
                 "pixels of photos": photos,
             }
             require_equal_settings(seen, self._strategy.all_ranks, self._strategy.device)
-            require_equal_data(self.digests or digests(), self._strategy.all_ranks, self._strategy.device)
+            require_equal_data(
+                self.digests or self._read(digests), self._strategy.all_ranks, self._strategy.device
+            )
             self._agreed.add((number, plan))
         if before == plan.samples:
             self._compare_with_checkpoint()
+
+    def _read(self, digests: Digests) -> Mapping[str, str]:
+        with watching_once("the data set", looks=self._options.checks != "off"):
+            return digests()
 
     def require_equal_changes(self, loop: LoopState) -> None:
         """Raises ``ConfigError`` where the loop has made other samples on some ranks. Collective."""

@@ -37,10 +37,16 @@ from lockstep.numerics.hidden_state import ALIAS, Kind, Snapshot, draws_globally
 from lockstep.numerics.randomness import KeyedRandomness
 from lockstep.run.attributes import held_places, reference
 from lockstep.run.checks.agreement import compared_replicas
-from lockstep.run.checks.means import Deviation, judge_with_model
-from lockstep.run.checks.same_call import gather_agreed
-from lockstep.run.checks.short_step import (
+from lockstep.run.checks.calls import (
+    ASKED,
     OFF,
+    counts_read,
+    gather_agreed,
+    warn_of_settings,
+    watching_calls,
+)
+from lockstep.run.checks.means import Deviation, judge_with_model
+from lockstep.run.checks.short_step import (
     Buffers,
     Findings,
     RehearsalCompute,
@@ -218,6 +224,8 @@ class Rehearsals:
                 "batch to the next. Put it into the model's forward, or into forward=."
             )
         self.require_equal_draws()
+        if len(self.done) == done == 1 and self._is_main and self._strategy.all_ranks is not None:
+            warn_of_settings()
         findings = self._rehearse(prepared, compute, batch, loss, scale)
         if self._is_for_resume:
             self._judge_resumption(findings, prepared.state)
@@ -289,7 +297,12 @@ class Rehearsals:
         judging = replace(rehearsal, judged=None if compute.function is stand_in else [])
         compute_again = partial(self._pass, short, rehearsal, scale)
         with put_back(strategy, watched, self._events):
-            with noting_mistakes(prepared, watched, strategy, findings):
+            with (
+                noting_mistakes(prepared, watched, strategy, findings),
+                watching_calls(
+                    findings.asked, "the forward pass or the loss", ranks=strategy.share.holders == 1
+                ),
+            ):
                 first = self._first_pass(compute_again, compute.randomness)
             after = watched.now()
             buffers.restore()  # the next step would begin from new running statistics
@@ -329,8 +342,10 @@ class Rehearsals:
         for name, value in before.values_of({**noted, **counting}).items():
             starts.setdefault(name, (before.texts[name], value))
         lost = prepared.state.loop.lost
+        codes = [code for each in (loss, compute.forward) if isinstance(code := code_of(each), CodeType)]
+        if begins and strategy.all_ranks is not None:
+            findings.asked += counts_read(before, codes, strategy.all_ranks.size())
         if lost and begins and any(len(each) for each in short.micro_batches):  # otherwise nothing was called
-            codes = [code for each in (loss, compute.forward) if isinstance(code := code_of(each), CodeType)]
             names = names_reached(codes, before.functions)
             findings.lost = [name for name, each in lost.items() if each.is_read_by(before, noted, names)]
         moved = _bases({**noted, **counting})
@@ -423,6 +438,10 @@ class Rehearsals:
                 told(new, _MOST),
             )
 
+        asked = [place for place in found.asked if place not in self._warned]
+        self._warned |= {*asked}
+        if asked and self._is_main:
+            logger.warning(ASKED, "The forward pass or the loss", shorten(asked, _MOST))
         left = [name for name in found.left if name.partition("[")[0] not in self._warned]
         self._warned |= _bases(left)
         if left and self._is_main:

@@ -21,6 +21,7 @@ from lockstep.data.keyed import generators_kept
 from lockstep.distributed.collectives import broadcast_tensors
 from lockstep.errors import ConfigError
 from lockstep.numerics.hidden_state import Kind, Snapshot, told
+from lockstep.run.checks.calls import OFF
 from lockstep.run.checks.means import Deviation, Part, checked, copies_of, has_rows
 from lockstep.run.step import StepCompute
 from lockstep.runtime.events import StepEvents
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from lockstep.run.state import PreparedRun
 
 _MOST = 3
-OFF = "checks='off' lets it run, with results that depend on the layout."
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,8 @@ class Findings:
     """Numbers and tensors that each micro-batch leaves in the place of those of the one before, and the loop reads."""
     lost: list[str] = field(default_factory=list)
     """Variables of the loop that the loss or the model reads, and that are not what they were before a stop."""
+    asked: list[str] = field(default_factory=list)
+    """Lines, and places, by which the loss or the model learns the number of processes."""
 
     def of_all_ranks(self, strategy: Strategy) -> Findings:
         """The findings of all ranks together. Collective."""
@@ -115,7 +117,7 @@ class Findings:
             whole.by_rank = whole.by_rank or each["by_rank"]
             for name in ("foreign", "changed"):
                 vars(whole)[name] |= each[name]
-            for name in ("written", "gradients", "drew", "left", "lost"):
+            for name in ("written", "gradients", "drew", "left", "lost", "asked"):
                 vars(whole)[name] = list(dict.fromkeys([*vars(whole)[name], *each[name]]))
         return whole
 

@@ -1,0 +1,216 @@
+"""Notices calls that make a result depend on the ranks.
+
+gather_agreed        the loop calls the run on some ranks only, as where one of them evaluates under ``if run.is_main:``
+watching_calls       a loss, a metric or a data set asks for the number of processes, or exchanges values between them
+counts_read          a loss or a model holds that number
+warn_of_settings     the script computes a learning rate, or another setting, from it
+"""
+
+from __future__ import annotations
+
+import linecache
+import logging
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lockstep.distributed.collectives import gather_json
+from lockstep.errors import ConfigError
+from lockstep.numerics.hidden_state import Snapshot, is_users_code
+from lockstep.run.loop_code import names_reached, users_frames
+from lockstep.runtime.torch_internals import FrameKind, kind_of_frame
+from lockstep.strategies import Strategy
+from lockstep.text import numbered, shorten
+
+logger = logging.getLogger(__name__)
+
+OFF = "checks='off' lets it run, with results that depend on the layout."
+_CALLS = {
+    "__init__": "lockstep.init",
+    "__iter__": "run.batches",
+    "__next__": "run.batches",
+    "_steps": "run.batches",
+}
+"""Calls of a run by the names of the functions that the script, or a loop of it, enters."""
+
+
+def gather_agreed(mine: object, group: dist.ProcessGroup, device: torch.device) -> list[Any]:
+    """A value of every rank, by rank; ``ConfigError`` where they come from different calls of the run. Collective."""
+    everyone = gather_json([*_call(), mine], group, device)
+    known = [
+        each if isinstance(each, list) and len(each) == 3 else ["another call", "", each] for each in everyone
+    ]
+    if len({name for name, _, _ in known}) > 1:
+        raise ConfigError(
+            f"The ranks make different calls of the run: {by_rank([name + place for name, place, _ in known])}. Each "
+            "has a part of the work, so all make the same calls in the same order: take them, and changes of their "
+            "data sets, out of if run.is_main: and other conditions on the rank. What they return is the same "
+            "everywhere, but of run.predict; run.print prints it once."
+        )
+    return [value for _, _, value in known]
+
+
+def _call() -> tuple[str, str]:
+    """The call of a run by which this process came here, and the line that made it."""
+    name, place = "", ""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith("lockstep.run."):
+            name, caller = frame.f_code.co_name, frame.f_back
+            place = (
+                f" ({Path(caller.f_code.co_filename).name}:{caller.f_lineno})" if caller is not None else ""
+            )
+        frame = frame.f_back
+    return _CALLS.get(name, f"run.{name}"), place
+
+
+def require_same_names(argument: str, names: Iterable[object], strategy: Strategy) -> None:
+    """Raises ``ConfigError`` where ranks give metrics of other names. Collective.
+
+    Args:
+        argument: what they are, as in "The metrics of run.evaluate".
+        names: of the metrics, in any order.
+        strategy: over whose ranks.
+    """
+    group = strategy.all_ranks
+    of_all = [] if group is None else gather_agreed(sorted(map(repr, names)), group, strategy.device)
+    if any(each != of_all[0] for each in of_all):
+        raise ConfigError(
+            f"{argument} are not the same on every rank: {by_rank(of_all)}. Each rank computes them of a part of the "
+            "samples. Give them on all ranks; run.print prints on one."
+        )
+
+
+def by_rank(values: list[Any]) -> str:
+    """Values and the ranks that have them: ``32 on rank 0; 31 on ranks 1, 2``."""
+    groups: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        groups.setdefault(str(value), []).append(rank)
+    return "; ".join(f"{value} on {numbered('rank', ranks)}" for value, ranks in groups.items())
+
+
+_FOLDER = Path(torch.__file__).parent
+_COMPILER, _DISTRIBUTED = str(_FOLDER / "_dynamo/convert_frame.py"), dist.get_world_size.__code__.co_filename
+_FILES = (_COMPILER, _DISTRIBUTED, os.getenv.__code__.co_filename)
+_VARIABLES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")
+"""Those of the environment that hold a number of processes."""
+_COUNTS = re.compile(r"(local_)?world(_size)?|n(um)?_?(procs?|processes|gpus?|replicas)", re.IGNORECASE)
+"""Names of variables and attributes that hold one, if it is their value."""
+_WORDS = re.compile(r"'(\w+)'")
+_EXCHANGES = re.compile(r"(all_|reduce|broadcast|gather|scatter|barrier|i?send|i?recv|batch_isend)")
+
+ASKED = (
+    "%s asks how many processes there are, or which this is (%s). What is computed from that would be another result "
+    "on each number of them: leave it out, as losses, gradients and metrics are those of the global batch. A message "
+    "may show it."
+)
+
+
+@contextmanager
+def watching_once(where: str, *, looks: bool) -> Iterator[None]:
+    """As ``watching_calls``, if it ``looks``; rank 0 says what was noted."""
+    found: list[str] = []
+    with watching_calls(found, where) if looks else nullcontext():
+        yield
+    if found and dist.get_rank() == 0:
+        logger.warning(ASKED, where[0].upper() + where[1:], shorten(dict.fromkeys(found), 3))
+
+
+@contextmanager
+def watching_calls(found: list[str], where: str, *, ranks: bool = False) -> Iterator[None]:
+    """Notes where this thread, in the block, asks for the number of processes in the user's code.
+
+    Not on one process, and not under a profiler of Python's own. It ends where torch's compiler begins, which it would
+    slow down.
+
+    Args:
+        found: gets the places, and what is asked there.
+        where: what is called, as in "the loss".
+        ranks: note also where it asks for its rank, which no other process shows that computes the same.
+
+    Raises:
+        ConfigError: where a process exchanges values with others, before it waits for them.
+    """
+
+    variables = (*_VARIABLES, "RANK", "LOCAL_RANK") if ranks else _VARIABLES
+    functions = ("get_world_size", "get_rank") if ranks else ("get_world_size",)
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        code = frame.f_code
+        if event != "call" or code.co_filename not in _FILES:
+            return
+        if code.co_filename == _COMPILER:
+            sys.setprofile(None)
+        elif code.co_filename != _DISTRIBUTED:
+            key = frame.f_locals.get("key") if code.co_name == "__getitem__" else None
+            if key in variables and (place := _place(frame)):
+                found.append(f"{place}: os.environ[{key!r}]")
+        elif code.co_name in functions and (place := _place(frame)):
+            found.append(f"{place}: torch.distributed.{code.co_name}()")
+        elif _EXCHANGES.match(code.co_name) and (place := _place(frame, installed=True)):
+            raise ConfigError(
+                f"torch.distributed.{code.co_name} is called in {where} ({place}). It would combine the micro-batches "
+                "that the processes compute at one time, others on each number of processes, and wait forever where "
+                "one has more of them. A loss that compares all samples of the batch takes whole_batch=True; one that "
+                "is divided by a count returns the pair (sum, count), and the run divides by the count of all. Where "
+                f"it is for a log, give also= of run.backward a function, or call run.evaluate. {OFF}"
+            )
+
+    if sys.getprofile() is not None or not dist.is_initialized():
+        yield
+        return
+    sys.setprofile(note)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+def _place(frame: FrameType, *, installed: bool = False) -> str:
+    """The line that calls a function of torch or Python; empty where it is not the user's, or of a package."""
+    name, caller = frame.f_code.co_name, frame.f_back
+    while caller is not None:
+        code, module = caller.f_code, caller.f_globals.get("__name__", "")
+        is_between = code.co_filename.startswith("<frozen ") or code.co_name == name
+        if not is_between and kind_of_frame(code.co_filename, code.co_name) is not FrameKind.WRAPPER:
+            others = installed and module.partition(".")[0] not in ("torch", "lockstep")
+            is_told = others or is_users_code(code, module)
+            return f"{Path(code.co_filename).name}:{caller.f_lineno}" if is_told else ""
+        caller = caller.f_back
+    return ""
+
+
+def counts_read(found: Snapshot, codes: Iterable[CodeType], ranks: int) -> list[str]:
+    """The places of a loss and a model that hold the number of processes, and that their code names."""
+    names = names_reached(codes, found.functions)
+    is_called = "the environment variable"  # for which watching_calls looks
+    places = {n: words[-1] for n in found.texts if (words := _WORDS.findall(n)) and is_called not in n}
+    equal = [n for n in places if found.texts[n] in (str(ranks), f"{ranks}.0")]
+    read = [n for n in equal if places[n] in names and _COUNTS.fullmatch(places[n])]
+    is_of_run = names >= {"world", "world_size"} and "world_size" not in places.values()
+    return [*read, "run.world.world_size"] if is_of_run else read
+
+
+def warn_of_settings() -> None:
+    """Warns of settings that the files of the running loop compute from the number of processes."""
+    from lockstep.lint.check import settings_by_world_size  # seldom needed, and slow to import
+
+    files = dict.fromkeys(frame.f_code.co_filename for frame in users_frames())
+    texts = {Path(file).name: "".join(linecache.getlines(file)) for file in files}
+    found = [each for name, text in texts.items() for each in settings_by_world_size(text, name)]
+    told = [f"{each.path}:{each.line}: {each.wrong.partition(' is another value')[0]}" for each in found]
+    if told:
+        logger.warning(
+            "The script computes settings from the number of processes (%s), so each number of them trains otherwise. "
+            "Global batch and learning rate are those of all processes together: give them once. Where a line is "
+            "right, write '# lockstep: ignore[LS068]' there.",
+            shorten(told, 3),
+        )

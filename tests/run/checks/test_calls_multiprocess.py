@@ -1,0 +1,237 @@
+"""Losses, metrics, data sets and scripts that learn the number of processes are named; their exchanges are refused."""
+
+import linecache
+import logging
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.ranks import run_ranks
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset
+
+from lockstep.errors import ConfigError
+from lockstep.run import Run, RunOptions
+from lockstep.runtime.lazy_compiler import postpone_compiler
+
+WORLD = 1
+RUNS = []
+
+
+class Rows(Dataset):
+    """Of pairs; ``change`` is called with each input."""
+
+    def __init__(self, change=None):
+        self.change = change
+        self.x = torch.randn(24, 6, generator=torch.Generator().manual_seed(1))
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        return self.x[index] if self.change is None else self.change(self.x[index]), index % 4
+
+
+class Scaled(nn.Module):
+    """Multiplies by what a function gives, and has numbers of its own."""
+
+    def __init__(self, factor=None, world_size=1):
+        super().__init__()
+        self.factor, self.world_size = factor, world_size
+
+    def forward(self, x):
+        return x * (self.factor() if self.factor else self.world_size)
+
+
+def get_world_size():
+    """As scripts have it."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def times_world(output, target):
+    return F.cross_entropy(output, target) * get_world_size()
+
+
+def by_environment(output, target):
+    return F.cross_entropy(output, target) * int(os.environ.get("WORLD_SIZE", 1))
+
+
+def by_variable(output, target):
+    return F.cross_entropy(output, target) / WORLD
+
+
+def by_run(output, target):
+    return F.cross_entropy(output, target) * RUNS[0].world.world_size
+
+
+def boxes(output, target):
+    """The loss of DETR divides by the mean number of boxes in the micro-batches of all processes."""
+    count = torch.tensor(float(len(target)))
+    dist.all_reduce(count)
+    return F.cross_entropy(output, target, reduction="sum") / (count / dist.get_world_size())
+
+
+def mean_logit(x):
+    from torch.distributed.nn.functional import all_reduce  # with a gradient
+
+    return all_reduce(x.mean()) * x
+
+
+def hit(output, target):
+    return (output.argmax(1) == target).float() * get_world_size()
+
+
+def speaking(output, target):
+    """Prints on rank 0 only, and chooses a device, as ordinary scripts do."""
+    if dist.is_initialized() and dist.get_rank() == 0:
+        print("loss", os.environ.get("LOCAL_RANK", "0"), torch.device("cpu"))
+    return F.cross_entropy(output, target)
+
+
+def listened():
+    """A list that gets what is logged from now on, in place of those before."""
+    said, handler = [], logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("lockstep").handlers[:] = [handler]
+    return said
+
+
+def train(world, strategy, loss=F.cross_entropy, layer=None, change=None, also=None, metric=None):
+    """The warnings."""
+    postpone_compiler()
+    said = listened()
+    os.environ["WORLD_SIZE"] = str(world.world_size)
+    options = {"global_batch": 12, "micro_batches": 3, "threads": 1, "strategy": strategy}
+    run = Run(RunOptions.of(**options), world)
+    globals()["WORLD"], RUNS[:] = world.world_size, [run]
+    model = nn.Sequential(nn.Linear(6, 8), layer() if layer else nn.ReLU(), nn.Linear(8, 4))
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    data = Rows(change)
+    for _ in run.epochs(2):
+        for batch in run.batches(data):
+            run.backward(batch, loss, also=also)
+            optimizer.step()
+            optimizer.zero_grad()
+        run.evaluate(Rows(), metric or F.cross_entropy)
+    run.close()
+    if run.is_main and world.world_size > 1:
+        print(f"{world.world_size} processes, {dist.get_world_size() * 24} samples")
+    return said
+
+
+def scaled_by_world():
+    return Scaled(lambda: dist.get_world_size())
+
+
+def scaled_by_attribute():
+    return Scaled(world_size=2)
+
+
+def scaled_by_mean():
+    class Mean(nn.Module):
+        def forward(self, x):
+            return mean_logit(x)
+
+    return Mean()
+
+
+def scaled_by_other():
+    return Scaled(world_size=7)
+
+
+def scaled_sample(x):
+    return x * int(os.environ["WORLD_SIZE"])
+
+
+ASKING = (
+    ("loss", times_world, "The forward pass or the loss asks", ": torch.distributed.get_world_size())"),
+    ("loss", by_environment, "The forward pass or the loss asks", ": os.environ['WORLD_SIZE'])"),
+    ("loss", by_run, "The forward pass or the loss asks", "(run.world.world_size)"),
+    ("loss", by_variable, "The forward pass or the loss asks", "(the global variable 'WORLD')"),
+    ("layer", scaled_by_world, "The forward pass or the loss asks", ": torch.distributed.get_world_size())"),
+    ("layer", scaled_by_attribute, "The forward pass or the loss asks", "(the attribute 'world_size' of 1)"),
+    ("change", scaled_sample, "The data set asks", ": os.environ['WORLD_SIZE'])"),
+    ("metric", hit, "The metric 'metric' asks", ": torch.distributed.get_world_size())"),
+    ("also", {"hits": hit}, "The metric 'hits' asks", ": torch.distributed.get_world_size())"),
+)
+ORDINARY = ({"loss": speaking}, {"layer": scaled_by_other})
+
+
+def train_all(world, strategy, programs):
+    """What was said about each program."""
+    return [train(world, strategy, **program) for program in programs]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_what_asks_for_the_number_of_processes_is_told_once_and_ordinary_programs_hear_nothing(strategy):
+    asking = [({name: value}, words) for name, value, *words in ASKING]
+    everyone = run_ranks(
+        train_all, 2, strategy, [*(program for program, _ in asking), *ORDINARY], timeout=300
+    )
+    asked = [[[each for each in said if " asks " in each] for said in found] for found in everyone]
+    assert not any(asked[1]), "rank 0 speaks for all"
+    for (program, words), told in zip(asking, asked[0], strict=False):
+        assert len(told) == 1 and all(word in told[0] for word in words), (program, told)
+        assert "(test_calls_multiprocess.py:" in told[0] or words[1].startswith("(")
+    assert not any(asked[0][len(asking) :])
+
+
+def test_a_stage_that_asks_for_its_rank_is_told():
+    """Of those that compute the same there is no other to compare with."""
+    (said,), _ = run_ranks(train_all, 2, "pipeline", [{"loss": speaking}])
+    assert any("the loss asks" in each and ": torch.distributed.get_rank()" in each for each in said)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "pipeline"])
+def test_an_exchange_in_a_loss_a_model_or_a_metric_is_refused_before_it_waits(strategy):
+    """Three micro-batches on two processes: one has more than the other, which would wait for ever."""
+    for program in ({"loss": boxes}, {"layer": scaled_by_mean}, {"metric": boxes}):
+        with pytest.raises(
+            ConfigError, match=r"all_reduce is called in .* \(test_calls_multiprocess\.py:\d+\)"
+        ):
+            run_ranks(train_all, 2, strategy, [program])
+
+
+SCRIPT = """
+import torch
+from torch import nn
+WORLD = 2
+def train(run, data):
+    model = nn.Linear(6, 4)
+    world_size = run.world.world_size
+    optimizer = torch.optim.SGD(model.parameters(), lr={lr})
+    model, optimizer = run.prepare(model, optimizer)
+    for epoch in run.epochs(1):
+        for batch in run.batches(data):
+            run.backward(batch, nn.CrossEntropyLoss())
+            optimizer.step()
+            optimizer.zero_grad()
+    run.print(world_size, "processes", len(data) * world_size)
+"""
+
+
+def run_script(world, text):
+    postpone_compiler()
+    said = listened()
+    linecache.cache["script.py"] = (len(text), None, text.splitlines(keepends=True), "script.py")
+    space = {"__name__": "script"}
+    exec(compile(text, "script.py", "exec"), space)
+    run = Run(RunOptions.of(global_batch=12, micro_batches=4, threads=1), world)
+    space["train"](run, Rows())
+    run.close()
+    return [each for each in said if "computes settings" in each]
+
+
+def test_a_learning_rate_by_the_number_of_processes_is_named_with_its_line():
+    said, others = run_ranks(run_script, 2, SCRIPT.format(lr="0.1 * world_size"))
+    assert len(said) == 1 and "(script.py:8: lr=0.1 * world_size)" in said[0]
+    assert not others
+    assert run_ranks(run_script, 1, SCRIPT.format(lr="0.1 * world_size")) == [[]]
+
+
+@pytest.mark.parametrize("lr", ["0.1", "0.1 * world_size)  # lockstep: ignore[LS068"])
+def test_other_learning_rates_are_not(lr):
+    text = SCRIPT.format(lr=lr).replace("ignore[LS068)", "ignore[LS068]")
+    assert run_ranks(run_script, 2, text) == [[], []]
