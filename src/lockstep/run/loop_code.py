@@ -256,69 +256,96 @@ def changed_names(
 
 @functools.cache
 def _effects(code: CodeType) -> list[_Effects]:
-    found: list[_Effects] = []
-    loads: _Loads = defaultdict(list)
-    texts: list[tuple[Any, str]] = []
-    read: set[Any] = set()
-    sets_by_name, is_in_place = not _BY_NAME.isdisjoint(code.co_names), False
-    for each in dis.get_instructions(code):
-        where, kind, changes, own, names = each.positions, each.opname, set[str](), set[str](), set[str]()
-        accesses, line = _accesses(each), where and where.lineno
-        longest = set() if accesses else _longest(where, loads)
-        calls, base = longest if kind.startswith("CALL") else set(), frozenset(longest)
+    reader = _EffectsReader(sets_by_name=not _BY_NAME.isdisjoint(code.co_names))
+    return [reader.read(each) for each in dis.get_instructions(code)]
+
+
+class _EffectsReader:
+    """Reads the effects of instructions in their order: those before one have loaded what it changes."""
+
+    def __init__(self, *, sets_by_name: bool) -> None:
+        self._sets_by_name = sets_by_name
+        """True for code that may set attributes whose names are strings in it."""
+        self._loads: _Loads = defaultdict(list)
+        self._texts: list[tuple[Any, str]] = []
+        """The strings, and where they are."""
+        self._seen: set[tuple[Any, str, frozenset[str]]] = set()
+        """The names that were read: their lines, and of which variables they are attributes."""
+        self._is_in_place = False
+        """True behind ``+=`` and the like."""
+
+    def read(self, each: dis.Instruction) -> _Effects:
+        where, kind, accesses = each.positions, each.opname, _accesses(each)
+        line = where and where.lineno
+        base = frozenset(() if accesses else _longest(where, self._loads))
         known = base if where and where.col_offset is not None else frozenset[str]()
-        carries, sets = set[str](), False
-        if "next" in calls:
-            changes = carries = _argument(where, loads)
-        if kind in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
-            names.add(str(each.argval))
-            if each.argval in _CHANGING or (each.argval[-1] == "_" and each.argval[-2:] != "__"):
-                changes |= base
-                sets = each.argval in _SETTING
-                grown = {f"{name}+" for name in base} if each.argval in ("setdefault", "update") else base
-                carries |= set() if sets else grown
-        elif kind in ("STORE_ATTR", "DELETE_ATTR"):
-            changes |= {str(each.argval)} | (base if each.argval in ("data", "value") else set())
-        elif kind in ("STORE_SUBSCR", "STORE_SLICE", "DELETE_SUBSCR"):
-            changes |= base | {text for its, text in texts if _is_within(its, where)}
-            changes |= {text for its, text in texts if where and its[::2] == (line, None)}
-        elif isinstance(each.argval, str) and kind == "LOAD_CONST":
-            texts.append((where, each.argval))
-            changes |= {each.argval} if sets_by_name else set()
+        names = {each.argval} if kind in _LOADS_ATTRIBUTE else set()
+        changes, own = self._changes(each, base), set[str]()
         for place, (access, name) in enumerate(accesses):
             if access != "LOAD":
                 (own if "FAST" in kind else changes).add(name)
             elif place:  # of two variables the positions are those of the first
-                loads[line, None].append((dis.Positions(line), name))
+                self._loads[line, None].append((dis.Positions(line), name))
             else:
                 names.add(name)
-        if kind in ("STORE_ATTR", "STORE_NAME", "STORE_GLOBAL", "STORE_DEREF"):
-            sets, carries = True, {name for name in changes if is_in_place or (line, name, known) in read}
-            carries |= {f".{name}" if kind == "STORE_ATTR" else f"{name}." for name in carries}
-        elif kind == "STORE_SUBSCR":
-            on_line = [text for its, text in texts if its and its.lineno == line]
-            carries = {name for name in changes if is_in_place or on_line.count(name) > 1}
-            carries |= {f"{name}+" for name in base - carries}
-        if kind != "SWAP":
-            is_in_place = kind == "BINARY_OP" and each.argrepr.endswith("=")
-        if where:
-            loads[where[::2]] += [(where, name) for name in names]
-        read |= {(line, name, known) for name in names}
-        inner = each.argval if isinstance(each.argval, CodeType) else None
-        found.append(
-            _Effects(
-                each.offset,
-                frozenset(changes),
-                frozenset(own),
-                frozenset(carries),
-                frozenset(calls),
-                inner,
-                sets,
-            )
+        effects = _Effects(
+            each.offset,
+            changes=frozenset(changes),
+            own=frozenset(own),
+            carries=frozenset(self._carried(each, base, known, changes)),
+            calls=base if kind.startswith("CALL") else frozenset(),
+            inner=each.argval if isinstance(each.argval, CodeType) else None,
+            sets=kind in _SETS or (kind in _LOADS_ATTRIBUTE and each.argval in _SETTING),
         )
-    return found
+        if where:
+            self._loads[where[::2]] += [(where, name) for name in names]
+        self._seen |= {(line, name, known) for name in names}
+        if kind == "LOAD_CONST" and isinstance(each.argval, str):
+            self._texts.append((where, each.argval))
+        if kind != "SWAP":
+            self._is_in_place = kind == "BINARY_OP" and each.argrepr.endswith("=")
+        return effects
+
+    def _changes(self, each: dis.Instruction, base: Collection[str]) -> set[str]:
+        """What an instruction changes in ``base``, the variable that it acts on, or by the name of an attribute."""
+        where, kind = each.positions, each.opname
+        if kind in _LOADS_ATTRIBUTE:
+            is_in_place = each.argval[-1] == "_" and each.argval[-2:] != "__"
+            return {*base} if is_in_place or each.argval in _CHANGING else set()
+        if kind in ("STORE_ATTR", "DELETE_ATTR"):
+            return {each.argval, *(base if each.argval in ("data", "value") else ())}
+        if kind in ("STORE_SUBSCR", "STORE_SLICE", "DELETE_SUBSCR"):
+            is_line = where and (where.lineno, None)
+            keys = [
+                text for its, text in self._texts if _is_within(its, where) or (its and its[::2] == is_line)
+            ]
+            return {*base, *keys}
+        if kind == "LOAD_CONST" and isinstance(each.argval, str) and self._sets_by_name:
+            return {each.argval}
+        return _argument(where, self._loads) if kind.startswith("CALL") and "next" in base else set()
+
+    def _carried(
+        self, each: dis.Instruction, base: Collection[str], known: frozenset[str], changes: Collection[str]
+    ) -> set[str]:
+        """Those of the changes that depend on what was there; see ``_Effects.carries``."""
+        kind, line = each.opname, each.positions and each.positions.lineno
+        if kind.startswith("CALL"):
+            return {*changes}
+        if kind in _LOADS_ATTRIBUTE and each.argval not in _SETTING:
+            may_grow = each.argval in ("setdefault", "update")
+            return {f"{name}+" if may_grow else name for name in changes}
+        if kind in _SETS:
+            found = {name for name in changes if self._is_in_place or (line, name, known) in self._seen}
+            return found | {f".{name}" if kind == "STORE_ATTR" else f"{name}." for name in found}
+        if kind == "STORE_SUBSCR":
+            on_line = [text for its, text in self._texts if its and its.lineno == line]
+            found = {name for name in changes if self._is_in_place or on_line.count(name) > 1}
+            return found | {f"{name}+" for name in {*base} - found}
+        return set()
 
 
+_LOADS_ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")
+_SETS = ("STORE_ATTR", "STORE_NAME", "STORE_GLOBAL", "STORE_DEREF")
 _Loads = defaultdict[tuple[int | None, int | None], list[tuple[dis.Positions, str]]]
 """The names that instructions load, and where, by line and column of their begin. Of some only the line is known: of
 the second that one instruction loads, and of all with PYTHONNODEBUGRANGES."""
