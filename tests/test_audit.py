@@ -261,7 +261,7 @@ def test_swapped_weights_are_found_with_and_without_a_forged_chain(home):
     name = "0.weight"
     state.model[name] = state.model[name] + 1e-3
     shutil.rmtree(path)
-    checkpoint.write(folder, state, step=4)
+    checkpoint.write(folder, state, step=4).rename(path)
     assert findings(folder)[0].startswith("step-00000004: its files are not those")
     forge(folder, rename)
     found = findings(folder)
@@ -271,7 +271,7 @@ def test_swapped_weights_are_found_with_and_without_a_forged_chain(home):
 
     state.progress["fingerprint"] = combine(digest_tensors(state.model))
     shutil.rmtree(path)
-    checkpoint.write(folder, state, step=4)
+    checkpoint.write(folder, state, step=4).rename(path)
     forge(folder, rename)
     found = findings(folder)
     assert found[0].startswith(

@@ -176,7 +176,7 @@ def watching_calls(found: list[str], where: str, *, ranks: bool = False) -> Iter
 
 def _place(frame: FrameType, *, installed: bool = False) -> str:
     """The line that calls a function of torch or Python; empty where it is not the user's, or of a package."""
-    name, caller = frame.f_code.co_name, frame.f_back
+    name, caller = frame.f_code.co_name, _caller(frame)
     while caller is not None:
         code, module = caller.f_code, caller.f_globals.get("__name__", "")
         is_between = code.co_filename.startswith("<frozen ") or code.co_name == name
@@ -186,6 +186,14 @@ def _place(frame: FrameType, *, installed: bool = False) -> str:
             return f"{Path(code.co_filename).name}:{caller.f_lineno}" if is_told else ""
         caller = caller.f_back
     return ""
+
+
+def _caller(frame: FrameType) -> FrameType | None:
+    """The frame that calls a function of torch.distributed, or what a tool that follows calls has put in its place."""
+    entered, outer = getattr(getattr(dist, frame.f_code.co_name, None), "__code__", None), frame.f_back
+    while outer is not None and outer.f_code is not entered:
+        outer = outer.f_back
+    return frame.f_back if outer is None else outer.f_back
 
 
 def counts_read(found: Snapshot, codes: Iterable[CodeType], ranks: int) -> list[str]:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from types import CodeType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -292,17 +292,14 @@ class Rehearsals:
         before, buffers = watched.before, watched.buffers
         findings = Findings()
         begins = self.done[code_of(loss)] <= max(2, self.times)
-        starts = self._starts.setdefault(code_of(loss), {})
         short, rehearsal = shortened(batch, compute, strategy.share, 2 if self._are_concurrent else 1)
         judging = replace(rehearsal, judged=None if compute.function is stand_in else [])
         compute_again = partial(self._pass, short, rehearsal, scale)
+        asking = watching_calls(
+            findings.asked, "the forward pass or the loss", ranks=strategy.share.holders == 1
+        )
         with put_back(strategy, watched, self._events):
-            with (
-                noting_mistakes(prepared, watched, strategy, findings),
-                watching_calls(
-                    findings.asked, "the forward pass or the loss", ranks=strategy.share.holders == 1
-                ),
-            ):
+            with noting_mistakes(prepared, watched, strategy, findings), asking:
                 first = self._first_pass(compute_again, compute.randomness)
             after = watched.now()
             buffers.restore()  # the next step would begin from new running statistics
@@ -314,49 +311,69 @@ class Rehearsals:
             others = [second, *self._further_passes(compute_again, buffers, is_counting)]
             buffers.restore()
             differs = any(each.differs(first) for each in others)
+            starts = self._starts.setdefault(code_of(loss), {})
             from_start = self._pass_from_start(compute_again, watched, starts, differs)
-            others += from_start
             # Each time: a loop may give back what a step has left on its rank.
             if strategy.share.holders > 1:
                 findings.by_rank = self._pass_of_all(short, rehearsal, scale)
                 self._places = {n: t for n, t in before.texts.items() if "environment variable" not in n}
-            is_called_alone = strategy.replicated and not self._are_concurrent
-            with strategy.joined_calls():  # a loss may call the model
-                deviations = judging.deviations()
-            is_judged = any(each is not Deviation.WITHOUT_ROWS for each in deviations)
-            if is_called_alone and not is_judged:
-                is_new = self.done[code_of(loss)] == 1 and bool(batch.micro_batches)
-                deviations = [judge_with_model(compute, batch.micro_batches)] if is_new else []
-        findings.deviation = next((each.reason for each in deviations if each.reason), "")
-        findings.losses_differ = any(each.losses != first.losses for each in others)
+            findings.deviation = self._judge_loss(judging, compute, batch, loss)
+        passes = _Passes(first, [*others, *from_start], from_start, before, after, later)
+        is_called = any(len(each) for each in short.micro_batches)
+        self._compare(findings, passes, prepared.state, roots, (loss, compute.forward), is_called)
+        return findings
+
+    def _judge_loss(
+        self, judging: RehearsalCompute, compute: StepCompute, batch: Batch, loss: Callable[..., Any]
+    ) -> str:
+        """Why the loss is no mean over samples; empty where it is one, or where nothing tells."""
+        with self._strategy.joined_calls():  # a loss may call the model
+            deviations = judging.deviations()
+        is_judged = any(each is not Deviation.WITHOUT_ROWS for each in deviations)
+        if self._strategy.replicated and not self._are_concurrent and not is_judged:
+            is_new = self.done[code_of(loss)] == 1 and bool(batch.micro_batches)
+            deviations = [judge_with_model(compute, batch.micro_batches)] if is_new else []
+        return next((each.reason for each in deviations if each.reason), "")
+
+    def _compare(
+        self,
+        findings: Findings,
+        passes: _Passes,
+        state: RunState,
+        roots: Mapping[str, Any],
+        functions: tuple[Callable[..., Any], Callable[..., Any] | None],
+        is_called: bool,
+    ) -> None:
+        """Adds what the passes differ in, and what they have changed; ``functions`` are the loss and ``forward=``."""
+        strategy, code, before = self._strategy, code_of(functions[0]), passes.before
+        begins, starts = self.done[code] <= max(2, self.times), self._starts[code]
+        findings.losses_differ = any(each.losses != passes.first.losses for each in passes.others)
         findings.gradients = [
             name
-            for name, bits in first.gradients.items()
-            if any(each.gradients[name] != bits for each in others)
+            for name, bits in passes.first.gradients.items()
+            if any(each.gradients[name] != bits for each in passes.others)
         ]
-        noted, counting = findings.note_changes(before, after, later)
+        noted, counting = findings.note_changes(before, passes.after, passes.later)
         self._note_variables(before, {**noted, **counting})
-        if self.done[code_of(loss)] > 1:  # a cache is filled in the first step
-            values = [n for n in noted if after.kinds.get(n) in _VALUES and n not in counting]
-            findings.left = read_in_loop(values)
+        if self.done[code] > 1:  # a cache is filled in the first step
+            kinds = passes.after.kinds
+            findings.left = read_in_loop([n for n in noted if kinds.get(n) in _VALUES and n not in counting])
         for name, value in before.values_of({**noted, **counting}).items():
             starts.setdefault(name, (before.texts[name], value))
-        lost = prepared.state.loop.lost
-        codes = [code for each in (loss, compute.forward) if isinstance(code := code_of(each), CodeType)]
+        codes = [its for each in functions if isinstance(its := code_of(each), CodeType)]
         if begins and strategy.all_ranks is not None:
             findings.asked += counts_read(before, codes, strategy.all_ranks.size())
-        if lost and begins and any(len(each) for each in short.micro_batches):  # otherwise nothing was called
+        if begins and is_called and (lost := state.loop.lost):
             names = names_reached(codes, before.functions)
             findings.lost = [name for name, each in lost.items() if each.is_read_by(before, noted, names)]
         moved = _bases({**noted, **counting})
-        findings.lost += self._unheld.look(prepared.state, roots, before, moved)
-        prepared.state.idle -= moved
+        findings.lost += self._unheld.look(state, roots, before, moved)
+        state.idle -= moved
         if not (findings.losses_differ or findings.gradients):
-            prepared.state.idle |= _bases(noted) - _bases(counting)
-        if any(each.differs(first) for each in from_start):
+            state.idle |= _bases(noted) - _bases(counting)
+        if any(each.differs(passes.first) for each in passes.from_start):
             now = {name: (text, before.texts.get(name, "nothing")) for name, (text, _) in starts.items()}
             findings.changed = {name: pair for name, pair in now.items() if pair[0] != pair[1]}
-        return findings
 
     def _first_pass(self, compute: Callable[[], _Result], randomness: KeyedRandomness) -> _Result:
         """The first computation; done again where it drew from global generators that were not keyed yet."""
@@ -548,6 +565,18 @@ class _Result:
 
     def differs(self, other: _Result) -> bool:
         return self.losses != other.losses or self.gradients != other.gradients
+
+
+class _Passes(NamedTuple):
+    """The computations of one rehearsal, and the places of the user's code around the first two."""
+
+    first: _Result
+    others: list[_Result]
+    from_start: list[_Result]
+    """Those of them that began with what calls change as it was before the first one."""
+    before: Snapshot
+    after: Snapshot
+    later: Snapshot
 
 
 def _bases(names: Iterable[str]) -> set[str]:
