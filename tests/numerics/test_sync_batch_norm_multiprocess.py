@@ -22,6 +22,7 @@ def test_every_step_is_that_of_one_forward_over_the_whole_batch(name, world_size
         assert len(off[name]) >= 4
 
 
+@pytest.mark.slow
 def test_torchs_own_data_parallel_takes_the_steps_of_the_whole_batch_with_it():
     for worst in run_ranks(under_ddp, 3):
         assert worst < 1e-10

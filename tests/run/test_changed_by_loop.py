@@ -220,6 +220,7 @@ CACHES = {
     ),
     "a count of reads": ("READS[i] += 1\n        return 1.0", "pass", "READS = collections.Counter()"),
 }
+QUICK_CACHES = ("global", "of an object", "a list")
 
 
 @pytest.mark.parametrize(
@@ -229,7 +230,9 @@ CACHES = {
         pytest.param("[data[i] for i in range(5, 30)]", id="between epochs", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("name", CACHES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=[pytest.mark.slow] * (each not in QUICK_CACHES)) for each in CACHES]
+)
 def test_what_reading_fills_is_not_taken_for_a_change_of_the_loop(name, between, tmp_path, caplog):
     factor, made, given = CACHES[name]
     parts = tmp_path, factor, made, between, "pass", given

@@ -124,9 +124,12 @@ LEVELS = {
         lambda held, epoch: setattr(held, "value", epoch),
     ),
 }
+QUICK_LEVELS = ("an object", "a deque", "a set", "a shared value")
 
 
-@pytest.mark.parametrize("name", LEVELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=[pytest.mark.slow] * (each not in QUICK_LEVELS)) for each in LEVELS]
+)
 def test_workers_read_the_level_that_an_object_around_a_transform_has(name):
     """They had the one with which they had been started, so that the bits depended on the number of workers."""
 

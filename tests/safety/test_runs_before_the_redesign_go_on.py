@@ -28,7 +28,7 @@ LAYOUTS = {
     "parameter_server": ("--devices", "cpu:3"),
     "tensor": ("--devices", "cpu:2"),
 }
-QUICK = ("fsdp",)
+QUICK = ("ddp",)
 ELSEWHERE = ("--set", "checkpoint.force_context=true")
 """The checkpoints were written on another machine."""
 pytestmark = pytest.mark.timeout(300)

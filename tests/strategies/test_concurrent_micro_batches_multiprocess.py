@@ -57,6 +57,7 @@ def test_checkpointed_activations_and_other_gradients_of_a_run_are_not_mixed_up(
     assert furthest(trained(1, "dropout")[0], trained(1, "sgd")[0])[0] > 0.0
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_ranks_and_not_as_another_recipe(tmp_path):
     whole = run_ranks(resume, 1, str(tmp_path / "whole"), 2)[0]
     parts = str(tmp_path / "parts")

@@ -80,7 +80,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", ["batch norm", "wide"])
-@pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.parametrize("size", [3, pytest.param(4, marks=pytest.mark.slow)])
 def test_without_staleness_the_result_is_that_of_one_device_up_to_rounding(size, case, folder):
     """Two workers with one server, and with two: workers that wait for each other add what one device adds."""
     alone, ranks = world_of(1)[0][case], world_of(size, folder)

@@ -37,6 +37,7 @@ def test_a_killed_worker_does_not_stop_the_run_and_the_other_takes_its_samples(c
     assert found["accuracy"] > GOOD
 
 
+@pytest.mark.slow
 def test_a_killed_server_is_recovered_from_its_last_snapshot(command):
     """Snapshots at the steps 5, 10, ... are written in the background; the server dies in its step 14."""
     code, lines, found = ended(command, "0:14", "--restarts", "1")

@@ -100,6 +100,7 @@ def go_on(world, directory, epochs, shards, **options):
     return digest, level
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_ranks_and_not_with_other_shards(tmp_path):
     whole = run_ranks(go_on, 1, str(tmp_path / "whole"), 2, 4)[0]
     parts = str(tmp_path / "parts")
@@ -131,6 +132,7 @@ def freeze_for_a_while(world, frozen, options):
     return digests
 
 
+@pytest.mark.slow
 def test_split_layers_that_are_frozen_after_prepare_are_not_trained():
     names = [name for name, each in JOBS["features"]().model.named_modules() if isinstance(each, nn.Linear)]
     frozen = [[], names[:1], names[1:2], names[:2]]
