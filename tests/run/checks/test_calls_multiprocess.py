@@ -10,7 +10,7 @@ import torch.distributed as dist
 from tests.ranks import run_ranks
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset
 
 from lockstep.errors import ConfigError
 from lockstep.run import Run, RunOptions
@@ -235,3 +235,30 @@ def test_a_learning_rate_by_the_number_of_processes_is_named_with_its_line():
 def test_other_learning_rates_are_not(lr):
     text = SCRIPT.format(lr=lr).replace("ignore[LS068)", "ignore[LS068]")
     assert run_ranks(run_script, 2, text) == [[], []]
+
+
+def counted(*given, **named):
+    """Stands for a tool that counts the bytes of collectives."""
+    return SUM(*given, **named)
+
+
+SUM = dist.all_reduce
+
+
+def summed(world):
+    run = Run(RunOptions.of(global_batch=8, micro_batches=4, reduce="ring", shared_memory=False), world)
+    model = nn.Linear(4, 2)
+    dist.all_reduce = counted
+    try:
+        model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for batch in run.batches(TensorDataset(torch.rand(16, 4), torch.zeros(16, dtype=torch.long))):
+            run.backward(batch, nn.functional.cross_entropy)
+            optimizer.step()
+            optimizer.zero_grad()
+        return run.fingerprint()
+    finally:
+        dist.all_reduce = SUM
+
+
+def test_a_tool_in_the_place_of_a_collective_is_not_taken_for_the_users_code():
+    assert len(set(run_ranks(summed, 2))) == 1

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -176,10 +176,10 @@ def watching_calls(found: list[str], where: str, *, ranks: bool = False) -> Iter
 
 def _place(frame: FrameType, *, installed: bool = False) -> str:
     """The line that calls a function of torch or Python; empty where it is not the user's, or of a package."""
-    name, caller = frame.f_code.co_name, _caller(frame)
+    name, caller, tools = frame.f_code.co_name, frame.f_back, _tools()
     while caller is not None:
         code, module = caller.f_code, caller.f_globals.get("__name__", "")
-        is_between = code.co_filename.startswith("<frozen ") or code.co_name == name
+        is_between = code.co_filename.startswith("<frozen ") or code.co_name == name or module in tools
         if not is_between and kind_of_frame(code.co_filename, code.co_name) is not FrameKind.WRAPPER:
             others = installed and module.partition(".")[0] not in ("torch", "lockstep")
             is_told = others or is_users_code(code, module)
@@ -188,12 +188,10 @@ def _place(frame: FrameType, *, installed: bool = False) -> str:
     return ""
 
 
-def _caller(frame: FrameType) -> FrameType | None:
-    """The frame that calls a function of torch.distributed, or what a tool that follows calls has put in its place."""
-    entered, outer = getattr(getattr(dist, frame.f_code.co_name, None), "__code__", None), frame.f_back
-    while outer is not None and outer.f_code is not entered:
-        outer = outer.f_back
-    return frame.f_back if outer is None else outer.f_back
+def _tools() -> set[str]:
+    """The modules of tools that have put functions of their own in the place of torch.distributed's."""
+    functions = [each for each in vars(dist).values() if type(each) is FunctionType]
+    return {each.__module__ for each in functions if not each.__module__.startswith("torch.")}
 
 
 def counts_read(found: Snapshot, codes: Iterable[CodeType], ranks: int) -> list[str]:
