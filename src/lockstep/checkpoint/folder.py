@@ -37,8 +37,7 @@ def name_of(directory: Path, step: int) -> Path:
     It is ``step-00000450-2`` where a checkpoint of this step or a later one is there: a training has begun anew in the
     folder, or has gone on from an earlier checkpoint. Those that follow are called so, too.
     """
-    paths = committed(directory)
-    last, attempt = (step_of(paths[-1]) if paths else None) or (-1, 1)
+    last, attempt = newest_step(directory)
     attempt += step <= last
     return directory / (f"step-{step:08d}" + (f"-{attempt}" if attempt > 1 else ""))
 
@@ -49,6 +48,12 @@ def committed(directory: Path) -> list[Path]:
         return []
     found = [(key[::-1], path) for path in directory.iterdir() if (key := step_of(path)) is not None]
     return [path for _, path in sorted(found) if path.is_dir() and not path.is_symlink()]
+
+
+def newest_step(directory: Path) -> tuple[int, int]:
+    """Step and attempt of the checkpoint that was written last; -1 and 1 where there is none."""
+    paths = committed(directory)
+    return (step_of(paths[-1]) if paths else None) or (-1, 1)
 
 
 def write_best(directory: Path, best: Best) -> None:
@@ -76,17 +81,20 @@ def prune(directory: Path, *, keep: int | None, protect: Collection[int] = ()) -
     As many of later steps than the newest checkpoint stay: an earlier training has left them. An attempt that a newer
     one of the same step replaced goes. ``keep=None`` keeps every step.
     """
-    paths = committed(directory)
-    newest = {found[0]: path for path in paths if (found := step_of(path)) is not None}
-    steps = [step for step, path in sorted(newest.items(), key=lambda pair: paths.index(pair[1]))]
-    kept = {*steps, *protect}
+    paths, newest = committed(directory), dict[int, Path]()
+    for path in paths:
+        step, _ = step_of(path) or (-1, 1)
+        newest.pop(step, None)  # its newest attempt decides its place
+        newest[step] = path
+    steps, kept = [*newest], {*newest, *protect}
     if keep is not None and steps:
         made = [step for step in steps if step <= steps[-1]]
         ahead = [step for step in steps if step > steps[-1]]
         kept = {*made[-keep:], *ahead[-keep:], *protect}
     if (record := read_best(directory)) is not None:
         kept.add(record.step)
-    gone = [path for path in paths if path not in {newest[step] for step in kept & newest.keys()}]
+    stay = {newest[step] for step in kept & newest.keys()}
+    gone = [path for path in paths if path not in stay]
     for path in gone:
         remove_folder(path)
     return gone

@@ -188,6 +188,12 @@ def sole_use(path: Path) -> Iterator[bool]:
         os.close(descriptor)
 
 
+def told_holder(error: BlockingIOError) -> str:
+    """The words of ``sole_use`` for who is in, in brackets; empty where a lock does not tell."""
+    is_told = error.errno is not None and error.strerror != os.strerror(error.errno)
+    return f" ({error.strerror})" if is_told else ""
+
+
 def _lease(file: Path) -> Path:
     """Makes the file, in the name of this process."""
     mine = f"{identity()} {socket.gethostname()}"

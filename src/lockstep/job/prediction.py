@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lockstep import checkpoint
-from lockstep.checkpoint.folder import step_of
+from lockstep.checkpoint.folder import newest_step, step_of
 from lockstep.config.components import Component
 from lockstep.config.job import JobConfig
 from lockstep.core.atomic import write_whole
@@ -82,9 +82,8 @@ def main(payload: Any) -> None:
 
 def has_ended(folder: Path) -> bool:
     """True where a run folder has the weights of the run's end, and its newest checkpoint is not of a later step."""
-    exported, written = folder / WEIGHTS, [step_of(path) or (-1,) for path in checkpoint.committed(folder)]
-    newest = written[-1][0] if written else -1
-    return exported.is_file() and int(metadata_of(exported).get("step", -1)) >= newest
+    exported = folder / WEIGHTS
+    return exported.is_file() and int(metadata_of(exported).get("step", -1)) >= newest_step(folder)[0]
 
 
 def has_gone_on(folder: Path) -> bool:

@@ -31,7 +31,7 @@ from typing import Any
 from lockstep.config.job import JobConfig, ScheduleConfig
 from lockstep.config.reader import flat
 from lockstep.config.strategy_options import STRATEGIES
-from lockstep.core.atomic import sole_use
+from lockstep.core.atomic import sole_use, told_holder
 from lockstep.core.plan import Share
 from lockstep.errors import ConfigError
 from lockstep.runtime.output import say
@@ -245,9 +245,8 @@ def locked(folder: Path) -> Iterator[None]:
         try:
             has_locks = stack.enter_context(sole_use(folder / LOCK))
         except BlockingIOError as error:
-            who = f" ({error.strerror})" if LOCK in str(error) else ""
             raise ConfigError(
-                f"The run folder '{folder}' is used by a run that is still going on{who}."
+                f"The run folder '{folder}' is used by a run that is still going on{told_holder(error)}."
             ) from error
         except OSError as error:
             raise ConfigError(f"The run folder '{folder}' cannot be written: {error.strerror}.") from error

@@ -51,7 +51,7 @@ def check_text(text: str, path: str = "script.py", rules: Iterable[LintRule] = R
 
 
 def settings_by_world_size(text: str, path: str) -> list[Finding]:
-    """What LS068 finds in a file of a program that uses Lockstep; nothing in a text that is no script."""
+    """The findings of LS068 in a file of a program that uses Lockstep; none in a text that is no script."""
     rule = replace(launching.recipe_by_world_size, check=launching.by_world_size)
     try:
         return check_text(text, path, [rule]) if launching.COUNTS.search(text) else []

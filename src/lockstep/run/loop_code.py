@@ -307,7 +307,7 @@ class _EffectsReader:
         return effects
 
     def _changes(self, each: dis.Instruction, base: Collection[str]) -> set[str]:
-        """What an instruction changes in ``base``, the variable that it acts on, or by the name of an attribute."""
+        """The names that an instruction changes: ``base``, the variable that it acts on, attributes, keys."""
         where, kind = each.positions, each.opname
         if kind in _LOADS_ATTRIBUTE:
             is_in_place = each.argval[-1] == "_" and each.argval[-2:] != "__"

@@ -22,7 +22,7 @@ from lockstep.checkpoint import CheckpointState
 from lockstep.checkpoint.sharded import prepare_sharded
 from lockstep.config.checks import file_path
 from lockstep.config.options import RunOptions
-from lockstep.core.atomic import sole_use
+from lockstep.core.atomic import sole_use, told_holder
 from lockstep.core.fingerprint import sum_of_bits
 from lockstep.core.world import World
 from lockstep.distributed.collectives import (
@@ -243,11 +243,10 @@ class Writer:
             folder.mkdir(parents=True, exist_ok=True)
             claim.enter_context(sole_use(folder / _LOCK))
         except BlockingIOError as error:
-            who = f" ({error.strerror})" if _LOCK in str(error) else ""
             raise CheckpointError(
-                f"Another run writes its checkpoints to {directory} and is still going on{who}. Each would resume from "
-                "those of the other, and delete them. Nothing was written: end one of them, or give it another "
-                "directory=."
+                f"Another run writes its checkpoints to {directory} and is still going on{told_holder(error)}. Each "
+                "would resume from those of the other, and delete them. Nothing was written: end one of them, or give "
+                "it another directory=."
             ) from None
         except OSError:
             return  # what is wrong with the folder is said where the checkpoint is written

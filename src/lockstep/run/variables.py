@@ -304,7 +304,7 @@ class Variables:
             self._look_deeper(value, name, depth, only_tensors)
 
     def _look_deeper(self, value: Any, name: str, depth: int, only_tensors: bool) -> None:
-        """Looks at what holds other values, at any depth."""
+        """Looks at what holds other values."""
         kind = type(value)
         if issubclass(kind, FunctionType | _LRU_CACHED):
             for key, held in copied(vars(value).items()):

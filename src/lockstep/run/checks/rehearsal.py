@@ -291,7 +291,6 @@ class Rehearsals:
         watched = Watched(roots, (model, prepared.compute.model))
         before, buffers = watched.before, watched.buffers
         findings = Findings()
-        begins = self.done[code_of(loss)] <= max(2, self.times)
         short, rehearsal = shortened(batch, compute, strategy.share, 2 if self._are_concurrent else 1)
         judging = replace(rehearsal, judged=None if compute.function is stand_in else [])
         compute_again = partial(self._pass, short, rehearsal, scale)
@@ -307,7 +306,7 @@ class Rehearsals:
             turned = replace(short, micro_batches=short.micro_batches[::-1])
             second = self._pass(turned, judging, scale)
             later = watched.now()
-            is_counting = begins and bool(after.changed(later))
+            is_counting = self._is_early(loss) and bool(after.changed(later))
             others = [second, *self._further_passes(compute_again, buffers, is_counting)]
             buffers.restore()
             differs = any(each.differs(first) for each in others)
@@ -322,6 +321,10 @@ class Rehearsals:
         is_called = any(len(each) for each in short.micro_batches)
         self._compare(findings, passes, prepared.state, roots, (loss, compute.forward), is_called)
         return findings
+
+    def _is_early(self, loss: Callable[..., Any]) -> bool:
+        """True for the first rehearsals of a loss, which look at more than later ones do."""
+        return self.done[code_of(loss)] <= max(2, self.times)
 
     def _judge_loss(
         self, judging: RehearsalCompute, compute: StepCompute, batch: Batch, loss: Callable[..., Any]
@@ -346,7 +349,7 @@ class Rehearsals:
     ) -> None:
         """Adds what the passes differ in, and what they have changed; ``functions`` are the loss and ``forward=``."""
         strategy, code, before = self._strategy, code_of(functions[0]), passes.before
-        begins, starts = self.done[code] <= max(2, self.times), self._starts[code]
+        is_early, starts = self._is_early(functions[0]), self._starts[code]
         findings.losses_differ = any(each.losses != passes.first.losses for each in passes.others)
         findings.gradients = [
             name
@@ -361,9 +364,9 @@ class Rehearsals:
         for name, value in before.values_of({**noted, **counting}).items():
             starts.setdefault(name, (before.texts[name], value))
         codes = [its for each in functions if isinstance(its := code_of(each), CodeType)]
-        if begins and strategy.all_ranks is not None:
+        if is_early and strategy.all_ranks is not None:
             findings.asked += counts_read(before, codes, strategy.all_ranks.size())
-        if begins and is_called and (lost := state.loop.lost):
+        if is_early and is_called and (lost := state.loop.lost):
             names = names_reached(codes, before.functions)
             findings.lost = [name for name, each in lost.items() if each.is_read_by(before, noted, names)]
         moved = _bases({**noted, **counting})
