@@ -164,7 +164,7 @@ def train_all(world, strategy, programs):
     return [train(world, strategy, **program) for program in programs]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_what_asks_for_the_number_of_processes_is_told_once_and_ordinary_programs_hear_nothing(strategy):
     asking = [({name: value}, words) for name, value, *words in ASKING]
     everyone = run_ranks(
@@ -184,7 +184,7 @@ def test_a_stage_that_asks_for_its_rank_is_told():
     assert any("the loss asks" in each and ": torch.distributed.get_rank()" in each for each in said)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "pipeline"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("pipeline", marks=pytest.mark.slow)])
 def test_an_exchange_in_a_loss_a_model_or_a_metric_is_refused_before_it_waits(strategy):
     """Three micro-batches on two processes: one has more than the other, which would wait for ever."""
     for program in ({"loss": boxes}, {"layer": scaled_by_mean}, {"metric": boxes}):
@@ -202,22 +202,26 @@ def train(run, data):
     model = nn.Linear(6, 4)
     world_size = run.world.world_size
     optimizer = torch.optim.SGD(model.parameters(), lr={lr})
-    model, optimizer = run.prepare(model, optimizer)
+    fit(run, *run.prepare(model, optimizer), data)
+    run.print(world_size, "processes", len(data) * world_size)
+"""
+LOOP = """
+def fit(run, model, optimizer, data):
     for epoch in run.epochs(1):
         for batch in run.batches(data):
-            run.backward(batch, nn.CrossEntropyLoss())
+            run.backward(batch, torch.nn.CrossEntropyLoss())
             optimizer.step()
             optimizer.zero_grad()
-    run.print(world_size, "processes", len(data) * world_size)
 """
 
 
 def run_script(world, text):
+    """What is said of the settings of a script whose loop is in another file of the same name."""
     postpone_compiler()
-    said = listened()
-    linecache.cache["script.py"] = (len(text), None, text.splitlines(keepends=True), "script.py")
-    space = {"__name__": "script"}
-    exec(compile(text, "script.py", "exec"), space)
+    said, space = listened(), {"__name__": "script"}
+    for file, code in (("script.py", text), ("loops/script.py", LOOP)):
+        linecache.cache[file] = (len(code), None, code.splitlines(keepends=True), file)
+        exec(compile(code, file, "exec"), space)
     run = Run(RunOptions.of(global_batch=12, micro_batches=4, threads=1), world)
     space["train"](run, Rows())
     run.close()

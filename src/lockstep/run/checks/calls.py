@@ -210,8 +210,8 @@ def warn_of_settings() -> None:
     from lockstep.lint.check import settings_by_world_size  # seldom needed, and slow to import
 
     files = dict.fromkeys(frame.f_code.co_filename for frame in users_frames())
-    texts = {Path(file).name: "".join(linecache.getlines(file)) for file in files}
-    found = [each for name, text in texts.items() for each in settings_by_world_size(text, name)]
+    texts = [("".join(linecache.getlines(file)), Path(file).name) for file in files]
+    found = [each for text, name in texts for each in settings_by_world_size(text, name)]
     told = [f"{each.path}:{each.line}: {each.wrong.partition(' is another value')[0]}" for each in found]
     if told:
         logger.warning(
