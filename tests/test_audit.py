@@ -234,7 +234,10 @@ TAMPERED = {
 }
 
 
-@pytest.mark.parametrize("tamper", TAMPERED)
+@pytest.mark.parametrize(
+    "tamper",
+    [pytest.param(each, marks=[pytest.mark.slow] * (each in ("skip 3", "rate 3"))) for each in TAMPERED],
+)
 def test_what_was_done_in_secret_is_found(home, tamper):
     found = findings(train(home, tamper=tamper))
     assert any(TAMPERED[tamper] in each for each in found) or (
@@ -280,7 +283,7 @@ def test_swapped_weights_are_found_with_and_without_a_forged_chain(home):
     assert "is not the recorded one" in found[1]
 
 
-@pytest.mark.parametrize("name", ["weights", "average"])
+@pytest.mark.parametrize("name", [pytest.param("weights", marks=pytest.mark.slow), "average"])
 def test_other_weights_at_the_end_are_found(home, name):
     """Other averages of the weights were audited as equal."""
     folder = train(home, *(["training.ema_decay=0.9"] if name == "average" else []))

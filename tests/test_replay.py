@@ -63,6 +63,7 @@ def test_the_gradient_of_a_micro_batch_has_the_recorded_bits(folder):
     assert len(report.samples) * report.leaves == len(replayed(folder, step=1).samples)
 
 
+@pytest.mark.slow
 def test_a_run_whose_layers_are_in_shards_is_computed_in_shards_again(tmp_path):
     """It was refused for other conditions, since the table ``[tensor]`` was left out, as those of layouts are."""
     settings = ("tensor.shards=2", "training.record_micro_batches=false", "training.max_steps=2")

@@ -47,6 +47,7 @@ def test_a_dry_run_makes_optimizer_schedule_and_loss_too(command, setting, said)
     assert said in errors
 
 
+@pytest.mark.slow
 def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):
     code = "import sys; from lockstep.cli import main; sys.exit(main())"
     with subprocess.Popen(

@@ -238,6 +238,7 @@ def test_strategies_leave_the_same_record(home):
     assert steps == [0, 3, 4, 6, 8, 9], "every third, and those after checkpoints"
 
 
+@pytest.mark.slow
 def test_the_samples_and_loss_of_a_micro_batch_are_those_of_the_step(replay):
     whole, parts = (
         replay("ddp", "--step", 6)[1],
@@ -260,9 +261,15 @@ def test_what_was_not_recorded_is_computed_all_the_same(replay):
 @pytest.mark.parametrize(
     ("name", "content", "step", "expected"),
     [
-        ("start.safetensors", None, 3, "differs already at step 0"),
+        pytest.param("start.safetensors", None, 3, "differs already at step 0", marks=pytest.mark.slow),
         ("brightness", b"0.99", 6, "differs already at step 4: 1.bias, 1.weight, 2.bias, 2.weight, 5.bias"),
-        ("smoothing", b"0.2", 4, "in micro-batches 0, 1, 2, 3, 4, 5, 6, 7; so does the loss"),
+        pytest.param(
+            "smoothing",
+            b"0.2",
+            4,
+            "in micro-batches 0, 1, 2, 3, 4, 5, 6, 7; so does the loss",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_changed_weights_data_or_loss_are_found_out(name, content, step, expected, replay, changed, home):
@@ -289,6 +296,7 @@ def test_a_step_that_is_not_finite_can_be_looked_at_by_micro_batch(replay, chang
     assert "from      the beginning of the run, right before it" in told
 
 
+@pytest.mark.slow
 def test_a_parameter_whose_record_differs_is_named_alone(replay, home):
     run = shutil.copytree(home / "runs" / "ddp", home / "runs" / "altered", dirs_exist_ok=True)
     records = [json.loads(line) for line in (run / "gradients.jsonl").read_text().splitlines()]

@@ -68,6 +68,7 @@ def test_ranks_of_torchrun_choose_one_run_folder_and_end_in_the_same_fingerprint
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["digits-001", "named"]
 
 
+@pytest.mark.slow
 def test_a_model_of_the_user_is_found_beside_the_job_file(process, own_job):
     result = process("train", str(own_job), *SHORT, "--devices", "cpu:2")
     assert fingerprint_of(result)

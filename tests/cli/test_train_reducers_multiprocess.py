@@ -1,5 +1,7 @@
 """``lockstep train`` with gradients that are rounded and BatchNorm over the global batch."""
 
+import pytest
+
 SHORT = ("--epochs", "1", "--set", "log.tensorboard=false", "--set", "checkpoint.every_epochs=0")
 
 
@@ -11,6 +13,7 @@ def test_bytes_are_shown_and_no_proof_is_offered_below_level_a(process):
     assert "fingerprint" in result.stdout and "prove it" not in result.stdout
 
 
+@pytest.mark.slow
 def test_a_job_without_batch_norm_is_told_so_in_one_sentence(process):
     options = ("--set", "training.sync_batch_norm=true", "--set", "model.target=lockstep.models:perceptron")
     result = process("train", "digits", *SHORT, "--devices", "cpu:2", *options)

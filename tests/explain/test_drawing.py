@@ -1,11 +1,12 @@
 """The drawings: self-contained, nothing outside the page, no words over others."""
 
 import re
+from functools import cache
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from tests.explain.figures import figures
+from tests.explain.figures import FIGURES
 
 from lockstep.explain.drawing import Drawing, short
 from lockstep.explain.pipeline import explain_pipeline, pipeline_svg
@@ -15,18 +16,23 @@ from lockstep.explain.tree import explain_tree, tree_svg
 
 LETTER = 0.605  # of the size: DejaVu Sans Mono and Menlo, the widest of those named
 PICTURES = {
-    **figures(),
-    "many samples": samples_svg(
+    **FIGURES,
+    "many samples": lambda: samples_svg(
         explain_samples(samples=100_003, ranks=9, batch=8, micro_batches=36, shuffle=True)
     ),
-    "large tree": tree_svg(explain_tree(micro_batches=96, ranks=5)),
-    "huge tree": tree_svg(explain_tree(micro_batches=1 << 20, ranks=4096)),
-    "uneven traffic": traffic_svg(explain_traffic(ranks=3, servers=2)),
-    "large traffic": traffic_svg(explain_traffic(ranks=4096, servers=100, parameters=10**12)),
-    "lonely traffic": traffic_svg(explain_traffic(ranks=1)),
-    "large pipeline": pipeline_svg(explain_pipeline(stages=16, micro_batches=64)),
-    "deep pipeline": pipeline_svg(explain_pipeline(stages=2, micro_batches=40, stages_per_rank=5)),
+    "large tree": lambda: tree_svg(explain_tree(micro_batches=96, ranks=5)),
+    "huge tree": lambda: tree_svg(explain_tree(micro_batches=1 << 20, ranks=4096)),
+    "uneven traffic": lambda: traffic_svg(explain_traffic(ranks=3, servers=2)),
+    "large traffic": lambda: traffic_svg(explain_traffic(ranks=4096, servers=100, parameters=10**12)),
+    "lonely traffic": lambda: traffic_svg(explain_traffic(ranks=1)),
+    "large pipeline": lambda: pipeline_svg(explain_pipeline(stages=16, micro_batches=64)),
+    "deep pipeline": lambda: pipeline_svg(explain_pipeline(stages=2, micro_batches=40, stages_per_rank=5)),
 }
+
+
+@cache
+def picture(name):
+    return PICTURES[name]()
 
 
 def number(element, name):
@@ -62,7 +68,7 @@ def boxes(svg):
 
 @pytest.mark.parametrize("name", PICTURES)
 def test_nothing_is_fetched_or_run(name):
-    svg = PICTURES[name]
+    svg = picture(name)
     assert re.findall(r"https?:[^\"]*", svg) == ["http://www.w3.org/2000/svg"]
     assert set(re.findall(r"url\([^)]*\)", svg)) <= {"url(#arrow)"}
     assert not {"script", "image", "use", "foreignObject", "link"} & {
@@ -73,9 +79,9 @@ def test_nothing_is_fetched_or_run(name):
 
 @pytest.mark.parametrize("name", PICTURES)
 def test_every_style_has_a_look_in_light_and_in_dark(name):
-    light, _, dark = PICTURES[name].partition("@media (prefers-color-scheme:dark)")
+    light, _, dark = picture(name).partition("@media (prefers-color-scheme:dark)")
     dark = dark.partition("</style>")[0]
-    used = {each.get("class") for tag in ("rect", "polyline") for each in elements(PICTURES[name], tag)}
+    used = {each.get("class") for tag in ("rect", "polyline") for each in elements(picture(name), tag)}
     for style in used:
         assert re.search(rf"\.{style}[,{{]", light), style
         assert re.search(rf"\.{style}[,{{]", dark), style
@@ -83,26 +89,26 @@ def test_every_style_has_a_look_in_light_and_in_dark(name):
 
 @pytest.mark.parametrize("name", PICTURES)
 def test_everything_is_on_the_page(name):
-    left, top, width, height = map(float, ElementTree.fromstring(PICTURES[name]).get("viewBox").split())
-    for text, place in words(PICTURES[name]):
+    left, top, width, height = map(float, ElementTree.fromstring(picture(name)).get("viewBox").split())
+    for text, place in words(picture(name)):
         assert left <= place[0] and place[2] <= left + width, text
         assert top <= place[1] and place[3] <= top + height, text
-    for box in elements(PICTURES[name], "rect"):
+    for box in elements(picture(name), "rect"):
         assert number(box, "x") + number(box, "width") <= left + width + 0.2
         assert number(box, "y") + number(box, "height") <= top + height + 0.2
 
 
 @pytest.mark.parametrize("name", PICTURES)
 def test_no_words_lie_over_others(name):
-    texts, places = zip(*words(PICTURES[name]))
+    texts, places = zip(*words(picture(name)))
     found = np.argwhere(np.triu(overlaps(places, places), 1))
     assert not [(texts[a], texts[b]) for a, b in found]
 
 
 @pytest.mark.parametrize("name", PICTURES)
 def test_words_that_begin_in_a_box_end_in_it(name):
-    texts, places = zip(*words(PICTURES[name]))
-    around = list(boxes(PICTURES[name]))
+    texts, places = zip(*words(picture(name)))
+    around = list(boxes(picture(name)))
     for text, box in np.argwhere(overlaps(places, around) if around else np.zeros((0, 0))):
         (left, top, right, bottom), place = around[box], places[text]
         assert left <= place[0] and place[2] <= right and top <= place[1] and place[3] <= bottom, texts[text]

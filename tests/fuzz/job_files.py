@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tomllib
 
-import torch._dynamo  # noqa: F401  # an optimizer imports it, and it makes a folder for caches: before anybody watches
 from tests.fuzz.damage import damaged_text
 
 from lockstep.cli import main

@@ -71,7 +71,7 @@ def reference(world, samples):
     return run.fingerprint()
 
 
-@pytest.mark.parametrize("samples", [24, 26])
+@pytest.mark.parametrize("samples", [pytest.param(24, marks=pytest.mark.slow), 26])
 def test_the_loop_of_accelerate_gives_the_bits_of_run_backward(samples):
     """With 26, the last step has two samples, in one micro-batch: the other processes have none."""
     (expected,) = run_ranks(reference, 1, samples)
@@ -349,7 +349,9 @@ print("done")
 """
 
 
-@pytest.mark.parametrize(("added", "code"), [("1", 2), ("accelerator.sync_gradients", 0)])
+@pytest.mark.parametrize(
+    ("added", "code"), [("1", 2), pytest.param("accelerator.sync_gradients", 0, marks=pytest.mark.slow)]
+)
 def test_a_script_that_says_nothing_at_its_end_has_an_exit_status_that_does(added, code):
     """It ended with other bits on each number of processes, an error in its output, and exit status 0."""
     script = HELD.replace("ADDED", added)
@@ -567,7 +569,7 @@ def resumed(world, folder, start, save_after, epochs=3):
     return accelerator.run.fingerprint(), done, scheduler.get_last_lr()
 
 
-@pytest.mark.parametrize("stop", [2, 3])
+@pytest.mark.parametrize("stop", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_run_goes_on_from_save_state_on_another_number_of_processes(tmp_path, stop):
     """Stopped within an epoch of three steps, and with its last one."""
     (expected,) = run_ranks(resumed, 1, tmp_path, 0, 0)

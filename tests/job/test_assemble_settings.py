@@ -237,11 +237,16 @@ STEPS = (
 @pytest.mark.parametrize(
     ("sets", "said"),
     [
-        ((*STEPS, "schedule.step_size=0"), "StepLR has no learning rate for step 2: ZeroDivisionError"),
+        pytest.param(
+            (*STEPS, "schedule.step_size=0"),
+            "StepLR has no learning rate for step 2: ZeroDivisionError",
+            marks=pytest.mark.slow,
+        ),
         ((*STEPS, "schedule.step_size=1", "schedule.gamma=-1"), "The learning rate of step 2 is -0.0"),
-        (
+        pytest.param(
             ("optimizer.lr=inf", "parameters.layer_decay=none"),
             "The learning rate of step 1 is inf, and should",
+            marks=pytest.mark.slow,
         ),
         (("data.validation.target=own_settings:none",), "data.validation has no samples."),
     ],

@@ -65,6 +65,7 @@ def test_a_rank_killed_from_outside_ends_all_within_five_seconds(command):
     assert lines[0].startswith("rank 1 killed by SIGKILL, step ")
 
 
+@pytest.mark.slow
 def test_a_crash_in_native_code_shows_the_ranks_last_output(command):
     code, lines = command.loop("1:5:segfault").end()
     assert code == 4
@@ -177,6 +178,7 @@ def test_a_missing_script_is_a_sentence_and_exit_code_two(command):
     assert "absent.py" in lines[0]
 
 
+@pytest.mark.slow
 def test_a_rank_that_works_on_its_own_after_the_last_step_is_waited_for(command):
     code, lines = command.loop("1:3:late", steps=4).end()
     assert (code, lines) == (0, [])

@@ -35,6 +35,7 @@ def test_a_run_whose_output_is_closed_ends_well_and_its_output_is_in_the_log_fol
     assert kept.read_text().endswith("line 98\nline 99\ndone\n")
 
 
+@pytest.mark.slow
 @pytest.mark.fault("T1")
 def test_a_failure_with_both_outputs_closed_is_told_in_the_log_folder(command):
     script = command.folder / "fails.py"
@@ -128,6 +129,7 @@ def runs(pid):
         return False
 
 
+@pytest.mark.slow
 def test_three_ctrl_c_end_a_run_whose_fork_server_is_stopped(command):
     command.loop()
     ranks = command.wait_for_mark("running", 3)

@@ -151,6 +151,7 @@ def test_a_signal_to_any_one_rank_stops_all(command, number):
     assert len(set(command.wait_for_mark("saved", 3).values())) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.fault("P5")
 def test_ranks_that_do_not_stop_are_ended_after_the_grace(command):
     command.loop("1:4:deaf", options=["--grace", "1"])

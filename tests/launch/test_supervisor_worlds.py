@@ -57,6 +57,7 @@ def test_a_plain_torch_script_meets_twice_without_an_address_and_may_forget_to_d
     assert (command.folder / "logs" / "rank-002.log").read_text() == "sum 3 rank 2\n"
 
 
+@pytest.mark.slow
 def test_a_script_is_a_real_main_whose_classes_its_loader_workers_can_pickle(command):
     script = command.folder / "workers.py"
     script.write_text(WORKERS)

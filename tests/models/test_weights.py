@@ -78,8 +78,12 @@ def test_a_head_for_other_classes_is_refused_where_asked(tmp_path):
 @pytest.mark.parametrize(
     "make_source, make_target",
     [
-        (partial(resnet34, num_classes=2), partial(resnet18, num_classes=2)),
-        (partial(resnet50, num_classes=2), partial(resnet18, num_classes=2)),
+        *(
+            pytest.param(
+                partial(build, num_classes=2), partial(resnet18, num_classes=2), marks=pytest.mark.slow
+            )
+            for build in (resnet34, resnet50)
+        ),
         (partial(resnet18, num_classes=2, small_images=True), partial(resnet18, num_classes=2)),
         (partial(perceptron, hidden=(256, 64)), partial(perceptron, hidden=(256, 128))),
         (

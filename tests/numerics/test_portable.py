@@ -118,6 +118,7 @@ def script_run(
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
 
 
+@pytest.mark.slow
 @needs_such_a_cpu
 @pytest.mark.timeout(120)
 def test_replaced_operators_compute_what_they_replace():

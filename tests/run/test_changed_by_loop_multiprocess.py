@@ -86,7 +86,10 @@ def refused(world, loss, change):
         mining(world, loss, change)
 
 
-@pytest.mark.parametrize(("loss", "change"), [(Noting, nowhere), (plain, in_loop), (plain, in_a_global)])
+@pytest.mark.parametrize(
+    ("loss", "change"),
+    [(Noting, nowhere), (plain, in_loop), pytest.param(plain, in_a_global, marks=pytest.mark.slow)],
+)
 def test_a_data_set_that_each_rank_changes_by_its_own_samples_is_refused(loss, change):
     run_ranks(refused, 2, loss, change)
 

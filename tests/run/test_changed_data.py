@@ -124,7 +124,7 @@ LEVELS = {
         lambda held, epoch: setattr(held, "value", epoch),
     ),
 }
-QUICK_LEVELS = ("an object", "a deque", "a set", "a shared value")
+QUICK_LEVELS = ("an object", "a shared value")
 
 
 @pytest.mark.parametrize(
@@ -150,6 +150,7 @@ def flipped_within(data, epoch):
         each[0] = (index + epoch) % 2
 
 
+QUICK_UNSEEN = ("lists", "a variable around", "another type")
 UNSEEN = {
     "a large array": (lambda: Kept(np.zeros((48, 1 << 18), np.uint8)), flipped_within),
     "a dict": (lambda: Kept({str(index): 0 for index in range(100)}), flipped),
@@ -227,14 +228,16 @@ def test_a_changed_data_set_is_read_as_one_that_was_made_so(name):
     assert trained(make, change, anew=False) == trained(make, change, anew=True)
 
 
-@pytest.mark.parametrize("name", ["longer", "scale", "transform"])
+@pytest.mark.parametrize(
+    "name", ["scale", *(pytest.param(each, marks=pytest.mark.slow) for each in ("longer", "transform"))]
+)
 def test_workers_read_what_the_loop_has_changed(name):
     make, change = CASES[name]
     assert trained(make, change, anew=False, workers=1) == trained(make, change, anew=True)
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(each, marks=[pytest.mark.slow] * (each == "arrays")) for each in UNSEEN]
+    "name", [pytest.param(each, marks=[pytest.mark.slow] * (each not in QUICK_UNSEEN)) for each in UNSEEN]
 )
 def test_workers_read_what_the_loop_has_changed_where_it_is_hard_to_see(name):
     make, change = UNSEEN[name]

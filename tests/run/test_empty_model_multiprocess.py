@@ -89,7 +89,8 @@ def alone():
 
 
 @pytest.mark.parametrize(
-    ("strategy", "ranks"), [pytest.param("fsdp", 2, marks=pytest.mark.slow), ("fsdp", 3), ("ddp", 2)]
+    ("strategy", "ranks"),
+    [("fsdp", 3), *(pytest.param(name, 2, marks=pytest.mark.slow) for name in ("fsdp", "ddp"))],
 )
 def test_start_and_training_have_the_bits_of_one_process(strategy, ranks, alone):
     assert run_ranks(train, ranks, strategy) == [alone] * ranks

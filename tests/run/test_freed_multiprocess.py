@@ -47,6 +47,13 @@ def left(world, strategy, options):
     return [name for name, each in found.items() if each() is not None]
 
 
-@pytest.mark.parametrize(("ranks", "strategy", "options"), LAYOUTS, ids=[each[1] for each in LAYOUTS])
+@pytest.mark.parametrize(
+    ("ranks", "strategy", "options"),
+    [
+        pytest.param(*each, marks=[pytest.mark.slow] * (each[1] not in ("single", "ddp", "fsdp", "pipeline")))
+        for each in LAYOUTS
+    ],
+    ids=[each[1] for each in LAYOUTS],
+)
 def test_nothing_of_a_closed_run_is_kept(ranks, strategy, options):
     assert run_ranks(left, ranks, strategy, options) == [[]] * ranks

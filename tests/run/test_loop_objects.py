@@ -453,6 +453,7 @@ def test_what_code_changes_is_known_where_one_instruction_loads_two_variables():
     assert carried == {"other", "third", "total", "table+"}
 
 
+@pytest.mark.slow
 def test_what_code_changes_is_known_where_python_leaves_out_columns():
     """As with PYTHONNODEBUGRANGES: then all names of the line count."""
     names = "{*'scale rate table weight index it total'.split()}"
@@ -632,7 +633,14 @@ def test_a_container_of_a_data_set_that_each_epoch_fills_anew_goes_on(make, tmp_
     assert growing(tmp_path / "left", make_anew, make) == whole
 
 
-@pytest.mark.parametrize("how", [("give_back",), ("give_back", "within"), ("clear",)], ids=" ".join)
+@pytest.mark.parametrize(
+    "how",
+    [
+        ("give_back", "within"),
+        *(pytest.param((each,), marks=pytest.mark.slow) for each in ("give_back", "clear")),
+    ],
+    ids=" ".join,
+)
 @pytest.mark.parametrize("make", [set, pytest.param(dict, marks=pytest.mark.slow)])
 def test_a_container_of_a_data_set_that_is_as_it_was_goes_on(make, how, tmp_path, caplog):
     options = dict.fromkeys(how, True)

@@ -58,17 +58,27 @@ def test_checkpoints_written_in_the_background_have_the_bytes_of_those_that_trai
     assert all(each == found[0] for each in found[1:])
 
 
-def test_ranks_that_hold_rows_write_them_themselves_and_the_whole_is_the_same(tmp_path):
+SHARDED = {
+    "fsdp": {"strategy": "fsdp"},
+    "hybrid": {"strategy": "hybrid", "mesh": "fsdp=2,pipeline=2"},
+}
+MORE_SHARDED = {
+    "fsdp, waited for": {"strategy": "fsdp", "save_in_background": False},
+    "pipeline": {"strategy": "pipeline"},
+}
+
+
+@pytest.mark.parametrize(
+    "sharded",
+    [SHARDED, pytest.param(SHARDED | MORE_SHARDED, marks=pytest.mark.slow)],
+    ids=["some", "all"],
+)
+def test_ranks_that_hold_rows_write_them_themselves_and_the_whole_is_the_same(sharded, tmp_path):
     """Also in the background; a pipeline's stages, and a pipeline of sharded stages, likewise."""
-    settings = {
-        "ddp": {"strategy": "ddp"},
-        "fsdp": {"strategy": "fsdp"},
-        "fsdp, waited for": {"strategy": "fsdp", "save_in_background": False},
-        "pipeline": {"strategy": "pipeline"},
-        "hybrid": {"strategy": "hybrid", "mesh": "fsdp=2,pipeline=2"},
-    }
+    settings = {"ddp": {"strategy": "ddp"}, **sharded}
     run_ranks(train_all, 4, tmp_path, settings)
-    assert contents(tmp_path / "fsdp") == contents(tmp_path / "fsdp, waited for")
+    for name in sharded.keys() & {"fsdp, waited for"}:
+        assert contents(tmp_path / "fsdp") == contents(tmp_path / name)
     for name in settings:
         paths = committed(tmp_path / name)
         assert len(paths) == 6

@@ -42,6 +42,7 @@ def test_training_does_not_import_the_compiler():
     assert (done.stdout, done.stderr) == ("False False\n", "")
 
 
+@pytest.mark.slow
 def test_an_import_of_the_compiler_restores_torch_first():
     done = run(
         TRAIN
@@ -53,6 +54,7 @@ def test_an_import_of_the_compiler_restores_torch_first():
     assert (done.stdout, done.stderr) == ("True False False\nFalse\n", "")
 
 
+@pytest.mark.slow
 def test_a_step_that_fails_puts_the_grad_mode_back():
     done = run(
         TRAIN

@@ -75,7 +75,14 @@ def test_a_run_goes_on_to_the_same_end_on_two_devices(stopped, go_on):
 
 
 # Level A alone is recorded
-@pytest.mark.parametrize("stopped", [each for each in LAYOUTS if each != "tensor"])
+@pytest.mark.parametrize(
+    "stopped",
+    [
+        pytest.param(each, marks=[pytest.mark.slow] * (each not in ("ddp", "hybrid")))
+        for each in LAYOUTS
+        if each != "tensor"
+    ],
+)
 def test_a_step_of_a_run_is_replayed(stopped, tmp_path, monkeypatch, capsys):
     """The record is read and compared with; whether the bits are equal depends on the CPU."""
     shutil.copytree(RUNS / stopped, tmp_path / "runs" / stopped)

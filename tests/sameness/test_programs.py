@@ -131,10 +131,10 @@ def test_a_rank_that_waits_for_one_that_was_refused_is_not_waited_for():
 
 @pytest.mark.timeout(120)
 def test_random_programs_are_equal_or_refused():
-    tally = run_seeds(range(3_000, 3_002), pairs=2)
+    tally = run_seeds(range(3_000, 3_001), pairs=2)
     assert not tally.findings, finding_text(tally)
     assert tally.wrong <= 1
-    assert sum(row["equal"] for row in tally.outcomes.values()) >= 2
+    assert sum(row["equal"] for row in tally.outcomes.values()) >= 1
 
 
 def test_seeds_of_the_long_run(pytestconfig):

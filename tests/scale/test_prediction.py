@@ -90,7 +90,9 @@ def test_half_the_bytes_take_half_the_time_where_latency_is_nothing():
 
 
 @pytest.mark.parametrize("name", PRESETS)
-@pytest.mark.parametrize("reduce", ["ring", "ordered", "bf16"])
+@pytest.mark.parametrize(
+    "reduce", ["ordered", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ring", "bf16"))]
+)
 def test_no_preset_is_better_than_ideal_in_any_world(name, reduce):
     one = dataclasses.replace(ONE, reduce=reduce)
     found = [predict(one, devices, PRESETS[name], adding=1e10) for devices in WORLDS]

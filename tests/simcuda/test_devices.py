@@ -151,7 +151,9 @@ def test_a_layout_is_equal_to_one_device(trained, layout):
     require(trained(layout, "convolutions"), reference, layout)
 
 
-@pytest.mark.parametrize("mistake", ["no wait", "no record_stream", "no pinned memory"])
+@pytest.mark.parametrize(
+    "mistake", ["no wait", "no pinned memory", pytest.param("no record_stream", marks=pytest.mark.slow)]
+)
 def test_mistakes_in_streams_and_copies_are_found(machine, mistake):
     found = machine.run(train, 2, "perceptron", "ddp", {}, False, mistake)
     seen = [each.waits if mistake == "no pinned memory" else each.races for each in found]
@@ -218,7 +220,7 @@ def test_batches_are_copied_to_a_gpu_out_of_the_memory_that_workers_write(machin
     [
         pytest.param("no wait for a gather", marks=pytest.mark.slow),
         "no record_stream",
-        "no wait between streams",
+        pytest.param("no wait between streams", marks=pytest.mark.slow),
     ],
 )
 def test_mistakes_in_the_streams_of_fsdp_are_found(machine, mistake):
@@ -226,6 +228,7 @@ def test_mistakes_in_the_streams_of_fsdp_are_found(machine, mistake):
     assert all(each.races for each in found)
 
 
+@pytest.mark.slow
 def test_fsdp_gathers_the_next_block_while_one_computes(machine):
     """At the begin of a micro-batch the first block is asked for with what belongs to none, and the second before the
     first computes; the last block of the forward pass is kept."""
@@ -325,10 +328,12 @@ def test_a_gpu_that_was_short_of_memory_is_told_since_cudnn_goes_on_in_another_w
     assert said
 
 
+@pytest.mark.slow
 def test_memory_is_not_filled_and_the_compiler_not_imported_for_deterministic_kernels(machine):
     assert machine.run(settings, 1) == [(True, False, False, True)]
 
 
+@pytest.mark.slow
 def test_the_compiler_chooses_no_kernel_by_its_speed(machine):
     """set_deterministic_debug_mode leaves this switch as it is: matrices were padded where that was faster."""
     assert machine.run(settings_of_loaded_compiler, 1) == [[True, False]]

@@ -131,7 +131,11 @@ def test_a_gradient_that_is_not_cleared_stays_one_tensor(world_size, ways):
 
 @WORLDS
 @pytest.mark.parametrize(
-    "keep", [pytest.param(each, marks=[pytest.mark.slow] * (each in ("an array", "a view"))) for each in KEEP]
+    "keep",
+    [
+        pytest.param(each, marks=[pytest.mark.slow] * (each in ("an array", "a view", "the gradient")))
+        for each in KEEP
+    ],
 )
 def test_memory_is_used_again_unless_user_code_keeps_a_gradient(world_size, ways, keep):
     for found in run_ranks(addresses_and_kept, world_size, ways, keep):

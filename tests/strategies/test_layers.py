@@ -199,6 +199,7 @@ def clock(monkeypatch):
     monkeypatch.setattr("lockstep.strategies.pipeline.partition.time", CLOCK)
 
 
+@pytest.mark.slow
 def test_the_time_of_a_forward_pass_decides_where_it_is_asked_to_and_changes_no_bit(clock, caplog):
     caplog.set_level(logging.INFO, "lockstep.strategies")
     assert differing(alone(costly), train(costly, before_prepare=balance, **under(2, balance="time"))) == []

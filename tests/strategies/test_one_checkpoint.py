@@ -15,7 +15,7 @@ from lockstep.runtime.lazy_compiler import postpone_compiler
 pytestmark = pytest.mark.timeout(900)
 JOB = {"fp32": "resnet", "fp16": "attention_untied"}
 BITWISE = [layout for layout in LAYOUTS if not layout.bound]
-SOME = ("parameter_server-4-2", "fsdp-3", "hybrid-4-fsdp=2,pipeline=2")
+SOME = ("parameter_server-4-2", "hybrid-4-fsdp=2,pipeline=2")
 STEPS_EACH = 2
 
 

@@ -41,7 +41,13 @@ def trained(world, options, warm):
 
 @pytest.mark.parametrize("warm", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(
-    ("world", "strategy"), [(3, "fsdp"), (3, "parameter_server"), (2, "pipeline"), (2, "ddp")]
+    ("world", "strategy"),
+    [
+        (3, "fsdp"),
+        (2, "ddp"),
+        pytest.param(3, "parameter_server", marks=pytest.mark.slow),
+        pytest.param(2, "pipeline", marks=pytest.mark.slow),
+    ],
 )
 def test_its_state_is_that_of_one_device(world, strategy, warm):
     alone = run_ranks(trained, 1, {"strategy": "single"}, warm)

@@ -69,6 +69,7 @@ def train(world, folder, *, every, micro_batches=False, epochs=2, resume="", **o
     return trainer.fit().fingerprint
 
 
+@pytest.mark.slow
 def test_records_are_taken_at_intervals_and_after_every_checkpoint(tmp_path):
     train(World(), tmp_path, every=5)
     assert list(read_records(tmp_path)) == [0, 2, 3, 4, 5]

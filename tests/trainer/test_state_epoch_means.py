@@ -139,7 +139,8 @@ class Bar(MultiLogger):
         self.shown[step] = so_far["loss"], so_far["accuracy"]
 
 
-@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 6])
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [1, 6])
 def test_a_stop_within_an_epoch_changes_no_record_and_nothing_in_the_progress_bar(tmp_path, step):
     job = trainer(World(), tmp_path / "whole", log_every=3, epochs=EPOCHS)
     whole = Bar(job).shown

@@ -10,7 +10,12 @@ from lockstep.data import CenterCrop, HuggingFace, adopt, known_labels
 from lockstep.data.reader import SampleReader
 from lockstep.errors import ConfigError, DataError
 
-datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+
+@pytest.fixture(scope="module", autouse=True)
+def imported():
+    """datasets, which takes a second to import, for the tests of this file only."""
+    global datasets
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
 
 
 def rows(count=12):

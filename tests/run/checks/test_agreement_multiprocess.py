@@ -203,6 +203,7 @@ run.prepare(Net(3, 2))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.fault("S5")
 def test_two_hosts_with_other_scripts_are_refused_under_a_foreign_launcher(tmp_path):
     port, processes = free_port(), []
@@ -454,10 +455,15 @@ def called_otherwise(world, folder, call, where):
     ("call", "where", "others"),
     [
         ("evaluate", "epoch", "run.batches"),
-        ("evaluate", "fingerprint", "run.fingerprint"),
-        ("evaluate", "save", "run.save"),
-        ("fingerprint", "evaluate", "run.evaluate"),
-        ("fingerprint", "epoch", "run.batches"),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (
+                ("evaluate", "fingerprint", "run.fingerprint"),
+                ("evaluate", "save", "run.save"),
+                ("fingerprint", "evaluate", "run.evaluate"),
+                ("fingerprint", "epoch", "run.batches"),
+            )
+        ),
     ],
 )
 def test_a_call_that_only_some_ranks_make_is_named_with_the_others(call, where, others, tmp_path):

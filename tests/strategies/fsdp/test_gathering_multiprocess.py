@@ -289,7 +289,7 @@ def train_all(world, strategy, names):
     return found
 
 
-QUICK = ["CalledThrice", "Experts", "RecomputedInPart", "Types"]
+QUICK = ["CalledThrice", "Experts"]
 
 
 @pytest.mark.parametrize(

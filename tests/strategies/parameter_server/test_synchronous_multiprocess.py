@@ -183,7 +183,7 @@ def added_to(world, servers):
     return said
 
 
-@pytest.mark.parametrize(("world", "servers"), [(3, 1), (4, 2)])
+@pytest.mark.parametrize(("world", "servers"), [(3, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
 def test_a_backward_pass_onto_gradients_that_a_server_has_is_refused(world, servers):
     for said in run_ranks(added_to, world, servers):
         assert said, "the second step began with kept gradients"
