@@ -66,6 +66,22 @@ def by_run(output, target):
     return F.cross_entropy(output, target) * RUNS[0].world.world_size
 
 
+class Trainer:
+    """One of an installed package, whose attributes are not looked at."""
+
+    __module__ = "lightning.pytorch.trainer"
+
+    def __init__(self):
+        self.world_size = 2
+
+
+TRAINER = Trainer()
+
+
+def by_trainer(output, target):
+    return F.cross_entropy(output, target) * TRAINER.world_size
+
+
 def boxes(output, target):
     """The loss of DETR divides by the mean number of boxes in the micro-batches of all processes."""
     count = torch.tensor(float(len(target)))
@@ -148,7 +164,8 @@ def scaled_sample(x):
 ASKING = (
     ("loss", times_world, "The forward pass or the loss asks", ": torch.distributed.get_world_size())"),
     ("loss", by_environment, "The forward pass or the loss asks", ": os.environ['WORLD_SIZE'])"),
-    ("loss", by_run, "The forward pass or the loss asks", "(run.world.world_size)"),
+    ("loss", by_run, "The forward pass or the loss asks", "(an attribute world_size)"),
+    ("loss", by_trainer, "The forward pass or the loss asks", "(an attribute world_size)"),
     ("loss", by_variable, "The forward pass or the loss asks", "(the global variable 'WORLD')"),
     ("layer", scaled_by_world, "The forward pass or the loss asks", ": torch.distributed.get_world_size())"),
     ("layer", scaled_by_attribute, "The forward pass or the loss asks", "(the attribute 'world_size' of 1)"),

@@ -201,8 +201,8 @@ def counts_read(found: Snapshot, codes: Iterable[CodeType], ranks: int) -> list[
     places = {n: words[-1] for n in found.texts if (words := _WORDS.findall(n)) and is_called not in n}
     equal = [n for n in places if found.texts[n] in (str(ranks), f"{ranks}.0")]
     read = [n for n in equal if places[n] in names and _COUNTS.fullmatch(places[n])]
-    is_of_run = names >= {"world", "world_size"} and "world_size" not in places.values()
-    return [*read, "run.world.world_size"] if is_of_run else read
+    is_of_run = "world_size" in names and "world_size" not in places.values()
+    return [*read, "an attribute world_size"] if is_of_run else read
 
 
 def warn_of_settings() -> None:

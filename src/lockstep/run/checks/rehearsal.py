@@ -454,7 +454,8 @@ class Rehearsals:
         if new and self._is_main:
             logger.warning(
                 "The forward pass or the loss changes %s. So far the loss does not depend on it. That is looked at "
-                "again, and the run refused once it does: each process sees its own micro-batches only.",
+                "again, and the run refused once it does: each process sees its own micro-batches only, and what the "
+                "loop computes from it is of these.",
                 told(new, _MOST),
             )
 
