@@ -89,7 +89,7 @@ def test_an_argument_that_only_the_ranks_can_refuse_is_one_error_and_status_two(
     assert not list(own_job.parent.glob("runs/*"))
 
 
-@pytest.mark.parametrize("name", ["broken", "missing"])
+@pytest.mark.parametrize("name", [pytest.param("broken", marks=pytest.mark.slow), "missing"])
 def test_a_module_that_cannot_be_imported_is_named(process, own_job, name):
     own_job.with_name("own_broken.py").write_text("import surely_not_installed\n\n\ndef net(): ...\n")
     own_job.write_text(own_job.read_text().replace("own_wrapped:net", f"own_{name}:net"))

@@ -1,5 +1,7 @@
 """Where temporary files lie deep: the paths of sockets would be longer than the system takes."""
 
+import pytest
+
 LOOP = """
 import torch
 from torch import nn
@@ -23,6 +25,7 @@ for batch in run.batches(Numbers(), workers=2):
 """
 
 
+@pytest.mark.slow
 def test_loaders_with_workers_run_and_leave_no_file(command):
     deep = command.folder / ("x" * 90)
     deep.mkdir()

@@ -73,6 +73,7 @@ def test_a_crash_in_native_code_shows_the_ranks_last_output(command):
     assert any("faulty_loop.py" in line for line in lines), "faulthandler names the line"
 
 
+@pytest.mark.slow
 def test_an_error_of_ours_is_shown_as_a_sentence_and_keeps_its_exit_code(command):
     code, lines = command.loop("1:5:data_error").end()
     assert code == 3
@@ -145,6 +146,7 @@ def test_a_rank_killed_while_the_others_wait_for_data_is_noticed(command):
     command.wait_until_nothing_runs()
 
 
+@pytest.mark.slow
 def test_a_worker_that_a_rank_terminates_stops_nothing(command):
     script = command.folder / "pool.py"
     script.write_text(

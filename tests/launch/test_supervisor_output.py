@@ -106,7 +106,9 @@ time.sleep(600)
 
 
 @pytest.mark.fault("P3")
-@pytest.mark.parametrize("who", ["launcher", "fork server", pytest.param("stopped", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "who", ["launcher", *(pytest.param(each, marks=pytest.mark.slow) for each in ("fork server", "stopped"))]
+)
 def test_what_ranks_have_started_ends_with_a_killed_launcher_or_fork_server(command, who):
     script = command.folder / "starts.py"
     script.write_text(STARTS)

@@ -138,7 +138,7 @@ def test_a_preemption_signal_to_the_launcher_saves_on_all_ranks(command, number)
         pytest.param(signal.SIGUSR1, marks=pytest.mark.slow),
         pytest.param(signal.SIGUSR2, marks=pytest.mark.slow),
         pytest.param(signal.SIGHUP, marks=pytest.mark.slow),
-        signal.SIGINT,
+        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.fault("P5", "P6", "M1")

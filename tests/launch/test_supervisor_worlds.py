@@ -96,6 +96,7 @@ def test_nothing_listens_off_the_loopback_interface(command):
     assert set(listening) <= {"127.0.0.1", "::1"}
 
 
+@pytest.mark.slow
 def test_the_launcher_itself_never_imports_torch(command):
     command.loop()
     running = command.wait_for_mark("running", 3)

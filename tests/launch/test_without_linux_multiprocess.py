@@ -64,6 +64,7 @@ def printed(process):
 LAUNCH = ("-m", "lockstep", "run", "--devices", "cpu:2", "script.py")
 
 
+@pytest.mark.slow
 def test_two_ranks_end_in_the_fingerprint_that_they_have_on_linux(start):
     assert printed(start(*LAUNCH)) == printed(start(*LAUNCH, without=False))
 

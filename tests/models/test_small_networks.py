@@ -30,6 +30,7 @@ def test_the_digits_network_has_batchnorm_and_dropout():
     assert {nn.BatchNorm2d, nn.Dropout} <= kinds
 
 
+@pytest.mark.slow
 def test_the_digits_network_reads_97_percent_of_a_held_out_fifth(one_thread):
     """Measured at 98 to 99.7 % for three seeds, 3 to 6 s on one core; this is the default job's length of training."""
     torch.manual_seed(0)

@@ -50,7 +50,8 @@ def test_a_collective_under_a_rank_condition_is_named(command):
     assert silence(lines) <= 3 * LIMIT
 
 
-@pytest.mark.parametrize("kind", [pytest.param("stopped", marks=pytest.mark.slow), "stopped with its parent"])
+@pytest.mark.parametrize("kind", ["stopped", "stopped with its parent"])
+@pytest.mark.slow
 @pytest.mark.fault("P12")
 def test_a_stopped_process_is_named(command, kind):
     lines = hang(command, LOOP, kind)

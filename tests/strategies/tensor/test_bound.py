@@ -43,6 +43,7 @@ def test_twelve_steps_in_float32_stay_within_the_bound():
     )
 
 
+@pytest.mark.slow
 def test_fp16_skips_the_same_steps_and_trains():
     """A loss scale that begins too high overflows on parts of layers: all ranks must skip the step."""
     options = {"strategy": "tensor", "precision": "fp16"}
