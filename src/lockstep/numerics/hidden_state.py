@@ -46,6 +46,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lockstep.core.fingerprint import digest_tensor
 from lockstep.numerics.value_text import (
+    class_name,
     is_plain,
     octets_of,
     parts_of_tensor,
@@ -340,9 +341,8 @@ class Snapshot:
 
     def _class(self, cls: type) -> None:
         for each in cls.__mro__:
-            if (id(each) in self._seen and each is not cls) or not is_users_module(
-                getattr(each, "__module__", "")
-            ):
+            module = getattr(each, "__module__", "")
+            if (id(each) in self._seen and each is not cls) or not is_users_module(module):
                 continue
             self._seen[id(each)] = each, each.__qualname__
             for key, value in list(vars(each).items()):
@@ -352,9 +352,9 @@ class Snapshot:
                     value = value.__func__
                 elif isinstance(value, property):
                     value = value.fget
-                words = f"the class attribute {key!r} of {each.__name__}"
+                words = f"the class attribute {key!r} of {class_name(each)}"
                 if isinstance(value, FunctionType):
-                    self._value(value, f"{each.__name__}.{key}")
+                    self._value(value, f"{class_name(each)}.{key}")
                 elif is_plain(value):
                     put = functools.partial(_set, each, key)
                     self._remember(functools.partial(put, value))

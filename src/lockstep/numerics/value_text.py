@@ -29,11 +29,18 @@ _BUFFERS = (bytearray, array.array, ctypes._SimpleCData, ctypes.Array, ctypes.St
 _ITERATORS = ("builtins", "itertools", "collections", "_collections")
 """Modules whose iterators tell how far they have come."""
 _MOST_CHARACTERS, _MOST_BITS = 60, 1 << 10
+_classes: dict[str, tuple[str, str]] = {}
 
 
 def short_digest(content: bytes) -> str:
     """Eight digits that tell contents apart."""
     return hashlib.sha256(content).hexdigest()[:8]
+
+
+def class_name(kind: type) -> str:
+    """The name of a class, with its module where another class that was named before has the same."""
+    own = kind.__module__, kind.__qualname__
+    return kind.__name__ if _classes.setdefault(kind.__name__, own) == own else ".".join(own)
 
 
 def is_plain(value: Any) -> bool:
@@ -132,6 +139,5 @@ def _text_of_part(part: Any) -> str:
         return text_of_plain(part)
     if isinstance(part, tuple) and len(part) < 4:
         return ", ".join(map(_text_of_part, part))
-    return f"{type(part).__qualname__}{position_of(part)}" + (
-        f" of {len(part)}" if isinstance(part, Sized) else ""
-    )
+    size = f" of {len(part)}" if isinstance(part, Sized) else ""
+    return f"{type(part).__qualname__}{position_of(part)}{size}"

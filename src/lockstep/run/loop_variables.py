@@ -111,8 +111,8 @@ class LoopState:
                 ]
                 logger.warning(
                     "The loop goes on to read variables that are not what they were at the checkpoint: %s. What "
-                    "depends on them is not what it would have been without the stop. Keep them in run.extra, which "
-                    "checkpoints hold, and give modules to run.prepare.",
+                    "depends on them is not what it would have been without the stop. Keep numbers and texts in "
+                    "run.extra, and tensors in a module that run.prepare is given: checkpoints hold both.",
                     shorten(words, 5),
                 )
             self._stored = {}

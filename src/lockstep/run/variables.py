@@ -45,7 +45,7 @@ from lockstep.numerics.hidden_state import (
     is_users_object,
     slots_of,
 )
-from lockstep.numerics.value_text import is_plain, parts_of_tensor, short_digest, text_of_plain
+from lockstep.numerics.value_text import class_name, is_plain, parts_of_tensor, short_digest, text_of_plain
 from lockstep.run.loop_code import (
     CONSTRUCTORS,
     Entry,
@@ -401,7 +401,9 @@ class Variables:
                 for key, held in copied(vars(cls).items()):
                     held = getattr(held, "__func__", held)
                     if not (key.startswith("__") or isinstance(held, property)):
-                        self._look(held, f"{cls.__name__}.{key}", cls.__name__, key, depth + 1, only_tensors)
+                        self._look(
+                            held, f"{(own := class_name(cls))}.{key}", own, key, depth + 1, only_tensors
+                        )
         self._is_live = was_live
 
     def _attributes(self, value: Any, name: str, depth: int, only_tensors: bool) -> None:
@@ -426,7 +428,7 @@ class Variables:
             if key not in own:
                 self._look(each, f"{name}.{key}", name, key, depth + 1, foreign)
         if is_open:
-            self._look(kind, kind.__name__, name, kind, depth + 1, foreign)
+            self._look(kind, class_name(kind), name, kind, depth + 1, foreign)
         self._is_in_data, self._is_in_dataset = was
 
     def _table(self, table: Any, name: str) -> None:
@@ -506,11 +508,9 @@ def _functions_in(value: Any) -> list[FunctionType]:
     """A function itself, and the methods of the class of an object, or of a class."""
     value = getattr(value, "__func__", value) if isinstance(value, MethodType) else value
     kind = value if isinstance(value, type) else type(value)
-    held = (
-        [value]
-        if kind is FunctionType
-        else [each for name, each in methods_of(kind) if name not in CONSTRUCTORS]
-    )
+    held: list[Any] = [value]
+    if kind is not FunctionType:
+        held = [each for name, each in methods_of(kind) if name not in CONSTRUCTORS]
     return [each for each in held if isinstance(each, FunctionType)]
 
 
