@@ -119,6 +119,21 @@ def test_two_classes_of_one_name_are_told_apart(changed):
     assert both[changed].scale == 1.0
 
 
+@pytest.mark.parametrize("changed", [0, 1])
+def test_globals_of_two_modules_with_one_name_are_told_apart(changed):
+    spaces = [{"__name__": name, "rate": 1.0} for name in ("one", "other")]
+    both = [eval("lambda: rate", space) for space in spaces]
+
+    def root():
+        return both[0]() + both[1]()
+
+    before = Snapshot({"f": root})
+    spaces[changed]["rate"] = 2.0
+    (said,) = before.changed(Snapshot({"f": root}, restorable=False)).items()
+    assert "the global variable 'rate'" in said[0]
+    assert said[1] == ("1.0", "2.0")
+
+
 @pytest.mark.parametrize("base", [OrderedDict, dict])
 def test_a_table_that_makes_its_entries_is_put_back_as_it_was(base):
     """As tables of activations do."""

@@ -29,7 +29,6 @@ _BUFFERS = (bytearray, array.array, ctypes._SimpleCData, ctypes.Array, ctypes.St
 _ITERATORS = ("builtins", "itertools", "collections", "_collections")
 """Modules whose iterators tell how far they have come."""
 _MOST_CHARACTERS, _MOST_BITS = 60, 1 << 10
-_classes: dict[str, tuple[str, str]] = {}
 
 
 def short_digest(content: bytes) -> str:
@@ -37,10 +36,17 @@ def short_digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:8]
 
 
-def class_name(kind: type) -> str:
-    """The name of a class, with its module where another class that was named before has the same."""
-    own = kind.__module__, kind.__qualname__
-    return kind.__name__ if _classes.setdefault(kind.__name__, own) == own else ".".join(own)
+def told_apart(owner: Any, name: str, longer: str, known: dict[str, Any]) -> str:
+    """The name of an owner; the longer one, or that with a number, where another owner in ``known`` has it."""
+    words, number = name, 1
+    while known.setdefault(words, owner) is not owner:
+        words, number = longer if number == 1 else f"{longer} ({number})", number + 1
+    return words
+
+
+def class_name(kind: type, known: dict[str, Any]) -> str:
+    """See ``told_apart``."""
+    return told_apart(kind, kind.__name__, f"{kind.__module__}.{kind.__qualname__}", known)
 
 
 def is_plain(value: Any) -> bool:
