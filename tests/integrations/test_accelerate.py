@@ -33,7 +33,11 @@ def parts(samples=24, drop_last=True):
 def train(world, samples=24, drop_last=True, clear_first=True):
     model, optimizer, scheduler, loader = parts(samples, drop_last)
     accelerator = Accelerator(global_batch=12, micro_batches=4)
-    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    if clear_first:
+        model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    else:  # as trainers do that make their loader first
+        loader = accelerator.prepare(loader)
+        model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     seen = []
     for _ in range(3):
         model.train()
@@ -129,7 +133,12 @@ def habits(world):
         accelerator.register_for_checkpointing(model)
     with pytest.raises(ConfigError, match="2 models"):
         accelerator.prepare(model, nn.Linear(1, 1))
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    with pytest.raises(ConfigError, match=r"DataLoaders in any; this one has 0 models"):
+        accelerator.prepare(optimizer, loader)
+    loader = accelerator.prepare(loader)
+    with pytest.raises(ConfigError, match=r"run\.prepare.* first"):
+        next(iter(loader))
+    model, optimizer = accelerator.prepare(model, optimizer)
     with pytest.raises(ConfigError, match="without backward"):
         for x, _ in loader:
             model(x)

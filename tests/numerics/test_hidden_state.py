@@ -96,6 +96,44 @@ def test_everything_that_a_function_keeps_is_found_and_put_back():
     assert (names, step.calls, TOTAL, HISTORY) == ({"a", "1", "2"}, 2, 2, [1, 2])
 
 
+@pytest.mark.parametrize("changed", [0, 1])
+def test_two_classes_of_one_name_are_told_apart(changed):
+    """The attributes of the one were noted under the name of the other."""
+
+    class Rates:
+        scale = 1.0
+
+    one = Rates
+
+    class Rates:
+        __qualname__ = "Other.Rates"
+        scale = 1.0
+
+    both = one, Rates
+    before = Snapshot({"f": lambda: both})
+    both[changed].scale = 2.0
+    (said,) = before.changed(Snapshot({"f": lambda: both}, restorable=False)).items()
+    assert "the class attribute 'scale' of " in said[0]
+    assert said[1] == ("1.0", "2.0")
+    before.restore()
+    assert both[changed].scale == 1.0
+
+
+@pytest.mark.parametrize("changed", [0, 1])
+def test_globals_of_two_modules_with_one_name_are_told_apart(changed):
+    spaces = [{"__name__": name, "rate": 1.0} for name in ("one", "other")]
+    both = [eval("lambda: rate", space) for space in spaces]
+
+    def root():
+        return both[0]() + both[1]()
+
+    before = Snapshot({"f": root})
+    spaces[changed]["rate"] = 2.0
+    (said,) = before.changed(Snapshot({"f": root}, restorable=False)).items()
+    assert "the global variable 'rate'" in said[0]
+    assert said[1] == ("1.0", "2.0")
+
+
 @pytest.mark.parametrize("base", [OrderedDict, dict])
 def test_a_table_that_makes_its_entries_is_put_back_as_it_was(base):
     """As tables of activations do."""

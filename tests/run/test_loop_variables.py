@@ -537,6 +537,66 @@ def test_numbers_of_a_module_beside_the_model_are_named(caplog):
     assert "annealing: loss.inner.label_smoothing (0.25, was 0.125)" in record.getMessage()
 
 
+class Once:
+    class Rate:
+        value = 1.0
+
+
+class Twice:
+    class Rate:
+        value = 1.0
+
+
+def halving(state, changed, stop=None):
+    both, stored = (Once.Rate, Twice.Rate), None
+    both[changed].value = 1.0
+    for epoch in range(2):
+        state.begin_epoch()
+        state.begin_steps()
+        for step in range(STEPS):
+            both[changed].value *= 0.5
+            stored = state.capture() if epoch * STEPS + step == stop else stored
+    return stored
+
+
+@pytest.mark.parametrize("changed", [0, 1])
+def test_of_two_classes_with_one_name_the_one_that_the_loop_has_changed_is_named(caplog, changed):
+    """The text of the one stood in the place of the other's, and neither was named."""
+    stored = halving(LoopState(frozenset(), is_main=True), changed, 4)
+    halving(resumed(stored, inside=True), changed)
+    (record,) = caplog.records
+    assert "Rate.value (1.0, was 0.03125)" in record.getMessage()
+
+
+ENGINE = """
+STEPS = 1.0
+
+def fit(state, stop=None):
+    global STEPS
+    for epoch in range(2):
+        state.begin_epoch()
+        state.begin_steps()
+        for step in range(3):
+            STEPS *= 0.5
+            if epoch * 3 + step == stop:
+                return state.capture()
+"""
+
+
+def engine():
+    space = {"__name__": "engine"}
+    exec(compile(ENGINE, "engine.py", "exec"), space)
+    return space["fit"]
+
+
+def test_a_global_of_another_module_with_the_name_of_one_of_the_script_is_named(caplog):
+    assert STEPS == 3  # read here: that of this module stood in the place of the other's
+    stored = engine()(LoopState(frozenset(), is_main=True), 4)
+    engine()(resumed(stored, inside=True))
+    (record,) = caplog.records
+    assert "engine.STEPS (1.0, was 0.03125)" in record.getMessage()
+
+
 def test_what_the_script_gives_back_itself_is_not_named(caplog):
     stored, _ = a_loop(LoopState(frozenset(), is_main=True), 3, stop=4)
     task = Task()

@@ -154,25 +154,26 @@ class Accelerator:
     def prepare(self, *objects: Any) -> Any:
         """Prepares one model, optimizers, schedulers and DataLoaders, and returns them in their order. Collective.
 
-        A ``torch.optim.swa_utils.AveragedModel`` of the model may be among them, and is part of a checkpoint then.
+        DataLoaders may also come in calls of their own. A ``torch.optim.swa_utils.AveragedModel`` of the model may be
+        among them, and is part of a checkpoint then.
         """
+        given = [each for each in objects if not isinstance(each, DataLoader)]
         models = [
-            each for each in objects if isinstance(each, nn.Module) and not isinstance(each, AveragedModel)
+            each for each in given if isinstance(each, nn.Module) and not isinstance(each, AveragedModel)
         ]
-        if len(models) != 1:
+        if len(models) != 1 and (given or not objects):
             raise ConfigError(
-                f"accelerator.prepare takes one model, all optimizers, schedulers and DataLoaders in one call; this "
-                f"one has {len(models)} models. Put several into one nn.ModuleDict."
+                "accelerator.prepare takes one model, all optimizers and schedulers in one call, and DataLoaders in "
+                f"any; this one has {len(models)} models. Put several into one nn.ModuleDict."
             )
-        others = [each for each in objects if each is not models[0] and not isinstance(each, DataLoader)]
-        prepared = self.run.prepare(*models, *others)
-        self.model, *rest = prepared if others else (prepared,)
-        ready = [each if isinstance(each, nn.Module) else AtLast(each, self) for each in rest]
-        self.stepped = [each for each in ready if isinstance(each, AtLast)]
-        placed = {id(given): each for given, each in zip([*models, *others], [self.model, *ready])}
-        returned = tuple(
-            Batches(each, self) if isinstance(each, DataLoader) else placed[id(each)] for each in objects
-        )
+        placed: dict[int, Any] = {}
+        if given:
+            given.sort(key=lambda each: each is not models[0])
+            self.model, *rest = self.run.prepare(*given) if len(given) > 1 else (self.run.prepare(*given),)
+            ready = [each if isinstance(each, nn.Module) else AtLast(each, self) for each in rest]
+            self.stepped = [each for each in ready if isinstance(each, AtLast)]
+            placed = {id(each): made for each, made in zip(given, [self.model, *ready])}
+        returned = tuple(placed[id(each)] if id(each) in placed else Batches(each, self) for each in objects)
         return returned if len(returned) > 1 else returned[0]
 
     def backward(self, loss: Any) -> None:
@@ -256,23 +257,18 @@ class Accelerator:
 
         Does nothing between two micro-batches of a step, of which processes have different numbers.
         """
-        if not self.is_last:
-            return
-        self._wait()
-        if self.stepped and self.passes is None:
-            self.run.fingerprint()
+        if self.is_last:
+            self._wait()
+            if self.stepped and self.passes is None:
+                self.run.fingerprint()
 
-    @contextmanager
-    def main_process_first(self) -> Iterator[None]:
+    def main_process_first(self) -> AbstractContextManager[None]:
         """A context that the main process leaves before the others enter it. Collective."""
-        with self._first(self.is_main_process):
-            yield
+        return self._first(self.is_main_process)
 
-    @contextmanager
-    def local_main_process_first(self) -> Iterator[None]:
+    def local_main_process_first(self) -> AbstractContextManager[None]:
         """A context that the first process of each host leaves before the others enter it. Collective."""
-        with self._first(self.is_local_main_process):
-            yield
+        return self._first(self.is_local_main_process)
 
     @contextmanager
     def _first(self, goes_first: bool) -> Iterator[None]:

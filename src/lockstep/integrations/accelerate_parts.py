@@ -43,6 +43,7 @@ class Batches:
         """True if the last loop over it was an evaluation; None before the first."""
 
     def _evaluates(self) -> bool:
+        self._accelerator.run.require_prepared()
         return not (self._accelerator.model.training and torch.is_grad_enabled())
 
     def __iter__(self) -> Iterator[Any]:
@@ -110,9 +111,7 @@ class Batches:
         is_evaluated = self._is_evaluated
         if is_evaluated is None:  # models of transformers are in evaluation mode before they are trained
             is_evaluated = self._evaluates() and self._accelerator.step_loss is not None
-        if is_evaluated:
-            return len(self.loader)
-        return self._accelerator.run.steps_per_epoch(self.loader)
+        return len(self.loader) if is_evaluated else self._accelerator.run.steps_per_epoch(self.loader)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.loader, name)

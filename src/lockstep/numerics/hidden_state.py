@@ -46,6 +46,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lockstep.core.fingerprint import digest_tensor
 from lockstep.numerics.value_text import (
+    class_name,
     is_plain,
     octets_of,
     parts_of_tensor,
@@ -56,6 +57,7 @@ from lockstep.numerics.value_text import (
     text_of_octets,
     text_of_plain,
     text_of_tensor,
+    told_apart,
 )
 from lockstep.runtime.error_record import CLOSED_PACKAGES, LIBRARIES, is_users_module
 from lockstep.text import shorten
@@ -114,6 +116,7 @@ class Snapshot:
         self.texts: dict[str, str] = {}
         """The value at each place, as text that is equal where values are."""
         self.kinds: dict[str, Kind] = {}
+        self._named: dict[str, Any] = {}
         self.places: dict[Place, tuple[str, Any]] = {}
         """The name and the value of each attribute, entry and variable that was found."""
         self._setters: dict[str, tuple[Any, Callable[[Any], object]]] = {}
@@ -252,13 +255,8 @@ class Snapshot:
     def _container(self, value: Any, name: str) -> None:
         self._note(name, f"{len(value)} entries")
         if self._restorable:
-            entries = (
-                dict(entries_of(value))
-                if isinstance(value, dict)
-                else set(value)
-                if isinstance(value, set)
-                else list(value)
-            )
+            kind: Any = set if isinstance(value, set) else list
+            entries = dict(entries_of(value)) if isinstance(value, dict) else kind(value)
             self._remember(functools.partial(refill, value, entries))
             self._setters[name] = entries, functools.partial(_shrink, value)
         if isinstance(value, dict):
@@ -340,10 +338,10 @@ class Snapshot:
 
     def _class(self, cls: type) -> None:
         for each in cls.__mro__:
-            if (id(each) in self._seen and each is not cls) or not is_users_module(
-                getattr(each, "__module__", "")
-            ):
+            module = getattr(each, "__module__", "")
+            if (id(each) in self._seen and each is not cls) or not is_users_module(module):
                 continue
+            named = class_name(each, self._named)
             self._seen[id(each)] = each, each.__qualname__
             for key, value in list(vars(each).items()):
                 if key.startswith("__") and key not in ("__call__", "__init__"):
@@ -352,9 +350,9 @@ class Snapshot:
                     value = value.__func__
                 elif isinstance(value, property):
                     value = value.fget
-                words = f"the class attribute {key!r} of {each.__name__}"
+                words = f"the class attribute {key!r} of {named}"
                 if isinstance(value, FunctionType):
-                    self._value(value, f"{each.__name__}.{key}")
+                    self._value(value, f"{named}.{key}")
                 elif is_plain(value):
                     put = functools.partial(_set, each, key)
                     self._remember(functools.partial(put, value))
@@ -395,15 +393,15 @@ class Snapshot:
                 self._note(f"the environment variable {variable!r}", short_text(text))
             return
         if isinstance(value, ModuleType):
-            self.draws_globally |= (
-                value is random or value is np.random or (value is np and "random" in names)
-            )
+            is_numpys = value is np.random or (value is np and "random" in names)
+            self.draws_globally |= value is random or is_numpys
             if is_users_module(value.__name__) and id(value) not in self._seen:
                 self._seen[id(value)] = value, key
                 for inner in names & vars(value).keys():
                     self._global(vars(value), inner, names)
             return
         words = f"the global variable {key!r}"
+        words = told_apart(space, words, f"{words} of {space.get('__name__')}", self._named)
         self.places[id(space), key] = words, value
         if not isinstance(value, type | FunctionType):
             self._remember(functools.partial(_bind, space, key, value))
@@ -522,9 +520,8 @@ def refill(container: Any, entries: Any) -> None:
     """Gives a list, deque, set or dict these entries, as they are stored; one that has them is left alone."""
     if isinstance(container, dict):
         now = [*entries_of(container)]
-        if len(now) == len(entries) and all(
-            a == c and b is d for (a, b), (c, d) in zip(now, entries.items())
-        ):
+        same = (a == c and b is d for (a, b), (c, d) in zip(now, entries.items()))
+        if len(now) == len(entries) and all(same):
             return
         base = OrderedDict if isinstance(container, OrderedDict) else dict
         base.clear(container)

@@ -36,6 +36,19 @@ def short_digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:8]
 
 
+def told_apart(owner: Any, name: str, longer: str, known: dict[str, Any]) -> str:
+    """The name of an owner; the longer one, or that with a number, where another owner in ``known`` has it."""
+    words, number = name, 1
+    while known.setdefault(words, owner) is not owner:
+        words, number = longer if number == 1 else f"{longer} ({number})", number + 1
+    return words
+
+
+def class_name(kind: type, known: dict[str, Any]) -> str:
+    """See ``told_apart``."""
+    return told_apart(kind, kind.__name__, f"{kind.__module__}.{kind.__qualname__}", known)
+
+
 def is_plain(value: Any) -> bool:
     """Returns whether a value is a number, a text, or another that never changes and has no parts."""
     return issubclass(type(value), _PLAIN)
@@ -132,6 +145,5 @@ def _text_of_part(part: Any) -> str:
         return text_of_plain(part)
     if isinstance(part, tuple) and len(part) < 4:
         return ", ".join(map(_text_of_part, part))
-    return f"{type(part).__qualname__}{position_of(part)}" + (
-        f" of {len(part)}" if isinstance(part, Sized) else ""
-    )
+    size = f" of {len(part)}" if isinstance(part, Sized) else ""
+    return f"{type(part).__qualname__}{position_of(part)}{size}"

@@ -111,8 +111,8 @@ class LoopState:
                 ]
                 logger.warning(
                     "The loop goes on to read variables that are not what they were at the checkpoint: %s. What "
-                    "depends on them is not what it would have been without the stop. Keep them in run.extra, which "
-                    "checkpoints hold, and give modules to run.prepare.",
+                    "depends on them is not what it would have been without the stop. Keep numbers and texts in "
+                    "run.extra, and tensors in a module that run.prepare is given: checkpoints hold both.",
                     shorten(words, 5),
                 )
             self._stored = {}
@@ -215,9 +215,8 @@ class LoopState:
             begins_anew = text == first or (self._inside and text == start)
             # What is set anew in each epoch has the same value at the start of every one.
             is_untouched = name in self._untouched
-            is_lost = begins_anew and (
-                self._inside or name in stored["read"] or is_untouched or start != first
-            )
+            is_read = name in stored["read"] or is_untouched or start != first
+            is_lost = begins_anew and (self._inside or is_read)
             if name in found.with_values:  # a copy of the model may begin with other values
                 is_set = self._in_epochs and not is_untouched  # at the start of an epoch
                 is_lost = self._inside or (not is_set and (is_lost or self._in_epochs or before == first))
@@ -276,11 +275,8 @@ class LoopState:
         was, _, frames = self._resumed
         changed, stored = changed_since(frames, only_carried=True), self._stored
         now, then = (found.texts, stored["start"]) if self._inside else (was.texts, stored["saved"])
-        differ = [
-            each
-            for each in found.texts.keys() - found.local
-            if now.get(each) != then.get(each, now.get(each))
-        ]
+        names = found.texts.keys() - found.local
+        differ = [each for each in names if now.get(each) != then.get(each, now.get(each))]
         owned = {name for name in differ if not changed.isdisjoint(_owners(name))}
         fewer = {name for name in differ if _count(found.texts[name]) < _count(then[name])}
         return owned | {name for name in fewer if f"{_words(name)[0][-1]}+" in changed}

@@ -19,7 +19,7 @@ import math
 import sys
 import threading
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -45,7 +45,7 @@ from lockstep.numerics.hidden_state import (
     is_users_object,
     slots_of,
 )
-from lockstep.numerics.value_text import is_plain, parts_of_tensor, short_digest, text_of_plain
+from lockstep.numerics.value_text import class_name, is_plain, parts_of_tensor, short_digest, text_of_plain
 from lockstep.run.loop_code import (
     CONSTRUCTORS,
     Entry,
@@ -131,6 +131,7 @@ class Variables:
     _bound: list[Any] = field(default_factory=list)
     """The objects of methods that data sets hold."""
     _changed_by_reading: set[str] = field(default_factory=set)
+    _named: dict[str, Any] = field(default_factory=dict)
     _kept: list[Any] = field(default_factory=list)
     """The results of ``parts_of``: the ids of objects are those of others once they are gone."""
     _seen: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -161,12 +162,12 @@ class Variables:
             found._look(value, name, holder, name.rpartition(": ")[2])
         found._is_live = True
         found._codes += [(frame.f_code, frame.f_globals) for frame in frames]
-        own = {id(frame.f_globals) for frame in frames}
+        own = {key: id(space) for space in (each.f_globals for each in frames[::-1]) for key in [*space]}
         found._look_at_globals(own)
         found._look_at_what_data_reads(own)
         return found
 
-    def _look_at_what_data_reads(self, own: Collection[int]) -> None:
+    def _look_at_what_data_reads(self, own: Mapping[str, int]) -> None:
         """Looks at the values that functions of data sets read: globals, and variables of the frames."""
         places, attributes = self._read_by_data(own)
         places = [*(_Held("", each, None, "") for each in self._bound), *places]
@@ -186,7 +187,7 @@ class Variables:
                 read = values.keys() & attributes
                 places += [_Held(f"{name}.{each}", values[each], values, each) for each in read]
 
-    def _read_by_data(self, own: Collection[int]) -> tuple[list[_Held], set[str]]:
+    def _read_by_data(self, own: Mapping[str, int]) -> tuple[list[_Held], set[str]]:
         """The variables that functions of data sets name, and the attributes; notes what these functions change."""
         places, attributes, seen = list[_Held](), set[str](), set[FunctionType]()
         while self._reading:
@@ -204,7 +205,7 @@ class Variables:
                     self._reading.append(space[key])
                     whole = [(space[key].__code__, -1, math.inf)]
                     self._changed_by_reading |= changed_names(whole, {}, of_functions=True)
-                name = key if id(space) in own else f"{space.get('__name__')}.{key}"
+                name = key if own.get(key) == id(space) else f"{space.get('__name__')}.{key}"
                 places.append(_Held(name, space[key], space, key))
             for key, cell in zip(codes[0].co_freevars, function.__closure__ or ()):
                 for home in homes_of(codes[0]):
@@ -213,7 +214,7 @@ class Variables:
                             places.append(_Held(f"{home}: {key}", cell.cell_contents, home, key))
         return places, attributes
 
-    def _look_at_globals(self, own: Collection[int]) -> None:
+    def _look_at_globals(self, own: Mapping[str, int]) -> None:
         """Looks at the globals that code names, and those of the user's functions that it names, and so on."""
         seen: set[tuple[CodeType, int]] = set()
         while self._codes:
@@ -224,7 +225,7 @@ class Variables:
             self._codes += [(inner, space) for inner in code.co_consts if isinstance(inner, CodeType)]
             for key in code.co_names:
                 held = space.get(key, sys.modules.get(key))  # which the code may import
-                name = key if id(space) in own else f"{space.get('__name__')}.{key}"
+                name = key if own.get(key) == id(space) else f"{space.get('__name__')}.{key}"
                 if type(held) is ModuleType and is_users_module(held.__name__):
                     self._codes.append((code, vars(held)))
                 elif key in space and name in self.texts:
@@ -398,10 +399,11 @@ class Variables:
         for cls in kind.__mro__ if not issubclass(kind, Enum) else ():
             if is_users_module(cls.__module__) and (cls is kind or id(cls) not in self._seen):
                 self._seen.setdefault(id(cls), (0, 0))
+                own = class_name(cls, self._named)
                 for key, held in copied(vars(cls).items()):
                     held = getattr(held, "__func__", held)
                     if not (key.startswith("__") or isinstance(held, property)):
-                        self._look(held, f"{cls.__name__}.{key}", cls.__name__, key, depth + 1, only_tensors)
+                        self._look(held, f"{own}.{key}", own, key, depth + 1, only_tensors)
         self._is_live = was_live
 
     def _attributes(self, value: Any, name: str, depth: int, only_tensors: bool) -> None:
@@ -426,7 +428,7 @@ class Variables:
             if key not in own:
                 self._look(each, f"{name}.{key}", name, key, depth + 1, foreign)
         if is_open:
-            self._look(kind, kind.__name__, name, kind, depth + 1, foreign)
+            self._look(kind, class_name(kind, self._named), name, kind, depth + 1, foreign)
         self._is_in_data, self._is_in_dataset = was
 
     def _table(self, table: Any, name: str) -> None:
@@ -460,9 +462,8 @@ class Variables:
     def _array(self, array: Any, name: str) -> None:
         if array.dtype.hasobject and array.dtype.names is None:
             some = array.ravel()[:: max(1, array.size // _MOST_SAMPLES)].tolist()
-            self._whole(
-                array, name, some, 0, f"{list(array.shape)}{_content_of(array.ravel(), _MOST_ENTRIES)[0]}"
-            )
+            what = f"{list(array.shape)}{_content_of(array.ravel(), _MOST_ENTRIES)[0]}"
+            self._whole(array, name, some, 0, what)
         elif not (array.dtype.hasobject or _is_on_disk(array)):
             step = 1 if array.nbytes <= self._most_bytes else self._step(array.size)
             content = np.ascontiguousarray(array.flat[::step]).tobytes()
@@ -506,11 +507,9 @@ def _functions_in(value: Any) -> list[FunctionType]:
     """A function itself, and the methods of the class of an object, or of a class."""
     value = getattr(value, "__func__", value) if isinstance(value, MethodType) else value
     kind = value if isinstance(value, type) else type(value)
-    held = (
-        [value]
-        if kind is FunctionType
-        else [each for name, each in methods_of(kind) if name not in CONSTRUCTORS]
-    )
+    held: list[Any] = [value]
+    if kind is not FunctionType:
+        held = [each for name, each in methods_of(kind) if name not in CONSTRUCTORS]
     return [each for each in held if isinstance(each, FunctionType)]
 
 
@@ -560,12 +559,9 @@ def parts_of(value: Any) -> Any:
     with suppress(Exception):
         if kind is GeneratorType:
             frame, held = value.gi_frame, gc.get_referents(value)
-            is_own = is_users_code(value.gi_code, frame.f_globals.get("__name__", ""))
-            if (
-                not is_own
-                or value.gi_running
-                or any(type(each) is kind and not is_users_code(each.gi_code, "") for each in held)
-            ):
+            module = frame.f_globals.get("__name__", "")
+            is_own = is_users_code(value.gi_code, module) and not value.gi_running
+            if not is_own or any(type(each) is kind and not is_users_code(each.gi_code, "") for each in held):
                 return None  # one around run.batches
             return [frame.f_lasti, dict(frame.f_locals), [each for each in held if hasattr(each, "__next__")]]
         if hasattr(kind, "get_obj"):  # memory that processes share
