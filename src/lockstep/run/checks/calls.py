@@ -206,17 +206,23 @@ def counts_read(found: Snapshot, codes: Iterable[CodeType], ranks: int) -> list[
 
 
 def warn_of_settings() -> None:
-    """Warns of settings that the files of the running loop compute from the number of processes."""
-    from lockstep.lint.check import settings_by_world_size  # seldom needed, and slow to import
+    """Warns of settings and evaluations that the files of the running loop make depend on the number of processes."""
+    from lockstep.lint.check import depends_on_world_size  # seldom needed, and slow to import
 
     files = dict.fromkeys(frame.f_code.co_filename for frame in users_frames())
     texts = {Path(file).name: "".join(linecache.getlines(file)) for file in files}
-    found = [each for name, text in texts.items() for each in settings_by_world_size(text, name)]
-    told = [f"{each.path}:{each.line}: {each.wrong.partition(' is another value')[0]}" for each in found]
+    found = [each for name, text in texts.items() for each in depends_on_world_size(text, name)]
+    settings = [each for each in found if each.rule == "LS068"]
+    told = [f"{each.path}:{each.line}: {each.wrong.partition(' is another value')[0]}" for each in settings]
     if told:
         logger.warning(
             "The script computes settings from the number of processes (%s), so each number of them trains otherwise. "
             "Global batch and learning rate are those of all processes together: give them once. Where a line is "
             "right, write '# lockstep: ignore[LS068]' there.",
             shorten(told, 3),
+        )
+    for each in (each for each in found if each not in settings):
+        logger.warning(
+            "%s:%s: %s Give all samples to run.evaluate, or write '# lockstep: ignore[LS059]' there.",
+            *(each.path, each.line, each.wrong[:1].upper() + each.wrong[1:]),
         )
