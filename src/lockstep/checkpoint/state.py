@@ -59,9 +59,7 @@ def parameter_names(model: nn.Module) -> dict[Tensor, str]:
 def tensor_state(model: nn.Module) -> dict[str, Tensor]:
     """The parameters and persistent buffers of ``model.state_dict(keep_vars=True)``, without extra state."""
     found = model.state_dict(keep_vars=True)
-    return {
-        name: value for name, value in found.items() if name.rpartition(".")[2] != _EXTRA_STATE_KEY_SUFFIX
-    }
+    return {name: each for name, each in found.items() if name.rpartition(".")[2] != _EXTRA_STATE_KEY_SUFFIX}
 
 
 def has_extra_state(module: nn.Module) -> bool:

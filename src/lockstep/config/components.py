@@ -74,9 +74,7 @@ def preflight(components: Iterable[tuple[KeyPath, Component]], folders: Sequence
         folders: those of the user's own modules.
     """
     names = StaticNames(folders)
-    return [
-        problem for path, part in components for problem in _component(names, part.target, part.args, path)
-    ]
+    return [each for path, part in components for each in _component(names, part.target, part.args, path)]
 
 
 def _component(names: StaticNames, target: str, args: Mapping[str, Any], path: KeyPath) -> Iterator[Problem]:

@@ -242,9 +242,7 @@ class Accelerator:
         values, rows = self.gather(values), self.rows_of_last_batch
         if use_gather_object:
             return values[:rows]
-        return map_leaves(
-            values, lambda leaf: leaf[:rows] if isinstance(leaf, Tensor) and leaf.dim() else leaf
-        )
+        return map_leaves(values, lambda one: one[:rows] if isinstance(one, Tensor) and one.dim() else one)
 
     def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True) -> nn.Module:
         """The model."""

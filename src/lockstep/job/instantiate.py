@@ -100,9 +100,7 @@ def build(value: Any, where: str, argument: str = "") -> Any:
         return {key: build(item, f"{where}.{key}") for key, item in value.items()}
     if isinstance(value, list | tuple):
         items = [build(item, f"{where}.{number}") for number, item in enumerate(value)]
-        made = items and all(
-            isinstance(item, Mapping) and {"target", "object"} & item.keys() for item in value
-        )
+        made = items and all(isinstance(one, Mapping) and {"target", "object"} & one.keys() for one in value)
         if made and argument in _TRANSFORM_ARGUMENTS:
             alone = [type(item).__name__ for item in items if not callable(item)]
             if len(items) > 1 and alone:

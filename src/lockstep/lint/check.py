@@ -57,7 +57,7 @@ def depends_on_world_size(text: str, path: str) -> list[Finding]:
         sampling.metric_of_one_share,
     )
     try:
-        return check_text(text, path, rules) if launching.TOLD.search(text) else []
+        return check_text(text, path, rules) if launching.COUNTS.search(text) else []
     except ConfigError:
         return []
 

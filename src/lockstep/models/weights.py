@@ -158,9 +158,7 @@ def _stay_in_evaluation(module: nn.Module, _inputs: tuple[Tensor | Any, ...]) ->
 
 def _nothing_matched(model: nn.Module, pattern: str) -> str:
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    names |= {
-        name for name, module in model.named_modules() if name and any(True for _ in module.parameters())
-    }
+    names |= {name for name, each in model.named_modules() if name and any(True for _ in each.parameters())}
     close = difflib.get_close_matches(pattern.removeprefix("!"), sorted(names), n=1, cutoff=0.5)
     hint = f" Did you mean {'!' * pattern.startswith('!') + close[0]!r}?" if close else ""
     top = shorten(

@@ -126,9 +126,7 @@ class LoopState:
         if not self._start:
             return {}
         texts = (found := Variables.of_loop(self._known)).texts
-        changed = {
-            name for name in found.of_datasets - self._by_reading if texts[name] != self._first.get(name)
-        }
+        changed = {n for n in found.of_datasets - self._by_reading if texts[n] != self._first.get(n)}
         return {name: _VERSION.sub("", texts[name]) for name in changed - self._not_by_loop(changed)}
 
     def end_steps(self) -> None:

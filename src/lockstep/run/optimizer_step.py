@@ -415,9 +415,7 @@ class PreparedOptimizer(Optimizer):
         if not self._has_all:
             before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
             before.update({number: self._shown(hook) for number, hook in before.items() if is_users(hook)})
-            after.update(
-                {number: self._shown_after(hook) for number, hook in after.items() if is_users(hook)}
-            )
+            after.update({n: self._shown_after(hook) for n, hook in after.items() if is_users(hook)})
 
     step_was_skipped = False
     """True if the last step was left out, since the scaled gradients overflowed."""

@@ -448,9 +448,7 @@ def _point(optimizer: Optimizer, members: list[list[str]], strategy: Strategy) -
     """Gives each group of an optimizer what the strategy holds of its parameters."""
     held = strategy.trainable()
     for group, group_names in zip(optimizer.param_groups, members):
-        if strategy.replicated and all(
-            held.get(name, p) is p for name, p in zip(group_names, group["params"])
-        ):
+        if strategy.replicated and all(held.get(n, p) is p for n, p in zip(group_names, group["params"])):
             continue
         for name, parameter in zip(group_names, group["params"]):
             state = optimizer.state.pop(parameter, {})

@@ -289,9 +289,7 @@ class ForwardPass:
             if is_looked_at and bool((target == _IGNORED).any()):
                 what = "targets of -100, which are left out"
         else:
-            tensors = [
-                leaf for leaf in tree_leaves((output, target)) if isinstance(leaf, Tensor) and leaf.dim()
-            ]
+            tensors = [one for one in tree_leaves((output, target)) if isinstance(one, Tensor) and one.dim()]
             rows = {len(leaf) for leaf in tensors}
             if len(rows) == 1 and len(tensors) > 1 and 0 < (count := rows.pop()) < samples:
                 what = f"{plural(count, 'row')}, as where a collate function leaves samples out"

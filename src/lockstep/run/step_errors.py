@@ -98,9 +98,7 @@ def note_data(error: Exception, batch: Batch, model: nn.Module) -> None:
     data = batch.micro_batches[0].data
     inputs = data[:-1] if isinstance(data, tuple | list) else data
     own = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    given = {
-        each.dtype for each in tree_leaves(inputs) if isinstance(each, Tensor) and each.is_floating_point()
-    }
+    given = {one.dtype for one in tree_leaves(inputs) if isinstance(one, Tensor) and one.is_floating_point()}
     said = f"The data of a micro-batch: {shown(data)}."
     if own and given and not given & own:
         wrong = f"The input is {_names(given)} and the model {_names(own)}"

@@ -168,16 +168,12 @@ class _Output:
 
 
 def _has_no_tensors(value: Any) -> bool:
-    return isinstance(value, list | tuple) and not any(
-        isinstance(each, Tensor) for each in tree_leaves(value)
-    )
+    return isinstance(value, list | tuple) and not any(isinstance(one, Tensor) for one in tree_leaves(value))
 
 
 def _text(leaf: Any) -> str:
     """The same for equal values; empty for one that is of its micro-batch alone, such as an array."""
-    parts = [
-        part for each in tree_leaves(leaf) for part in (each, *tree_leaves(getattr(each, "__dict__", {})))
-    ]
+    parts = [part for one in tree_leaves(leaf) for part in (one, *tree_leaves(getattr(one, "__dict__", {})))]
     if any(isinstance(part, Tensor | np.ndarray) for part in parts):
         return ""
     text = repr(leaf)

@@ -259,9 +259,7 @@ class _Copy:
 
 
 def _group(group: Mapping[str, Any], members: Sequence[tuple[_Example, nn.Parameter]]) -> dict[str, Any]:
-    values = {
-        key: copy.deepcopy(value) for key, value in group.items() if key not in ("params", "param_names")
-    }
+    values = {key: copy.deepcopy(each) for key, each in group.items() if key not in ("params", "param_names")}
     if isinstance(rate := values.get("lr"), float | int | Tensor):
         values["lr"] = rate.clamp(min=_RATE) if isinstance(rate, Tensor) else max(rate, _RATE)
     names = {"param_names": [str(number) for number in range(len(members))]} if "param_names" in group else {}

@@ -237,9 +237,7 @@ class TarShards(EncodedPairs):
             return super().__getitem__(index)
         kinds = self._index.kinds
         members = range(int(self._index.first[index]), int(self._index.first[index + 1]))
-        return self.decode(
-            {str(kinds[self._index.kind[each]]): self._content(index, each) for each in members}
-        )
+        return self.decode({str(kinds[self._index.kind[one]]): self._content(index, one) for one in members})
 
     def __repr__(self) -> str:
         return f"TarShards: {len(self):,} samples in {len(self.shards)} shards"

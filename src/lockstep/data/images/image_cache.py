@@ -154,9 +154,7 @@ class StoredPhotos:
             return np.full((self.count, 2), -1, dtype=np.int64)
         times = np.array([state.st_mtime_ns for state in found], dtype=np.int64).tobytes()
         time = int.from_bytes(hashlib.blake2b(times, digest_size=7).digest(), "little")
-        return np.tile(
-            np.array([sum(state.st_size for state in found), time], dtype=np.int64), (self.count, 1)
-        )
+        return np.tile(np.array([sum(one.st_size for one in found), time], dtype=np.int64), (self.count, 1))
 
     def content(self, index: int) -> bytes:
         """The encoded photo; what lies outside could change unseen, so it is not kept."""

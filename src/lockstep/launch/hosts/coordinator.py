@@ -195,9 +195,7 @@ class HostCoordinator:
         if isinstance(self._link, ControlServer):
             others = [(self._last_message(peer), peer.offset) for peer in self._peers.values()]
             self.stall.judge(others, is_done=self._is_done)
-            windows = {
-                peer.text: self._last_message(peer).get("windows", {}) for peer in self._peers.values()
-            }
+            windows = {one.text: self._last_message(one).get("windows", {}) for one in self._peers.values()}
             if limited := self.windows.judge(f"host 0 ({host_name()})", windows):
                 print(limited, end="", file=sys.stderr, flush=True)
         return self._others_fail()

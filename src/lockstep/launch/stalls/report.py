@@ -51,9 +51,7 @@ def judge_stall(snapshots: Sequence[RankSnapshot]) -> StallVerdict | None:
     waiting = [snapshot for snapshot in snapshots if snapshot.waits_in]
     others = [snapshot for snapshot in snapshots if not snapshot.waits_in]
     if not waiting:
-        return StallVerdict(
-            StallKind.BUSY, tuple(snapshot.rank for snapshot in others if snapshot.is_overdue)
-        )
+        return StallVerdict(StallKind.BUSY, tuple(each.rank for each in others if each.is_overdue))
     if others:
         late = [snapshot for snapshot in others if snapshot.is_overdue]
         return StallVerdict(StallKind.MISSING, tuple(snapshot.rank for snapshot in late)) if late else None

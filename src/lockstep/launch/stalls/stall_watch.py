@@ -241,9 +241,7 @@ class StallWatch:
         """
         if verdict.is_deadlock:
             return True
-        busy = [
-            each for each in snapshots if each.rank in verdict.culprits and not _writes_no_beats(each.beat)
-        ]
+        busy = [one for one in snapshots if one.rank in verdict.culprits and not _writes_no_beats(one.beat)]
         place = tuple((each.rank, each.beat.position) for each in busy)
         if not place or place in self._reported:
             return False

@@ -296,15 +296,18 @@ _RECIPE = re.compile(
     "T_max|total_steps|steps_per_epoch|step_size|num_(warmup|training)_steps|warmup_steps|max_norm|label_smoothing"
 )
 COUNTS = re.compile(
-    "(get_)?world_size|num_processes|nproc_per_node|num_gpus|n_?gpus|device_count", re.IGNORECASE
+    "(get_)?world_size|num_processes|nproc_per_node|num_gpus|n_?gpus|device_count|all_reduce|DistributedSampler",
+    re.IGNORECASE,
 )
-"""Names of a number of processes or devices."""
-TOLD = re.compile(f"{COUNTS.pattern}|all_reduce|DistributedSampler", re.IGNORECASE)
-"""What a text has in which there may be findings."""
+"""Names of a number of processes or devices, and of what splits by them or sums over them."""
 _COMPUTING = re.compile(
-    "int|float|round|abs|min|max|pow|sqrt|log|ceil|floor|get|getenv|range|list|arange|islice|enumerate|zip"
+    "int|float|round|abs|min|max|pow|sqrt|log|ceil|floor|get|getenv|range|list|islice|enumerate"
 )
-_SEEDS = re.compile("(torch|numpy|np|random).*[.](manual_seed(_all)?|seed|default_rng|RandomState)")
+_SEEDS = ("manual_seed", "manual_seed_all", "seed", "default_rng", "RandomState")
+_CUTS = ("Subset", "random_split")
+_SETTERS = dict.fromkeys(("clip_gradients", "epochs", *_SEEDS), 0)
+_SETTERS |= dict.fromkeys(("clip_grad_norm_", "clip_grad_value_", *_CUTS), 1)
+"""Calls whose arguments are settings, and how many of the first ones are none."""
 _EXPRESSIONS = (
     *(ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.IfExp),
     *(ast.Lambda, ast.Tuple, ast.List, ast.Return),
@@ -324,12 +327,8 @@ def recipe_by_world_size(script: Script) -> Iterator[Hit]:
 
 def by_world_size(script: Script) -> Iterator[Hit]:
     """The settings of a file that are computed from the number of processes, whether it imports Lockstep or not."""
-    found = [
-        (node, name, _counted(script, each)) for node, name, each in [*_settings(script), *_steps(script)]
-    ]
-    found += [(call, script.text(call.args[0]), call) for call in gradient_reductions(script)]
-    for node, name, counted in found:
-        if counted is not None:
+    for node, name, value in [*_settings(script), *_steps(script)]:
+        if (counted := _counted(script, value)) is not None:
             yield Hit(
                 node,
                 f"{name}={script.text(counted)} is another value on each number of processes, so each ends otherwise.",
@@ -339,6 +338,7 @@ def by_world_size(script: Script) -> Iterator[Hit]:
 
 def _settings(script: Script) -> Iterator[tuple[ast.expr, str, ast.expr]]:
     """(place, name, value) of all that decides what is trained, as far as names tell that."""
+    yield from ((call, script.text(call.args[0]), call) for call in gradient_reductions(script))
     for call in script.calls:
         for each in call.keywords:
             if _RECIPE.fullmatch(each.arg or ""):
@@ -347,12 +347,8 @@ def _settings(script: Script) -> Iterator[tuple[ast.expr, str, ast.expr]]:
         if script.name(call).startswith("torch.optim."):
             word = "lr" if "lr_sch" not in script.name(call) else name
             yield from ((call, word, each) for each in call.args[1:])
-        elif name in ("clip_gradients", "epochs", "clip_grad_norm_", "clip_grad_value_"):
-            yield from ((call, name, each) for each in call.args[name.endswith("_") :])
-        elif _SEEDS.fullmatch(script.name(call)):
-            yield from ((call, name, each) for each in call.args)
-        elif name in ("Subset", "random_split", "select") and not _of_rank(script, call):
-            yield from ((call, name, each) for each in call.args[name != "select" :])
+        elif name in _SETTERS and not (name in _CUTS and _of_rank(script, call)):
+            yield from ((call, name, each) for each in call.args[_SETTERS[name] :])
         elif name.endswith("_") and owner.endswith((".grad", ".data")):
             yield from ((call, owner, each) for each in call.args)
     for node in script.nodes:
@@ -374,7 +370,7 @@ def _steps(script: Script) -> Iterator[tuple[ast.expr, str, ast.expr]]:
         around = script.around(node, (ast.For, ast.While), within_function=True)
         loops = [each for each in around if any(script.holds(each, one) for one in passes)]
         tests = [
-            each for each in script.tests_around(node) if any(script.holds(loop, each) for loop in loops)
+            test for test in script.tests_around(node) if any(script.holds(each, test) for each in loops)
         ]
         tests += [getattr(each, "iter" if isinstance(each, ast.For) else "test") for each in loops]
         name = method(node) if isinstance(node, ast.Call) else "break"
@@ -402,9 +398,7 @@ def _counted(script: Script, node: ast.AST, depth: int = 4) -> ast.AST | None:
         returned = [each for function in own for each in ast.walk(function) if isinstance(each, ast.Return)]
         parts = [node.func, *returned, *(node.args if _COMPUTING.fullmatch(name) else ())]
         depth = max(depth - 1, 0)
-        if name == "len" and any(
-            _is_share(script, each) for item in node.args for each in script.values(item)
-        ):
+        if name == "len" and any(_is_share(script, each) for one in node.args for each in script.values(one)):
             return node
     return node if any(_counted(script, each, depth) for each in parts) else None
 
@@ -414,9 +408,7 @@ def _is_share(script: Script, loader: ast.expr | None) -> bool:
     if not isinstance(loader, ast.Call) or last_name(loader.func) != "DataLoader":
         return False
     size, parts = argument(loader, "batch_size", 1), script.sources(argument(loader, "sampler"))
-    made = [
-        each for each in parts if isinstance(each, ast.Call) and last_name(each.func) == "DistributedSampler"
-    ]
+    made = [one for one in parts if isinstance(one, ast.Call) and last_name(one.func) == "DistributedSampler"]
     is_split = any(constant(argument(each, "num_replicas", 1)) != 1 for each in made)
     return is_split != (size is not None and _counted(script, size) is not None)
 

@@ -205,9 +205,7 @@ class Gathering:
                 return None
             cast = {"dtype": self._dtype}
             args, kwargs = (
-                tree_map_only(
-                    Tensor, lambda each: each.to(**cast) if each.is_floating_point() else each, given
-                )
+                tree_map_only(Tensor, lambda one: one.to(**cast) if one.is_floating_point() else one, given)
                 for given in (args, kwargs)
             )
             return args, kwargs

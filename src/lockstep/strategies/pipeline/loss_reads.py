@@ -126,9 +126,7 @@ def _read_by(function: FunctionType, names: set[str]) -> list[tuple[str, Any]]:
             found.append((name, cell.cell_contents))
         except ValueError:  # not assigned yet
             continue
-    found += [
-        (name, function.__globals__[name]) for name in sorted(mentioned) if name in function.__globals__
-    ]
+    found += [(n, function.__globals__[n]) for n in sorted(mentioned) if n in function.__globals__]
     found += [(f"default {number}", each) for number, each in enumerate(function.__defaults__ or ())]
     return found + list((function.__kwdefaults__ or {}).items())
 

@@ -504,9 +504,7 @@ class Pipeline(Strategy):
     ) -> StepSums:
         """The sums of this rank's stage number ``local``; ``held`` as in ``GradientTree``."""
         names = [name for name, _ in stage.named_buffers()]
-        here = [
-            pattern for pattern in self.running_buffers if any(fnmatchcase(name, pattern) for name in names)
-        ]
+        here = [each for each in self.running_buffers if any(fnmatchcase(name, each) for name in names)]
         trained = {name: p for name, p in stage.named_parameters() if p.requires_grad}
         self._trainable |= {name: p if held is None else held[name] for name, p in trained.items()}
         reducer = self._reducers[local] if self._reducers else None

@@ -268,9 +268,7 @@ def overflowed(pair: Pair, step: int) -> list[int]:
     if not all(map(math.isfinite, used)):
         return []
     batches = pair.other.batches(step)
-    return sorted(
-        {rank for rank, b in batches if not all(math.isfinite(g.norm) for g in b.gradients.values())}
-    )
+    return sorted({r for r, b in batches if not all(math.isfinite(g.norm) for g in b.gradients.values())})
 
 
 def replicas(pair: Pair, step: int) -> Diagnosis | None:
@@ -295,9 +293,7 @@ def _of_optimizer(pair: Pair, step: int, name: str, records: list[StepRecord]) -
         return Diagnosis(
             Cause.NOT_HELD, step, repr(name), f"{len(without[0].unheld)} parameters are not in it"
         )
-    for key in sorted(
-        {key for each in (mine, *records) for key in each.state if key.endswith(f" of {name}")}
-    ):
+    for key in sorted({key for one in (mine, *records) for key in one.state if key.endswith(f" of {name}")}):
         held = [record.state.get(key) for record in records]
         known = mine.state.get(key)
         tolerance = _OF_UPDATE * pair.tolerance
@@ -373,7 +369,7 @@ def _drifts(pair: Pair, step: int) -> bool:
         return False
     mine, held = pair.mine(step - 1).values, [record.values for record in pair.other.at(step - 1)]
     return any(
-        name in mine and not pair.is_same(mine[name], now) for each in held for name, now in each.items()
+        name in mine and not pair.is_same(mine[name], now) for one in held for name, now in one.items()
     )
 
 

@@ -420,9 +420,7 @@ class Recorder:
             began = time.perf_counter()
             latest = self._step.batches[-1]
             latest.generators = (latest.generators[0], generators())
-            latest.drawn = [
-                name for name, state in other_generators().items() if state != latest.states[name]
-            ]
+            latest.drawn = [name for name, now in other_generators().items() if now != latest.states[name]]
             latest.outputs = output_rows(output)
             self._mark += time.perf_counter() - began
 
