@@ -107,9 +107,7 @@ def intervals(folder: Path, chain: Chain) -> list[Interval]:
     if last <= first:
         raise ConfigError(f"The run in '{folder}' has made no step yet. Audit it when it has.")
     ends = sorted({step for step in kept if step <= last} | {last})
-    return [
-        Interval(first=begin, end=end, checkpoint=kept.get(end)) for begin, end in zip([first, *ends], ends)
-    ]
+    return [Interval(first=one, end=end, checkpoint=kept.get(end)) for one, end in zip([first, *ends], ends)]
 
 
 def choose(among: Sequence[Interval], seed: int, count: int) -> list[Interval]:

@@ -334,9 +334,7 @@ class RunningBuffers:
 
     def finish_step_from_rows(self, rows: Tensor, share: Share, leaves: int, advanced: Tensor) -> None:
         """Sets the new values from those of all micro-batches, shape (ranks, longest share, numel)."""
-        held = (
-            (k, row) for rank in range(share.holders) for k, row in zip(share.of(leaves, rank), rows[rank])
-        )
+        held = ((k, row) for one in range(share.holders) for k, row in zip(share.of(leaves, one), rows[one]))
         stack = TreeStack[Tensor](leaves, lambda left, right: left.add_(right))
         for k, row in sorted((pair for pair in held if pair[0] < leaves), key=lambda pair: pair[0]):
             stack.push_leaf(k, row)

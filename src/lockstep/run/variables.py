@@ -145,9 +145,7 @@ class Variables:
             code = frame.f_code
             is_script = code.co_name == "<module>"
             owner = "" if is_script else f"{code.co_qualname}: "
-            found.local |= {
-                f"{owner}{name}" for name in code.co_varnames + code.co_cellvars + code.co_freevars
-            }
+            found.local |= {f"{owner}{n}" for n in code.co_varnames + code.co_cellvars + code.co_freevars}
             variables += [
                 (f"{owner}{name}", value, name in live, frame.f_globals if is_script else code.co_qualname)
                 for name, value in copied(frame.f_locals.items())

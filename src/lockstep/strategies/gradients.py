@@ -197,9 +197,7 @@ class GradientTree:
         self._slots = slots
         for bucket in range(len(self._members)):
             self._connect(bucket, self._reducer)
-        self._own_references = [
-            _references(self._reducer.total(bucket)) for bucket in range(len(self._members))
-        ]
+        self._own_references = [_references(self._reducer.total(each)) for each in range(len(self._members))]
 
     def _connect(self, bucket: int, reducer: Reducer) -> None:
         offset = held = 0

@@ -71,9 +71,7 @@ class ModelParallel(Replicated):
             if (first := _first_module(part)) is not None:  # functions alone compute where their input is
                 first.register_forward_pre_hook(partial(_move_inputs, device), with_kwargs=True)
         model.register_forward_hook(partial(_move_output, self.device))
-        begins = ", ".join(
-            f"{part[0].name or 'model'} on {device}" for part, device in zip(parts, self.devices)
-        )
+        begins = ", ".join(f"{part[0].name or 'model'} on {each}" for part, each in zip(parts, self.devices))
         logger.info("Layers begin with: %s.", begins)
         return super().setup_model(model)
 

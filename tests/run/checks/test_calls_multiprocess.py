@@ -83,6 +83,14 @@ def hit(output, target):
     return (output.argmax(1) == target).float() * get_world_size()
 
 
+def hit_by_run(output, target):
+    return (output.argmax(1) == target).float() / RUNS[0].world.world_size
+
+
+def scaled_by_variable(x):
+    return x * WORLD
+
+
 def speaking(output, target):
     """Prints on rank 0 only, and chooses a device, as ordinary scripts do."""
     if dist.is_initialized() and dist.get_rank() == 0:
@@ -154,6 +162,8 @@ ASKING = (
     ("layer", scaled_by_attribute, "The forward pass or the loss asks", "(the attribute 'world_size' of 1)"),
     ("change", scaled_sample, "The data set asks", ": os.environ['WORLD_SIZE'])"),
     ("metric", hit, "The metric 'metric' asks", ": torch.distributed.get_world_size())"),
+    ("metric", hit_by_run, "The metric 'metric' asks", ": run.world.world_size)"),
+    ("change", scaled_by_variable, "The data set asks", ": WORLD)"),
     ("also", {"hits": hit}, "The metric 'hits' asks", ": torch.distributed.get_world_size())"),
 )
 ORDINARY = ({"loss": speaking}, {"layer": scaled_by_other})
