@@ -378,7 +378,7 @@ def _steps(script: Script) -> Iterator[tuple[ast.expr, str, ast.expr]]:
 
 
 def _of_rank(script: Script, node: ast.expr) -> bool:
-    return any(rank_kind(script, part) for part in script.sources(node))
+    return "sampler" in script.text(node) or any(rank_kind(script, part) for part in script.sources(node))
 
 
 def _counted(script: Script, node: ast.AST, depth: int = 4) -> ast.AST | None:
