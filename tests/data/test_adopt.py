@@ -94,6 +94,9 @@ def test_a_distributed_sampler_is_replaced_and_its_seed_said():
     (note,) = source.notes
     assert "seed=11" in note and "set_epoch is not needed" in note
     assert "The last batch of an epoch is left out where it is not full" in note
+    assert "take run.steps_per_epoch(loader)" in note
+    alone = DistributedSampler(DATA, num_replicas=1, rank=0)
+    assert "len()" not in adopt(DataLoader(DATA, sampler=alone)).notes[0]
     still = DistributedSampler(DATA, num_replicas=2, rank=0, shuffle=False)
     assert adopt(DataLoader(DATA, sampler=still)).shuffle is False
 

@@ -423,10 +423,11 @@ def _adopt_sampler(sampler: Any, dataset: Any, collate: Collate | None) -> tuple
 
 def _replaced(sampler: DistributedSampler[Any]) -> str:
     last = " The last batch of an epoch is left out where it is not full." if sampler.drop_last else ""
+    length = " len() of the loader is that of a share: take run.steps_per_epoch(loader)."
     return (
         f"The DistributedSampler (shuffle={sampler.shuffle}, drop_last={sampler.drop_last}, seed={sampler.seed}) is "
         "replaced by the run's sample plan: the run's seed decides the order, no sample is read twice to fill up a "
-        f"rank, and set_epoch is not needed.{last}"
+        f"rank, and set_epoch is not needed.{length * (sampler.num_replicas > 1)}{last}"
     )
 
 

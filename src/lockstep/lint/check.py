@@ -50,11 +50,14 @@ def check_text(text: str, path: str = "script.py", rules: Iterable[LintRule] = R
     )
 
 
-def settings_by_world_size(text: str, path: str) -> list[Finding]:
-    """The findings of LS068 in a file of a program that uses Lockstep; none in a text that is no script."""
-    rule = replace(launching.recipe_by_world_size, check=launching.by_world_size)
+def depends_on_world_size(text: str, path: str) -> list[Finding]:
+    """The findings of LS059 and LS068 in a file of a program that uses Lockstep; none in a text that is no script."""
+    rules = (
+        replace(launching.recipe_by_world_size, check=launching.by_world_size),
+        sampling.metric_of_one_share,
+    )
     try:
-        return check_text(text, path, [rule]) if launching.COUNTS.search(text) else []
+        return check_text(text, path, rules) if launching.COUNTS.search(text) else []
     except ConfigError:
         return []
 

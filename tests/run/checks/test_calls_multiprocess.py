@@ -99,6 +99,14 @@ def hit(output, target):
     return (output.argmax(1) == target).float() * get_world_size()
 
 
+def hit_by_run(output, target):
+    return (output.argmax(1) == target).float() / RUNS[0].world.world_size
+
+
+def scaled_by_variable(x):
+    return x * WORLD
+
+
 def speaking(output, target):
     """Prints on rank 0 only, and chooses a device, as ordinary scripts do."""
     if dist.is_initialized() and dist.get_rank() == 0:
@@ -171,6 +179,8 @@ ASKING = (
     ("layer", scaled_by_attribute, "The forward pass or the loss asks", "(the attribute 'world_size' of 1)"),
     ("change", scaled_sample, "The data set asks", ": os.environ['WORLD_SIZE'])"),
     ("metric", hit, "The metric 'metric' asks", ": torch.distributed.get_world_size())"),
+    ("metric", hit_by_run, "The metric 'metric' asks", ": run.world.world_size)"),
+    ("change", scaled_by_variable, "The data set asks", ": WORLD)"),
     ("also", {"hits": hit}, "The metric 'hits' asks", ": torch.distributed.get_world_size())"),
 )
 ORDINARY = ({"loss": speaking}, {"layer": scaled_by_other})
@@ -242,7 +252,41 @@ def run_script(world, text):
     run = Run(RunOptions.of(global_batch=12, micro_batches=4, threads=1), world)
     space["train"](run, Rows())
     run.close()
-    return [each for each in said if "computes settings" in each]
+    return [each for each in said if "computes settings" in each or "share of these samples" in each]
+
+
+def run_scripts(world, texts):
+    return [run_script(world, text) for text in texts]
+
+
+LOOP = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, Subset
+from torch.utils.data.distributed import DistributedSampler
+def train(run, data):
+    model = nn.Linear(6, 4)
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    every = 4 // run.world.world_size
+    {before}
+    for epoch in run.epochs(1):
+        for number, batch in enumerate(run.batches(data)):
+            run.backward(batch, nn.CrossEntropyLoss())
+            {within}
+            optimizer.zero_grad()
+"""
+STEPS = (
+    ("pass", "if number % every == 0: optimizer.step()", "step=number % every == 0"),
+    ("data = Subset(data, range(6 * every))", "optimizer.step()", "Subset=range(6 * every)"),
+    ("torch.manual_seed(every)", "optimizer.step()", "manual_seed=4 // run.world.world_size"),
+    ("pass", "dist.all_reduce(next(model.parameters()).grad)", ".grad=dist.all_reduce("),
+    (
+        "val_set = data; validation = DataLoader(val_set, 4, sampler=DistributedSampler(val_set, 2, 0))",
+        "for x, _ in validation: model(x)",
+        "script.py:11: Each rank evaluates a share of these samples",
+    ),
+)
 
 
 def test_a_learning_rate_by_the_number_of_processes_is_named_with_its_line():
@@ -250,6 +294,14 @@ def test_a_learning_rate_by_the_number_of_processes_is_named_with_its_line():
     assert len(said) == 1 and "(script.py:8: lr=0.1 * world_size)" in said[0]
     assert not others
     assert run_ranks(run_script, 1, SCRIPT.format(lr="0.1 * world_size")) == [[]]
+
+
+def test_steps_data_seeds_gradients_and_evaluations_by_the_number_of_processes_are_named_too():
+    texts = [LOOP.format(before=before, within=within) for before, within, _ in STEPS]
+    said, others = run_ranks(run_scripts, 2, texts)
+    for (_, _, words), told in zip(STEPS, said):
+        assert len(told) == 1 and words in told[0], (words, told)
+    assert others == [[]] * len(STEPS)
 
 
 @pytest.mark.parametrize("lr", ["0.1", "0.1 * world_size)  # lockstep: ignore[LS068"])

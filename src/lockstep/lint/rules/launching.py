@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from lockstep.lint.finding import Hit, rule
 from lockstep.lint.ranks import GLOBAL, LOCAL, lower_name, numbers_processes, proved_rank, rank_kind
+from lockstep.lint.rules.gradients import gradient_reductions
 from lockstep.lint.script import FUNCTIONS, Script, argument, bindings, constant, last_name, method, receiver
 from lockstep.lint.wrappers import DDP, is_managed, starts_group, wraps
 
@@ -292,13 +293,21 @@ def world_size_by_rank(script: Script) -> Iterator[Hit]:
 
 _RECIPE = re.compile(
     "global_batch|micro_batches|seed|(initial_|base_|max_)?lr|learning_rate|eta_min|weight_decay|momentum|"
-    "T_max|total_steps|step_size|num_(warmup|training)_steps|warmup_steps|max_norm|label_smoothing"
+    "T_max|total_steps|steps_per_epoch|step_size|num_(warmup|training)_steps|warmup_steps|max_norm|label_smoothing"
 )
 COUNTS = re.compile(
-    "(get_)?world_size|num_processes|nproc_per_node|num_gpus|n_?gpus|device_count", re.IGNORECASE
+    "(get_)?world_size|num_processes|nproc_per_node|num_gpus|n_?gpus|device_count|all_reduce|DistributedSampler",
+    re.IGNORECASE,
 )
-"""Names of a number of processes or devices."""
-_COMPUTING = re.compile("int|float|round|abs|min|max|pow|sqrt|log|ceil|floor|get|getenv")
+"""Names of a number of processes or devices, and of what splits by them or sums over them."""
+_COMPUTING = re.compile(
+    "int|float|round|abs|min|max|pow|sqrt|log|ceil|floor|get|getenv|range|list|islice|enumerate"
+)
+_SEEDS = ("manual_seed", "manual_seed_all", "seed", "default_rng", "RandomState")
+_CUTS = ("Subset", "random_split")
+_SETTERS = dict.fromkeys(("clip_gradients", "epochs", *_SEEDS), 0)
+_SETTERS |= dict.fromkeys(("clip_grad_norm_", "clip_grad_value_", *_CUTS), 1)
+"""Calls whose arguments are settings, and how many of the first ones are none."""
 _EXPRESSIONS = (
     *(ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.IfExp),
     *(ast.Lambda, ast.Tuple, ast.List, ast.Return),
@@ -310,14 +319,15 @@ _EXPRESSIONS = (
     "A setting that decides the result of a run of Lockstep is computed from the number of processes.",
 )
 def recipe_by_world_size(script: Script) -> Iterator[Hit]:
-    """In files that import Lockstep: `global_batch`, `lr`, `T_max` and the like, epochs, clipping, gradients."""
+    """In files that import Lockstep: `global_batch`, `lr`, `T_max` and the like, epochs, clipping, gradients, seeds,
+    conditions and loops around a step, cut data sets; also by `len()` of a loader that is split."""
     if "lockstep" in script.imported_roots or script.calls_of("lockstep.init"):
         yield from by_world_size(script)
 
 
 def by_world_size(script: Script) -> Iterator[Hit]:
     """The settings of a file that are computed from the number of processes, whether it imports Lockstep or not."""
-    for node, name, value in _settings(script):
+    for node, name, value in [*_settings(script), *_steps(script)]:
         if (counted := _counted(script, value)) is not None:
             yield Hit(
                 node,
@@ -328,6 +338,7 @@ def by_world_size(script: Script) -> Iterator[Hit]:
 
 def _settings(script: Script) -> Iterator[tuple[ast.expr, str, ast.expr]]:
     """(place, name, value) of all that decides what is trained, as far as names tell that."""
+    yield from ((call, script.text(call.args[0]), call) for call in gradient_reductions(script))
     for call in script.calls:
         for each in call.keywords:
             if _RECIPE.fullmatch(each.arg or ""):
@@ -336,8 +347,8 @@ def _settings(script: Script) -> Iterator[tuple[ast.expr, str, ast.expr]]:
         if script.name(call).startswith("torch.optim."):
             word = "lr" if "lr_sch" not in script.name(call) else name
             yield from ((call, word, each) for each in call.args[1:])
-        elif name in ("clip_gradients", "epochs", "clip_grad_norm_", "clip_grad_value_"):
-            yield from ((call, name, each) for each in call.args[name.endswith("_") :])
+        elif name in _SETTERS and not (name in _CUTS and _of_rank(script, call)):
+            yield from ((call, name, each) for each in call.args[_SETTERS[name] :])
         elif name.endswith("_") and owner.endswith((".grad", ".data")):
             yield from ((call, owner, each) for each in call.args)
     for node in script.nodes:
@@ -351,8 +362,27 @@ def _settings(script: Script) -> Iterator[tuple[ast.expr, str, ast.expr]]:
             yield from ((value, name, value) for name, value in named if _RECIPE.fullmatch(name))
 
 
+def _steps(script: Script) -> Iterator[tuple[ast.expr, str, ast.expr]]:
+    """(place, what depends on it, value) of the conditions and the loops that decide how often a step is made."""
+    passes = script.method_calls("backward")
+    stops: list[ast.AST] = [*script.find(ast.Break)]
+    for node in [*script.method_calls("backward", "step"), *stops]:
+        around = script.around(node, (ast.For, ast.While), within_function=True)
+        loops = [each for each in around if any(script.holds(each, one) for one in passes)]
+        tests = [
+            test for test in script.tests_around(node) if any(script.holds(each, test) for each in loops)
+        ]
+        tests += [getattr(each, "iter" if isinstance(each, ast.For) else "test") for each in loops]
+        name = method(node) if isinstance(node, ast.Call) else "break"
+        yield from ((each, name, each) for each in tests if not _of_rank(script, each))
+
+
+def _of_rank(script: Script, node: ast.expr) -> bool:
+    return "sampler" in script.text(node) or any(rank_kind(script, part) for part in script.sources(node))
+
+
 def _counted(script: Script, node: ast.AST, depth: int = 4) -> ast.AST | None:
-    """The expression that computes a number from that of processes, in the file; not by way of a loader."""
+    """The expression that computes a number from that of processes, in the file; of a loader its length alone."""
     name = lower_name(node) if isinstance(node, ast.expr) else ""
     values = script.values(node) if depth and isinstance(node, ast.Name | ast.Attribute) else []
     if constant(node) == "WORLD_SIZE" or COUNTS.fullmatch(name):
@@ -368,7 +398,19 @@ def _counted(script: Script, node: ast.AST, depth: int = 4) -> ast.AST | None:
         returned = [each for function in own for each in ast.walk(function) if isinstance(each, ast.Return)]
         parts = [node.func, *returned, *(node.args if _COMPUTING.fullmatch(name) else ())]
         depth = max(depth - 1, 0)
+        if name == "len" and any(_is_share(script, each) for one in node.args for each in script.values(one)):
+            return node
     return node if any(_counted(script, each, depth) for each in parts) else None
+
+
+def _is_share(script: Script, loader: ast.expr | None) -> bool:
+    """True for a DataLoader whose length depends on the number of processes, by its sampler or its batch size."""
+    if not isinstance(loader, ast.Call) or last_name(loader.func) != "DataLoader":
+        return False
+    size, parts = argument(loader, "batch_size", 1), script.sources(argument(loader, "sampler"))
+    made = [one for one in parts if isinstance(one, ast.Call) and last_name(one.func) == "DistributedSampler"]
+    is_split = any(constant(argument(each, "num_replicas", 1)) != 1 for each in made)
+    return is_split != (size is not None and _counted(script, size) is not None)
 
 
 def _worlds(script: Script) -> Iterator[tuple[ast.Call, ast.expr | None, ast.expr | None]]:

@@ -192,10 +192,12 @@ def padded_samples_counted(script: Script) -> Iterator[Hit]:
 )
 def metric_of_one_share(script: Script) -> Iterator[Hit]:
     """Only where the shares are read in this file, and nothing in it reduces or gathers anything."""
-    if not is_distributed(script) or reduces(script) or "torchmetrics" in script.imported_roots:
+    is_shared = is_distributed(script) or "lockstep" in script.imported_roots
+    if not is_shared or reduces(script) or "torchmetrics" in script.imported_roots:
         return
     for call in script.torch_calls("DistributedSampler"):
-        if for_evaluation(script, call) and _is_read_here(script, assigned_name(script, call)):
+        sampler = assigned_name(script, call) or script.text(call)
+        if for_evaluation(script, call) and _is_read_here(script, sampler):
             yield Hit(
                 call,
                 "each rank evaluates a share of these samples and no line sums over the ranks: what is reported "
@@ -256,10 +258,8 @@ def _trims(script: Script) -> bool:
         if not dividing.issuperset(uses):
             return True
     split = [argument(call, "dataset", 0) for call in script.torch_calls("DistributedSampler")]
-    lengths = {f"len({script.text(data)})" for data in split if data is not None}
-    return any(
-        script.text(node.upper) in lengths for node in script.find(ast.Slice) if node.upper is not None
-    )
+    sizes = {f"len({script.text(data)})" for data in split if data is not None}
+    return any(script.text(node.upper) in sizes for node in script.find(ast.Slice) if node.upper is not None)
 
 
 def _is_read_here(script: Script, sampler: str) -> bool:

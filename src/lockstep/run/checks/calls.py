@@ -118,14 +118,16 @@ ASKED = (
 def watching_once(where: str, *, looks: bool) -> Iterator[None]:
     """As ``watching_calls``, if it ``looks``; rank 0 says what was noted."""
     found: list[str] = []
-    with watching_calls(found, where) if looks else nullcontext():
+    with watching_calls(found, where, variables_too=True) if looks else nullcontext():
         yield
     if found and dist.get_rank() == 0:
         logger.warning(ASKED, where[0].upper() + where[1:], shorten(dict.fromkeys(found), 3))
 
 
 @contextmanager
-def watching_calls(found: list[str], where: str, *, ranks: bool = False) -> Iterator[None]:
+def watching_calls(
+    found: list[str], where: str, *, ranks: bool = False, variables_too: bool = False
+) -> Iterator[None]:
     """Notes where this thread, in the block, asks for the number of processes in the user's code.
 
     Not on one process, and not under a profiler of Python's own. It ends where torch's compiler begins, which it would
@@ -135,6 +137,7 @@ def watching_calls(found: list[str], where: str, *, ranks: bool = False) -> Iter
         found: gets the places, and what is asked there.
         where: what is called, as in "the loss".
         ranks: note also where it asks for its rank, which no other process shows that computes the same.
+        variables_too: note also functions that read that number from a variable, or from the run.
 
     Raises:
         ConfigError: where a process exchanges values with others, before it waits for them.
@@ -145,6 +148,8 @@ def watching_calls(found: list[str], where: str, *, ranks: bool = False) -> Iter
 
     def note(frame: FrameType, event: str, _: object) -> None:
         code = frame.f_code
+        if variables_too and event == "call" and (read := _count_in(frame)):
+            found.append(read)
         if event != "call" or code.co_filename not in _FILES:
             return
         if code.co_filename == _COMPILER:
@@ -188,6 +193,18 @@ def _place(frame: FrameType, *, installed: bool = False) -> str:
     return ""
 
 
+def _count_in(frame: FrameType) -> str:
+    """Where a function of the user's reads the number of processes from a variable, or from the run; else empty."""
+    code, globals_ = frame.f_code, frame.f_globals
+    names = {name for name in (*code.co_names, *code.co_freevars) if _COUNTS.fullmatch(name)}
+    if not names or not is_users_code(code, globals_.get("__name__", "")):
+        return ""
+    values = {name: frame.f_locals.get(name, globals_.get(name)) for name in names}
+    found = [n for n in sorted(names) if type(values[n]) is int and values[n] == dist.get_world_size()]
+    found += ["run.world.world_size"] if names >= {"world", "world_size"} and not found else []
+    return f"{Path(code.co_filename).name}:{code.co_firstlineno}: {found[0]}" if found else ""
+
+
 def _tools() -> set[str]:
     """The modules of tools that have put functions of their own in the place of torch.distributed's."""
     functions = [each for each in vars(dist).values() if type(each) is FunctionType]
@@ -206,17 +223,23 @@ def counts_read(found: Snapshot, codes: Iterable[CodeType], ranks: int) -> list[
 
 
 def warn_of_settings() -> None:
-    """Warns of settings that the files of the running loop compute from the number of processes."""
-    from lockstep.lint.check import settings_by_world_size  # seldom needed, and slow to import
+    """Warns of settings and evaluations that the files of the running loop make depend on the number of processes."""
+    from lockstep.lint.check import depends_on_world_size  # seldom needed, and slow to import
 
     files = dict.fromkeys(frame.f_code.co_filename for frame in users_frames())
     texts = [("".join(linecache.getlines(file)), Path(file).name) for file in files]
-    found = [each for text, name in texts for each in settings_by_world_size(text, name)]
-    told = [f"{each.path}:{each.line}: {each.wrong.partition(' is another value')[0]}" for each in found]
+    found = [each for text, name in texts for each in depends_on_world_size(text, name)]
+    settings = [each for each in found if each.rule == "LS068"]
+    told = [f"{each.path}:{each.line}: {each.wrong.partition(' is another value')[0]}" for each in settings]
     if told:
         logger.warning(
             "The script computes settings from the number of processes (%s), so each number of them trains otherwise. "
             "Global batch and learning rate are those of all processes together: give them once. Where a line is "
             "right, write '# lockstep: ignore[LS068]' there.",
             shorten(told, 3),
+        )
+    for each in (each for each in found if each not in settings):
+        logger.warning(
+            "%s:%s: %s Give all samples to run.evaluate, or write '# lockstep: ignore[LS059]' there.",
+            *(each.path, each.line, each.wrong[:1].upper() + each.wrong[1:]),
         )
