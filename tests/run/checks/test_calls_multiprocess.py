@@ -232,7 +232,7 @@ def train(run, data):
     fit(run, *run.prepare(model, optimizer), data)
     run.print(world_size, "processes", len(data) * world_size)
 """
-LOOP = """
+FIT = """
 def fit(run, model, optimizer, data):
     for epoch in run.epochs(1):
         for batch in run.batches(data):
@@ -246,7 +246,7 @@ def run_script(world, text):
     """What is said of the settings of a script whose loop is in another file of the same name."""
     postpone_compiler()
     said, space = listened(), {"__name__": "script"}
-    for file, code in (("script.py", text), ("loops/script.py", LOOP)):
+    for file, code in (("script.py", text), ("loops/script.py", FIT)):
         linecache.cache[file] = (len(code), None, code.splitlines(keepends=True), file)
         exec(compile(code, file, "exec"), space)
     run = Run(RunOptions.of(global_batch=12, micro_batches=4, threads=1), world)
