@@ -597,6 +597,37 @@ def test_a_global_of_another_module_with_the_name_of_one_of_the_script_is_named(
     assert "engine.STEPS (1.0, was 0.03125)" in record.getMessage()
 
 
+WITHIN = """
+def fit(state, change, stop=None):
+    rate = {"value": 3.0}
+    for epoch in range(2):
+        state.begin_epoch()
+        state.begin_steps()
+        for step in range(3):
+            change()
+            if epoch * 3 + step == stop:
+                return state.capture(), rate
+"""
+AROUND = """
+def fit(inner, state, stop=None):
+    rate = {"value": 1.0}
+    def halve():
+        rate["value"] *= 0.5
+    return inner(state, halve, stop), rate
+"""
+
+
+def test_the_variables_of_two_functions_with_one_name_are_told_apart(caplog):
+    """Those of the function that is called stood in the place of those of its caller."""
+    inner, outer = {"__name__": "engine"}, {"__name__": "training"}
+    exec(compile(WITHIN, "engine.py", "exec"), inner)
+    exec(compile(AROUND, "training.py", "exec"), outer)
+    (stored, _), _ = outer["fit"](inner["fit"], LoopState(frozenset(), is_main=True), 4)
+    outer["fit"](inner["fit"], resumed(stored, inside=True))
+    (record,) = caplog.records
+    assert "training.fit: rate['value'] (1.0, was 0.03125)" in record.getMessage()
+
+
 def test_what_the_script_gives_back_itself_is_not_named(caplog):
     stored, _ = a_loop(LoopState(frozenset(), is_main=True), 3, stop=4)
     task = Task()

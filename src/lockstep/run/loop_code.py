@@ -484,6 +484,20 @@ def users_frames() -> Iterator[FrameType]:
     return reversed(frames)
 
 
+def owners_of(frames: Sequence[FrameType]) -> list[str]:
+    """What stands before the variables of each frame: ``fit: ``, and nothing for those of a script.
+
+    It is ``engine.fit: `` where a frame further in is of another function with that name, as one that it has called.
+    """
+    owners = list[str]()
+    for number, frame in enumerate(frames, 1):
+        code = frame.f_code
+        others = {each.f_code for each in frames[number:] if each.f_code.co_qualname == code.co_qualname}
+        module = f"{frame.f_globals.get('__name__')}." if others - {code} else ""
+        owners.append("" if code.co_name == "<module>" else f"{module}{code.co_qualname}: ")
+    return owners
+
+
 def read_in_loop(places: Iterable[str]) -> list[str]:
     """Those attributes and variables, by the words of a ``Snapshot``, that code of the user's frames names itself."""
     loads: set[tuple[str, str]] = set()

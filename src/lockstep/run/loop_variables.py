@@ -21,7 +21,15 @@ from typing import Any
 from lockstep.data.keyed import encoded_state, set_encoded_state
 from lockstep.errors import ConfigError
 from lockstep.numerics.hidden_state import Snapshot
-from lockstep.run.loop_code import Lost, changed_by_loop, changed_since, names_ahead, state_of, users_frames
+from lockstep.run.loop_code import (
+    Lost,
+    changed_by_loop,
+    changed_since,
+    names_ahead,
+    owners_of,
+    state_of,
+    users_frames,
+)
 from lockstep.run.variables import Variables
 from lockstep.text import shorten
 
@@ -158,9 +166,9 @@ class LoopState:
         Without objects that ``Lost`` cannot tell a loss to read, as iterators.
         """
         variables, ahead, of_inner = Variables.of_loop(self._known), set[str](), set[str]()
-        for frame in reversed(list(users_frames())):
+        frames = list(users_frames())
+        for frame, owner in zip(frames[::-1], owners_of(frames)[::-1]):
             code = frame.f_code
-            owner = "" if code.co_name == "<module>" else f"{code.co_qualname}: "
             named = names_ahead(code, frame.f_lasti) | of_inner & {*code.co_cellvars, *code.co_freevars}
             ahead |= {f"{owner}{name}" for name in named}
             of_inner = named.intersection(code.co_freevars)

@@ -55,6 +55,7 @@ from lockstep.run.loop_code import (
     live_in,
     methods_of,
     names_loaded,
+    owners_of,
     users_frames,
 )
 from lockstep.run.optimizer_step import PreparedOptimizer
@@ -142,15 +143,13 @@ class Variables:
         """Looks at the frames that are running."""
         found, frames = cls(known), list(users_frames())
         variables: list[tuple[str, Any, bool, Any]] = []
-        for frame, live in zip(frames, live_in(frames)):
-            code = frame.f_code
-            is_script = code.co_name == "<module>"
-            owner = "" if is_script else f"{code.co_qualname}: "
+        for frame, live, owner in zip(frames, live_in(frames), owners_of(frames)):
+            code, holder = frame.f_code, owner.removesuffix(": ") or frame.f_globals
             found.local |= {
                 f"{owner}{name}" for name in code.co_varnames + code.co_cellvars + code.co_freevars
             }
             variables += [
-                (f"{owner}{name}", value, name in live, frame.f_globals if is_script else code.co_qualname)
+                (f"{owner}{name}", value, name in live, holder)
                 for name, value in copied(frame.f_locals.items())
                 if not name.startswith("__")
             ]
