@@ -19,6 +19,7 @@ def imported():
 
 
 def rows(count=12):
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
     photos = [Image.new("RGB", (10, 12), (n, 2 * n, 3 * n)) for n in range(count)]
     features = datasets.Features(
         {
