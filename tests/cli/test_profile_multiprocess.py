@@ -58,6 +58,7 @@ def test_a_range_that_is_none_is_refused_before_anything_starts(command, tmp_pat
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_a_script_of_ones_own_is_shown_as_the_command_says_and_not_as_the_script_does(process, tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     result = process("run", "--devices", "cpu:2", "--profile", "1:2", "train.py")

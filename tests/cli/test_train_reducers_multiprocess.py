@@ -5,6 +5,7 @@ import pytest
 SHORT = ("--epochs", "1", "--set", "log.tensorboard=false", "--set", "checkpoint.every_epochs=0")
 
 
+@pytest.mark.slow
 def test_bytes_are_shown_and_no_proof_is_offered_below_level_a(process):
     options = ("--set", "training.reduce=bf16", "--set", "training.sync_batch_norm=true")
     result = process("train", "digits", *SHORT, "--devices", "cpu:2", *options)

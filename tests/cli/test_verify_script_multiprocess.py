@@ -99,6 +99,7 @@ print(seen)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("weight", "code", "reached", "said"),
     [

@@ -93,6 +93,7 @@ def test_a_run_goes_on_with_or_without_the_cache_and_with_any_workers(photos, wh
         assert_equal(train(photos, tmp_path / str(number), after), whole)
 
 
+@pytest.mark.slow
 def test_one_other_photo_would_be_noticed(photos, whole, tmp_path):
     other = tmp_path / "photos"
     shutil.copytree(photos, other)

@@ -18,6 +18,7 @@ def test_the_figure_in_the_docs_is_the_one_that_is_written(name):
     )
 
 
+@pytest.mark.slow
 def test_the_script_writes_them(tmp_path):
     subprocess.run([sys.executable, figures_file, tmp_path], check=True)
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == figures()

@@ -110,6 +110,7 @@ if run.is_main:
 """
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_for_those_that_have_come_to_the_end_is_not_left_waiting(command):
     """It waited in run.evaluate until the timeout of 600 s: an evaluation may take long, and nobody looked."""
     (command.folder / "script.py").write_text(AT_THE_END)
@@ -159,6 +160,7 @@ def test_a_worker_that_a_rank_terminates_stops_nothing(command):
     assert command.stdout == "True\n"
 
 
+@pytest.mark.slow
 @pytest.mark.fault("P9")
 def test_a_rank_that_ignores_sigterm_is_ended_within_five_seconds(command):
     command.loop("2:4:deaf")

@@ -84,6 +84,7 @@ def test_a_run_that_was_suspended_for_longer_than_its_stall_limit_continues(comm
     assert (code, len(lines)) == (75, 1), lines
 
 
+@pytest.mark.slow
 @pytest.mark.fault("P4")
 def test_ctrl_c_waits_for_a_checkpoint_that_is_being_written(command):
     command.loop("-1:5:slow_save")

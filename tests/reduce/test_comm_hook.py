@@ -140,6 +140,7 @@ def with_a_wrong_state(world):
         ddp(torch.zeros(1, 2)).sum().backward()
 
 
+@pytest.mark.slow
 def test_a_missing_state_is_named():
     run_ranks(with_a_wrong_state, 2)
 

@@ -47,6 +47,7 @@ def test_without_it_every_step_asks_the_system_again():
     assert min(second, third) > first / 4
 
 
+@pytest.mark.slow
 def test_a_thread_gets_blocks_larger_than_its_own_heap():
     code = """
 assert keep_freed_memory()

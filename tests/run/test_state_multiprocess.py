@@ -101,6 +101,7 @@ def save_between_epochs(world, directory, epochs):
     return whole_state(run, model, optimizer), evaluated
 
 
+@pytest.mark.slow
 @pytest.mark.fault("K9")
 def test_a_run_saved_after_an_epoch_goes_on_with_the_next(tmp_path):
     whole = run_ranks(save_between_epochs, 2, str(tmp_path / "whole"), 3)[0]

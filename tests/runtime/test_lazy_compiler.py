@@ -37,6 +37,7 @@ def run(program):
     )
 
 
+@pytest.mark.slow
 def test_training_does_not_import_the_compiler():
     done = run(TRAIN + "print('torch._dynamo' in sys.modules, 'sympy' in sys.modules)")
     assert (done.stdout, done.stderr) == ("False False\n", "")

@@ -205,6 +205,7 @@ def reading(world, workers, refuses=False):
     return found, len(set(locked)), sorted(locked) == sorted(unlocked)
 
 
+@pytest.mark.slow
 def test_batches_are_copied_to_a_gpu_out_of_the_memory_that_workers_write(machine):
     ((expected, *nothing),) = machine.run(reading, 1, 0)
     assert nothing == [0, True]

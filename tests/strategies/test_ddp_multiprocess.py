@@ -102,7 +102,8 @@ def test_every_job_in_every_precision_and_layout(case):
             require_same(case, found[case.name], alone[0][case.name], f"rank {rank} of {world_size}")
 
 
-@pytest.mark.parametrize("job", ["digits", pytest.param("recurrent", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("job", ["digits", "recurrent"])
 def test_a_ring_gives_other_bits_that_are_close(job):
     """The counter-check: what is compared here does depend on the order of sums.
 

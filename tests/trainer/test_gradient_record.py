@@ -83,6 +83,7 @@ def test_a_resumed_run_records_its_first_step_and_those_after_it_anew(tmp_path):
     assert (tmp_path / "parts" / FILE).read_text() == (tmp_path / "whole" / FILE).read_text()
 
 
+@pytest.mark.slow
 def test_recording_changes_no_bit(tmp_path):
     recorded = train(World(), tmp_path / "all", every=1, micro_batches=True)
     assert recorded == train(World(), tmp_path / "none", every=100)

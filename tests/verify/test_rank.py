@@ -132,6 +132,7 @@ def test_a_script_that_ends_before_is_observed_so_far(watched):
     assert 3 < len(trace.steps) < 99
 
 
+@pytest.mark.slow
 def test_runs_after_the_first_are_counted_since_they_are_not_observed(watched):
     closing = OWN_LOOP.replace("run.epochs(3)", "run.epochs(1)") + "run.close()\n"
     assert Trace.read(watched(closing, "one", steps=99) / "trace.json").further_runs == 0

@@ -78,6 +78,7 @@ def compared(make, workers, epochs, seeds):
     return mean(value for value, _ in alone), mean(value for value, _ in found)
 
 
+@pytest.mark.slow
 def test_a_perceptron_is_as_accurate_with_two_asynchronous_workers():
     alone, found = compared(perceptron, 2, 8, (0,))
     assert alone > 0.9
