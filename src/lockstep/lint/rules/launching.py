@@ -378,6 +378,7 @@ def _steps(script: Script) -> Iterator[tuple[ast.expr, str, ast.expr]]:
 
 
 def _of_rank(script: Script, node: ast.expr) -> bool:
+    """True for what depends on the rank, or is made of the shares of a sampler; other rules tell of these."""
     return "sampler" in script.text(node) or any(rank_kind(script, part) for part in script.sources(node))
 
 
