@@ -427,7 +427,7 @@ def _replaced(sampler: DistributedSampler[Any]) -> str:
     return (
         f"The DistributedSampler (shuffle={sampler.shuffle}, drop_last={sampler.drop_last}, seed={sampler.seed}) is "
         "replaced by the run's sample plan: the run's seed decides the order, no sample is read twice to fill up a "
-        f"rank, and set_epoch is not needed.{length * (sampler.num_replicas > 1)}{last}"
+        f"rank, and set_epoch is not needed.{length if sampler.num_replicas > 1 else ''}{last}"
     )
 
 

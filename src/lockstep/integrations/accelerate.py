@@ -257,10 +257,11 @@ class Accelerator:
 
         Does nothing between two micro-batches of a step, of which processes have different numbers.
         """
-        if self.is_last:
-            self._wait()
-            if self.stepped and self.passes is None:
-                self.run.fingerprint()
+        if not self.is_last:
+            return
+        self._wait()
+        if self.stepped and self.passes is None:
+            self.run.fingerprint()
 
     def main_process_first(self) -> AbstractContextManager[None]:
         """A context that the main process leaves before the others enter it. Collective."""

@@ -485,9 +485,9 @@ def users_frames() -> Iterator[FrameType]:
 
 
 def owners_of(frames: Sequence[FrameType]) -> list[str]:
-    """What stands before the variables of each frame: ``fit: ``, and nothing for those of a script.
+    """The words before the variables of each frame: ``fit: ``, and none before those of a script.
 
-    It is ``engine.fit: `` where a frame further in is of another function with that name, as one that it has called.
+    They are ``engine.fit: `` where a frame further in is of another function with that name, as one that it has called.
     """
     owners = list[str]()
     for number, frame in enumerate(frames, 1):

@@ -258,8 +258,10 @@ def _trims(script: Script) -> bool:
         if not dividing.issuperset(uses):
             return True
     split = [argument(call, "dataset", 0) for call in script.torch_calls("DistributedSampler")]
-    sizes = {f"len({script.text(data)})" for data in split if data is not None}
-    return any(script.text(node.upper) in sizes for node in script.find(ast.Slice) if node.upper is not None)
+    lengths = {f"len({script.text(data)})" for data in split if data is not None}
+    return any(
+        script.text(node.upper) in lengths for node in script.find(ast.Slice) if node.upper is not None
+    )
 
 
 def _is_read_here(script: Script, sampler: str) -> bool:

@@ -230,6 +230,7 @@ def warn_of_settings() -> None:
     texts = [("".join(linecache.getlines(file)), Path(file).name) for file in files]
     found = [each for text, name in texts for each in depends_on_world_size(text, name)]
     settings = [each for each in found if each.rule == "LS068"]
+    shares = [each for each in found if each.rule == "LS059"]
     told = [f"{each.path}:{each.line}: {each.wrong.partition(' is another value')[0]}" for each in settings]
     if told:
         logger.warning(
@@ -238,7 +239,7 @@ def warn_of_settings() -> None:
             "right, write '# lockstep: ignore[LS068]' there.",
             shorten(told, 3),
         )
-    for each in (each for each in found if each not in settings):
+    for each in shares:
         logger.warning(
             "%s:%s: %s Give all samples to run.evaluate, or write '# lockstep: ignore[LS059]' there.",
             *(each.path, each.line, each.wrong[:1].upper() + each.wrong[1:]),
