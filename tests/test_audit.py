@@ -186,6 +186,7 @@ def test_an_honest_run_of_any_layout_has_the_recorded_bits(home, strategy, ranks
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.slow
 def test_layouts_leave_the_same_steps_in_their_chains(home):
     one, two = train(home, name="one"), train(home, "training.strategy=fsdp", ranks=2, name="two")
     assert read_chain(one).last("step") == read_chain(two).last("step")
@@ -236,7 +237,7 @@ TAMPERED = {
 
 @pytest.mark.parametrize(
     "tamper",
-    [pytest.param(each, marks=[pytest.mark.slow] * (each in ("skip 3", "rate 3"))) for each in TAMPERED],
+    [pytest.param(each, marks=[pytest.mark.slow] * (each != "poison 5")) for each in TAMPERED],
 )
 def test_what_was_done_in_secret_is_found(home, tamper):
     found = findings(train(home, tamper=tamper))

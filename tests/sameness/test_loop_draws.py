@@ -374,7 +374,7 @@ def require_labels_refused(text, stop):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("stop", [4, 6])
+@pytest.mark.parametrize("stop", [4, pytest.param(6, marks=pytest.mark.slow)])
 def test_labels_that_the_loop_changes_in_its_data_set_are_not_lost_in_silence(kind, stop):
     """Neither of the samples that are compared at a resume was one of those that had changed."""
     require_labels_refused(relabelled(kind), stop)
@@ -525,6 +525,10 @@ PLACES = {
 }
 QUICK_PLACES = ("beta", "task.beta")
 """Those that are set in more ways than one in ``make test``."""
+of_places = pytest.mark.parametrize(
+    "read",
+    [pytest.param(each, marks=[pytest.mark.slow] * (each not in QUICK_PLACES)) for each in PLACES],
+)
 
 
 def weighted(read, epoch="pass", step="pass", after="pass"):
@@ -540,7 +544,7 @@ def weighted(read, epoch="pass", step="pass", after="pass"):
 
 
 @pytest.mark.parametrize("read", PLACES)
-@pytest.mark.parametrize("stop", [3, 4])
+@pytest.mark.parametrize("stop", [3, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_number_that_the_loss_reads_and_the_loop_changes_is_not_resumed_without_its_value(read, stop):
     """It was named in a warning, and the run went on with other bits."""
     text = weighted(read, after=f"{read} += 0.1")
@@ -549,7 +553,7 @@ def test_a_number_that_the_loss_reads_and_the_loop_changes_is_not_resumed_withou
     assert f"The loss or the model reads {PLACES[read]}, which the loop changes" in ended.sentence
 
 
-@pytest.mark.parametrize("read", PLACES)
+@of_places
 def test_such_a_number_is_not_resumed_after_the_first_epoch_either(read):
     """An attribute that is the same at each start of an epoch was taken for one that is set there."""
     text = over_first_epoch(weighted(read, after=f"{read} += 0.1"))
@@ -558,7 +562,7 @@ def test_such_a_number_is_not_resumed_after_the_first_epoch_either(read):
     assert f"The loss or the model reads {PLACES[read]}, which the loop changes" in ended.sentence
 
 
-@pytest.mark.parametrize("read", PLACES)
+@of_places
 def test_a_number_that_is_set_after_each_step_is_not_resumed_without_its_value(read):
     """A variable that only the loss reads was taken for one that nothing reads."""
     text = weighted(read, after=f"{read} = 0.1 + 0.1 * run.position.step")
@@ -567,7 +571,7 @@ def test_a_number_that_is_set_after_each_step_is_not_resumed_without_its_value(r
     assert f"The loss or the model reads {PLACES[read]}, which the loop changes" in ended.sentence
 
 
-@pytest.mark.parametrize("read", PLACES)
+@of_places
 def test_a_number_that_each_epoch_sets_goes_on_after_the_first_one(read):
     text = weighted(read, epoch=f"{read} = 0.1 * (epoch + 1)")
     require_equal(alone(text), over_first_epoch(text), [SINGLE, SINGLE])

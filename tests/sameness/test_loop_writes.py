@@ -175,7 +175,7 @@ def expected():
 
 def is_quick(layout, change):
     """What servers refuse is told by the same exchange as what stages do."""
-    return layout == "pipeline" or (layout == "servers" and change in (scale_all, freeze))
+    return (layout, change) in (("pipeline", scale_all), ("pipeline", clear_gradients), ("servers", freeze))
 
 
 def marked(layouts, quick=QUICK):
@@ -243,7 +243,8 @@ def at_the_end(world, settings, change):
 
 
 @pytest.mark.parametrize(
-    "strategy", ["ddp", "fsdp", pytest.param("parameter_server", marks=pytest.mark.slow)]
+    "strategy",
+    ["ddp", *(pytest.param(each, marks=pytest.mark.slow) for each in ("fsdp", "parameter_server"))],
 )
 def test_numbers_are_not_told_of_parameters_that_one_rank_has_changed(strategy):
     """An evaluation after the last step was of a mixture, and the run ended as if nothing were wrong."""

@@ -224,7 +224,6 @@ REFUSED = {
     ("channels_last", "fsdp-pipeline"): "is stored in channels-last order",
 }
 """Cases that a layout refuses, and how."""
-QUICK = ("servers",)
 
 
 @functools.cache
@@ -232,14 +231,8 @@ def alone():
     return outcomes(EQUAL, "single")
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK))
-        for name in LAYOUTS
-        if name not in ("single", "tensor")
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name not in ("single", "tensor")])
 def test_odd_models_have_the_bits_of_one_device(layout):
     for program, expected, found in zip(EQUAL, alone(), outcomes(EQUAL, layout)):
         assert not expected.fault and not expected.refusal, (program.__name__, expected)

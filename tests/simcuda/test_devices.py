@@ -294,7 +294,11 @@ def changed_settings(world, change):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ("benchmark", "torch.backends.cudnn.benchmark was False after lockstep.init, and is True now"),
+        pytest.param(
+            "benchmark",
+            "torch.backends.cudnn.benchmark was False after lockstep.init, and is True now",
+            marks=pytest.mark.slow,
+        ),
         (
             "deterministic",
             r"torch.get_deterministic_debug_mode\(\) was 2 .* lockstep.init\(deterministic=False\)",
@@ -430,7 +434,7 @@ def fused(world, everywhere):
     return train(world, "perceptron", "ddp", {}).fingerprint, lines
 
 
-@pytest.mark.parametrize("everywhere", [True, False])
+@pytest.mark.parametrize("everywhere", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_gradients_are_summed_by_collectives_where_the_fused_kernel_is_not_possible(
     machine, trained, everywhere
 ):

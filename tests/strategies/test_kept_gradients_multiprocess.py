@@ -133,7 +133,10 @@ def test_a_gradient_that_is_not_cleared_stays_one_tensor(world_size, ways):
 @pytest.mark.parametrize(
     "keep",
     [
-        pytest.param(each, marks=[pytest.mark.slow] * (each in ("an array", "a view", "the gradient")))
+        pytest.param(
+            each,
+            marks=[pytest.mark.slow] * (each in ("an array", "a view", "the gradient", "in another process")),
+        )
         for each in KEEP
     ],
 )

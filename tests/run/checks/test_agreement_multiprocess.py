@@ -316,7 +316,11 @@ def drifting(world, what, drifts_in):
     [
         ("parameter", "4.weight"),
         ("lr", "<lr of optimizer 0, group 0>' is 0.1 on ranks 0, 2; 0.05 on rank 1"),
-        ("mode", "0 is in training mode on ranks 0, 2; in evaluation mode on rank 1. Every rank has to call"),
+        pytest.param(
+            "mode",
+            "0 is in training mode on ranks 0, 2; in evaluation mode on rank 1. Every rank has to call",
+            marks=pytest.mark.slow,
+        ),
         (
             "frozen",
             "4.bias is trained on ranks 0, 2; frozen on rank 1. Every rank has to call requires_grad_()",

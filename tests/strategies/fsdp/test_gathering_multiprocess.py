@@ -412,6 +412,7 @@ def evaluated_with_padding(world, strategy):
     return found
 
 
+@pytest.mark.slow
 def test_an_encoder_that_leaves_out_padding_on_one_device_is_refused():
     ((nested, padded),) = run_ranks(evaluated_with_padding, 1, "single")
     assert nested != padded
