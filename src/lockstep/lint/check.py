@@ -51,10 +51,11 @@ def check_text(text: str, path: str = "script.py", rules: Iterable[LintRule] = R
 
 
 def depends_on_world_size(text: str, path: str) -> list[Finding]:
-    """The findings of LS059 and LS068 in a file of a program that uses Lockstep; none in a text that is no script."""
+    """The findings of LS059, LS068 and LS069 in a file of a program that uses Lockstep; none in what is no script."""
     rules = (
         replace(launching.recipe_by_world_size, check=launching.by_world_size),
-        sampling.metric_of_one_share,
+        replace(sampling.metric_of_one_share, check=sampling.of_one_share),
+        launching.loss_of_all_combined,
     )
     try:
         return check_text(text, path, rules) if launching.COUNTS.search(text) else []

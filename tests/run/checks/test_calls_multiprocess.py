@@ -242,6 +242,9 @@ def fit(run, model, optimizer, data):
 """
 
 
+SAID = ("computes settings", "share of these samples", "changes a loss of run.backward")
+
+
 def run_script(world, text):
     """What is said of the settings of a script whose loop is in another file of the same name."""
     postpone_compiler()
@@ -252,7 +255,7 @@ def run_script(world, text):
     run = Run(RunOptions.of(global_batch=12, micro_batches=4, threads=1), world)
     space["train"](run, Rows())
     run.close()
-    return [each for each in said if "computes settings" in each or "share of these samples" in each]
+    return [each for each in said if any(words in each for words in SAID)]
 
 
 def run_scripts(world, texts):
@@ -285,6 +288,16 @@ STEPS = (
         "val_set = data; validation = DataLoader(val_set, 4, sampler=DistributedSampler(val_set, 2, 0))",
         "for x, _ in validation: model(x)",
         "script.py:11: Each rank evaluates a share of these samples",
+    ),
+    (
+        "val_set = data",
+        "for i in range(run.world.rank, len(val_set), run.world.world_size): model(val_set[i][0])",
+        "script.py:15: Each rank evaluates a share of these samples",
+    ),
+    (
+        "pass",
+        "print(run.backward(batch, nn.CrossEntropyLoss()) / run.world.world_size)",
+        "script.py:15: Run.backward(batch, nn.CrossEntropyLoss()) / run.world.world_size changes a loss of run",
     ),
 )
 

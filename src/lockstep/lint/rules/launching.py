@@ -303,6 +303,8 @@ COUNTS = re.compile(
 _COMPUTING = re.compile(
     "int|float|round|abs|min|max|pow|sqrt|log|ceil|floor|get|getenv|range|list|islice|enumerate"
 )
+_MEANS = re.compile("AVG|MAX|MIN")
+"""Operations of a reduction that leave equal numbers as they are."""
 _SEEDS = ("manual_seed", "manual_seed_all", "seed", "default_rng", "RandomState")
 _CUTS = ("Subset", "random_split")
 _SETTERS = dict.fromkeys(("clip_gradients", "epochs", *_SEEDS), 0)
@@ -375,6 +377,45 @@ def _steps(script: Script) -> Iterator[tuple[ast.expr, str, ast.expr]]:
         tests += [getattr(each, "iter" if isinstance(each, ast.For) else "test") for each in loops]
         name = method(node) if isinstance(node, ast.Call) else "break"
         yield from ((each, name, each) for each in tests if not _of_rank(script, each))
+
+
+@rule(
+    "LS069",
+    "A loss of Lockstep, which is that of all processes, is summed over them or divided by their number.",
+)
+def loss_of_all_combined(script: Script) -> Iterator[Hit]:
+    """What `run.backward` returns; not where one function does both, whose result is the loss again."""
+    passes = set(script.method_calls("backward", "backward_by"))
+    reductions = script.torch_calls("all_reduce", "reduce", within="torch.distributed.")
+    summed = [
+        (call, call.args[0]) for call in reductions if call.args and not _MEANS.search(script.text(call))
+    ]
+    divided = [(node, whole) for node, whole, by in _divisions(script) if _counted(script, by) is not None]
+    combined = [
+        [node for node, loss in pairs if not passes.isdisjoint(script.sources(loss))]
+        for pairs in (summed, divided)
+    ]
+    for here, there in (combined, combined[::-1]):
+        balanced = {script.scope(node) for node in there}
+        for node in here:
+            if script.scope(node) not in balanced:
+                yield Hit(
+                    node,
+                    f"{script.text(node)} changes a loss of run.backward, which is that of all processes already.",
+                    "delete this: the loss as it is returned is the same number on every process",
+                )
+
+
+def _divisions(script: Script) -> Iterator[tuple[ast.expr | ast.stmt, ast.expr, ast.expr]]:
+    """(division, what is divided, what it is divided by)."""
+    for node in script.nodes:
+        match node:
+            case (
+                ast.BinOp(left=whole, op=ast.Div(), right=by)
+                | ast.AugAssign(target=whole, op=ast.Div(), value=by)
+                | ast.Call(func=ast.Attribute(value=whole, attr="div" | "div_"), args=[by])
+            ):
+                yield node, whole, by
 
 
 def _of_rank(script: Script, node: ast.expr) -> bool:

@@ -7,8 +7,9 @@ import re
 from collections.abc import Iterator
 
 from lockstep.lint.finding import Hit, rule
-from lockstep.lint.ranks import mentions_rank, on_one_rank
+from lockstep.lint.ranks import lower_name, mentions_rank, on_one_rank
 from lockstep.lint.rules.gradients import divisors
+from lockstep.lint.rules.launching import COUNTS
 from lockstep.lint.script import Script, argument, arguments, constant, is_open, last_name, parameters
 from lockstep.lint.wrappers import DDP, is_distributed, is_managed, reduces, starts_group, wraps
 
@@ -191,19 +192,29 @@ def padded_samples_counted(script: Script) -> Iterator[Hit]:
     "Validation is shared out between the ranks and nothing brings the counts together: the metric is of one share.",
 )
 def metric_of_one_share(script: Script) -> Iterator[Hit]:
-    """Only where the shares are read in this file, and nothing in it reduces or gathers anything."""
-    is_shared = is_distributed(script) or "lockstep" in script.imported_roots
-    if not is_shared or reduces(script) or "torchmetrics" in script.imported_roots:
+    """Only where the shares are read in this file, of a DistributedSampler or by `range(rank, n, world_size)`,
+    `data[rank::world_size]` or `i % world_size`, and nothing in it reduces or gathers anything."""
+    if is_distributed(script) or "lockstep" in script.imported_roots:
+        yield from of_one_share(script)
+
+
+def of_one_share(script: Script) -> Iterator[Hit]:
+    """The validation samples of a file of which each process reads a share, whether it shows that there are several."""
+    if reduces(script) or "torchmetrics" in script.imported_roots:
         return
-    for call in script.torch_calls("DistributedSampler"):
-        sampler = assigned_name(script, call) or script.text(call)
-        if for_evaluation(script, call) and _is_read_here(script, sampler):
-            yield Hit(
-                call,
-                "each rank evaluates a share of these samples and no line sums over the ranks: what is reported "
-                "holds for one share.",
-                "torch.distributed.all_reduce(correct); torch.distributed.all_reduce(count)  # then correct / count",
-            )
+    samplers = [(call, assigned_name(script, call)) for call in script.torch_calls("DistributedSampler")]
+    shared: list[ast.expr] = [
+        call
+        for call, name in samplers
+        if for_evaluation(script, call) and _is_read_here(script, name or script.text(call))
+    ]
+    for place in [*shared, *_shares_by_rank(script)]:
+        yield Hit(
+            place,
+            "each rank evaluates a share of these samples and no line sums over the ranks: what is reported "
+            "holds for one share.",
+            "torch.distributed.all_reduce(correct); torch.distributed.all_reduce(count)  # then correct / count",
+        )
 
 
 @rule("LS008", "The split into training and validation data is drawn without a seed that the ranks share.")
@@ -276,6 +287,45 @@ def _is_read_here(script: Script, sampler: str) -> bool:
     loops = script.find(ast.For)
     read = {part.id for loop in loops for part in ast.walk(loop.iter) if isinstance(part, ast.Name)}
     return bool(sampler) and bool(names & read)
+
+
+def _shares_by_rank(script: Script) -> Iterator[ast.expr]:
+    """What says that a loop over validation samples reads every so many of them, from one that the rank decides."""
+    passes = script.method_calls("backward")
+    loops: list[ast.For | ast.comprehension] = [*script.find(ast.For), *script.find(ast.comprehension)]
+    for loop in loops:
+        scope = script.scope(loop)
+        names = [part.id for part in script.sources(loop.iter) if isinstance(part, ast.Name)]
+        words = " ".join(names).lower()
+        is_named = _EVALUATION.search(words.replace("_", " ")) and "train" not in words
+        is_inside = not isinstance(scope, ast.Module) and re.search("eval|valid", scope.name.lower())
+        if (is_named or is_inside) and not any(script.holds(loop, each) for each in passes):
+            yield from [each for each in [loop.iter, *_skipping(loop)] if _is_by_rank(script, each)][:1]
+
+
+def _skipping(loop: ast.For | ast.comprehension) -> list[ast.expr]:
+    """The conditions under which a loop leaves out a sample, or takes it."""
+    if isinstance(loop, ast.comprehension):
+        return loop.ifs
+    return [each.test for each in loop.body if isinstance(each, ast.If)]
+
+
+def _is_by_rank(script: Script, node: ast.expr) -> bool:
+    """True where the rank and the number of processes choose together: ``range(rank, n, world_size)`` and the like."""
+    for part in script.sources(node):
+        match part:
+            case (
+                ast.Call(func=ast.Name("range"), args=[first, _, every]) | ast.Slice(lower=first, step=every)
+            ):
+                pass
+            case ast.Compare(left=ast.BinOp(op=ast.Mod(), right=every), comparators=[first]):
+                pass
+            case _:
+                continue
+        counts = [] if every is None else [lower_name(each) for each in script.sources(every)]
+        if any(map(COUNTS.fullmatch, counts)) and mentions_rank(script, first):
+            return True
+    return False
 
 
 def _read_by_workers(script: Script, name: str) -> bool:

@@ -222,15 +222,18 @@ def counts_read(found: Snapshot, codes: Iterable[CodeType], ranks: int) -> list[
     return [*read, "an attribute world_size"] if is_of_run else read
 
 
+_REMEDIES = {"LS059": "Give all samples to run.evaluate", "LS069": "Print it as it is returned"}
+"""What to do about the findings of a rule, by its number."""
+
+
 def warn_of_settings() -> None:
-    """Warns of settings and evaluations that the files of the running loop make depend on the number of processes."""
+    """Warns of settings and numbers that the files of the running loop make depend on the number of processes."""
     from lockstep.lint.check import depends_on_world_size  # seldom needed, and slow to import
 
     files = dict.fromkeys(frame.f_code.co_filename for frame in users_frames())
     texts = [("".join(linecache.getlines(file)), Path(file).name) for file in files]
     found = [each for text, name in texts for each in depends_on_world_size(text, name)]
     settings = [each for each in found if each.rule == "LS068"]
-    shares = [each for each in found if each.rule == "LS059"]
     told = [f"{each.path}:{each.line}: {each.wrong.partition(' is another value')[0]}" for each in settings]
     if told:
         logger.warning(
@@ -239,8 +242,10 @@ def warn_of_settings() -> None:
             "right, write '# lockstep: ignore[LS068]' there.",
             shorten(told, 3),
         )
-    for each in shares:
-        logger.warning(
-            "%s:%s: %s Give all samples to run.evaluate, or write '# lockstep: ignore[LS059]' there.",
-            *(each.path, each.line, each.wrong[:1].upper() + each.wrong[1:]),
-        )
+    for each in found:
+        if each.rule in _REMEDIES:
+            wrong = each.wrong[:1].upper() + each.wrong[1:]
+            logger.warning(
+                "%s:%s: %s %s, or write '# lockstep: ignore[%s]' there.",
+                *(each.path, each.line, wrong, _REMEDIES[each.rule], each.rule),
+            )
