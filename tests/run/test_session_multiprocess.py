@@ -1,9 +1,17 @@
 """The end of a run: nothing may hold on to a process group that the interpreter would then take apart."""
 
+import contextlib
 import subprocess
 import sys
 
 import pytest
+import torch
+from tests.ranks import run_ranks
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from lockstep.run import Run, RunOptions
+from lockstep.runtime.events import Callback
 
 SCRIPT = """\
 import os, sys, torch, lockstep
@@ -37,3 +45,41 @@ def test_closing_a_run_ends_the_threads_of_its_groups(exchange, tmp_path):
     assert done.returncode == 0, done.stderr
     before, after = map(int, done.stdout.split())
     assert after < before, f"{exchange}: {after} of {before} threads are left"
+
+
+class Closed(Callback):
+    times = 0
+
+    def on_close(self, run):
+        self.times += 1
+
+
+def two_folds(world, error):
+    """The fingerprints of two runs, one after the other, and whether the first was closed at the end of its block."""
+    found, runs = [], []
+    for fold in range(2):
+        with (
+            contextlib.suppress(ValueError),
+            Run(RunOptions.of(global_batch=8, micro_batches=4), world) as run,
+        ):
+            runs.append(Closed())
+            run.add_callback(runs[-1])
+            torch.manual_seed(fold)
+            model = nn.Linear(4, 2)
+            model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            for batch in run.batches(TensorDataset(torch.ones(16, 4), torch.zeros(16, dtype=torch.int64))):
+                run.backward(batch, nn.CrossEntropyLoss())
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(run.fingerprint())
+            if error:
+                raise ValueError
+    return found, [each.times for each in runs]
+
+
+@pytest.mark.parametrize("error", [False, True])
+def test_a_run_is_closed_at_the_end_of_its_block_unless_an_error_leaves_it(error):
+    (alone, _), *_ = run_ranks(two_folds, 1, error)
+    for found, closed in run_ranks(two_folds, 2, error):
+        assert found == alone
+        assert closed == ([0, 0] if error else [1, 1])

@@ -526,6 +526,14 @@ class Run:
         """Shows what is done inside as ``name`` in the timeline that ``profile`` asks for, and tells callbacks."""
         return self._events.span(name)
 
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        """Closes the run, unless an error left the block: closing waits for processes that may not come."""
+        if kind is None:
+            self.close()
+
     def close(self) -> None:
         """Ends loader workers and leaves the process group. Called by itself when the program ends. Collective."""
         for call in self._events.close:
