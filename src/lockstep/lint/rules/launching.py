@@ -9,7 +9,17 @@ from collections.abc import Iterable, Iterator
 from lockstep.lint.finding import Hit, rule
 from lockstep.lint.ranks import GLOBAL, LOCAL, lower_name, numbers_processes, proved_rank, rank_kind
 from lockstep.lint.rules.gradients import gradient_reductions
-from lockstep.lint.script import FUNCTIONS, Script, argument, bindings, constant, last_name, method, receiver
+from lockstep.lint.script import (
+    FUNCTIONS,
+    Script,
+    argument,
+    arguments,
+    bindings,
+    constant,
+    last_name,
+    method,
+    receiver,
+)
 from lockstep.lint.wrappers import DDP, is_managed, starts_group, wraps
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -322,7 +332,7 @@ _EXPRESSIONS = (
 )
 def recipe_by_world_size(script: Script) -> Iterator[Hit]:
     """In files that import Lockstep: `global_batch`, `lr`, `T_max` and the like, epochs, clipping, gradients, seeds,
-    conditions and loops around a step, cut data sets; also by `len()` of a loader that is split."""
+    layers of torch, conditions and loops around a step, cut data sets; also by `len()` of a loader that is split."""
     if "lockstep" in script.imported_roots or script.calls_of("lockstep.init"):
         yield from by_world_size(script)
 
@@ -349,6 +359,8 @@ def _settings(script: Script) -> Iterator[tuple[ast.expr, str, ast.expr]]:
         if script.name(call).startswith("torch.optim."):
             word = "lr" if "lr_sch" not in script.name(call) else name
             yield from ((call, word, each) for each in call.args[1:])
+        elif script.name(call).startswith("torch.nn.") and ".parallel." not in script.name(call):
+            yield from ((call, name, each) for each in arguments(call))
         elif name in _SETTERS and not (name in _CUTS and _of_rank(script, call)):
             yield from ((call, name, each) for each in call.args[_SETTERS[name] :])
         elif name.endswith("_") and owner.endswith((".grad", ".data")):
