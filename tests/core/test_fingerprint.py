@@ -3,10 +3,12 @@
 import dataclasses
 import hashlib
 import json
+import platform
 
 import pytest
 import torch
 
+from lockstep.core import fingerprint
 from lockstep.core.fingerprint import (
     Context,
     checksum,
@@ -110,6 +112,34 @@ def test_the_world_is_no_part_of_the_context():
 
 def test_a_cpu_is_named_by_its_vector_instructions():
     assert torch.backends.cpu.get_cpu_capability() in device_model(torch.device("cpu"))
+
+
+def arm_cpu(parts, features):
+    return "".join(
+        f"processor\t: {n}\nFeatures\t: {features}\nCPU implementer\t: 0x41\nCPU part\t: {part}\n\n"
+        for n, part in enumerate(parts)
+    )
+
+
+def test_an_arm_cpu_is_named_by_its_cores_and_their_instructions(monkeypatch, tmp_path):
+    """All of them were one CPU, so that a run went on under code of other bits without a word."""
+    info, cpu, found = tmp_path / "cpuinfo", torch.device("cpu"), set()
+    monkeypatch.setattr(fingerprint, "_CPU_INFO", info)
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    for parts, features in (
+        (["0xd0c"] * 2, "fp asimd asimdhp"),
+        (["0xd40"] * 2, "fp asimd asimdhp"),
+        (["0xd40"] * 2, "fp asimd asimdhp sve i8mm bf16"),
+        (["0xd40", "0xd0c"], "fp asimd asimdhp"),
+    ):
+        info.write_text(arm_cpu(parts, features))
+        found.add((cpu_of(cpu), device_model(cpu)))
+    assert len(found) == 4
+    assert cpu_of(cpu).startswith("0x41 0xd40 0xd0c ")
+    info.write_text(arm_cpu(["0xd40"], "asimdhp sve bf16"))
+    monkeypatch.setattr(fingerprint, "has_mkl", lambda: False)
+    monkeypatch.setenv("OPENBLAS_CORETYPE", "NEOVERSEV1")
+    assert device_model(cpu).endswith(" asimdhp bf16 sve OPENBLAS_CORETYPE=NEOVERSEV1")
 
 
 def test_variables_by_which_libraries_choose_other_code_are_part_of_the_device(monkeypatch):

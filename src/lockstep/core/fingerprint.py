@@ -24,7 +24,12 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SUMMED = 512
 """Bytes whose sum gets one weight in a checksum."""
 _SPREAD = 0x9E3779B97F4A7C15
-_MATRIX_INSTRUCTIONS = ("avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16")
+_CPU_INFO = Path("/proc/cpuinfo")
+_MATRIX_INSTRUCTIONS = (
+    *("avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16"),
+    *("asimdhp", "asimdfhm", "bf16", "i8mm", "sve", "sve2", "svebf16", "sme"),
+)
+"""Those of x86-64, then those of 64-bit Arm, which libraries choose between at run time."""
 _KERNEL_VARIABLES = {
     "cpu": "MKL_CBWR ONEDNN_MAX_CPU_ISA DNNL_MAX_CPU_ISA ONEDNN_DEFAULT_FPMATH_MODE DNNL_DEFAULT_FPMATH_MODE",
     "cuda": "NVIDIA_TF32_OVERRIDE CUBLASLT_WORKSPACE_SIZE CUDNN_CONV_WSCAP_DBG TORCH_BLAS_PREFER_CUBLASLT",
@@ -160,6 +165,7 @@ def device_model(device: torch.device, *, portable: bool = False) -> str:
     vector instructions. Of both the environment variables by which libraries choose other code than they would.
     """
     names = _KERNEL_VARIABLES.get(device.type, "").split()
+    names += [] if has_mkl() else ["OPENBLAS_CORETYPE"]
     chosen = [f"{name}={os.environ[name]}" for name in names if os.environ.get(name)]
     if device.type == "cuda":
         count = torch.cuda.get_device_properties(device).multi_processor_count
@@ -182,10 +188,13 @@ def _cublas() -> str:
 
 
 def cpu_of(device: torch.device) -> str:
-    """The CPU's maker, by which libraries choose their code, and torch's library for matrix products; "" on a GPU."""
+    """The CPU's maker, by which libraries choose their code, and torch's library for matrix products; "" on a GPU.
+
+    Of an Arm CPU also the design of its cores, since OpenBLAS has other code for each.
+    """
     if device.type != "cpu":
         return ""
-    maker = " ".join(_of_cpu("vendor_id")) or platform.machine()
+    maker = " ".join(_of_cpu("vendor_id", "CPU implementer", "CPU part")) or platform.machine()
     return f"{maker} {'MKL' if has_mkl() else 'without MKL'}"
 
 
@@ -195,14 +204,16 @@ def has_mkl() -> bool:
 
 
 def _matrix_instructions() -> list[str]:
-    """The CPU's instructions for bf16 and fp16, as Linux names them; unknown elsewhere."""
-    return [name for name in _MATRIX_INSTRUCTIONS if name in _of_cpu("flags")]
+    """The CPU's instructions for matrix products and for bf16 and fp16, as Linux names them; unknown elsewhere."""
+    has = _of_cpu("flags", "Features")
+    return [name for name in _MATRIX_INSTRUCTIONS if name in has]
 
 
-def _of_cpu(entry: str) -> list[str]:
-    """The words of an entry of ``/proc/cpuinfo``, of the first core; none where Linux does not say."""
+def _of_cpu(*entries: str) -> list[str]:
+    """The words of entries of ``/proc/cpuinfo``, over all cores, each once; none where Linux does not say."""
     try:
-        text = Path("/proc/cpuinfo").read_text()
+        lines = _CPU_INFO.read_text().splitlines()
     except OSError:
         return []
-    return next((line.partition(":")[2].split() for line in text.splitlines() if line.startswith(entry)), [])
+    values = (value for name, _, value in (line.partition(":") for line in lines) if name.strip() in entries)
+    return list(dict.fromkeys(word for value in dict.fromkeys(values) for word in value.split()))
