@@ -165,7 +165,7 @@ def device_model(device: torch.device, *, portable: bool = False) -> str:
     vector instructions. Of both the environment variables by which libraries choose other code than they would.
     """
     names = _KERNEL_VARIABLES.get(device.type, "").split()
-    names += [] if has_mkl() else ["OPENBLAS_CORETYPE"]
+    names += ["OPENBLAS_CORETYPE"] if device.type == "cpu" and not has_mkl() else []
     chosen = [f"{name}={os.environ[name]}" for name in names if os.environ.get(name)]
     if device.type == "cuda":
         count = torch.cuda.get_device_properties(device).multi_processor_count
