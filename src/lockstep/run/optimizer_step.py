@@ -194,7 +194,9 @@ class GradientState:
         if self._strategy.writes is not None:
             self._strategy.writes.note(self._strategy.watched())
         self._reduced = True
-        self._holding |= {id(o) for o in self._optimizers if has_gradients(o)}
+        # A process without parameters of an optimizer, such as a worker, cannot tell whether others have gradients.
+        apart = not self._strategy.replicated
+        self._holding |= {id(o) for o in self._optimizers if apart or has_gradients(o)}
 
     def fail(self, step: int, error: Exception) -> None:
         """Notes that the backward pass of a step raised on this rank, while other ranks may go on with it."""

@@ -189,3 +189,25 @@ def test_a_backward_pass_onto_gradients_that_a_server_has_is_refused(world, serv
         assert said, "the second step began with kept gradients"
         assert all(text.startswith("backward() adds to the gradient of '") for text in said)
         assert all("Call optimizer.zero_grad() before it, without set_to_none=False" in text for text in said)
+
+
+def stepped_after_the_loop(world, strategy):
+    """The fingerprint after a step of every two batches, and one of the last batch below the loop."""
+    run, _, optimizer = begin(network(), torch.optim.SGD, strategy=strategy)
+    for _ in run.epochs(1):
+        for number, batch in enumerate(run.batches(dataset(72))):
+            run.backward(batch, nn.functional.cross_entropy)
+            if number % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert number % 2 == 0, "the last batch is left over"
+    optimizer.step()
+    found = run.fingerprint()
+    run.close()
+    return found
+
+
+def test_a_step_below_the_loop_takes_what_was_left_over():
+    """A worker, which holds no gradient, took it for a step without a backward pass."""
+    alone = run_ranks(stepped_after_the_loop, 1, "single")
+    assert set(run_ranks(stepped_after_the_loop, 3, "parameter_server")) == set(alone)
