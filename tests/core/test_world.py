@@ -1,6 +1,8 @@
 """A process knows its place from what its launcher says, or refuses."""
 
 import dataclasses
+import subprocess
+import sys
 
 import pytest
 
@@ -254,3 +256,14 @@ def test_the_threads_of_openmp_are_those_of_its_first_level():
     for text in ("abc", "0", "-1", "1.5", "9" * 20):
         with pytest.raises(ConfigError, match="OMP_NUM_THREADS is"):
             threads_of_environment({"OMP_NUM_THREADS": text})
+
+
+@pytest.mark.parametrize(("machine", "count"), [("x86_64", 4), ("aarch64", 1)])
+def test_variables_of_x86_are_not_given_to_other_cpus(machine, count):
+    """torch warns of them there, and they were recorded as if they decided the bits."""
+    code = (
+        f"import platform; platform.machine = lambda: {machine!r}\n"
+        "from lockstep.core.world import PORTABLE_ENVIRONMENT; print(len(PORTABLE_ENVIRONMENT))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == f"{count}\n", done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import socket
 import sys
@@ -60,8 +61,9 @@ PROFILE = "LOCKSTEP_PROFILE"
 _PORTABLE = "LOCKSTEP_PORTABLE"
 PORTABLE_VARIABLES = {"MKL_CBWR": "COMPATIBLE", "ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
 """Variables that hold the libraries of torch to code that every x86-64 CPU with AVX2 runs; they read them once."""
-PORTABLE_ENVIRONMENT = {**PORTABLE_VARIABLES, _PORTABLE: "1"}
-"""The variables that a launcher gives ranks whose bits are to be portable, and a note that they came before torch."""
+PORTABLE_ENVIRONMENT = {**(PORTABLE_VARIABLES if platform.machine() == "x86_64" else {}), _PORTABLE: "1"}
+"""What a launcher gives ranks whose bits are to be portable: the variables, which torch warns of on other CPUs, and a
+note that they came before torch."""
 
 
 def make_environment_portable() -> None:
