@@ -70,6 +70,12 @@ def pytest_runtest_setup(item):
         if found < needed:
             pytest.skip(f"needs {needed} CUDA device(s), this machine has {found}")
 
+    if item.get_closest_marker("shared_memory"):
+        from lockstep.distributed.shared_memory import is_available
+
+        if not is_available():
+            pytest.skip("ranks share memory on x86-64 Linux; here they exchange by collectives")
+
 
 def _freeze():
     global _frozen_modules

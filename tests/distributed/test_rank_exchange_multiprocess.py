@@ -9,7 +9,11 @@ from lockstep.distributed.rank_exchange import GroupExchange, SharedMemoryExchan
 from lockstep.errors import RankError, StallError
 
 CPU = torch.device("cpu")
-KINDS = pytest.mark.parametrize("shared", [True, False], ids=["shared_memory", "collectives"])
+KINDS = pytest.mark.parametrize(
+    "shared",
+    [pytest.param(True, marks=pytest.mark.shared_memory), False],
+    ids=["shared_memory", "collectives"],
+)
 LENGTHS = (0, 1, 7, 64, 1000)
 """Of rows; the longest need several pieces of ``PIECE`` bytes."""
 PIECE = 480
@@ -98,6 +102,7 @@ def begun_anew(world):
     return found, exchange._written[world.rank].value
 
 
+@pytest.mark.shared_memory
 def test_counters_begin_anew_at_the_end_of_their_numbers():
     wanted = [[number * 10, number * 10 + 1] for number in range(6)]
     assert run_ranks(begun_anew, 2) == [(wanted, 3)] * 2
@@ -114,6 +119,7 @@ def unlike(world):
     return found
 
 
+@pytest.mark.shared_memory
 def test_ranks_that_exchange_different_amounts_are_told_so():
     first, second = run_ranks(unlike, 2)
     assert first == second
@@ -130,6 +136,7 @@ def unlike_kinds(world):
         return True
 
 
+@pytest.mark.shared_memory
 def test_ranks_that_are_in_different_calls_are_told_so():
     assert run_ranks(unlike_kinds, 2) == [True, True]
 
@@ -144,6 +151,7 @@ def alone(world):
         return str(error)
 
 
+@pytest.mark.shared_memory
 def test_a_missing_rank_is_named_after_the_timeout():
     first, second, _ = run_ranks(alone, 3)
     assert "Rank 0 timed out" in first

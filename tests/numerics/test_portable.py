@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -101,7 +102,8 @@ run.print(text, run.is_portable)
 """
 
 needs_such_a_cpu = pytest.mark.skipif(
-    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512")
+    platform.machine() != "x86_64"
+    or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512")
     or not torch.backends.mkl.is_available(),
     reason="portable bits need a CPU with AVX2, and torch with MKL",
 )
@@ -176,6 +178,7 @@ def test_without_the_variables_portable_is_refused_with_them_and_auto_is_off(tmp
     assert script_run(tmp_path, "{'portable': 'auto'}").stdout.split()[1:] == ["False"]
 
 
+@needs_such_a_cpu
 def test_variables_that_are_set_after_the_start_do_not_count(monkeypatch):
     for name, value in PORTABLE_VARIABLES.items():
         monkeypatch.setenv(name, value)

@@ -53,6 +53,7 @@ def test_powersgd_takes_steps_without_micro_batches_and_gradients_of_zero():
         assert finite and norm > 0
 
 
+@pytest.mark.shared_memory
 def test_bytes_are_those_of_the_formula():
     """(64, 32) and (64,) of float32 on 4 ranks, each with one node of the tree.
 

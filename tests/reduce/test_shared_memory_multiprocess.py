@@ -4,6 +4,8 @@ import pytest
 from tests.ranks import run_ranks
 from tests.reduce.exchanges import leave_out, traces
 
+pytestmark = pytest.mark.shared_memory
+
 
 @pytest.mark.parametrize("absent", [[1], [0, 2]])
 def test_a_rank_that_does_not_come_is_named(absent):
