@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -133,7 +134,7 @@ class SharedBuffers:
         for _ in range(len(self._leaving)):
             has_passed, number = self._leaving.popleft()
             if has_passed():
-                self._taken[number] = 0
+                _clear(self._taken, number)
             else:
                 self._leaving.append((has_passed, number))
 
@@ -262,6 +263,19 @@ def _unlock(locked: dict[int, int], leaving: _Leaving, gpus: Sequence[torch.devi
 def _free(taken: Bytes, buffer: int, rank: int) -> None:
     """Clears the mark of a buffer, in the rank: a process that was forked meanwhile lets go of copies only."""
     if os.getpid() == rank:
+        _clear(taken, buffer)
+
+
+def _clear(taken: Bytes, buffer: int) -> None:
+    """Clears a mark after all that this process has read in the buffer.
+
+    An Arm CPU may show a store to others before loads that come earlier. A lock that is released and taken again keeps
+    them in order; it is one of this call, which may interrupt itself as a finalizer.
+    """
+    lock = threading.Lock()
+    with lock:
+        pass
+    with lock:
         taken[buffer] = 0
 
 
