@@ -188,7 +188,7 @@ class LoopRehearsal:
         is_first = done[LoopRehearsal] == 1
         if is_first and run.is_main and run.world.world_size > 1:
             warn_of_settings()
-        watched, by_rank = Watched({"": model}, (model, prepared.compute.model)), False
+        watched, by_rank = Watched({"": model}, (model, prepared.forward_pass.model)), False
         findings = Findings()
         short, self._compute = shortened(self._batch, self._opened.compute, strategy.share, 1)
         try:

@@ -156,7 +156,7 @@ class Run:
         state = RunState(
             parts, placed, self.strategy, self._precision, self.position, *conditions, self.world.run_id
         )
-        compute = ForwardPass(
+        forward_pass = ForwardPass(
             placed.module, self._precision, self.device, self.options.channels_last, self._events
         )
         gradients = GradientState(
@@ -169,7 +169,7 @@ class Run:
             for each, own in zip(parts.optimizers, placed.members)
         }
         state.add_group = [wrapped[id(each)].add_param_group for each in parts.optimizers]
-        self._prepared = PreparedRun(state, compute, gradients, wrapped)
+        self._prepared = PreparedRun(state, forward_pass, gradients, wrapped)
         self._loop.keep(state.loop, placed.randomness.key_loop)
         self._writer.join(state)
         with gradients.setting_values():
@@ -227,14 +227,14 @@ class Run:
         smallest, photos = prepared.state.model.smallest_micro_batch, decoded_as(source.dataset)
         self.synchronize()
         plan = self._loaders.plan(data, shuffle, drop_last, smallest)
-        self._agreed_data.require_freezing(prepared.compute.model)
+        self._agreed_data.require_freezing(prepared.forward_pass.model)
         number, digests = self._loaders.compared(data, workers)
         digests = prepared.state.loop.reading(alone=True)(digests)
         self._agreed_data.require(plan, photos, number, digests, has_changed=has_changed)
         self._agreed_data.require_equal_changes(prepared.state.loop)
         prepared.state.reads_photos(photos)
         loader = self._loaders.training(data, plan, workers)
-        prepared.compute.device_transform = source.device_transform
+        prepared.forward_pass.device_transform = source.device_transform
         self._session.heartbeat.mark("data", epoch=self.position.epoch, step=self.position.step)
         batches = partial(
             loader.batches, at_end=lambda: self._loaders.read_ahead(loader, self._loop.next_epoch)
@@ -328,7 +328,7 @@ class Run:
         heartbeat.begin_step(plan.epoch, plan.step, plan.packed, rows, own)
         function = exact(loss) if metrics is None else metrics.loss_of(loss)
         compute = StepCompute(
-            prepared.compute, randomness, heartbeat, events, plan, function, forward, key, metrics
+            prepared.forward_pass, randomness, heartbeat, events, plan, function, forward, key, metrics
         )
         code = with_step(int(heartbeat.stop_reason), plan.step, is_alone=self._session.group is None)
         opened = BackwardPass(compute, gradients.scale, code)
@@ -350,7 +350,7 @@ class Run:
                 gradients.fail(plan.step, error)
             else:
                 self.strategy.abandon()
-            note_data(error, batch, prepared.compute.model)
+            note_data(error, batch, prepared.forward_pass.model)
             raise
         for ends in events.backward_end:
             ends(batch, opened.result)

@@ -593,7 +593,7 @@ class PreparedRun:
 
     state: RunState
     """All that a checkpoint covers: the user's objects, the model as it is trained, and where the run stands."""
-    compute: ForwardPass
+    forward_pass: ForwardPass
     gradients: GradientState
     wrapped_optimizers: dict[int, PreparedOptimizer]
     """The wrapper of each optimizer, by the id of the user's own, in their order."""

@@ -345,7 +345,7 @@ class ForwardPass:
 class StepCompute:
     """The forward pass and the loss of one step's micro-batches; see ``lockstep.strategies.Compute``."""
 
-    compute: ForwardPass
+    forward_pass: ForwardPass
     randomness: KeyedRandomness
     heartbeat: Heartbeat
     events: StepEvents
@@ -374,8 +374,8 @@ class StepCompute:
 
     def output_and_target(self, data: Any, model: nn.Module | None = None) -> tuple[Any, Any]:
         """The output of the model, or of the user's own ``forward``, on a micro-batch's data, and its target."""
-        given = self.forward, model or self.compute.model, self.compute.device_transform
-        return self.compute.output_and_target(data, *given)
+        given = self.forward, model or self.forward_pass.model, self.forward_pass.device_transform
+        return self.forward_pass.output_and_target(data, *given)
 
     def numbered(self, micro_batch: MicroBatch) -> MicroBatch:
         """The micro-batch with its number in the step that keys follow, which a rehearsal takes it from."""
@@ -428,13 +428,13 @@ class StepCompute:
                 "the model is run in parts, or in several copies. Give the model a forward(input), or use strategy "
                 "'ddp'."
             )
-        found = self.compute.inputs(micro_batch.data, self.compute.device_transform, device)
+        found = self.forward_pass.inputs(micro_batch.data, self.forward_pass.device_transform, device)
         self.randomness.end_inputs()
         return found
 
     def autocast(self) -> AbstractContextManager[object]:
         """The context of the forward pass and the loss."""
-        return self.compute.autocast()
+        return self.forward_pass.autocast()
 
     def value(self, output: Any, target: Any) -> Any:
         """Returns what the user's loss gives; its errors are explained."""
@@ -452,7 +452,7 @@ class StepCompute:
                     call(micro_batch, output, target)
             self.randomness.begin_loss()
             value = self.value(output, target)
-            self.compute.tell_other_mean(self.function, value, output, target, micro_batch)
+            self.forward_pass.tell_other_mean(self.function, value, output, target, micro_batch)
             total, weight = sum_and_weight(value, len(micro_batch.indices))
             if not total.requires_grad:
                 trained = [

@@ -447,8 +447,8 @@ def judge_with_model(compute: StepCompute, micro_batches: Sequence[MicroBatch]) 
         return compute.output_and_target(part)
 
     found = Deviation.NONE
-    with evaluating(compute.compute.model), compute.autocast():
-        how = forward, micro_batches, compute.compute.device
+    with evaluating(compute.forward_pass.model), compute.autocast():
+        how = forward, micro_batches, compute.forward_pass.device
         if compute.metrics is not None:
             compute.metrics.judge(*how)
         with suppress(Exception):

@@ -288,7 +288,7 @@ class Rehearsals:
         strategy, model = self._strategy, prepared.state.parts.model
         strategy.before_step()
         roots = {"": model, f"the loss {_words(loss)}": loss, "forward=": compute.forward}
-        watched = Watched(roots, (model, prepared.compute.model))
+        watched = Watched(roots, (model, prepared.forward_pass.model))
         before, buffers = watched.before, watched.buffers
         findings = Findings()
         short, rehearsal = shortened(batch, compute, strategy.share, 2 if self._are_concurrent else 1)

@@ -374,7 +374,7 @@ class CalledModules:
 
     def __init__(self, prepared: PreparedRun, watched: Watched, strategy: Strategy) -> None:
         parts = prepared.state.parts
-        own = [parts.model, prepared.compute.model]
+        own = [parts.model, prepared.forward_pass.model]
         if strategy.reference is not None:
             own.append(strategy.reference)
         self._own = {id(module) for each in own for module in each.modules()}
