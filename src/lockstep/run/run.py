@@ -43,7 +43,6 @@ from lockstep.run.step import (
     DeferredResults,
     ForwardPass,
     StepCompute,
-    code_of,
     exact,
     required_loss,
     with_step,
@@ -332,9 +331,7 @@ class Run:
         )
         code = with_step(int(heartbeat.stop_reason), plan.step, is_alone=self._session.group is None)
         opened = BackwardPass(compute, gradients.scale, code)
-        after, least, latest = self.rehearsals.due.get(code_of(loss), (-1, 0, None))
-        is_due = plan.epoch > after and plan.step >= least
-        is_due |= latest is not None and (plan.step >= latest or self._loop.is_last_step(plan))
+        is_due = self.rehearsals.is_due(loss, plan, is_last=self._loop.is_last_step(plan))
         try:
             if rehearse and is_due:
                 rehearsed = replace(compute, function=stand_in) if whole_batch else compute

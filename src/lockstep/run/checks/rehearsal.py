@@ -29,6 +29,7 @@ from torch.nn.utils import parametrize
 from lockstep.config.options import RunOptions
 from lockstep.config.strategy_options import Level
 from lockstep.core.fingerprint import checksums
+from lockstep.core.plan import StepPlan
 from lockstep.data.batch import Batch
 from lockstep.data.keyed import content_of, encoded_states, generators_kept
 from lockstep.errors import ConfigError
@@ -74,10 +75,12 @@ _MOST = 3
 _FURTHER = 4
 """Computations after the second, where a call changes what the one before has left."""
 _EARLY, _APART = 6, 100
-"""In so many epochs rehearsals are made as soon as they begin, and in later ones so many steps apart."""
-_LATER, _COUNTED = 32, 8
-"""The first step within an epoch that is looked at again, then after as many steps again; where calls change something,
-then after a quarter of them. So is the last step of all, where it is known."""
+"""So many epochs after the first are rehearsed in their first step; later ones only if so many steps have passed."""
+_LATER = 32
+"""A step by which the next rehearsal is made at the latest, and then each time the number of steps has doubled. The
+last step of all is rehearsed too, where it is known."""
+_COUNTED = 8
+"""The same where calls change something, and then each time the number of steps has grown by a quarter."""
 _VALUES = (Kind.NUMBER, Kind.TENSOR)
 _GENERATORS = ("torch", "NumPy", "random")
 _STORE_IT = "Make it a registered buffer, or let its module's get_extra_state and set_extra_state store it."
@@ -96,7 +99,7 @@ class Rehearsals:
         self.done: dict[Any, int] = {}
         """How often each was, by its code."""
         self.due: dict[Any, tuple[float, int, int | None]] = {}
-        """When the next one of each is due: after this epoch, from this step on, as loops change at epochs; at the
+        """When the next one of each is due: after this epoch, as loops change at epochs, and from this step on; at the
         latest in this step and in the last of all, unless it is None."""
         self._starts: dict[Any, dict[str, tuple[str, Any]]] = {}
         """The places that calls of each loss have changed, also in the model: text and value before the first call."""
@@ -120,6 +123,12 @@ class Rehearsals:
         self._checks = options.checks != "off"
         self._seen: set[Any] = set()
         self._replicas_are_new = self._checks and strategy.all_ranks is not None
+
+    def is_due(self, loss: Callable[..., Any], plan: StepPlan, *, is_last: bool) -> bool:
+        """True in a step that is to be rehearsed; ``is_last``: it is the last of all."""
+        after, least, latest = self.due.get(code_of(loss), (-1, 0, None))
+        is_late = latest is not None and (plan.step >= latest or is_last)
+        return is_late or (plan.epoch > after and plan.step >= least)
 
     def is_first_comparison(self) -> bool:
         """True once, after the first step of a process: what drifts from the start is not left to the interval."""
