@@ -33,7 +33,7 @@ from lockstep.run.epoch_loop import EpochLoop, EpochSteps, Position
 from lockstep.run.evaluation import Metric, SetMetric, evaluate, evaluation, predict
 from lockstep.run.loaders import LoaderCache, counting_skipped, smallest_micro_batch
 from lockstep.run.optimizer_step import GradientState, PreparedOptimizer
-from lockstep.run.prepare import Parts, describe, prepare_model, stepped_before
+from lockstep.run.prepare import Parts, context_of_run, prepare_model, stepped_before
 from lockstep.run.save import Writer
 from lockstep.run.session import RunSession, seed_generators, warn_if_begun, warn_if_unseeded
 from lockstep.run.shared_groups import SharedGroups
@@ -146,7 +146,7 @@ class Run:
         if self.is_main:
             save.clean_up(self.options.directory)
             timeline.make_file(self.options)
-        context = describe(self.options, self._session, parts.optimizers, portable=self.is_portable)
+        context = context_of_run(self.options, self._session, parts.optimizers, portable=self.is_portable)
         if (group := self._session.group) is not None:
             agreement.agree(parts, context, group, self.device, values_from_main)
         self.strategy.initial_values = self._initial_values

@@ -115,12 +115,6 @@ class Replicated(Strategy):
         """See ``Strategy.abandon``."""
         self._sums.tree.abandon()
 
-    def before_step(self) -> None:
-        """See ``Strategy.before_step``: gradients are where the user sees them."""
-
-    def after_step(self) -> None:
-        """Does nothing: every process has stepped the whole replica."""
-
     def _move(self, model: nn.Module) -> nn.Module:
         """Puts the model where it is trained."""
         return model.to(self.device)

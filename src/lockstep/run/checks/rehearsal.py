@@ -372,7 +372,7 @@ class Rehearsals:
             findings.left = read_in_loop([n for n in noted if kinds.get(n) in _VALUES and n not in counting])
         for name, value in before.values_of({**noted, **counting}).items():
             starts.setdefault(name, (before.texts[name], value))
-        codes = [its for each in functions if isinstance(its := code_of(each), CodeType)]
+        codes = [each for each in map(code_of, functions) if isinstance(each, CodeType)]
         if is_early and strategy.all_ranks is not None:
             findings.asked += counts_read(before, codes, strategy.all_ranks.size())
         if is_early and is_called and (lost := state.loop.lost):
