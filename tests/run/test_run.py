@@ -396,7 +396,7 @@ def test_what_is_no_metric_is_named(metric, said):
 
 def test_a_class_is_no_part_of_a_run_and_a_dict_no_options():
     run = lockstep.init(global_batch=8)
-    with pytest.raises(ConfigError, match=r"was given the class SGD\. Make one of it"):
+    with pytest.raises(ConfigError, match=r"was given the class SGD\. Create an instance"):
         run.prepare(nn.Linear(2, 2), torch.optim.SGD)
     with pytest.raises(ConfigError, match=r"Call lockstep.init\(...\)"):
         lockstep.Run({"global_batch": 8})

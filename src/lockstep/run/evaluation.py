@@ -45,7 +45,7 @@ from lockstep.run.checks.means import (
 )
 from lockstep.run.checks.short_step import unchanged, with_own_data
 from lockstep.run.save import save_and_stop
-from lockstep.run.step import evaluating, exact, require_function, sum_and_weight
+from lockstep.run.step import evaluating, require_function, sum_and_weight, with_exact_mean
 from lockstep.runtime.control import StopReason
 from lockstep.runtime.heartbeat import Heartbeat
 from lockstep.strategies import Strategy
@@ -280,7 +280,8 @@ def evaluate_means(
     checks = opened.run.options.checks != "off"
     longest = share.longest(loader.count)
     rows = torch.zeros(longest, len(metrics), 2, dtype=torch.float64, device=strategy.device)
-    functions, columns = {name: exact(metric) for name, metric in metrics.items()}, in_columns(metrics)
+    functions = {name: with_exact_mean(metric) for name, metric in metrics.items()}
+    columns = in_columns(metrics)
     checked, deviations = set(unchecked), dict[str, str]()
     kept: Changes = {}
     sample = RowSample(len(loader), loader.micro_batch_size)

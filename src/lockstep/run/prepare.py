@@ -78,7 +78,7 @@ class Parts:
         for each in schedulers:
             if isinstance(each, type):
                 raise ConfigError(
-                    f"run.prepare was given the class {each.__name__}. Make one of it: {each.__name__}(...)."
+                    f"run.prepare was given the class {each.__name__}. Create an instance: {each.__name__}(...)."
                 )
             if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
                 raise ConfigError(

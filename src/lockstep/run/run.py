@@ -43,8 +43,8 @@ from lockstep.run.step import (
     DeferredResults,
     ForwardPass,
     StepCompute,
-    exact,
     required_loss,
+    with_exact_mean,
     with_step,
 )
 from lockstep.run.step_errors import note_data
@@ -325,7 +325,7 @@ class Run:
         key = self._loop.begin_backward(plan, gradients) * self.options.micro_batches
         rows, own = len(plan.indices[0]), len(batch.micro_batches)
         heartbeat.begin_step(plan.epoch, plan.step, plan.packed, rows, own)
-        function = exact(loss) if metrics is None else metrics.loss_of(loss)
+        function = with_exact_mean(loss) if metrics is None else metrics.loss_of(loss)
         compute = StepCompute(
             prepared.forward_pass, randomness, heartbeat, events, plan, function, forward, key, metrics
         )

@@ -27,7 +27,7 @@ from lockstep.data.keyed import generators_kept
 from lockstep.errors import ConfigError
 from lockstep.numerics.compilation import uncompiled
 from lockstep.numerics.hidden_state import Snapshot, told
-from lockstep.run.step import StepCompute, evaluating, exact, sum_and_weight
+from lockstep.run.step import StepCompute, evaluating, sum_and_weight, with_exact_mean
 
 logger = logging.getLogger(__name__)
 _LARGEST_DIFFERENCE = {torch.float16: 0.03, torch.bfloat16: 0.1}
@@ -106,7 +106,7 @@ def checked(function: Callable[[Any, Any], Any], output: Any, target: Any, sampl
         warnings.simplefilter("ignore")  # such as torch's of the deviation of a single row
         before = Snapshot({"the function": function})
         try:
-            return deviation(exact(function), output, target, samples)
+            return deviation(with_exact_mean(function), output, target, samples)
         finally:
             before.restore()
 
@@ -151,7 +151,7 @@ def reasons_with_model(
         for name, function in functions.items():
             before = Snapshot({name: function})
             with suppress(Exception):
-                found[name] = deviation_with_model(exact(function), forward, micro_batches, device)
+                found[name] = deviation_with_model(with_exact_mean(function), forward, micro_batches, device)
             before.restore()
     return {name: each.reason for name, each in found.items() if each is not Deviation.UNCLEAR}
 
