@@ -169,7 +169,7 @@ class Run:
         }
         state.add_group = [wrapped[id(each)].add_param_group for each in parts.optimizers]
         self._prepared = PreparedRun(state, forward_pass, gradients, wrapped)
-        self._loop.keep(state.loop, placed.randomness.key_loop)
+        self._loop.attach(state.loop, placed.randomness.key_loop)
         self._writer.join(state)
         with gradients.setting_values():
             how = {"restarted": self.world.restart > 0, "is_main": self.is_main}
