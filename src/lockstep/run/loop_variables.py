@@ -72,9 +72,9 @@ class LoopState:
         self._stored: Mapping[str, Any] = {}
         """What ``capture`` gave for the checkpoint, until the first steps of a resumed run."""
         self._inside = self._in_epochs = False
-        """Whether the checkpoint was written while batches were read, and whether ``run.epochs`` has given an epoch."""
+        """Whether the checkpoint was written while batches were read; whether ``run.epochs`` has given an epoch."""
         self._resumed: tuple[Variables, dict[str, str], dict[FrameType, int]] | None = None
-        """The variables of a resumed run where its first epoch begins, the states of tensors, and the place of frames."""
+        """The variables of a resumed run at the start of its first epoch, states of tensors, and places of frames."""
         self._untouched: set[str] = set()
         """The variables that the loop's own code has not set between there and its first steps."""
         self._carried: set[str] = set()
