@@ -1,4 +1,4 @@
-"""Facts about variables from code: which of them it reads before it sets them, and what it changes.
+"""Analyses the user's code: which variables it reads before it sets them, and what it changes.
 
 beta = 0.1 * step          sets beta
 data.labels[7] = 1         changes labels
