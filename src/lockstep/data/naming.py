@@ -221,7 +221,7 @@ def told_other_classes(trained: Any, evaluated: Any) -> str:
 def require_map_style(dataset: Any, user: str) -> None:
     """Raises a ``ConfigError`` for data without ``__len__`` or ``__getitem__``, in the name of its user.
 
-    So it does for what has both and is no data set: a path, a dict of data sets, a tuple of tensors.
+    So it does for what has both and is not a data set: a path, a dict of data sets, a tuple of tensors.
     """
     if isinstance(dataset, type):
         raise ConfigError(

@@ -332,7 +332,7 @@ class LightningTrainer:
         micro_batches: tuple[MicroBatch, ...],
         values: Values,
     ) -> dict[str, str]:
-        """The values that are no means over samples, of those that a step has logged here for the first time."""
+        """The values that are not means over samples, of those that a step has logged here for the first time."""
         run, known = self.run, self._checked.setdefault(step, set())
         new = {name for _, entries in values.values() for name in entries} - known
         forward_pass = run.require_prepared().forward_pass

@@ -263,7 +263,7 @@ def evaluate_means(
 ) -> dict[str, float]:
     """The mean of each metric over all samples, equal on every rank. Collective.
 
-    Unless checks are off, those that are no means are looked for; of those that are not new, where they give one
+    Unless checks are off, those that are not means are looked for; of those that are not new, where they give one
     number, see ``means``.
 
     Args:
@@ -366,7 +366,7 @@ def evaluate_set_metrics(
     The main process updates the metrics, with one micro-batch after the other in the order of the data set.
 
     Raises:
-        ConfigError: outputs or targets are no tensors with a row for each sample, or a value is no number.
+        ConfigError: outputs or targets are not tensors with a row for each sample, or a value is not a number.
         EvaluationStopped: the ranks have stopped, all after the same number of micro-batches.
     """
     columns, strategy = list[list[Any]](), opened.run.strategy
@@ -430,7 +430,7 @@ def predict(
     sample of an output; None where the output is that.
 
     Raises:
-        ConfigError: the outputs are no tensors of one row for each sample, or rows have several shapes or dtypes.
+        ConfigError: the outputs are not tensors of one row for each sample, or rows have several shapes or dtypes.
         RankError: a process was lost, and its outputs with it.
         EvaluationStopped: the ranks have stopped, all after the same number of micro-batches.
     """

@@ -263,7 +263,7 @@ class LoopRehearsal:
         return any(loss != self._losses[0] for loss in self._losses)
 
     def _deviation(self) -> Generator[MicroBatch, None, str]:
-        """Gives some rows, the same again, and two parts of them; returns why the loss is no mean, or nothing."""
+        """Gives some rows, the same again, and two parts of them; returns why the loss is not a mean, or nothing."""
         given = self._batch.micro_batches
         try:
             data, samples = together(given, _LEAST_ROWS)

@@ -112,7 +112,7 @@ def required_loss(
     """The loss, after a check of what ``run.backward`` was given.
 
     Raises:
-        ConfigError: ``batch`` is none of ``run.batches``, ``loss`` or ``forward`` is no function, or gradients are
+        ConfigError: ``batch`` is not from ``run.batches``, ``loss`` or ``forward`` is not a function, or gradients are
             switched off.
     """
     require_function("forward", forward)
@@ -130,7 +130,7 @@ def required_loss(
 
 
 def require_function(name: str, given: object) -> None:
-    """Raises ``ConfigError`` where an argument that may be left out is no function."""
+    """Raises ``ConfigError`` where an argument that may be left out is not a function."""
     if given is not None and not callable(given):
         raise ConfigError(
             f"{name}={given!r:.60} was given, a {type(given).__name__}. Give a function, or leave it out."
@@ -157,7 +157,7 @@ def with_exact_mean(function: Callable[..., Any]) -> Callable[..., Any]:
     if not isinstance(function, nn.CrossEntropyLoss | nn.NLLLoss) or function.reduction != "mean":
         return function
     if type(function).forward not in (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward):
-        return function  # it may add what is no sum over samples, or keep state
+        return function  # it may add what is not a sum over samples, or keep state
     summing = object.__new__(type(function))  # in a fraction of the time of copy.copy
     vars(summing).update(vars(function), reduction="sum")
 

@@ -1,4 +1,4 @@
-"""Says what is wrong where the user's forward pass or loss raises, returns what is no loss, or depends on the rank.
+"""Says what is wrong where the user's forward pass or loss raises, returns what is not a loss, or depends on the rank.
 
 torch's own errors name neither the micro-batch nor the line to change. Where the cause is known, a ``ConfigError``
 says it, with torch's as its cause; to any other error a note is added that shows what the function was given. Nothing

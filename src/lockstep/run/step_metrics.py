@@ -139,7 +139,7 @@ class StepMetrics:
         return with_exact_mean(loss) if self._entries is None else self._entries
 
     def judge(self, *how: Any) -> None:
-        """Notes which are no means where outputs have no row for each sample; see ``deviation_with_model``."""
+        """Notes which are not means where outputs have no row for each sample; see ``deviation_with_model``."""
         self._reasons |= reasons_with_model(self._waiting(), *how)
         self._has_asked_model = True
 

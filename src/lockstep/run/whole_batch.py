@@ -157,11 +157,11 @@ class _Output:
 
     @property
     def texts(self) -> list[str]:
-        """A text for each leaf that is no tensor."""
+        """A text for each leaf that is not a tensor."""
         return [_text(each) for each in self.leaves if not isinstance(each, Tensor)]
 
     def with_common(self, are_common: Sequence[bool]) -> _Output:
-        """The same with None for the leaves that are no tensors and not the same in every micro-batch."""
+        """The same with None for the leaves that are not tensors and not the same in every micro-batch."""
         common = iter(are_common)
         leaves = [each if isinstance(each, Tensor) or next(common) else None for each in self.leaves]
         return replace(self, leaves=leaves)

@@ -246,7 +246,7 @@ _OF_LOSS = ("weights or a divisor computed from each rank's share", "a loss that
 
 
 def _state_kept(mine: StepTrace, theirs: StepTrace) -> tuple[str, bool]:
-    """The state of modules that is not the reference's on a rank that has changed it, and whether it is no tensor.
+    """The state of modules that is not the reference's on a rank that has changed it, and whether it is not a tensor.
 
     Tensors come last: they may be no more than copies of what was computed. Empty where nothing differs.
     """

@@ -218,7 +218,7 @@ def _open_at_once(path: str, flags: int) -> int:
 def open_photo(source: bytes | str | Path) -> Photo:
     """Reads the header of a photo, given as the path of a file or as its content.
 
-    ``OSError`` if the file cannot be read or is no photo, ``DataError`` if it has more than ``MAX_BYTES`` or
+    ``OSError`` if the file cannot be read or is not a photo, ``DataError`` if it has more than ``MAX_BYTES`` or
     ``MAX_PIXELS``, or is not a regular file.
     """
     content = source if isinstance(source, bytes) else read_photo(source)

@@ -180,7 +180,7 @@ def _digest_of_file(file: str) -> str:
 def described(model: nn.Module) -> dict[str, str]:
     """The class of every module of a model, and its attributes that are plain values, as text by name.
 
-    Tensors that are no buffers, and modules in plain lists, are given by a digest: nobody shares rank 0's. Of other
+    Tensors that are not buffers, and modules in plain lists, are given by a digest: nobody shares rank 0's. Of other
     objects, such as devices and process groups, it is the type alone; so it is of absolute paths.
     """
     found, shared = {}, frozenset(map(id, _named_tensors(model).values()))

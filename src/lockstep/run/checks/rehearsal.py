@@ -106,7 +106,7 @@ class Rehearsals:
         self._starts: dict[Any, dict[str, tuple[str, Any]]] = {}
         """For each loss, the places that its calls have changed, also in the model: text and value before the first."""
         self.deviations: dict[str, str] = {}
-        """Why losses are no means over samples, by their names."""
+        """Why losses are not means over samples, by their names."""
         self._places: dict[str, str] = {}
         """The texts of all places that the last rehearsal looked at, by name."""
         self._read: dict[str, str] = {}
@@ -343,7 +343,7 @@ class Rehearsals:
     def _judge_loss(
         self, judging: RehearsalCompute, compute: StepCompute, batch: Batch, loss: Callable[..., Any]
     ) -> str:
-        """Why the loss is no mean over samples; empty where it is one, or where nothing tells."""
+        """Why the loss is not a mean over samples; empty where it is one, or where nothing tells."""
         with self._strategy.joined_calls():  # a loss may call the model
             deviations = judging.deviations()
         is_judged = any(each is not Deviation.WITHOUT_ROWS for each in deviations)

@@ -303,7 +303,7 @@ def on_all_ranks(
 ) -> tuple[Batch, RehearsalCompute] | None:
     """The short step with rank 0's first micro-batch in the place of every one, under the same keys. Collective.
 
-    None where the data are no tensors, or not of one structure on all ranks that have some.
+    None where the data are not tensors, or not of one structure on all ranks that have some.
     """
     leaves: list[Any] = []
     data = [each.data for each in batch.micro_batches]

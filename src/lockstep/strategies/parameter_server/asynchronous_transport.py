@@ -87,7 +87,7 @@ class ServerChannel:
             largest: limit of the body in bytes.
 
         Raises:
-            Refused: the bytes are no message, it is too large, or its signature is wrong.
+            Refused: the bytes are not a message, it is too large, or its signature is wrong.
             ConnectionError: the other side closed the connection.
             TimeoutError: the message began and was not completed.
         """

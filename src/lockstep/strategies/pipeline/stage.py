@@ -229,7 +229,7 @@ class _Inlet:
 
 
 class _Attach(torch.autograd.Function):
-    """Gives received tensors a place in the graph that is no leaf: the next module may change them in place."""
+    """Gives received tensors a place in the graph that is not a leaf: the next module may change them in place."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, inlet: _Inlet) -> tuple[Tensor, ...]:
