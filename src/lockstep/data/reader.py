@@ -107,7 +107,7 @@ def rows_independent(dataset: Any) -> bool:
 
 
 def split_rows(data: Any, sizes: tuple[int, ...]) -> Sequence[Any]:
-    """Data in tuples, lists and dicts of any depth, whose tensors are cut into so many rows each, aligned.
+    """Data in tuples, lists and dicts of any depth, whose tensors are cut into parts of ``sizes`` rows, aligned.
 
     The parts of a tensor share memory and nothing else: one may be changed in place between another's forward and
     backward pass, which with ordinary views would be an error.

@@ -548,7 +548,7 @@ class AgreedData:
         )
 
     def require_evaluated(self, samples: int, number: int, digests: Digests, *, has_changed: bool) -> None:
-        """The same for a data set of so many samples that is evaluated. Collective."""
+        """The same for a data set of ``samples`` samples that is evaluated. Collective."""
         self._forget(number, has_changed)
         if (number, samples) in self._agreed or not (self._strategy.all_ranks or self._options.directory):
             return

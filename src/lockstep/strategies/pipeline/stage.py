@@ -185,7 +185,7 @@ class Passes:
             self.neighbours.gradients_in.expect(kind)
 
     def forget(self) -> None:
-        """Lets go of micro-batches whose backward pass an error has prevented."""
+        """Drops micro-batches whose backward pass an error has prevented."""
         self._roots.clear()
         self._inlets.clear()
 
@@ -344,7 +344,7 @@ class PipelineChannels:
         return sum(channel.bytes_sent for channel in self._channels)
 
     def release(self) -> None:
-        """Lets go of the groups, here and in all channels."""
+        """Releases the groups, here and in all channels."""
         drop_process_groups(self, *self._by_group)
         self._groups.clear()
 
