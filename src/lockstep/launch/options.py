@@ -184,7 +184,7 @@ class LaunchOptions:
     portable: bool = False
     """Starts the ranks with the environment of portable bits."""
     hash_seed: str = "0"
-    """``PYTHONHASHSEED`` of the ranks where it is not set. Without it Python orders sets of strings anew in every run."""
+    """``PYTHONHASHSEED`` of the ranks if it is not set; without it a set of strings has another order in every run."""
     restarts: int = 0
     """How often the run is restarted after a process was lost."""
     restart_world: str = "same"
