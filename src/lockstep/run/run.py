@@ -43,6 +43,7 @@ from lockstep.run.step import (
     DeferredResults,
     ForwardPass,
     StepCompute,
+    code_of,
     required_loss,
     with_exact_mean,
     with_step,
@@ -332,7 +333,9 @@ class Run:
         )
         code = with_step(int(heartbeat.stop_reason), plan.step, is_alone=self._session.group is None)
         opened = BackwardPass(compute, gradients.scale, code)
-        is_due = self.rehearsals.is_due(loss, plan, is_last=self._loop.is_last_step(plan))
+        after, least, latest = self.rehearsals.due.get(code_of(loss), (-1, 0, None))
+        is_due = plan.epoch > after and plan.step >= least
+        is_due |= latest is not None and (plan.step >= latest or self._loop.is_last_step(plan))
         try:
             if rehearse and is_due:
                 rehearsed = replace(compute, function=stand_in) if whole_batch else compute

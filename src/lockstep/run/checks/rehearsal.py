@@ -29,7 +29,6 @@ from torch.nn.utils import parametrize
 from lockstep.config.options import RunOptions
 from lockstep.config.strategy_options import Level
 from lockstep.core.fingerprint import checksums
-from lockstep.core.plan import StepPlan
 from lockstep.data.batch import Batch
 from lockstep.data.keyed import content_of, encoded_states, generators_kept
 from lockstep.errors import ConfigError
@@ -127,12 +126,6 @@ class Rehearsals:
         self._checks = options.checks != "off"
         self._seen: set[Any] = set()
         self._replicas_are_new = self._checks and strategy.all_ranks is not None
-
-    def is_due(self, loss: Callable[..., Any], plan: StepPlan, *, is_last: bool) -> bool:
-        """True in a step that is to be rehearsed; ``is_last``: it is the last of all."""
-        after, least, latest = self.due.get(code_of(loss), (-1, 0, None))
-        is_late = latest is not None and (plan.step >= latest or is_last)
-        return is_late or (plan.epoch > after and plan.step >= least)
 
     def is_first_comparison(self) -> bool:
         """True once, after the first step of a process: replicas that drift from the start are not left to later."""
