@@ -219,7 +219,7 @@ RUNS_THE_MODEL = "run.backward runs the model itself"
             "shuffle='no' was given. Give True or False",
         ),
         (lambda run, batch: run.batches(dataset(), workers=1.5), "workers=1.5 was given"),
-        (lambda run, batch: run.batches(type(dataset())), "the class TensorDataset. Make a data set of it"),
+        (lambda run, batch: run.batches(type(dataset())), "the class TensorDataset. Create a data set"),
         (
             lambda run, batch: next(run.epochs("3")),
             "takes the number of epochs, 0 or more, and was given '3'",

@@ -225,7 +225,7 @@ def require_map_style(dataset: Any, user: str) -> None:
     """
     if isinstance(dataset, type):
         raise ConfigError(
-            f"{user} was given the class {dataset.__name__}. Make a data set of it: {dataset.__name__}(...)."
+            f"{user} was given the class {dataset.__name__}. Create a data set: {dataset.__name__}(...)."
         )
     if isinstance(dataset, str | bytes | PurePath):
         raise ConfigError(

@@ -109,7 +109,7 @@ class Diagnosis:
 PREPARED_OTHERWISE = (
     "numbers drawn per rank or per worker, not per sample",
     "a data set that changes its samples",
-    "the order of a set of texts, which is another one in every run",
+    "the order of a set of strings, which differs from run to run",
 )
 _LAST_BITS = 1e-5
 """Relative difference of a loss that rounding explains within one forward pass."""

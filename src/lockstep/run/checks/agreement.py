@@ -99,7 +99,7 @@ def require_equal_data(digests: Mapping[str, str], group: dist.ProcessGroup, dev
         raise ConfigError(
             f"The ranks hold different data: {name} of the data set has the digest {by_rank(values)}. Random numbers "
             "in it need a seed that all ranks share: make the data set after lockstep.init(seed=...), or call "
-            "torch.manual_seed(0) and numpy.random.seed(0) before. A set of texts has another order in each process: "
+            "torch.manual_seed(0) and numpy.random.seed(0) before. A set of strings has another order in each process: "
             f"use sorted(set(...)). {remedy}"
         )
 

@@ -182,8 +182,8 @@ class Rehearsals:
             what = told(changed, _MOST) if changed else "something that was not found, such as an iterator"
             raise ConfigError(
                 f"The forward pass of the evaluation keeps {what} from one call to the next. The checkpoint does not "
-                f"hold it, so this run would evaluate otherwise than without the stop. {_STORE_IT} checks='off' goes "
-                "on all the same."
+                f"hold it, so this run would evaluate otherwise than without the stop. {_STORE_IT} With "
+                "checks='off' the run goes on anyway."
             )
         if changed is not None:
             raise ConfigError(
@@ -494,7 +494,7 @@ class Rehearsals:
             raise ConfigError(
                 f"The forward pass or the loss keeps {what} from one call to the next. The checkpoint does not hold "
                 "it, so this run would go on with other bits than without the stop. Begin anew without resume. "
-                f"{_STORE_IT} checks='off' goes on all the same."
+                f"{_STORE_IT} With checks='off' the run goes on anyway."
             )
         new = [name for name in missed or [what] if name not in self._warned]
         self._warned |= set(new)
