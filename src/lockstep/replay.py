@@ -306,7 +306,7 @@ def _train_to(trainer: Trainer, request: ReplayRequest, epochs: int) -> Batch:
 
 
 def _require_step(trainer: Trainer, request: ReplayRequest, steps: int) -> None:
-    """Raises ``ConfigError`` where the run, of so many steps, has no such one, or it has no such micro-batch."""
+    """Raises ``ConfigError`` if a run of ``steps`` steps lacks the requested step, or the step the micro-batch."""
     last, most = steps - 1, trainer.run.options.micro_batches - 1
     if request.step > last:
         raise ConfigError(f"Step {request.step} does not exist: the steps of the run are 0 to {last}.")

@@ -72,7 +72,7 @@ def format_duration(seconds: float) -> str:
 def printable(text: str) -> str:
     """The text with control characters of names shown, such as ``\\x1b`` of a terminal's codes; lines and tabs stay.
 
-    So are bytes of names that are no text, as ``\\udcff``, which standard output would not take.
+    So are bytes of names that are not text, as ``\\udcff``, which standard output would not take.
     """
     return _CONTROL.sub(lambda found: f"\\{'x' if found[0] < chr(256) else 'u'}{ord(found[0]):02x}", text)
 

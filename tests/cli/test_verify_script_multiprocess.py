@@ -267,4 +267,4 @@ for _ in run.epochs(1):
 def test_classes_in_the_order_of_a_set_are_found_although_a_launch_gives_sets_one_order(verified):
     result, _ = verified(CLASSES)
     assert result.returncode == 1
-    assert "the order of a set of texts, which is another one in every run" in result.stdout
+    assert "the order of a set of strings, which differs from run to run" in result.stdout

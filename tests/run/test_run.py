@@ -219,7 +219,7 @@ RUNS_THE_MODEL = "run.backward runs the model itself"
             "shuffle='no' was given. Give True or False",
         ),
         (lambda run, batch: run.batches(dataset(), workers=1.5), "workers=1.5 was given"),
-        (lambda run, batch: run.batches(type(dataset())), "the class TensorDataset. Make a data set of it"),
+        (lambda run, batch: run.batches(type(dataset())), "the class TensorDataset. Create a data set"),
         (
             lambda run, batch: next(run.epochs("3")),
             "takes the number of epochs, 0 or more, and was given '3'",
@@ -396,7 +396,7 @@ def test_what_is_no_metric_is_named(metric, said):
 
 def test_a_class_is_no_part_of_a_run_and_a_dict_no_options():
     run = lockstep.init(global_batch=8)
-    with pytest.raises(ConfigError, match=r"was given the class SGD\. Make one of it"):
+    with pytest.raises(ConfigError, match=r"was given the class SGD\. Create an instance"):
         run.prepare(nn.Linear(2, 2), torch.optim.SGD)
     with pytest.raises(ConfigError, match=r"Call lockstep.init\(...\)"):
         lockstep.Run({"global_batch": 8})

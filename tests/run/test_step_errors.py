@@ -78,8 +78,8 @@ def test_a_loss_without_a_gradient_tells_whose_fault_it_is():
     [
         (0.5, "without item()"),
         (None, "line with return"),
-        ({"total": 1}, "run.backward(batch, lambda output, target: f(output, target)['total']), where"),
-        ({"accuracy": 1, "loss": 1}, "loss, numbers = run.backward(batch, f, also=['accuracy']), where"),
+        ({"total": 1}, "run.backward(batch, lambda output, target: f(output, target)['total'])"),
+        ({"accuracy": 1, "loss": 1}, "loss, numbers = run.backward(batch, f, also=['accuracy']) gives"),
         ({"accuracy": 1, "loss": 1}, "For run.evaluate give a function for each: {'loss': lambda"),
         ([1], "not list"),
     ],

@@ -5,12 +5,12 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from lockstep.errors import ConfigError
-from lockstep.run.step import exact, sum_and_weight
+from lockstep.run.step import sum_and_weight, with_exact_mean
 
 
 def whole_and_parts(loss, output, target):
     """The loss over everything at once, and put together from micro-batches of 3."""
-    function = exact(loss)
+    function = with_exact_mean(loss)
     total = weight = torch.zeros(())
     for first in range(0, len(output), 3):
         part = function(output[first : first + 3], target[first : first + 3])
@@ -130,7 +130,7 @@ def test_a_weight_that_depends_on_parameters_is_refused():
 
 def test_a_loss_that_sums_is_refused():
     with pytest.raises(ConfigError, match="reduction='mean'"):
-        exact(nn.MSELoss(reduction="sum"))
+        with_exact_mean(nn.MSELoss(reduction="sum"))
 
 
 class Penalised(nn.CrossEntropyLoss):
@@ -145,7 +145,7 @@ class Penalised(nn.CrossEntropyLoss):
 
 def test_a_derived_loss_with_a_forward_of_its_own_is_called_as_it_is():
     loss, output, target = Penalised(), torch.randn(6, 3), torch.arange(6) % 3
-    total, weight = sum_and_weight(exact(loss)(output, target), 6)
+    total, weight = sum_and_weight(with_exact_mean(loss)(output, target), 6)
     assert float(total / weight) == pytest.approx(float(Penalised()(output, target)))
-    exact(loss)(output, target)
+    with_exact_mean(loss)(output, target)
     assert loss.calls == 2

@@ -364,7 +364,7 @@ REFUSED = {
     "no return": refused("a line with return", loss=lambda output, target: None),
     "a dict": refused(r"run\.backward\(batch, f, also=", loss=lambda output, target: {"loss": output.sum()}),
     "a class": refused(
-        r"Make one of it: run.backward\(batch, CrossEntropyLoss\(\)\)", loss=nn.CrossEntropyLoss
+        r"Create an instance: run.backward\(batch, CrossEntropyLoss\(\)\)", loss=nn.CrossEntropyLoss
     ),
     "frozen": refused("No parameter of the model requires a gradient", model=frozen),
     "a path": refused("was given the path 'data/train'", data="data/train"),

@@ -364,7 +364,7 @@ def _head(pods: _Pods) -> str:
 
 
 def _yaml(value: Any) -> list[str]:
-    """The lines of a value of objects, lists and scalars. Text that is no plain word is quoted as in JSON."""
+    """The lines of a value of objects, lists and scalars. Text that is not a plain word is quoted as in JSON."""
     if isinstance(value, dict) and value:
         return [line for key, each in value.items() for line in _entry(f"{key}:", each)]
     if isinstance(value, list) and value:

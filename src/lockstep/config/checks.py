@@ -256,7 +256,7 @@ def spell_types(kinds: tuple[Any, ...]) -> str:
 
 
 def python_type_problem(kind: Any, value: Any) -> str | None:
-    """The problem with a value that a script gives for a field, where it is no number, string or boolean as asked for.
+    """The problem with a value that a script gives for a field: it is not the number, string or boolean asked for.
 
     Numbers of NumPy are numbers. Fields of other types are not looked at.
     """

@@ -105,7 +105,7 @@ class DataConfig(CheckedOptions):
     """Decodes photos once, into a folder: true for the user's cache folder, or a path. No bit changes."""
 
     def loader_processes(self, threads: int, ranks: int) -> int:
-        """Loader processes of each rank, where ``ranks`` of so many threads share the cores of this process."""
+        """Loader processes of each rank, if ``ranks`` of ``threads`` threads each share the cores of this process."""
         if isinstance(self.workers, int):
             return self.workers
         return max(1, min(8, usable_cores() // ranks - threads))

@@ -123,6 +123,6 @@ def hybrid_mesh(text: str) -> Mesh:
 
 
 def _factors(number: int, parts: int) -> list[tuple[int, ...]]:
-    """All ways to write a number as a product of so many factors, in order."""
+    """All ways to write a number as a product of ``parts`` factors, in order."""
     divisors = [n for n in range(1, number + 1) if number % n == 0]
     return [choice for choice in product(divisors, repeat=parts) if prod(choice) == number]

@@ -68,7 +68,7 @@ class Permutation:
     def _table(self, rounds: list[_Round]) -> Indices:
         """The end of the walk from each element: walks of the whole domain at once, twice as far each time.
 
-        One that began outside may never end; nobody asks for it.
+        A walk that began outside may never end, and is not used.
         """
         ends = self._encrypt(np.arange(4**self._half_bits, dtype=np.int64), rounds)
         while len(outside := (ends >= self.size).nonzero()[0]) and outside[0] < self.size:

@@ -47,7 +47,7 @@ def _first_node(variables: Mapping[str, str]) -> str:
 
 
 def port_of(job: str, step: str, *, ports: int = 1) -> int:
-    """The first of so many ports of a step. Jobs that run at the same time have near numbers, and so other ports."""
+    """The first of ``ports`` ports of a step. Jobs that run at once have close numbers, so their ports differ."""
     numbers = [int(text) if text.isdecimal() else 0 for text in (job, step)]
     return _FIRST_PORT + ports * (numbers[0] * 7 + numbers[1]) % _PORTS
 

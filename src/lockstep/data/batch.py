@@ -15,7 +15,10 @@ from lockstep.errors import ConfigError
 
 
 def map_leaves(data: Any, change: Callable[[Any], Any]) -> Any:
-    """The same with all changed that is no tuple (but a ``PackedSequence``), list, dict or other mapping."""
+    """The same data with each leaf changed; a leaf is anything but a list, a mapping or a tuple.
+
+    A ``PackedSequence`` is a leaf.
+    """
     if isinstance(data, dict):
         return {name: map_leaves(value, change) for name, value in data.items()}
     if isinstance(data, Mapping):

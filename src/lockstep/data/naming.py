@@ -221,11 +221,11 @@ def told_other_classes(trained: Any, evaluated: Any) -> str:
 def require_map_style(dataset: Any, user: str) -> None:
     """Raises a ``ConfigError`` for data without ``__len__`` or ``__getitem__``, in the name of its user.
 
-    So it does for what has both and is no data set: a path, a dict of data sets, a tuple of tensors.
+    So it does for what has both and is not a data set: a path, a dict of data sets, a tuple of tensors.
     """
     if isinstance(dataset, type):
         raise ConfigError(
-            f"{user} was given the class {dataset.__name__}. Make a data set of it: {dataset.__name__}(...)."
+            f"{user} was given the class {dataset.__name__}. Create a data set: {dataset.__name__}(...)."
         )
     if isinstance(dataset, str | bytes | PurePath):
         raise ConfigError(

@@ -47,7 +47,7 @@ from lockstep.runtime.stack_dump import Mark, stack_marker
 from lockstep.text import shorten
 
 ALIGNMENT = 64
-"""Bytes that the first element of a tensor is to be a multiple of."""
+"""Bytes; the address of a tensor's first element is to be a multiple of it."""
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -107,7 +107,7 @@ def rows_independent(dataset: Any) -> bool:
 
 
 def split_rows(data: Any, sizes: tuple[int, ...]) -> Sequence[Any]:
-    """Data in tuples, lists and dicts of any depth, whose tensors are cut into so many rows each, aligned.
+    """Data in tuples, lists and dicts of any depth, whose tensors are cut into parts of ``sizes`` rows, aligned.
 
     The parts of a tensor share memory and nothing else: one may be changed in place between another's forward and
     backward pass, which with ordinary views would be an error.
@@ -127,7 +127,7 @@ def split_rows(data: Any, sizes: tuple[int, ...]) -> Sequence[Any]:
 
 
 def _is_ours(dataset: Any) -> bool:
-    """True of a data set of this library that nothing of the user's transforms."""
+    """True for a data set of this library without a transform of the user's."""
     parts = [dataset, getattr(dataset, "transform", None)]
     return all(part is None or type(part).__module__.startswith("lockstep.") for part in parts)
 
@@ -146,9 +146,9 @@ _READING = ("get_batch", "__getitem__")
 
 
 def plain_tensors(dataset: Any) -> tuple[Tensor, ...] | None:
-    """The tensors whose rows are the samples; None of a set that is or does anything else.
+    """The tensors whose rows are the samples; None for a data set whose samples are anything else.
 
-    They are those of a ``TensorDataset``, and the images and labels of a set in memory that nothing transforms.
+    They are those of a ``TensorDataset``, or the images and labels of a set in memory without a transform.
     """
     if type(dataset) is TensorDataset:
         return dataset.tensors
@@ -159,9 +159,11 @@ def plain_tensors(dataset: Any) -> tuple[Tensor, ...] | None:
 
 
 _MOST_COMPARED, _FEW = 16, 4
-"""Samples of the first micro-batch that are read again, and how many are so few that they are read more often."""
+"""The most samples of the first micro-batch that are read again; a micro-batch of so few is read more often."""
 _KEPT = 1024
+"""Reads of each process that a ``ReadTrace`` keeps."""
 _FIELDS = 5
+"""Numbers of each of them."""
 
 
 @dataclass(frozen=True)
@@ -181,9 +183,10 @@ class ReadSpan:
 
 
 class ReadTrace:
-    """When this process and some workers read one data set; ``name`` is for people. The newest reads of each are kept.
+    """The times at which this process and some workers read one data set; the newest reads of each are kept.
 
-    Notes are in memory that the processes share, so those of a worker that was killed are there too.
+    ``name`` is shown to people. The notes are in memory that the processes share, so those of a worker that was killed
+    are there too.
 
         process | 0, 0, 0, 0, count | began, ended, epoch, first sample, samples | ... | of the next process
     """
@@ -215,13 +218,13 @@ class ReadTrace:
 
 
 _LONGEST = 2.0
-"""Seconds after which no more than two samples, and a whole micro-batch, are compared."""
+"""Seconds after which only the first two samples, and the whole micro-batch, are compared."""
 
 Collate = Callable[[list[Any]], Any]
 
 
 def collate_samples(samples: list[Any], collate: Collate | None) -> Any:
-    """Makes a micro-batch of samples; torch's ``default_collate``, for None, would make a list of what are tuples."""
+    """Makes a micro-batch of samples; for None by torch's ``default_collate``, but a tuple where samples are tuples."""
     data = (collate or default_collate)(samples)
     is_list = collate is None and isinstance(data, list) and isinstance(samples[0], tuple)
     return tuple(data) if is_list else data
@@ -240,7 +243,7 @@ class BatchDataset(Protocol):
 
 
 def batch_read(dataset: Any) -> Callable[[Indices, SampleKeys], Any] | None:
-    """A set's ``get_batch(indices, keys)``; None where it has none, or one of its own that takes anything else."""
+    """The ``get_batch(indices, keys)`` of a data set; None if it has none, or one with other parameters."""
     read: Any = getattr(dataset, "get_batch", None)
     with suppress(TypeError, ValueError):  # not known
         given = list(inspect.signature(read).parameters.values())
@@ -268,7 +271,8 @@ class BrokenSample(Exception):
 def read_each(dataset: Any, numbers: Indices, keys: SampleKeys) -> list[Any]:
     """Reads samples one by one, row ``i`` with the random numbers of row ``i`` of the keys.
 
-    One that cannot be read is a ``BrokenSample`` from its error.
+    Raises:
+        BrokenSample: a sample cannot be read; its error is the cause.
     """
     samples = []
     for position, (number, seed) in enumerate(zip(numbers.tolist(), keys.seeds(), strict=True)):
@@ -316,9 +320,9 @@ class SampleReader:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a sample, where rows are taken from tensors in memory; 0 where what a read costs is not known.
+        """Bytes of a sample if rows are taken from tensors in memory; 0 if the cost of a read is not known.
 
-        It is 0, too, where others may write into the memory without torch's knowledge, as into a NumPy array.
+        It is 0, too, if others may write into the memory without torch's knowledge, as into a NumPy array.
         """
         if self._read != self._read_tensors or not self.rows_independent or self._clock is not None:
             return 0
@@ -340,13 +344,13 @@ class SampleReader:
         )
 
     def read(self, epoch: int, indices: Indices) -> Any:
-        """The samples ``indices``, collated; a ``DataError`` names the one that cannot be read."""
+        """The samples ``indices``, collated; ``DataError`` names one that cannot be read."""
         with self._generators():
             return self._read_noted(epoch, indices)
 
     @stack_marker(Mark.READS_SAMPLES)
     def read_grouped(self, epoch: int, indices: Indices, sizes: tuple[int, ...] = ()) -> GroupedBatch:
-        """Several micro-batches of a step, in one call where rows are independent.
+        """Reads several micro-batches of a step, in one call if rows are independent.
 
         Args:
             epoch: of the samples' keys.
@@ -370,7 +374,7 @@ class SampleReader:
         return found if self._read == self._read_tensors else map_leaves(found, _resolved)
 
     def _require_repeatable(self, keys: SampleKeys) -> None:
-        """Reads samples twice under the same keys, also of the sets in this one; see ``Rereading``."""
+        """Reads samples of this data set, and of those in it, twice under the same keys; see ``Rereading``."""
         for dataset, collate in _inner_sets(self._dataset):
             reader = SampleReader(dataset, seed=keys.seed, collate=collate)
             reader._require_repeatable(replace(keys, indices=keys.indices % len(dataset)))
@@ -462,7 +466,7 @@ class SampleReader:
         return self._collated(samples, keys)
 
     def _generators(self) -> AbstractContextManager[None]:
-        """Restores the generators afterwards, where reading seeds those of the training process."""
+        """A context that restores the generators afterwards, if reading seeds those of the training process."""
         return generators_kept() if self._seeds and get_worker_info() is None else nullcontext()
 
     def _collated(self, samples: list[Any], keys: SampleKeys) -> Any:
@@ -495,9 +499,9 @@ class Request:
 
 
 class InlineReading:
-    """No processes and no threads: right where the samples are in memory.
+    """Reads in the training process, without workers: the right choice where the samples are in memory.
 
-    A step has ``per_step`` micro-batches here; ``steps`` of them are read together, unless somebody writes into the set
+    A step has ``per_step`` micro-batches here. ``steps`` steps are read together, unless somebody writes into the set
     meanwhile.
     """
 

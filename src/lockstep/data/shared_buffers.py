@@ -42,9 +42,9 @@ from lockstep.runtime.devices import page_lock, page_unlock, passing, wait_for
 logger = logging.getLogger(__name__)
 
 _SIZES = 1 << 30, 256 << 20
-"""Bytes of a buffer, or where the process may not have so many. Pages that are never written take no memory."""
+"""Bytes of a buffer, and the same if the process may not map that many. Unwritten pages take no memory."""
 _SMALL = 16 << 10
-"""Tensors of up to so many bytes are sent by value, so that labels that somebody collects occupy no buffer."""
+"""The size in bytes up to which tensors are sent by value, so that labels that somebody collects occupy no buffer."""
 _NO_RESERVE = 0x4000  # Linux's MAP_NORESERVE, which Python's mmap does not name
 
 Bytes = npt.NDArray[np.uint8]
@@ -82,7 +82,7 @@ class SharedBuffers:
         gpus: to which the rank copies what is in them.
 
     Raises:
-        OSError: the process may not have so many addresses.
+        OSError: the process may not map that much memory.
     """
 
     def __init__(self, workers: int, each: int, gpus: Sequence[torch.device] = ()) -> None:
@@ -216,7 +216,7 @@ class SharedBuffer:
 
 
 def _reserve(buffers: int) -> tuple[mmap.mmap, int]:
-    """Memory for so many buffers, and the bytes of each."""
+    """Memory for a number of buffers, and the bytes of each."""
     flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _NO_RESERVE
     with suppress(OSError):
         return mmap.mmap(-1, buffers * _SIZES[0], flags=flags), _SIZES[0]
@@ -250,7 +250,7 @@ def _all_passed(leaving: _Leaving) -> bool:
 
 
 def _unlock(locked: dict[int, int], leaving: _Leaving, gpus: Sequence[torch.device], rank: int) -> None:
-    """Lets go of page-locked memory before it is unmapped: CUDA would go on with pages that are nobody's."""
+    """Unregisters page-locked memory before it is unmapped: CUDA would go on using pages that belong to nobody."""
     if os.getpid() != rank or not locked:
         return
     with suppress(RuntimeError):

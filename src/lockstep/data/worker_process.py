@@ -225,7 +225,7 @@ class WorkerDataset(Dataset[Any]):
         return self._buffers.open(answer)
 
     def close(self) -> None:
-        """Lets go of the buffers. Tensors in them stay."""
+        """Releases the buffers. Tensors in them stay."""
         if self._buffers is not None:
             self._buffers.close()
             self._buffers = None

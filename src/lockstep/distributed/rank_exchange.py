@@ -62,7 +62,7 @@ class RankExchange(Protocol):
         """
 
     def release(self) -> None:
-        """Lets go of the process group, or the memory."""
+        """Releases the process group, or the memory."""
 
 
 class GroupExchange:

@@ -126,7 +126,7 @@ class _Seen(list[tuple[Tensor, Tensor]]):
 
 
 def picture_of(sample: Any) -> str:
-    """A sample as a ``data:`` address of a PNG; empty where it is no picture of one or three colours."""
+    """A sample as a ``data:`` address of a PNG; empty where it is not a picture of one or three colours."""
     from PIL import Image
 
     if not isinstance(sample, Tensor):

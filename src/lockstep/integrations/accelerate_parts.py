@@ -156,7 +156,7 @@ class AtLast:
             self._wrapped.zero_grad(*given, **named)
 
     def end_step(self, passes: int) -> None:
-        """Clears the gradients of an optimizer, after so many passes through the loop's body.
+        """Clears the gradients of an optimizer after ``passes`` passes through the loop's body.
 
         Raises:
             ConfigError: the loop did not step and clear it in every pass, so gradients of several steps were to be

@@ -332,10 +332,10 @@ class LightningTrainer:
         micro_batches: tuple[MicroBatch, ...],
         values: Values,
     ) -> dict[str, str]:
-        """The values that are no means over samples, of those that a step has logged here for the first time."""
+        """The values that are not means over samples, of those that a step has logged here for the first time."""
         run, known = self.run, self._checked.setdefault(step, set())
         new = {name for _, entries in values.values() for name in entries} - known
-        compute = run.require_prepared().compute
+        forward_pass = run.require_prepared().forward_pass
         if not new or run.options.checks == "off" or not isinstance(run.strategy, Replicated):
             return {}
         data, samples = together(tuple(each for each in micro_batches if new & values[each.k][1].keys()))
@@ -344,7 +344,7 @@ class LightningTrainer:
 
         def logged(rows: slice) -> dict[str, Logged]:
             part = own_rows(data, rows)
-            (_, found), _ = compute.output_and_target(part, forward, module, None)
+            (_, found), _ = forward_pass.output_and_target(part, forward, module, None)
             return {name: each for name, each in found.items() if name in new}
 
         buffers = Buffers((module,))

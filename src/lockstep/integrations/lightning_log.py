@@ -192,7 +192,7 @@ def gathered(step: str, values: Values, reasons: Mapping[str, str], strategy: St
 def unequal_means(
     logged: Callable[[slice], Mapping[str, Logged]], samples: int, most: float
 ) -> dict[str, str]:
-    """The kinds of the logged values that are no means over the rows of a micro-batch; see ``deviation_over``."""
+    """The kinds of the logged values that are not means over the rows of a micro-batch; see ``deviation_over``."""
     found: dict[str, str] = {}
     for name in logged(slice(None)):
 

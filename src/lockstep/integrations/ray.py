@@ -223,7 +223,7 @@ def _report(failures: Mapping[int, BaseException], storage: Path) -> list[str]:
     ends = _ends(failures)
     if not ends:
         return ["Stopped with a checkpoint, because a node was to be taken away."]
-    if not storage.is_dir():  # it is no folder of this machine
+    if not storage.is_dir():  # it is not a folder of this machine
         ends = [dataclasses.replace(end, logs="ranks", host=str(storage)) for end in ends]
     return report(judge(ends, StopReason.NONE), ends, StopReason.NONE, storage / "ranks")
 

@@ -137,9 +137,9 @@ def balance(run: Run, model: nn.Module, training_set: Any) -> None:
     points, problem, group = [], "", run._session.group
     try:
         if run.is_main:
-            compute = ForwardPass(model, run._precision, run.device, run.options.channels_last)
-            inputs = _first_inputs(run, compute, training_set)
-            with compute.autocast():
+            forward_pass = ForwardPass(model, run._precision, run.device, run.options.channels_last)
+            inputs = _first_inputs(run, forward_pass, training_set)
+            with forward_pass.autocast():
                 points = strategy.partition.measure(model, inputs)
     except ConfigError as error:
         problem = str(error)
@@ -170,16 +170,16 @@ def sample_plan(config: JobConfig, data_set: Any, model: nn.Module | None = None
     )
 
 
-def _first_inputs(run: Run, compute: ForwardPass, training_set: Any) -> tuple[Any, ...]:
+def _first_inputs(run: Run, forward_pass: ForwardPass, training_set: Any) -> tuple[Any, ...]:
     """The model's arguments for the first micro-batch of training, on the device."""
     source = run._loaders.source(training_set)
-    plan = run._loaders.plan(training_set, True, False, smallest_micro_batch(compute.model))
+    plan = run._loaders.plan(training_set, True, False, smallest_micro_batch(forward_pass.model))
     loader = StepLoader(source.dataset, plan, seed=run.options.seed, collate=source.collate)
     try:
         data = next(loader.batches(0)).micro_batches[0].data
     finally:
         loader.close()
-    inputs, named, _ = compute.inputs(data, source.device_transform)
+    inputs, named, _ = forward_pass.inputs(data, source.device_transform)
     if named:
         raise ConfigError(
             "balance='time' runs a micro-batch through the layers one by one, and this model takes its batches by "

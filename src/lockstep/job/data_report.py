@@ -73,7 +73,7 @@ def data_sets(config: JobConfig) -> dict[str, Any]:
 
 
 def look_at_set(name: str, data_set: Any, *, workers: int, reads: bool) -> SetFacts:
-    """The classes of a data set and, if ``reads``, the samples that cannot be read by so many worker processes."""
+    """The classes of a data set and, if ``reads``, the samples that cannot be read; ``workers`` processes read."""
     labels, classes = known_labels(data_set), None
     if labels is not None:
         names = known_classes(data_set)

@@ -180,7 +180,7 @@ def table(outputs: Tensor, data_set: Any, loss: Any, classes: Sequence[str] = ()
         classes: their names, or nothing: they are then numbered.
 
     Raises:
-        ConfigError: the outputs of a sample are no row of numbers, the classes are not as many, or a sampler chooses
+        ConfigError: the outputs of a sample are not a row of numbers, the classes are not as many, or a sampler chooses
             the samples.
     """
     if isinstance(data_set, DataLoader) and adopt(data_set).dataset is not data_set.dataset:

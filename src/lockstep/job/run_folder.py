@@ -145,7 +145,7 @@ def settings_that_differ(starts: Mapping[str, Start]) -> list[tuple[str, ...]]:
 
 
 def conditions_that_differ(starts: Mapping[str, Start]) -> list[tuple[str, ...]]:
-    """The same table of what is no setting, and decides the bits: versions, the model of the CPU or GPU, and so on."""
+    """The same table of what decides the bits and is not a setting: versions, the CPU or GPU model, and so on."""
     tables = [start.context for start in starts.values()]
     return [("condition", *starts), *_differing(_CONDITIONS, tables)]
 

@@ -165,7 +165,7 @@ def serve_debug_requests(world: World) -> None:
 def request_debugger(run: RunOnHost, rank: int, port: int, within: float) -> str:
     """Asks a rank to serve debuggers on a port of loopback, unless it does already, and returns the address.
 
-    ``ConfigError`` if the rank is not running, does not answer ``within`` so many seconds, or cannot listen.
+    ``ConfigError`` if the rank is not running, does not answer ``within`` this number of seconds, or cannot listen.
     """
     request, answer = _files(run.directory, rank)
     if not answer.exists():

@@ -67,7 +67,7 @@ class TerminationSchedule:
                 self._due[number] = min(self._due.get(number, float("inf")), now + delay)
 
     def postpone(self, term: float, kill: float) -> None:
-        """Gives the ranks more time: a signal that is due earlier than in so many seconds is due then."""
+        """Gives the ranks more time: no signal is due earlier than in ``term`` and ``kill`` seconds."""
         now = time.monotonic()
         for number, more in ((signal.SIGTERM, term), (signal.SIGKILL, kill)):
             if number in self._due:

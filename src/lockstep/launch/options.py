@@ -184,13 +184,13 @@ class LaunchOptions:
     portable: bool = False
     """Starts the ranks with the environment of portable bits."""
     hash_seed: str = "0"
-    """``PYTHONHASHSEED`` of the ranks where it is not set. By itself, Python orders sets of texts anew in every run."""
+    """``PYTHONHASHSEED`` of the ranks if it is not set; without it a set of strings has another order in every run."""
     restarts: int = 0
     """How often the run is restarted after a process was lost."""
     restart_world: str = "same"
     """The devices of a restart: ``same``, or ``remaining`` for those whose ranks were not lost (formerly ``left``)."""
     fits: Callable[[int], bool] = field(default=lambda ranks: True, repr=False)
-    """True if the target can run on so many ranks; called for ``restart_world="remaining"``."""
+    """Returns whether the target can run on a number of ranks; called for ``restart_world="remaining"``."""
     restart: int = 0
     """How often it has been restarted."""
     run_id: str = ""

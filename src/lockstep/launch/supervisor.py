@@ -43,8 +43,8 @@ from lockstep.runtime.parent_death import end_leftovers
 from lockstep.runtime.stop_signals import SignalInbox, nonblocking_pipe
 from lockstep.text import printable
 
-_OF_RUN = ".lockstep"
-"""Marks a log folder; locked by the run that uses it."""
+_MARK = ".lockstep"
+"""A file that marks a log folder as Lockstep's; locked by the run that uses the folder."""
 
 
 @dataclass
@@ -67,7 +67,7 @@ def open_log_folder(options: LaunchOptions, layout: HostLayout) -> Iterator[LogF
     """Makes the log folder: the one asked for, or a temporary one (0700).
 
     Each host has a folder of its own, because all may share a disk. A folder that another run uses, or that holds files
-    with the names of ours which no run has made, stays as it is: the logs go to a folder in it with the run's id.
+    named like ours that no run has made, stays as it is: the logs go to a subfolder named after the run's ID.
     """
     with ExitStack() as stack:
         try:
@@ -91,20 +91,20 @@ def open_log_folder(options: LaunchOptions, layout: HostLayout) -> Iterator[LogF
 
 @contextmanager
 def _claimed(asked: Path, run_id: str) -> Iterator[Path]:
-    """Makes the folder, or the one in it that takes its place, and clears away what an earlier run left there."""
+    """Makes the folder, or the subfolder that takes its place, and removes the files that an earlier run left there."""
     path = asked
     path.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        is_ours, found = (path / _OF_RUN).exists(), _files_of_ranks(path)
+        is_ours, found = (path / _MARK).exists(), _files_of_ranks(path)
         try:
             if found and not is_ours:
                 raise BlockingIOError
-            stack.enter_context(sole_use(path / _OF_RUN))
+            stack.enter_context(sole_use(path / _MARK))
         except BlockingIOError:
             path = asked / run_id
             why = "holds other files" if found and not is_ours else "is used by another run"
             path.mkdir(exist_ok=True)
-            stack.enter_context(sole_use(path / _OF_RUN))
+            stack.enter_context(sole_use(path / _MARK))
             say(f"the log folder {asked} {why}, so the logs of this one are in {path}.")
         for file in _files_of_ranks(path):
             file.unlink()  # of an earlier run, which would be taken for this one's
@@ -117,10 +117,10 @@ def _files_of_ranks(path: Path) -> list[Path]:
 
 def supervise(target: Target, options: LaunchOptions, joined: Joined | None = None) -> int:
     """Runs the target on every rank of this host, prints the report of a failure, and returns the exit code."""
-    last = with_restarts(lambda options: run_world(target, options, joined), options)
-    for line in () if last.is_reported else last.lines:
+    outcome = with_restarts(lambda options: run_world(target, options, joined), options)
+    for line in () if outcome.is_reported else outcome.lines:
         print(printable(line), file=sys.stderr)
-    return last.code
+    return outcome.code
 
 
 def run_world(target: Target, options: LaunchOptions, joined: Joined | None = None) -> WorldOutcome:
@@ -224,12 +224,15 @@ def run_sequentially(
     portable: bool = False,
     folder: Path,
 ) -> WorldOutcome:
-    """Runs one world of CPU processes to its end; ``SystemExit`` if it was asked to stop, as the whole command then is.
+    """Runs one world of CPU processes to its end.
 
     Every rank calls ``entry`` (``module:function``) with the JSON object ``payload``, to which ``folder`` is added: a
     place for what the ranks write, and for their logs. ``threads`` is the number of intra-op threads of each;
-    ``portable`` gives them the environment of portable bits. Sets of texts have an order of their own in each world, so
-    that what depends on it is seen.
+    ``portable`` gives them the environment of portable bits. Each world has its own hash seed, so that a result which
+    depends on the order of a set of strings shows it.
+
+    Raises:
+        SystemExit: the world was asked to stop, and with it the whole command.
     """
     options = LaunchOptions(
         devices=parse_devices(f"cpu:{ranks}"),

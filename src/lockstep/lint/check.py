@@ -51,7 +51,7 @@ def check_text(text: str, path: str = "script.py", rules: Iterable[LintRule] = R
 
 
 def depends_on_world_size(text: str, path: str) -> list[Finding]:
-    """The findings of LS059, LS068 and LS069 in a file of a program that uses Lockstep; none in what is no script."""
+    """The findings of LS059, LS068 and LS069 in a file of a program that uses Lockstep; none if it is not a script."""
     rules = (
         replace(launching.recipe_by_world_size, check=launching.by_world_size),
         replace(sampling.metric_of_one_share, check=sampling.of_one_share),

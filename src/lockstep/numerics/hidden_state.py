@@ -72,7 +72,7 @@ _CLOSED = (
     *(Dataset, DataLoader, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler),
     *(ModuleType, threading.Thread, logging.Logger, io.IOBase),
 )
-"""Objects that are not looked into: they are no part of a forward pass."""
+"""Objects that are not looked into: they are not part of a forward pass."""
 _CLOSED_MODULES = ("transformers.trainer_callback",)
 """Their objects are what a Trainer knows of its loop, which ``TransformersTrainer`` keeps."""
 NAMESPACES = (

@@ -108,7 +108,7 @@ class RankRows:
         return all_gather_rows(row, self._group)
 
     def release(self) -> None:
-        """Lets go of the process group."""
+        """Releases the process group."""
         if self._memory is not None:
             self._memory.release()
         self._memory = None

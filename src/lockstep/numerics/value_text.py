@@ -62,7 +62,7 @@ def text_of_plain(value: Any) -> str:
 
 
 def short_text(text: str) -> str:
-    """A text of at most so many characters; what was cut off is told apart by a digest."""
+    """The text, cut to ``_MOST_CHARACTERS``; a digest distinguishes texts that differ in what was cut off."""
     if len(text) <= _MOST_CHARACTERS:
         return text
     return f"{text[:_MOST_CHARACTERS]}... ({short_digest(text.encode())})"

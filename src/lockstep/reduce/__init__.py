@@ -1,4 +1,4 @@
-"""Ways to sum gradients over ranks."""
+"""Ways to sum gradients over ranks, and the choice of one by name: ``open_reducer``."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ class FusedReducer(OrderedReducer):
     Args:
         group: the data-parallel ranks; headers, and buckets of integers, go over it.
         device: where the buckets are.
-        open_memory: makes ``PeerMemory`` of so many bytes. Collective.
+        open_memory: makes ``PeerMemory`` of a number of bytes. Collective.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class FusedBucket(OrderedBucket):
 
 
 def shard_edge(numel: int, ranks: int, edge: int) -> int:
-    """The number with which shard ``edge`` of so many begins, a multiple of 16; the last shard ends with the bucket."""
+    """The index at which shard ``edge`` begins, a multiple of 16; the last shard ends with the bucket."""
     return numel if edge == ranks else min(numel, -(-numel // (16 * ranks)) * 16 * edge)
 
 

@@ -109,7 +109,7 @@ class OrderedReducer(Reducer):
 
 
 class OrderedBucket:
-    """The memory of one bucket and where its exchange stands."""
+    """The memory of one bucket, and the state of its exchange."""
 
     def __init__(self, shape: BucketShape, ranks: int, slots: int, device: torch.device) -> None:
         self._numel, self._ranks = shape.numel, ranks
@@ -126,7 +126,7 @@ class OrderedBucket:
         self._work: dist.Work | None = None
 
     def renew(self) -> None:
-        """Gives other memory to ``total``."""
+        """Gives ``total`` new memory, so that the old may be kept."""
         self._outgoing = torch.zeros_like(self._outgoing)
         self._gathered = self._outgoing[0]
         self.total = self._gathered[: self._numel]
@@ -136,7 +136,7 @@ class OrderedBucket:
         return self._outgoing[slot, : self._numel]
 
     def bytes_sent(self, nodes: int) -> int:
-        """Bytes that a rank with so many nodes gives to others."""
+        """Bytes that a rank with this number of nodes sends to others."""
         return (self._ranks - 1) * (nodes + 1) * self._shard * self._outgoing.element_size()
 
     def send(self, layout: NodeLayout, rank: int, group: dist.ProcessGroup) -> None:
@@ -160,7 +160,7 @@ class OrderedBucket:
         )
 
     def has_arrived(self) -> bool:
-        """Returns whether the others' nodes are there."""
+        """Returns whether the nodes of the other ranks have arrived."""
         return self._work is not None and self._work.is_completed()
 
     def fold_and_gather(self, layout: NodeLayout, group: dist.ProcessGroup) -> None:

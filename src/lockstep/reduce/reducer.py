@@ -117,5 +117,5 @@ class Reducer(ABC):
         """Gives other memory to ``total(bucket)`` and ``staging(bucket, ...)``, between steps; on any rank alone."""
 
     def release(self) -> None:
-        """Lets go of process groups, at the end of the run."""
+        """Releases process groups, at the end of the run."""
         drop_process_groups(self)

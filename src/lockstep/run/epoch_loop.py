@@ -41,7 +41,7 @@ Read = Callable[[int, int], Iterator[Batch]]
 
 @dataclass
 class Position:
-    """The place in the run. A checkpoint holds it whole; there is no other iterator state."""
+    """The place in a run. A checkpoint stores it whole; there is no other iterator state."""
 
     epoch: int = 0
     """The epoch that is trained, or will be next."""
@@ -50,12 +50,12 @@ class Position:
     step: int = 0
     """Optimizer steps done since the run began."""
     inside: bool = False
-    """True while the epoch's batches are read: the code after them has not run yet."""
+    """True while the epoch's batches are being read: the code after them has not run yet."""
     samples: int = 0
     """Size of the data set that the epoch reads; 0 before the first."""
 
     def load_state_dict(self, stored: Mapping[str, Any]) -> None:
-        """Moves to a stored position; ``CheckpointError`` where it is none."""
+        """Moves to a stored position; ``CheckpointError`` if it is not a valid one."""
         here = self.as_dict()
         sound = stored.keys() == here.keys() and all(
             type(stored[name]) is type(own) and stored[name] >= 0 for name, own in here.items()
@@ -100,10 +100,11 @@ class EpochSteps(Iterator[Batch]):
 _MOST_AROUND = 6
 
 
-def begun_anew_beside(steps: Generator[Batch], done: int) -> list[str]:
-    """Counters and iterators that go with the steps of an epoch, and do not go on after the steps done.
+def restarted_around(steps: Generator[Batch], done: int) -> list[str]:
+    """Names what is iterated together with the steps of an epoch and begins anew where a resumed run goes on.
 
-    ``enumerate`` and ``zip`` around ``run.batches`` are in no variable; what refers to the steps is looked for.
+    ``enumerate`` and ``zip`` around ``run.batches`` are in no variable, so they are looked for among the objects that
+    refer to the steps.
     """
     found: list[str] = []
     inner = [steps, *_generators_around(steps)]
@@ -124,7 +125,7 @@ def begun_anew_beside(steps: Generator[Batch], done: int) -> list[str]:
 
 
 def _generators_around(steps: Any) -> list[Any]:
-    """The generators that are running now and read the steps, as that of a progress bar; nothing refers to those."""
+    """The running generators that read the steps, such as a progress bar's; no object refers to the steps there."""
     frames, frame = [], steps.gi_frame.f_back
     while frame is not None and (frame.f_code.co_flags & CO_GENERATOR or frame.f_globals is globals()):
         frames.append(frame)
@@ -144,7 +145,7 @@ class EpochLoop:
         self._key: Callable[[str, int], None] = lambda place, number: None
         self._current: Batch | None = None
         self.backward_passes = 0
-        """How many over the current step are done."""
+        """The number of backward passes over the current step that are done."""
         self._is_ahead = False
         """True while the loop takes batches ahead."""
         self._unused_from = 0
@@ -154,30 +155,34 @@ class EpochLoop:
         self.is_resumed = False
         """True where the position comes from a checkpoint, until the first loop over steps."""
         self._walk = self._epoch_loops = 0
-        self._walked: Callable[[], Generator[Batch] | None] = lambda: None
+        """The number of loops over steps, and over epochs, that have begun."""
+        self._newest_steps: Callable[[], Generator[Batch] | None] = lambda: None
+        """Gives the steps of the newest loop, while they exist."""
         self.in_epochs = False
         """True within a loop over epochs."""
         self.stops_at_end = False
         """True once the run was asked to stop, and does so at the end of the epoch's body."""
         self._left_early = False
         self._is_rest = False
-        """True where the loop before was left early, so that the next one goes on there, if no epoch begins before."""
+        """True if the last loop was left early, so that the next one goes on there unless an epoch begins first."""
         self._own: tuple[int, bool] | None = None
-        """Of the first loop over steps that is in none over epochs: the step before it, and ``is_resumed``."""
+        """The step before the first loop over steps that is in none over epochs, and ``is_resumed`` there."""
         self._last_epoch = self._finished_epoch = self._last_place = -1
+        """The last epoch of the loop over epochs, the newest whose steps are done, and the last place in an epoch."""
         self._back: Position | None = None
+        """The position to which ``go_back`` moves; None where a resumed run could not repeat what came since."""
 
-    def keep(self, variables: LoopState, key_random_numbers: Callable[[str, int], None]) -> None:
-        """Looks after the user's own code from here on, once a model is prepared.
+    def attach(self, variables: LoopState, key_random_numbers: Callable[[str, int], None]) -> None:
+        """Tells ``variables`` and ``key_random_numbers`` from here on where the user's code goes on.
 
         Args:
-            variables: notes what the loop keeps in them.
-            key_random_numbers: called with a place in the loop, and its number, where the user's code goes on there.
+            variables: notes what the loop keeps in its variables.
+            key_random_numbers: called with a place in the loop and its number, before the user's code goes on there.
         """
         self._variables, self._key = variables, key_random_numbers
 
     def epochs(self, count: int, at_end: Callable[[], None] = lambda: None) -> Iterator[int]:
-        """The epochs from where the run stands up to ``count``; ``at_end`` is called when the loop's body is over."""
+        """The epochs from where the run stands up to ``count``; ``at_end`` is called at the end of the loop's body."""
         if not isinstance(count, Integral) or count < 0:
             raise ConfigError(
                 f"run.epochs takes the number of epochs, 0 or more, and was given {count!r:.60}."
@@ -216,7 +221,7 @@ class EpochLoop:
             self.in_epochs = False
 
     def _tell_steps_before(self, count: int) -> None:
-        """Tells of steps that were made since the last loop over epochs; ``ConfigError`` in a resumed run."""
+        """Warns of steps that were taken since the last loop over epochs; ``ConfigError`` in a resumed run."""
         position, (before, is_resumed), self._own = self.position, self._own or (math.inf, False), None
         if position.step > before and position.epoch < count:
             words = (
@@ -240,7 +245,7 @@ class EpochLoop:
         if self._variables is not None:
             self._variables.begin_steps()
         steps = self._steps(read, after)
-        self._walked = weakref.ref(steps)
+        self._newest_steps = weakref.ref(steps)
         return steps
 
     def _steps(self, read: Read, after: Callable[[], None]) -> Generator[Batch]:
@@ -301,8 +306,8 @@ class EpochLoop:
         self.end_epoch()
 
     def _tell_begun_anew(self, batch: Batch) -> None:
-        steps, place = self._walked(), batch.plan.position
-        if steps is not None and (found := begun_anew_beside(steps, place)):
+        steps, place = self._newest_steps(), batch.plan.position
+        if steps is not None and (found := restarted_around(steps, place)):
             logger.warning(
                 "The run goes on at step %d of epoch %d, and %s begins anew there, so that what depends on it is not "
                 "what it would have been without the stop. The place of a step is batch.plan.position; to read data "
@@ -325,7 +330,7 @@ class EpochLoop:
         return self._back is not None
 
     def go_back(self) -> None:
-        """Moves there; the parameters must still be those of that moment."""
+        """Moves back to the end of the steps, or of the epoch; the parameters must still be those of that moment."""
         assert self._back is not None, "the run stands within the steps of an epoch"
         vars(self.position).update(vars(self._back))
 
@@ -349,7 +354,7 @@ class EpochLoop:
 
     @property
     def is_after_last_step(self) -> bool:
-        """True between the last step of an epoch and what comes after it."""
+        """True after the last step of an epoch, until the next epoch begins."""
         return self._current is None and self.position.done == self._last_place + 1
 
     def count_step(self, *, even_if_unused: bool = False) -> None:
@@ -362,7 +367,7 @@ class EpochLoop:
         self._current = None
 
     def begin_backward(self, plan: StepPlan, waiting: object = ()) -> int:
-        """How many passes over its step came before one that adds to the gradients that are waiting for a step."""
+        """The number of this pass over its step, from 0; ``waiting``: gradients to which it adds, if there are any."""
         if plan.step >= self._unused_from:
             current = self._current
             self._is_ahead = current is None or current.plan.step != plan.step
@@ -377,11 +382,11 @@ class EpochLoop:
         return self.backward_passes
 
     def note_save(self) -> None:
-        """Says that a checkpoint has the run as it stands."""
+        """Notes that a checkpoint of the run as it stands was written."""
         self._saved_before = self._unused_from
 
     def end_backward(self, plan: StepPlan) -> None:
-        """Counts a backward pass, and its step as done where the loop takes batches ahead."""
+        """Counts a backward pass, and counts its step as done where the loop takes batches ahead."""
         self.backward_passes += 1
         self._unused_from = max(self._unused_from, plan.step + 1)
         if not self._is_ahead or plan.step + 1 < self._unused_from:

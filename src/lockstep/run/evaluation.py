@@ -45,7 +45,7 @@ from lockstep.run.checks.means import (
 )
 from lockstep.run.checks.short_step import unchanged, with_own_data
 from lockstep.run.save import save_and_stop
-from lockstep.run.step import evaluating, exact, require_function, sum_and_weight
+from lockstep.run.step import evaluating, require_function, sum_and_weight, with_exact_mean
 from lockstep.runtime.control import StopReason
 from lockstep.runtime.heartbeat import Heartbeat
 from lockstep.strategies import Strategy
@@ -155,8 +155,8 @@ def evaluation(
     """Opens an evaluation under the keys and the precision of a run; see ``Run.evaluate``. Collective."""
     prepared, heartbeat = run.require_prepared(), run._session.heartbeat
     fix_graphs()
-    compute, randomness = prepared.compute, prepared.state.model.randomness
-    evaluated = compute.model if model is None else model
+    forward_pass, randomness = prepared.forward_pass, prepared.state.model.randomness
+    evaluated = forward_pass.model if model is None else model
     require_function("forward", forward)
     if not isinstance(evaluated, nn.Module):
         raise ConfigError(f"model={model!r:.60} was given, a {type(model).__name__}. Give a torch.nn.Module.")
@@ -168,7 +168,7 @@ def evaluation(
         heartbeat.mark("evaluate", epoch=epoch, step=step, micro_batch=micro_batch.k)
         heartbeat.samples(micro_batch.indices)
         randomness.begin_micro_batch(-1 - step, micro_batch.k)
-        return compute.output_and_target(micro_batch.data, forward, evaluated, transform)
+        return forward_pass.output_and_target(micro_batch.data, forward, evaluated, transform)
 
     def rehearse(micro_batch: MicroBatch | None) -> None:
         def output_of(given: MicroBatch) -> Any:
@@ -199,8 +199,8 @@ def evaluation(
         compared = run._loaders.compared(data, workers)
         run._agreed_data.require_evaluated(loader.samples, *compared, has_changed=has_changed)
         run._agreed_data.require_equal_changes(prepared.state.loop)
-        if evaluated is not compute.model:
-            require_equal_models(evaluated, compute.model, run.strategy)
+        if evaluated is not forward_pass.model:
+            require_equal_models(evaluated, forward_pass.model, run.strategy)
         run.compare_replicas()
         resumed = bool(prepared.state.resumed_context)
         is_new = run.rehearsals.is_new_evaluation(evaluated, forward, resumed=resumed)
@@ -263,7 +263,7 @@ def evaluate_means(
 ) -> dict[str, float]:
     """The mean of each metric over all samples, equal on every rank. Collective.
 
-    Unless checks are off, those that are no means are looked for; of those that are not new, where they give one
+    Unless checks are off, those that are not means are looked for; of those that are not new, where they give one
     number, see ``means``.
 
     Args:
@@ -276,11 +276,12 @@ def evaluate_means(
         EvaluationStopped: they have stopped, all after the same number of micro-batches.
     """
     loader, share, strategy = opened.loader, opened.loader.share, opened.run.strategy
-    forward_pass = opened.run.require_prepared().compute
+    forward_pass = opened.run.require_prepared().forward_pass
     checks = opened.run.options.checks != "off"
     longest = share.longest(loader.count)
     rows = torch.zeros(longest, len(metrics), 2, dtype=torch.float64, device=strategy.device)
-    functions, columns = {name: exact(metric) for name, metric in metrics.items()}, in_columns(metrics)
+    functions = {name: with_exact_mean(metric) for name, metric in metrics.items()}
+    columns = in_columns(metrics)
     checked, deviations = set(unchecked), dict[str, str]()
     kept: Changes = {}
     sample = RowSample(len(loader), loader.micro_batch_size)
@@ -365,7 +366,7 @@ def evaluate_set_metrics(
     The main process updates the metrics, with one micro-batch after the other in the order of the data set.
 
     Raises:
-        ConfigError: outputs or targets are no tensors with a row for each sample, or a value is no number.
+        ConfigError: outputs or targets are not tensors with a row for each sample, or a value is not a number.
         EvaluationStopped: the ranks have stopped, all after the same number of micro-batches.
     """
     columns, strategy = list[list[Any]](), opened.run.strategy
@@ -429,7 +430,7 @@ def predict(
     sample of an output; None where the output is that.
 
     Raises:
-        ConfigError: the outputs are no tensors of one row for each sample, or rows have several shapes or dtypes.
+        ConfigError: the outputs are not tensors of one row for each sample, or rows have several shapes or dtypes.
         RankError: a process was lost, and its outputs with it.
         EvaluationStopped: the ranks have stopped, all after the same number of micro-batches.
     """

@@ -1,4 +1,4 @@
-"""Facts about variables from code: which of them it reads before it sets them, and what it changes.
+"""Analyses the user's code: which variables it reads before it sets them, and what it changes.
 
 beta = 0.1 * step          sets beta
 data.labels[7] = 1         changes labels
@@ -249,7 +249,8 @@ def changed_names(
                 carried |= each.carries
                 anew |= each.changes - each.carries if each.sets else set()
                 todo += [(each.inner, -1, _ALL)] if each.inner else []
-                todo += [(its, -1, _ALL) for name in each.calls - named for its in functions.get(name, ())]
+                called = [own for name in each.calls - named for own in functions.get(name, ())]
+                todo += [(own, -1, _ALL) for own in called]
                 named |= each.calls
     return {name for name in carried if name.strip(".+") not in anew} if only_carried else found
 
@@ -277,7 +278,7 @@ class _EffectsReader:
     def read(self, each: dis.Instruction) -> _Effects:
         where, kind, accesses = each.positions, each.opname, _accesses(each)
         line = where and where.lineno
-        base = frozenset(() if accesses else _longest(where, self._loads))
+        base = frozenset(() if accesses else _base_names(where, self._loads))
         known = base if where and where.col_offset is not None else frozenset[str]()
         names = {each.argval} if kind in _LOADS_ATTRIBUTE else set()
         changes, own = self._changes(each, base), set[str]()
@@ -316,13 +317,11 @@ class _EffectsReader:
             return {each.argval, *(base if each.argval in ("data", "value") else ())}
         if kind in ("STORE_SUBSCR", "STORE_SLICE", "DELETE_SUBSCR"):
             is_line = where and (where.lineno, None)
-            keys = [
-                text for its, text in self._texts if _is_within(its, where) or (its and its[::2] == is_line)
-            ]
+            keys = [text for at, text in self._texts if _is_within(at, where) or (at and at[::2] == is_line)]
             return {*base, *keys}
         if kind == "LOAD_CONST" and isinstance(each.argval, str) and self._sets_by_name:
             return {each.argval}
-        return _argument(where, self._loads) if kind.startswith("CALL") and "next" in base else set()
+        return _argument_of_next(where, self._loads) if kind.startswith("CALL") and "next" in base else set()
 
     def _carried(
         self, each: dis.Instruction, base: Collection[str], known: frozenset[str], changes: Collection[str]
@@ -338,7 +337,7 @@ class _EffectsReader:
             found = {name for name in changes if self._is_in_place or (line, name, known) in self._seen}
             return found | {f".{name}" if kind == "STORE_ATTR" else f"{name}." for name in found}
         if kind == "STORE_SUBSCR":
-            on_line = [text for its, text in self._texts if its and its.lineno == line]
+            on_line = [text for at, text in self._texts if at and at.lineno == line]
             found = {name for name in changes if self._is_in_place or on_line.count(name) > 1}
             return found | {f"{name}+" for name in {*base} - found}
         return set()
@@ -347,25 +346,25 @@ class _EffectsReader:
 _LOADS_ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")
 _SETS = ("STORE_ATTR", "STORE_NAME", "STORE_GLOBAL", "STORE_DEREF")
 _Loads = defaultdict[tuple[int | None, int | None], list[tuple[dis.Positions, str]]]
-"""The names that instructions load, and where, by line and column of their begin. Of some only the line is known: of
-the second that one instruction loads, and of all with PYTHONNODEBUGRANGES."""
+"""The names that instructions load, and where, by the line and column at which they begin. Of some only the line is
+known: of the second that one instruction loads, and of all with PYTHONNODEBUGRANGES."""
 
 
-def _longest(where: Any, loads: _Loads) -> set[str]:
+def _base_names(where: Any, loads: _Loads) -> set[str]:
     """The name of x in ``x[...]``, ``x.method`` and ``x(...)``: the longest that begins where they do."""
     if not where:
         return set()
-    own = [(its, name) for its, name in loads[where[::2]] if _is_within(its, where)]
-    longest = max(((its[1], its[3]) for its, _ in own), default=None)
-    found = {name for its, name in own if (its[1], its[3]) == longest}
+    own = [(at, name) for at, name in loads[where[::2]] if _is_within(at, where)]
+    longest = max(((at[1], at[3]) for at, _ in own), default=None)
+    found = {name for at, name in own if (at[1], at[3]) == longest}
     return found or {name for _, name in loads[where[0], None]}
 
 
-def _argument(where: Any, loads: _Loads) -> set[str]:
+def _argument_of_next(where: Any, loads: _Loads) -> set[str]:
     """The name of x in ``next(x)``."""
     every = itertools.chain.from_iterable(loads.values())
-    own = [(its, name) for its, name in every if _is_within(its, where)][1:]
-    first = set([name for its, name in own if its[::2] == own[0][0][::2]][-1:])
+    own = [(at, name) for at, name in every if _is_within(at, where)][1:]
+    first = set([name for at, name in own if at[::2] == own[0][0][::2]][-1:])
     return first or {name for _, name in loads[where[0], None]}
 
 

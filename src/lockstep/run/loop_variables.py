@@ -1,12 +1,12 @@
-"""The state that the user's own loop keeps in variables, which no checkpoint holds.
+"""The state that the user's loop keeps in variables, and what of it a resumed run has lost.
 
     frames of the user's code,      main         rng, step, history, ema, ...
     the outermost first             Task.train   self.best, ...
                                     Lockstep     run.batches, run.save, ...
 
-Generators of random numbers are stored in checkpoints and given back. Of other variables that the loop will read again
-(``live_names``) a checkpoint notes the values. Where a resumed loop begins again with those of the run's beginning, it
-has lost them: they are named in a warning, and refused where the loss reads them, or a data set holds them.
+Generators of random numbers are stored in checkpoints and restored. Of other variables that the loop will read again
+(``live_names``) a checkpoint notes the values. If a variable of a resumed loop has the value of the run's beginning
+instead, it is lost: a warning names it, and the run is refused if the loss reads it or a data set holds it.
 """
 
 from __future__ import annotations
@@ -42,41 +42,50 @@ _DIGEST = re.compile(r" of digest \w+")
 
 
 class LoopState:
-    """The state that the loop keeps, over a stop and a resume; ``known``: the ids of objects that checkpoints hold."""
+    """The state that the loop keeps in variables, over a stop and a resume.
+
+    Texts of variables, which are equal where their values are, are kept by name (see ``Variables``).
+
+    Args:
+        known: the ids of objects that checkpoints hold.
+        is_main: whether this process warns.
+    """
 
     def __init__(self, known: Collection[int], *, is_main: bool) -> None:
         self._known, self._is_main = known, is_main
         self.lost: dict[str, Lost] = {}
-        """By the names of variables."""
+        """The variables that this resumed run has certainly lost, by name."""
         self.unsaved: list[str] = []
         """Optimizers of the loop that step parameters of the run with a state that no checkpoint holds."""
         self._first: dict[str, str] = {}
-        """When the run began; that of the first process, over all resumes."""
+        """The texts when the run began, in the first process of all resumes."""
         self._start: dict[str, str] = {}
-        """When the steps of the current epoch began."""
+        """The texts when the steps of the current epoch began."""
         self._at_epoch: dict[str, Any] = {}
         """The generators' states when the current epoch began."""
         self._at_end: dict[str, str] = {}
-        """The texts when the steps of the last epoch had ended; those after evaluations of what these have changed."""
+        """The texts when the steps of the last epoch had ended; of what evaluations have changed, those after them."""
         self._set_in_data: set[str] = set()
-        """Those that data sets hold and the loop has changed."""
+        """The variables that data sets hold and the loop has changed."""
         self._by_reading: set[str] = set()
-        """Those that data sets hold and reading has changed."""
+        """The variables that data sets hold and reading has changed."""
         self._stored: Mapping[str, Any] = {}
+        """What ``capture`` gave for the checkpoint, until the first steps of a resumed run."""
         self._inside = self._in_epochs = False
+        """Whether the checkpoint was written while batches were read; whether ``run.epochs`` has given an epoch."""
         self._resumed: tuple[Variables, dict[str, str], dict[FrameType, int]] | None = None
-        """The values of a resumed run where its first epoch begins, the states of tensors, and where its frames are."""
+        """The variables of a resumed run at the start of its first epoch, states of tensors, and places of frames."""
         self._untouched: set[str] = set()
-        """Those that the loop's own code has not set since then."""
+        """The variables that the loop's own code has not set between there and its first steps."""
         self._carried: set[str] = set()
-        """Those that it has set since then from what they were, which was not what they had been."""
+        """The variables that it has computed there from their own values, when these were not what they should be."""
         self._generators: dict[str, Any] = {}
-        """Those that there were when the steps of the current epoch began."""
+        """The generators that existed when the steps of the current epoch began."""
         self._walks = 0
-        """How often steps of an epoch have begun, over all resumes."""
+        """The number of loops over steps that have begun, over all resumes."""
 
     def resume(self, stored: Mapping[str, Any], *, inside: bool) -> None:
-        """Takes what ``capture`` gave. ``inside``: the checkpoint was written while an epoch's batches were read."""
+        """Takes what ``capture`` returned. ``inside``: it was written while the batches of an epoch were read."""
         maps = ("first", "start", "saved", "at_epoch", "generators")
         self._stored = {**stored, **{name: dict(stored[name]) for name in maps}} if stored else {}
         self._inside, self._in_epochs = inside, False
@@ -84,7 +93,7 @@ class LoopState:
         self._set_in_data = set(stored.get("set_between", ()))
 
     def begin_epoch(self) -> None:
-        """Gives generators what they had here, once after a resume; called where ``run.epochs`` gives an epoch."""
+        """Restores the generators' states, once after a resume; called where ``run.epochs`` gives an epoch."""
         found = Variables.of_loop(self._known)
         if self._stored and not self._in_epochs:
             _give(found, self._stored["at_epoch" if self._inside else "generators"])
@@ -95,7 +104,7 @@ class LoopState:
         self._at_epoch = {name: encoded_state(each) for name, each in found.generators.items()}
 
     def begin_steps(self) -> None:
-        """Notes what the loop has before the steps of an epoch; warns of what a resumed run has lost."""
+        """Notes the variables before the steps of an epoch; warns of those that a resumed run has lost."""
         found, stored = Variables.of_loop(self._known), self._stored
         if stored:
             if self._inside:
@@ -130,7 +139,7 @@ class LoopState:
         self._walks += 1
 
     def changed_in_data(self) -> dict[str, str]:
-        """Texts, by name, of all that data sets hold, or read, and the loop has changed since the run began."""
+        """The texts, by name, of what data sets hold or read and the loop has changed since the run began."""
         if not self._start:
             return {}
         texts = (found := Variables.of_loop(self._known)).texts
@@ -140,16 +149,16 @@ class LoopState:
         return {name: _VERSION.sub("", texts[name]) for name in changed - self._not_by_loop(changed)}
 
     def end_steps(self) -> None:
-        """Notes what the loop has when the steps of an epoch have ended."""
+        """Notes the variables when the steps of an epoch have ended."""
         found = Variables.of_loop(self._known)
         self._note_data(found)
         self._at_end = found.texts
 
     @contextmanager
     def reading(self, *, alone: bool = False) -> Iterator[None]:
-        """Around reads: what data sets then change, as a cache or what was drawn last, is not the loop's doing.
+        """Surrounds reads of data sets: what these change meanwhile, such as a cache, is not a change by the loop.
 
-        ``alone``: nothing else runs, as metrics of an evaluation, so that it is never the loop's.
+        ``alone``: nothing else runs meanwhile, such as metrics, so what has changed here is never put down to the loop.
         """
         is_noted = alone or self._at_end
         before = Variables.of_loop(self._known).texts.items() if is_noted else None
@@ -161,9 +170,9 @@ class LoopState:
             self._by_reading |= changed.keys() & found.of_data if alone else set()
 
     def seen_in(self, found: Snapshot) -> set[str]:
-        """The names that a snapshot has for what variables hold that the loop goes on with: ``capture`` notes these.
+        """The names in a snapshot of the objects in variables that the loop goes on to use, which ``capture`` notes.
 
-        Without objects that ``Lost`` cannot tell a loss to read, as iterators.
+        Objects are left out if ``Lost`` cannot tell whether a loss reads them, such as iterators.
         """
         variables, ahead, of_inner = Variables.of_loop(self._known), set[str](), set[str]()
         frames = list(users_frames())
@@ -180,7 +189,7 @@ class LoopState:
     def _note_data(self, found: Variables) -> None:
         """Notes what the loop has changed in data sets since the steps began, or since they ended.
 
-        Reading samples changes data sets, too, but does so within the steps: there the code of the loop tells.
+        Reading samples changes data sets too, but only within the steps. There the code of the loop tells them apart.
         """
         texts, before = found.texts, self._at_end or self._start
         names = found.of_data - self._by_reading
@@ -191,12 +200,12 @@ class LoopState:
         self._set_in_data -= {name for name in names if self._first.get(name) == texts[name]}
 
     def _not_by_loop(self, names: Collection[str]) -> set[str]:
-        """Those that neither the code of the loop changes nor a function that it calls."""
+        """Those of the names whose variables neither the code of the loop nor a function that it calls changes."""
         by_loop = changed_by_loop() if names else set()
         return {name for name in names if _words(name)[0][-1] not in by_loop}
 
     def _give_without_epochs(self, found: Variables) -> None:
-        """Gives generators what they had at the end of an epoch, where nothing told that the next one begins."""
+        """Restores the generators' states at the end of an epoch, in a loop that is not over ``run.epochs``."""
         states = self._stored["generators"]
         for name in self._stored["fresh"]:
             is_there = name in found.generators and states.get(name) is not None
@@ -262,7 +271,7 @@ class LoopState:
         return self._inside or is_carried or (not self._in_epochs and name not in self._stored["plain"])
 
     def _untouched_in(self, found: Variables) -> set[str]:
-        """Those that the loop's own code has not set since the epoch began, as far as objects and that code tell it."""
+        """The variables that the loop's own code has not set since the epoch began, as far as objects and code tell."""
         assert self._resumed is not None
         was, states, frames = self._resumed
         changed, names = changed_since(frames), set()
@@ -278,7 +287,7 @@ class LoopState:
         return names
 
     def _carried_in(self, found: Variables) -> set[str]:
-        """Those that the start of an epoch makes of what they were, as ``self.scale *= 0.5``, but are not."""
+        """The variables that the start of an epoch computes from their own lost values, as ``self.scale *= 0.5``."""
         assert self._resumed is not None
         was, _, frames = self._resumed
         changed, stored = changed_since(frames, only_carried=True), self._stored
@@ -290,12 +299,12 @@ class LoopState:
         return owned | {name for name in fewer if f"{_words(name)[0][-1]}+" in changed}
 
     def _is_noted(self, name: str, found: Variables) -> bool:
-        """True for what has changed since the run began, and for what a resumed run may compute from other weights."""
+        """True if the variable has changed since the run began, or a resumed run may compute it from other weights."""
         first = self._first.get(name)
         return first is not None and (name in found.with_values or first != found.texts[name])
 
     def capture(self) -> dict[str, Any]:
-        """The part of a checkpoint that is of the loop; called from within it."""
+        """The loop's part of a checkpoint; called from within the loop."""
         if not self._start:
             return {}
         found = Variables.of_loop(self._known)
@@ -332,7 +341,7 @@ def _owners(name: str) -> set[str]:
 
 
 def _words(name: str) -> tuple[list[str], list[str]]:
-    """Those of a variable with its attributes, and those of an entry."""
+    """The words of a variable with its attributes, and those of the key of an entry."""
     path, _, entry = name.partition("[")
     return re.findall(r"\w+", path.rpartition(": ")[2]), re.findall(r"\w+", entry)
 

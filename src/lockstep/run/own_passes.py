@@ -188,7 +188,7 @@ class LoopRehearsal:
         is_first = done[LoopRehearsal] == 1
         if is_first and run.is_main and run.world.world_size > 1:
             warn_of_settings()
-        watched, by_rank = Watched({"": model}, (model, prepared.compute.model)), False
+        watched, by_rank = Watched({"": model}, (model, prepared.forward_pass.model)), False
         findings = Findings()
         short, self._compute = shortened(self._batch, self._opened.compute, strategy.share, 1)
         try:
@@ -263,7 +263,7 @@ class LoopRehearsal:
         return any(loss != self._losses[0] for loss in self._losses)
 
     def _deviation(self) -> Generator[MicroBatch, None, str]:
-        """Gives some rows, the same again, and two parts of them; returns why the loss is no mean, or nothing."""
+        """Gives some rows, the same again, and two parts of them; returns why the loss is not a mean, or nothing."""
         given = self._batch.micro_batches
         try:
             data, samples = together(given, _LEAST_ROWS)

@@ -1,4 +1,4 @@
-"""Prepares what ``run.prepare`` was given: tells it apart, compiles the model, and gives it to the strategy.
+"""Prepares the arguments of ``run.prepare``: sorts them by kind, compiles the model, and gives it to the strategy.
 
 The optimizers then step what the strategy holds of the model. What cannot be trained or saved is refused.
 Blocks are compiled one by one, so that the keyed randomness between them stays outside of compiled code.
@@ -63,7 +63,7 @@ class Parts:
     def of(
         cls, model: Any, others: Sequence[Any], initial_values: InitialValues, *, keep_empty: bool = False
     ) -> Parts:
-        """The parts in the order in which they were given; ``ConfigError`` names what is none.
+        """The arguments of ``run.prepare``, sorted by kind; ``ConfigError`` names an argument of any other kind.
 
         A model that was built without values gets them here, unless the strategy does it: ``keep_empty``.
         """
@@ -78,7 +78,7 @@ class Parts:
         for each in schedulers:
             if isinstance(each, type):
                 raise ConfigError(
-                    f"run.prepare was given the class {each.__name__}. Make one of it: {each.__name__}(...)."
+                    f"run.prepare was given the class {each.__name__}. Create an instance: {each.__name__}(...)."
                 )
             if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
                 raise ConfigError(
@@ -357,7 +357,7 @@ class PreparedAverage(AveragedModel):
 def prepare_model(
     parts: Parts, options: RunOptions, strategy: Strategy, precision: Precision, device: torch.device
 ) -> PreparedModel:
-    """Sets up the model and points the optimizers at what is held of it here. Collective.
+    """Sets up the model, and gives the optimizers what this process holds of its parameters. Collective.
 
     Raises:
         ConfigError: the strategy cannot train these parts, or not in the way that was asked for.
@@ -399,7 +399,7 @@ def prepare_model(
     for module in parts.modules:
         module.to(device)
     for optimizer, own in zip(parts.optimizers, members):
-        _point(optimizer, own, strategy)
+        _set_parameters(optimizer, own, strategy)
     seen = dict(trained.named_parameters())
     averages = {id(each): PreparedAverage(each, (trained, model), aliases, strategy) for each in averaged}
     return PreparedModel(trained, randomness, smallest, tensors, aliases, members, seen, averages)
@@ -444,8 +444,8 @@ def _kept_whole(optimizer: Optimizer, names: Mapping[Tensor, str], strategy: Str
     return {names[p] for group in optimizer.param_groups for p in group["params"]}
 
 
-def _point(optimizer: Optimizer, members: list[list[str]], strategy: Strategy) -> None:
-    """Gives each group of an optimizer what the strategy holds of its parameters."""
+def _set_parameters(optimizer: Optimizer, members: list[list[str]], strategy: Strategy) -> None:
+    """Replaces the parameters in each group of an optimizer by what the strategy holds of them in this process."""
     held = strategy.trainable()
     for group, group_names in zip(optimizer.param_groups, members):
         if strategy.replicated and all(
@@ -485,10 +485,10 @@ def _has_stepped(optimizer: Optimizer) -> bool:
     return False
 
 
-def describe(
+def context_of_run(
     options: RunOptions, session: RunSession, optimizers: Sequence[Optimizer], *, portable: bool
 ) -> Context:
-    """The fingerprint's context for a run."""
+    """What the bits of a run depend on, as its checkpoints record it."""
     return Context(
         global_batch=options.global_batch,
         micro_batches=options.micro_batches,

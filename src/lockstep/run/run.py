@@ -1,4 +1,4 @@
-"""The user's handle: seven calls around an ordinary training loop."""
+"""The user's handle on a run: its methods are the calls around an ordinary training loop."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from lockstep.run.epoch_loop import EpochLoop, EpochSteps, Position
 from lockstep.run.evaluation import Metric, SetMetric, evaluate, evaluation, predict
 from lockstep.run.loaders import LoaderCache, counting_skipped, smallest_micro_batch
 from lockstep.run.optimizer_step import GradientState, PreparedOptimizer
-from lockstep.run.prepare import Parts, describe, prepare_model, stepped_before
+from lockstep.run.prepare import Parts, context_of_run, prepare_model, stepped_before
 from lockstep.run.save import Writer
 from lockstep.run.session import RunSession, seed_generators, warn_if_begun, warn_if_unseeded
 from lockstep.run.shared_groups import SharedGroups
@@ -44,8 +44,8 @@ from lockstep.run.step import (
     ForwardPass,
     StepCompute,
     code_of,
-    exact,
     required_loss,
+    with_exact_mean,
     with_step,
 )
 from lockstep.run.step_errors import note_data
@@ -56,7 +56,7 @@ from lockstep.runtime.lazy_compiler import apart_from_graphs
 from lockstep.strategies import IndependentStrategy, StepResult, Strategy, open_strategy
 
 _OWN_EVERY = 100
-"""Steps between two looks at the parameters of a process that is compared with no other."""
+"""Steps between two checks of the parameters of a process that is compared with no other."""
 GradientPass = Callable[..., StepResult]
 """Computes gradients as ``Strategy.backward`` does."""
 
@@ -112,15 +112,16 @@ class Run:
         return self._loop.position
 
     def add_callback(self, callback: Callback) -> CallbackHandle:
-        """Calls the methods of ``callback`` from the next event on; ``remove()`` of what it returns ends that."""
+        """Calls the methods of ``callback`` from the next event on, until ``remove()`` of the returned handle."""
         return self._events.add(callback)
 
     def empty_model(self) -> AbstractContextManager[None]:
         """A context in which a model is built without values, which it gets in ``prepare``.
 
-        Under ``fsdp`` a process then never holds more than its part of the model and one whole parameter, so the model
-        may be larger than its memory. Build and initialise it inside. The values follow from ``seed``, the same under
-        every strategy and on any number of processes; a model that is built outside has others.
+        Build and initialise the model inside. Under ``fsdp`` a process then never holds more than its part of the model
+        and one whole parameter, so the model may be larger than the memory of a process. The values follow from
+        ``seed``, the same under every strategy and on any number of processes. They differ from those of a model that
+        is built outside.
         """
         return self._initial_values.recording()
 
@@ -147,7 +148,7 @@ class Run:
         if self.is_main:
             save.clean_up(self.options.directory)
             timeline.make_file(self.options)
-        context = describe(self.options, self._session, parts.optimizers, portable=self.is_portable)
+        context = context_of_run(self.options, self._session, parts.optimizers, portable=self.is_portable)
         if (group := self._session.group) is not None:
             agreement.agree(parts, context, group, self.device, values_from_main)
         self.strategy.initial_values = self._initial_values
@@ -156,7 +157,7 @@ class Run:
         state = RunState(
             parts, placed, self.strategy, self._precision, self.position, *conditions, self.world.run_id
         )
-        compute = ForwardPass(
+        forward_pass = ForwardPass(
             placed.module, self._precision, self.device, self.options.channels_last, self._events
         )
         gradients = GradientState(
@@ -169,8 +170,8 @@ class Run:
             for each, own in zip(parts.optimizers, placed.members)
         }
         state.add_group = [wrapped[id(each)].add_param_group for each in parts.optimizers]
-        self._prepared = PreparedRun(state, compute, gradients, wrapped)
-        self._loop.keep(state.loop, placed.randomness.key_loop)
+        self._prepared = PreparedRun(state, forward_pass, gradients, wrapped)
+        self._loop.attach(state.loop, placed.randomness.key_loop)
         self._writer.join(state)
         with gradients.setting_values():
             how = {"restarted": self.world.restart > 0, "is_main": self.is_main}
@@ -218,7 +219,7 @@ class Run:
             workers: processes that read ahead; by default those of the DataLoader, or none.
 
         Returns:
-            An iterator. Its ``len()`` is the number of steps, without those that a resumed run has done.
+            An iterator. Its ``len()`` is the number of steps that are left, without those done before a resume.
         """
         prepared, has_changed = self.require_prepared(), self._loaders.refresh(data, "training")
         self._writer.resumption.begin_steps()
@@ -227,14 +228,14 @@ class Run:
         smallest, photos = prepared.state.model.smallest_micro_batch, decoded_as(source.dataset)
         self.synchronize()
         plan = self._loaders.plan(data, shuffle, drop_last, smallest)
-        self._agreed_data.require_freezing(prepared.compute.model)
+        self._agreed_data.require_freezing(prepared.forward_pass.model)
         number, digests = self._loaders.compared(data, workers)
         digests = prepared.state.loop.reading(alone=True)(digests)
         self._agreed_data.require(plan, photos, number, digests, has_changed=has_changed)
         self._agreed_data.require_equal_changes(prepared.state.loop)
         prepared.state.reads_photos(photos)
         loader = self._loaders.training(data, plan, workers)
-        prepared.compute.device_transform = source.device_transform
+        prepared.forward_pass.device_transform = source.device_transform
         self._session.heartbeat.mark("data", epoch=self.position.epoch, step=self.position.step)
         batches = partial(
             loader.batches, at_end=lambda: self._loaders.read_ahead(loader, self._loop.next_epoch)
@@ -267,7 +268,7 @@ class Run:
             whole_batch: ``loss`` compares the samples of the global batch with each other, as contrastive losses do.
                 It is called once, on every rank, with the outputs and targets of all samples in their order (with
                 ``forward``, or a dict as a batch, the target is None). The model runs twice on each micro-batch, first
-                without gradients. Of what the loss needs, a learned temperature belongs to the output, too.
+                without gradients. Parameters that the loss needs, such as a learned temperature, must be in the output.
 
         Returns:
             The mean loss over the global batch, float64, 0-dim, equal on every rank, on the device. With ``also``, the
@@ -298,7 +299,7 @@ class Run:
         *,
         whole_batch: bool = False,
     ) -> Tensor:
-        """As ``backward``, with gradients computed by another function than ``Strategy.backward``. Collective."""
+        """As ``backward``, with gradients computed by a function other than ``Strategy.backward``. Collective."""
         with self.backward_pass(batch, loss, forward, metrics, whole_batch=whole_batch) as opened:
             opened.result = compute_gradients(batch, opened.compute, scale=opened.scale, stop=opened.stop)
         return opened.result.loss
@@ -326,9 +327,9 @@ class Run:
         key = self._loop.begin_backward(plan, gradients) * self.options.micro_batches
         rows, own = len(plan.indices[0]), len(batch.micro_batches)
         heartbeat.begin_step(plan.epoch, plan.step, plan.packed, rows, own)
-        function = exact(loss) if metrics is None else metrics.loss_of(loss)
+        function = with_exact_mean(loss) if metrics is None else metrics.loss_of(loss)
         compute = StepCompute(
-            prepared.compute, randomness, heartbeat, events, plan, function, forward, key, metrics
+            prepared.forward_pass, randomness, heartbeat, events, plan, function, forward, key, metrics
         )
         code = with_step(int(heartbeat.stop_reason), plan.step, is_alone=self._session.group is None)
         opened = BackwardPass(compute, gradients.scale, code)
@@ -350,7 +351,7 @@ class Run:
                 gradients.fail(plan.step, error)
             else:
                 self.strategy.abandon()
-            note_data(error, batch, prepared.compute.model)
+            note_data(error, batch, prepared.forward_pass.model)
             raise
         for ends in events.backward_end:
             ends(batch, opened.result)
@@ -368,7 +369,7 @@ class Run:
         The sum of squares is taken in float64 per parameter row and folded in a fixed order. Collective.
 
         Raises:
-            ConfigError: ``max_norm`` is no number of 0 or more, or no gradients have been computed.
+            ConfigError: ``max_norm`` is not a number of 0 or more, or no gradients have been computed.
         """
         is_number = isinstance(max_norm, Real) or (isinstance(max_norm, Tensor) and max_norm.numel() == 1)
         if not is_number or not max_norm >= 0:
@@ -395,9 +396,9 @@ class Run:
             model: another model than the trained one, such as a moving average of its weights.
             forward: as in ``backward``.
             workers: as in ``batches``.
-            repeatable: a request to stop ends the evaluation, and a resumed run does again all that came after the last
-                step of the epoch. For loops in which nothing since then changes what a checkpoint holds, such as a
-                schedule; otherwise the evaluation goes on to its end, and the run stops at the next step.
+            repeatable: a request to stop ends the evaluation early, and a resumed run repeats everything after the
+                last step of the epoch. Set it only if nothing there changes what a checkpoint holds, such as a
+                schedule. By default the evaluation goes on to its end, and the run stops at the next step.
 
         Returns:
             A float, or floats by name. If ``compute()`` of the metric ``iou`` gives a dict or a list of numbers, one
@@ -430,12 +431,13 @@ class Run:
 
         Args:
             data: a map-style data set or a DataLoader; its samples are those of ``evaluate``, or inputs alone.
-            keep: makes of the output for a micro-batch the tensor that is kept, with a row for each sample, such as
-                ``lambda output: output.argmax(1)``; by default the output itself.
+            keep: a function from the output for a micro-batch to the tensor that is kept, with a row for each sample,
+                such as ``lambda output: output.argmax(1)``; by default the output itself is kept.
             everywhere: give the result to every process, as for a loop that chooses samples or labels by it.
 
         Returns:
-            A tensor of shape (samples, ...), on the CPU of the main process; None on the others, or the same.
+            A tensor of shape (samples, ...) on the CPU of the main process, or of every one with ``everywhere``; None
+            on the others.
 
         Raises:
             ConfigError: there is no row for each sample, or rows differ in shape or dtype.
@@ -450,16 +452,16 @@ class Run:
     def save(self, *given: Any, wait: bool = False, directory: Path | str | None = None) -> Path | None:
         """Writes a checkpoint of the run as it stands, after checking that all ranks agree. Collective.
 
-        Inside the loop over ``batches`` it belongs to the end of the loop's body: the step counts as done. The state is
-        copied and training goes on while the copy is written. What goes wrong with that, such as a full disk, is raised
+        Inside the loop over ``batches``, call it at the end of the loop's body: the step counts as done. The state is
+        copied, and training goes on while the copy is written. An error while writing, such as a full disk, is raised
         on the main process at the end of the next step, by the next save, or at the end of the program.
 
         Args:
-            wait: come back only when the checkpoint is on the disk; always so with ``save_in_background=False``.
-            directory: another folder than the run's.
+            wait: return only when the checkpoint is on the disk; always so with ``save_in_background=False``.
+            directory: a folder other than the run's.
 
         Returns:
-            The folder that the checkpoint has, or will have, on the main process; None on the others.
+            The folder of the checkpoint, which may not be there yet, on the main process; None on the others.
         """
         if given:
             raise ConfigError(f"run.save({given[0]!r}): give a folder, directory=, or save run.state_dict().")
@@ -535,7 +537,7 @@ class Run:
             self.close()
 
     def close(self) -> None:
-        """Ends loader workers and leaves the process group. Called by itself when the program ends. Collective."""
+        """Ends loader workers and leaves the process group; called by itself at the end of the program. Collective."""
         for call in self._events.close:
             call(self)
         self._loaders.close()
@@ -550,11 +552,11 @@ class Run:
 
     @property
     def skipped_steps(self) -> int:
-        """Steps that were skipped because a scaled gradient was not finite, those before a stop included."""
+        """Steps that were skipped because a scaled gradient was not finite, including those before a resume."""
         return self._precision.skipped_steps
 
     def steps_per_epoch(self, data: Any, *, drop_last: bool = False, model: nn.Module | None = None) -> int:
-        """Optimizer steps that ``batches(data)`` makes, equal on every number of devices.
+        """The number of steps that ``batches(data)`` gives, the same on every number of devices.
 
         Args:
             data: as for ``batches``.
@@ -598,7 +600,7 @@ class Run:
             self._compare_replicas(partial(checksums, device=self.device))
 
     def synchronize(self) -> None:
-        """Lets processes that train without a process group come to one state; nothing for all others. Collective."""
+        """Brings processes that train without a process group to the same state; else does nothing. Collective."""
         if isinstance(self.strategy, IndependentStrategy):
             self.strategy.synchronize()
 
@@ -608,7 +610,7 @@ class Run:
         self._session.leave_process_group(is_expendable=strategy.is_expendable)
 
     def require_prepared(self) -> PreparedRun:
-        """All that ``prepare`` made; ``ConfigError`` before it was called."""
+        """Everything that ``prepare`` made; ``ConfigError`` before it was called."""
         if self._prepared is None:
             raise ConfigError("Call model, optimizer = run.prepare(model, optimizer) first.")
         if self._session.is_closed:

@@ -334,7 +334,7 @@ def _mention_earlier_training(directory: Path) -> None:
 
 
 def mention_nothing_left(epochs: int, done: int) -> None:
-    """Says that a resumed run, which has so many epochs behind it, makes no step."""
+    """Says that a resumed run, which has done ``done`` of ``epochs`` epochs, takes no further step."""
     if isinstance(epochs, int) and 0 < epochs <= done:
         note(
             "No step is left: the run that was resumed has done %s, and run.epochs(%d) asks for no more. Give a larger "

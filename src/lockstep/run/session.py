@@ -1,4 +1,4 @@
-"""The process of a run: its place in the world, its device, and the process group."""
+"""The process of a run: its place in the world, its device, its global random generators, and the process group."""
 
 from __future__ import annotations
 

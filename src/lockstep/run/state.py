@@ -1,4 +1,4 @@
-"""The state of a run that a checkpoint covers: captured whole by name, and restored on any number of processes.
+"""The state that a checkpoint covers: captured by name, restored on any number of ranks under the same conditions.
 
 ``RunState`` captures and restores model, optimizers, schedulers and position. Where parameters are shared out over
 processes, the optimizer's state is gathered for a checkpoint.
@@ -593,7 +593,7 @@ class PreparedRun:
 
     state: RunState
     """All that a checkpoint covers: the user's objects, the model as it is trained, and where the run stands."""
-    compute: ForwardPass
+    forward_pass: ForwardPass
     gradients: GradientState
     wrapped_optimizers: dict[int, PreparedOptimizer]
     """The wrapper of each optimizer, by the id of the user's own, in their order."""

@@ -112,7 +112,7 @@ def required_loss(
     """The loss, after a check of what ``run.backward`` was given.
 
     Raises:
-        ConfigError: ``batch`` is none of ``run.batches``, ``loss`` or ``forward`` is no function, or gradients are
+        ConfigError: ``batch`` is not from ``run.batches``, ``loss`` or ``forward`` is not a function, or gradients are
             switched off.
     """
     require_function("forward", forward)
@@ -130,20 +130,22 @@ def required_loss(
 
 
 def require_function(name: str, given: object) -> None:
-    """Raises ``ConfigError`` where an argument that may be left out is no function."""
+    """Raises ``ConfigError`` where an argument that may be left out is not a function."""
     if given is not None and not callable(given):
         raise ConfigError(
             f"{name}={given!r:.60} was given, a {type(given).__name__}. Give a function, or leave it out."
         )
 
 
-def exact(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A loss function that gives sum and weight where the mean of ``function`` is not one over the samples.
+def with_exact_mean(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A loss function that returns (sum, weight) where ``function`` returns a mean over something other than samples.
 
     torch's ``CrossEntropyLoss`` and ``NLLLoss`` divide by the sum of the targets' class weights, and leave out targets
     equal to ``ignore_index``: the mean over several micro-batches is then not the mean of their means. Any other
-    function is returned as it is, a subclass with its own ``forward`` too; a torch loss that sums is refused
-    (``ConfigError``).
+    function is returned as it is, also a subclass with its own ``forward``.
+
+    Raises:
+        ConfigError: ``function`` is one of torch's losses with ``reduction='sum'``, or a class.
     """
     if isinstance(function, type) and issubclass(function, nn.Module):
         raise no_instance(function)
@@ -155,7 +157,7 @@ def exact(function: Callable[..., Any]) -> Callable[..., Any]:
     if not isinstance(function, nn.CrossEntropyLoss | nn.NLLLoss) or function.reduction != "mean":
         return function
     if type(function).forward not in (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward):
-        return function  # it may add what is no sum over samples, or keep state
+        return function  # it may add what is not a sum over samples, or keep state
     summing = object.__new__(type(function))  # in a fraction of the time of copy.copy
     vars(summing).update(vars(function), reduction="sum")
 
@@ -166,7 +168,7 @@ def exact(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def code_of(function: Any) -> Any:
-    """The code that is the same for every function that a line of code makes, such as a lambda in a loop."""
+    """The code of a function, by which the functions that one line makes in a loop, such as lambdas, are the same."""
     function = getattr(function, "func", function)
     return getattr(function, "__code__", type(function))
 
@@ -177,7 +179,7 @@ _IGNORED = -100
 
 @cache
 def _leaves_out(code: Any) -> bool:
-    """True of code that takes torch's own mean over the targets that are not ignored, as far as its names tell that."""
+    """True if code seems, by its names, to take torch's own mean over the targets that are not ignored."""
     names, constants = getattr(code, "co_names", ()), getattr(code, "co_consts", ())
     own = code in (F.cross_entropy.__code__, F.nll_loss.__code__)
     is_named = "cross_entropy" in names or "nll_loss" in names
@@ -220,14 +222,18 @@ def sum_and_weight(value: Any, samples: int) -> tuple[Tensor, Tensor]:
 
 
 def _plain(value: Any) -> Any:
-    """A tensor of a class that only adds notes, as MONAI's, as one of torch's; anything else as it is."""
+    """A tensor of a subclass that only adds metadata, such as MONAI's, as a plain one; anything else as it is."""
     cls: Any = type(value)
     is_noted = isinstance(value, Tensor) and cls.__torch_dispatch__ is Tensor.__torch_dispatch__
     return value.as_subclass(Tensor) if is_noted and cls not in (Tensor, nn.Parameter) else value
 
 
 def wide(value: Tensor) -> Tensor:
-    """The same numbers, those of 16 bits as float32: their sums have two digits. ``ConfigError`` for complex ones."""
+    """The same numbers, 16-bit ones as float32, since a sum in 16 bits keeps only two or three digits.
+
+    Raises:
+        ConfigError: the numbers are complex.
+    """
     if value.is_complex():
         raise ConfigError(
             "A loss or metric function returned a complex number. Return a real one, such as its abs()."
@@ -237,7 +243,7 @@ def wide(value: Tensor) -> Tensor:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """No gradients, and every module of the model in evaluation mode; afterwards in the mode it had."""
+    """A context without gradients, with every module in evaluation mode; each gets its own mode back afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -345,7 +351,7 @@ class ForwardPass:
 class StepCompute:
     """The forward pass and the loss of one step's micro-batches; see ``lockstep.strategies.Compute``."""
 
-    compute: ForwardPass
+    forward_pass: ForwardPass
     randomness: KeyedRandomness
     heartbeat: Heartbeat
     events: StepEvents
@@ -361,7 +367,7 @@ class StepCompute:
 
     @classmethod
     def taking(cls, compute: StepCompute, **others: Any) -> Self:
-        """One of this class with the fields of another, beside those that are given."""
+        """An instance of this class with the fields of ``compute``, except those in ``others``."""
         return cls(**{each.name: getattr(compute, each.name) for each in fields(StepCompute)} | others)
 
     def __call__(self, micro_batch: MicroBatch, model: nn.Module | None = None) -> tuple[Tensor, Tensor]:
@@ -374,11 +380,11 @@ class StepCompute:
 
     def output_and_target(self, data: Any, model: nn.Module | None = None) -> tuple[Any, Any]:
         """The output of the model, or of the user's own ``forward``, on a micro-batch's data, and its target."""
-        given = self.forward, model or self.compute.model, self.compute.device_transform
-        return self.compute.output_and_target(data, *given)
+        given = self.forward, model or self.forward_pass.model, self.forward_pass.device_transform
+        return self.forward_pass.output_and_target(data, *given)
 
     def numbered(self, micro_batch: MicroBatch) -> MicroBatch:
-        """The micro-batch with its number in the step that keys follow, which a rehearsal takes it from."""
+        """The micro-batch under the number by which its random numbers are keyed; a rehearsal changes it."""
         return micro_batch
 
     def begin(self, micro_batch: MicroBatch) -> None:
@@ -398,7 +404,7 @@ class StepCompute:
         self.randomness.resume_micro_batch(self.plan.step, micro_batch.k + self.first_key, phase)
 
     def pause(self, micro_batch: MicroBatch) -> Callable[[], None]:
-        """Leaves a micro-batch anywhere in its forward or backward pass; what is returned goes on there."""
+        """Leaves a micro-batch anywhere in its forward or backward pass; the returned function resumes it there."""
         micro_batch, phase = self.numbered(micro_batch), BACKWARD if in_backward() else FORWARD
         restore = self.randomness.pause()
 
@@ -411,11 +417,11 @@ class StepCompute:
         return resume
 
     def exchange(self) -> None:
-        """Notes that this rank waits for the others."""
+        """Notes that this rank has computed its part, and waits for the others."""
         self.heartbeat.enter(REDUCE)
 
     def end(self) -> None:
-        """Notes that the gradient is there."""
+        """Notes that the gradients are complete."""
         self.heartbeat.enter(UPDATE)
 
     def inputs(
@@ -428,13 +434,13 @@ class StepCompute:
                 "the model is run in parts, or in several copies. Give the model a forward(input), or use strategy "
                 "'ddp'."
             )
-        found = self.compute.inputs(micro_batch.data, self.compute.device_transform, device)
+        found = self.forward_pass.inputs(micro_batch.data, self.forward_pass.device_transform, device)
         self.randomness.end_inputs()
         return found
 
     def autocast(self) -> AbstractContextManager[object]:
         """The context of the forward pass and the loss."""
-        return self.compute.autocast()
+        return self.forward_pass.autocast()
 
     def value(self, output: Any, target: Any) -> Any:
         """Returns what the user's loss gives; its errors are explained."""
@@ -445,14 +451,14 @@ class StepCompute:
             raise
 
     def loss(self, output: Any, target: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Sum and weight of the user's loss, which takes what the forward pass left for it also where it is padding."""
+        """Sum and weight of the user's loss, called for padding too: it may take what the forward pass left for it."""
         with self.autocast():
             if micro_batch.k < self.plan.leaves:
                 for call in self.events.output:
                     call(micro_batch, output, target)
             self.randomness.begin_loss()
             value = self.value(output, target)
-            self.compute.tell_other_mean(self.function, value, output, target, micro_batch)
+            self.forward_pass.tell_other_mean(self.function, value, output, target, micro_batch)
             total, weight = sum_and_weight(value, len(micro_batch.indices))
             if not total.requires_grad:
                 trained = [
@@ -470,18 +476,18 @@ class StepCompute:
 
 @dataclass
 class BackwardPass:
-    """A backward pass over one batch that was begun."""
+    """A backward pass over one batch that is in progress."""
 
     compute: StepCompute
     scale: float
     stop: int
-    """Why this process was asked to stop, as a code; where there are several, ``with_step``."""
+    """Why this process was asked to stop, as a code; with several processes, one of ``with_step``."""
     result: StepResult = field(init=False)
-    """To be set by who computes the gradients."""
+    """Set by the caller that computes the gradients."""
 
 
 def with_step(stop: int, step: int, *, is_alone: bool) -> int:
-    """A stop code together with the number of the step, for ranks that tell each other the largest of them."""
+    """A stop code combined with the number of the step, of which the ranks exchange the largest."""
     return stop if is_alone else stop + STOP_CODES * (step + 1)
 
 
@@ -497,7 +503,7 @@ class _SentFlags:
         self._copied = current_stream(flags.device).record_event()
 
     def read(self) -> list[float]:
-        """Returns for each whether it was finite, and the stop code of the last; waits where a device is far behind."""
+        """Returns for each whether it was finite, then the stop code of the last; waits if a device is far behind."""
         if not self._copied.query():
             self._copied.synchronize()
         found: list[float] = self._host.tolist()
@@ -508,14 +514,14 @@ _LOOK_EVERY = 8
 
 
 class DeferredResults:
-    """Keeps the results of steps for a while: reading a value makes the host wait for a GPU.
+    """Keeps the results of steps for a while, since reading a value makes the host wait for a GPU.
 
         step       | 0 ... 7         | 8 ... 15        | 16 ... 23
         flags      |        copied ->|    0 to 7 read  |    8 to 15 read         the device has passed those long ago
 
     Args:
-        device: of the run; those of a GPU are read every few steps, and after as many again.
-        overflow_expected: whether a loss scaler deals with what is not finite.
+        device: of the run. On a GPU, flags are copied every few steps, and read after as many steps again.
+        overflow_expected: whether a loss scaler handles values that are not finite.
     """
 
     def __init__(self, device: torch.device, overflow_expected: bool) -> None:
@@ -526,7 +532,7 @@ class DeferredResults:
         """Why all ranks agreed to stop, as far as has been read."""
 
     def add(self, result: StepResult, plan: StepPlan) -> None:
-        """Takes the result of a step, and reads if it is time. Raises as ``read`` does."""
+        """Takes the result of a step, and reads the results that are due. Raises as ``read`` does."""
         self._results.append((result, plan))
         if len(self._results) < self._every:
             return
@@ -540,7 +546,7 @@ class DeferredResults:
             self._look(before.results, finite, stop, later=self._every)
 
     def read(self) -> None:
-        """Reads all; ``NonFiniteError`` names the first step that was not finite."""
+        """Reads all results; ``NonFiniteError`` names the first step that was not finite."""
         results = [*(self._sent.results if self._sent is not None else ()), *self._results]
         self._sent, self._results = None, []
         if results:
@@ -553,7 +559,7 @@ class DeferredResults:
         stop: float | Tensor,
         later: int,
     ) -> None:
-        """Looks at the flags of steps, after which there were so many ``later`` ones."""
+        """Looks at the flags of steps; ``later`` is the number of steps that came after them."""
         latest, reason = divmod(int(stop), STOP_CODES)
         own = results[-1][1].step
         if latest not in (0, own + 1):
@@ -572,7 +578,7 @@ class DeferredResults:
 def raise_non_finite(result: StepResult, plan: StepPlan, later_updates: int = 0) -> NoReturn:
     """Raises ``NonFiniteError`` naming step, micro-batch and samples.
 
-    ``later_updates`` were made before anybody looked: on a GPU results are read back now and then only.
+    ``later_updates`` is the number of updates that were made before the result was read, as happens on a GPU.
     """
     update = (
         "No update was made with it."

@@ -1,4 +1,4 @@
-"""Says what is wrong where the user's forward pass or loss raises, returns what is no loss, or depends on the rank.
+"""Says what is wrong where the user's forward pass or loss raises, returns what is not a loss, or depends on the rank.
 
 torch's own errors name neither the micro-batch nor the line to change. Where the cause is known, a ``ConfigError``
 says it, with torch's as its cause; to any other error a note is added that shows what the function was given. Nothing
@@ -27,7 +27,7 @@ _OF_PROBABILITIES = (F.binary_cross_entropy_with_logits.__code__, F.binary_cross
 
 
 def shown(data: Any) -> str:
-    """Types and shapes of a micro-batch's data, an output or a target."""
+    """The types and shapes of a micro-batch's data, an output or a target, as text."""
     if isinstance(data, Tensor):
         return f"{str(data.dtype).removeprefix('torch.')} {list(data.shape)}"
     if isinstance(data, Mapping):
@@ -145,22 +145,23 @@ def no_value(value: Any) -> ConfigError:
     remedy = f"Return a tensor or the pair (sum, weight), not {type(value).__name__}."
     if isinstance(value, float | int):
         remedy = (
-            "Return the tensor itself, without item() or float(), torch.tensor(number) of NumPy's, or a pair."
+            "Return the tensor itself, without item() or float(); for a number of NumPy, torch.tensor(number); or a "
+            "pair."
         )
     elif value is None:
         remedy = "It returned None: is there a line with return?"
     elif isinstance(value, Mapping) and "loss" in value:
         others = [key for key in list(value)[: _MOST_VALUES + 1] if key != "loss"]
         remedy = (
-            "It returned a dict. For its 'loss' and the means of its other entries: "
-            f"loss, numbers = run.backward(batch, f, also={others!r}), where it is called f. For run.evaluate give a "
-            f"function for each: {{'loss': lambda output, target: f(output, target)['loss'], ...}}."
+            f"It returned a dict. If f is that function, loss, numbers = run.backward(batch, f, also={others!r}) gives "
+            "its 'loss' and the means of its other entries. For run.evaluate give a function for each: {'loss': lambda "
+            "output, target: f(output, target)['loss'], ...}."
         )
     elif isinstance(value, Mapping):
         first = repr(next(iter(value), "loss"))
         remedy = (
-            "It returned a dict without 'loss'. Name the entry that is trained so, or return it alone: "
-            f"run.backward(batch, lambda output, target: f(output, target)[{first}]), where it is called f."
+            "It returned a dict without 'loss'. Give this name to the entry that is trained, or return it alone. If "
+            f"f is that function: run.backward(batch, lambda output, target: f(output, target)[{first}])."
         )
     return ConfigError(
         f"A loss or metric function should return a tensor or the pair (sum, weight). {remedy}"
@@ -168,7 +169,7 @@ def no_value(value: Any) -> ConfigError:
 
 
 def other_on_ranks(everyone: Sequence[Mapping[str, str]], remedy: str) -> ConfigError:
-    """The error of a loss that depends on the process; ``everyone``: what the loss and the model use, by rank."""
+    """The error of a loss that depends on the process. ``everyone``: by rank, what the loss and the model use."""
     names = [
         name for name, text in everyone[0].items() if any(each.get(name, text) != text for each in everyone)
     ]
@@ -193,9 +194,9 @@ def trained_weight() -> ConfigError:
 
 
 def no_instance(function: type) -> ConfigError:
-    """The error of a class of losses that was given for a loss."""
+    """The error of a class that was given in place of one of its instances."""
     name = function.__name__
-    return ConfigError(f"The loss is the class {name}. Make one of it: run.backward(batch, {name}()).")
+    return ConfigError(f"The loss is the class {name}. Create an instance: run.backward(batch, {name}()).")
 
 
 def _arguments(error: BaseException, codes: Sequence[Any]) -> tuple[Any, Any] | None:
@@ -255,7 +256,7 @@ def _wrong_probabilities(output: Any, target: Any) -> str:
 
 
 def _no_output(output: Any, function: str) -> str:
-    """Says that a model returned no tensor."""
+    """The message for a model that returned something other than a tensor."""
     how = "output[0]" if isinstance(output, tuple | list) else "output.logits"
     if isinstance(output, Mapping) and output:
         how = f"output[{next(iter(output))!r}]"

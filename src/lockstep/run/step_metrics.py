@@ -28,7 +28,7 @@ from lockstep.run.checks.means import (
     reasons_with_model,
 )
 from lockstep.run.evaluation import gathered_in_order, in_columns
-from lockstep.run.step import exact, sum_and_weight
+from lockstep.run.step import sum_and_weight, with_exact_mean
 from lockstep.runtime.torch_internals import OVERWRITTEN
 from lockstep.strategies import IndependentStrategy, Strategy
 
@@ -94,7 +94,7 @@ class StepMetrics:
                     f"{type(function).__name__}."
                 )
         self._given, self._unchecked = dict(functions), unchecked
-        self._functions = {name: exact(function) for name, function in functions.items()}
+        self._functions = {name: with_exact_mean(function) for name, function in functions.items()}
         self._reasons: dict[str, str] = {}
         self._untold: set[str] = set()
         """Those that are one number, of outputs without several rows."""
@@ -136,10 +136,10 @@ class StepMetrics:
 
     def loss_of(self, loss: Callable[..., Any]) -> Callable[..., Any]:
         """The loss function of the step, where the user gave ``loss``."""
-        return exact(loss) if self._entries is None else self._entries
+        return with_exact_mean(loss) if self._entries is None else self._entries
 
     def judge(self, *how: Any) -> None:
-        """Notes which are no means where outputs have no row for each sample; see ``deviation_with_model``."""
+        """Notes which are not means where outputs have no row for each sample; see ``deviation_with_model``."""
         self._reasons |= reasons_with_model(self._waiting(), *how)
         self._has_asked_model = True
 

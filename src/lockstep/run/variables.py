@@ -1,4 +1,4 @@
-"""The variables of the user's frames, and all that they hold, as texts that are equal where values are.
+"""The variables of the user's running functions, and all that they hold, as texts that are equal where values are.
 
     numbers, texts                              themselves
     tensors, arrays, tables                     the sum of their bits, of a part if they are large

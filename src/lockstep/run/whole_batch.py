@@ -100,7 +100,7 @@ def surrogate(compute: StepCompute, batch: Batch, strategy: Strategy) -> Surroga
         ConfigError: an output cannot be put together, or the loss uses parameters itself.
     """
     plan = batch.plan
-    kept = [(each, each.clone()) for each in compute.compute.model.buffers() if not each.is_meta]
+    kept = [(each, each.clone()) for each in compute.forward_pass.model.buffers() if not each.is_meta]
     computed = []
     for micro_batch in batch.micro_batches:
         computed.append(_output(compute, micro_batch))
@@ -157,11 +157,11 @@ class _Output:
 
     @property
     def texts(self) -> list[str]:
-        """A text for each leaf that is no tensor."""
+        """A text for each leaf that is not a tensor."""
         return [_text(each) for each in self.leaves if not isinstance(each, Tensor)]
 
     def with_common(self, are_common: Sequence[bool]) -> _Output:
-        """The same with None for the leaves that are no tensors and not the same in every micro-batch."""
+        """The same with None for the leaves that are not tensors and not the same in every micro-batch."""
         common = iter(are_common)
         leaves = [each if isinstance(each, Tensor) or next(common) else None for each in self.leaves]
         return replace(self, leaves=leaves)
@@ -267,7 +267,7 @@ def _surrogate(
     compute.randomness.leave()
     if not total.requires_grad:
         raise no_gradient(output)
-    _require_outputs_only(total, inputs, compute.compute.model)
+    _require_outputs_only(total, inputs, compute.forward_pass.model)
     trained = [each for each in inputs if each.requires_grad]
     found = dict(zip(map(id, trained), torch.autograd.grad(total, trained, allow_unused=True)))
     columns: list[list[Tensor | None]] = []

@@ -26,7 +26,7 @@ _COLLECTIVES = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 
 def choose_device(world: World, devices: int = 1) -> torch.device:
-    """The first GPU of this local rank, of so many for each, where there are any; else the CPU.
+    """The first of the ``devices`` GPUs of this local rank if the host has GPUs, otherwise the CPU.
 
     Of a device that is not supported a line in the log tells. Ranks that share a GPU get an id of their own for NCCL.
 

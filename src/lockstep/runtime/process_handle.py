@@ -71,7 +71,7 @@ class ProcessHandle:
             raise ProcessLookupError(f"process {self._process.pid} has ended") from error
 
     def has_ended(self, within: float) -> bool:
-        """Waits at most so many seconds for the process to end; returns whether it has, be it reaped or not."""
+        """Waits at most ``within`` seconds for the process to end; returns whether it has, reaped or not."""
         if self._process is None:
             poll = select.poll()  # select takes no descriptor above 1023
             poll.register(self._descriptor, select.POLLIN)

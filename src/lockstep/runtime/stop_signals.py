@@ -207,7 +207,7 @@ class CriticalThread(threading.Thread):
 
 
 def wait_for_critical_threads(seconds: float | None = None) -> None:
-    """Waits for every ``CriticalThread`` but the calling one, at most so many seconds, also after SIGTERM."""
+    """Waits for every ``CriticalThread`` but the calling one, at most ``seconds``, also after SIGTERM."""
     deadline = None if seconds is None else time.monotonic() + seconds
     for thread in threading.enumerate():
         if not isinstance(thread, CriticalThread) or thread is threading.current_thread():

@@ -241,7 +241,7 @@ def predict(one: OneDevice, devices: int, by: Interconnect, adding: float) -> Pr
 def predict_here(one: OneDevice, devices: int, measured: dict[int, float], busy: float) -> Prediction:
     """A world on this machine, from the measured exchange alone, of which nothing is hidden since it needs the cores.
 
-    ``measured`` is seconds by bytes of an exchange among so many devices, ``busy`` the computing threads per core.
+    ``measured`` is seconds by bytes of an exchange among ``devices``, ``busy`` the computing threads per core.
     """
     exchange = interpolated(measured, one.gradient_bytes)
     return _prediction(one, devices, "this machine", one.micro_batches, exchange, max(1.0, busy))

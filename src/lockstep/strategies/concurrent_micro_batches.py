@@ -255,7 +255,7 @@ class MicroBatchRows:
         return RowsOfModule(self, name)
 
     def begin(self, leaves: int) -> None:
-        """Starts a step of so many micro-batches."""
+        """Starts a step of ``leaves`` micro-batches."""
         self._leaves = leaves
         self._begun += 1
 

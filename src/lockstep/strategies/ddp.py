@@ -43,7 +43,7 @@ class Replicated(Strategy):
 
     level = Level.BITWISE
     _runs_one_by_one = False
-    """True if one micro-batch's backward pass never begins before that of another has ended."""
+    """True if the backward pass of a micro-batch begins only when that of the one before has ended."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Replicated(Strategy):
         return self._model
 
     def _may_collect(self) -> bool:
-        """Returns whether nobody needs, or could look at, gradients within a backward pass: neither hooks nor ranks."""
+        """Returns whether nothing, neither a hook nor another rank, uses gradients before a backward pass has ended."""
         is_alone = self._runs_one_by_one and self._reducer is None
         return is_alone and first_hooked(self._model) is None and not hooked_globally()
 
@@ -86,14 +86,14 @@ class Replicated(Strategy):
         return self.reduce(compute, stop)
 
     def begin_backward(self, batch: Batch) -> None:
-        """Makes ready for the micro-batches of a step."""
+        """Prepares for the micro-batches of a step."""
         leaves = batch.plan.leaves
         self._sums.begin(self.share.of(leaves), leaves)
         self._losses: list[Tensor] = []
         self._weights: list[Tensor] = []
 
     def begin_forward(self) -> None:
-        """Makes ready for the forward pass of the next micro-batch."""
+        """Prepares for the forward pass of the next micro-batch."""
         self._sums.begin_forward()
 
     def end_forward(self, micro_batch: MicroBatch, loss: Tensor, weight: Tensor, scale: float) -> None:
@@ -107,7 +107,7 @@ class Replicated(Strategy):
             call(micro_batch)
 
     def reduce(self, compute: Compute, stop: int) -> StepResult:
-        """Sums over the processes what the micro-batches of all of them gave. Collective."""
+        """Sums gradients, losses and weights over the processes. Collective."""
         compute.exchange()
         return self._sums.reduce(self._losses, self._weights, stop)
 
@@ -116,10 +116,10 @@ class Replicated(Strategy):
         self._sums.tree.abandon()
 
     def before_step(self) -> None:
-        """See ``Strategy.before_step``: gradients are where the user sees them."""
+        """Does nothing, as ``Strategy.before_step``; here it keeps the path of a step within this file."""
 
     def after_step(self) -> None:
-        """Does nothing: every process has stepped the whole replica."""
+        """Does nothing, as ``Strategy.after_step``; here it keeps the path of a step within this file."""
 
     def _move(self, model: nn.Module) -> nn.Module:
         """Puts the model where it is trained."""

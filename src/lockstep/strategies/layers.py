@@ -59,7 +59,7 @@ class ModelParallel(Replicated):
         """Puts consecutive layers on the devices. Collective.
 
         Raises:
-            ConfigError: the model is no chain of enough layers, or cannot be cut where it was asked for.
+            ConfigError: the model is not a chain of enough layers, or cannot be cut where it was asked for.
         """
         if len(self.devices) == 1:
             return super().setup_model(model.to(self.device))

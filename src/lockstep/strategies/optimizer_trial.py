@@ -33,7 +33,7 @@ _LARGE = 8192
 _WIDE = 136
 """Its sizes may be cut to this: some optimizers factor a parameter whose second largest size is at least 16, or 128."""
 _NUMBERS = 300
-"""About so many numbers each has in a row, at most; fewer where the parameter's own rows are shorter."""
+"""The most numbers in a row of each, about; fewer if the rows of the parameter itself are shorter."""
 _STEPS = 12
 """Some begin with a few steps of another kind."""
 _RATE = 0.01

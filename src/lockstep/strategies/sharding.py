@@ -276,7 +276,7 @@ class GatheredBlock:
         self.is_aside = False
         """True while it has its values and is not used: gathered ahead, or kept for its next use."""
         self.written: set[str] | None = None
-        """Gets the names of parameters that were written to while they were whole; None: nobody asks."""
+        """Collects the names of parameters that were written to while they were whole; None: they are not collected."""
 
     def gather(self, keep: bool) -> None:
         """Gives every rank the rows of all; one that does not ``keep`` them only takes part. Collective."""

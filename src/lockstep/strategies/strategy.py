@@ -121,18 +121,18 @@ class Strategy(ABC):
     devices: tuple[torch.device, ...] = ()
     """All devices of this process that compute; empty for ``device`` alone."""
     replicated: bool = True
-    """True if every process holds the whole model, as compiling it, a moving average of its weights and a ``forward``
-    of the user's own need."""
+    """True if every process holds the whole model. Compiling the model, a moving average of its weights and a
+    ``forward`` of the user's own need that."""
     steps: Unit = Unit.MODEL
-    """The most that an optimizer sees of a model in one process, or has to see, for the bits that are promised."""
+    """The largest unit that an optimizer may need to see at once, for the bits that are promised."""
     keeps_whole: bool = False
-    """True if parameters of optimizers that have to see them whole can be kept so: see ``whole_parameters``."""
+    """True if a parameter can be kept whole for an optimizer that needs to see it whole: see ``whole_parameters``."""
     whole_parameters: frozenset[str] = frozenset()
     """Trained parameters that are not to be cut, by name; set before ``setup_model``."""
     fills_model: bool = False
-    """True if ``setup_model`` gives values to a model without, as far as this process holds it: ``initial_values``."""
+    """True if ``setup_model`` itself gives ``initial_values`` to a model without values, as far as it is held here."""
     initial_values: InitialValues | None = None
-    """Of the tensors of the model that have no values yet; set before ``setup_model``."""
+    """The values of the model's tensors that have none yet; set before ``setup_model``."""
     draws_in_step: bool = False
     """True if an optimizer draws random numbers in its step, which not all processes take; set before the first one."""
     separates_units: bool = False
@@ -140,7 +140,7 @@ class Strategy(ABC):
     evaluation_share: Share | None = None
     """The micro-batches of an evaluation that this process computes; None for ``share``, whose holders it has."""
     reference: nn.Module | None = None
-    """A copy of the whole model with which the first step compares what this strategy has made of it."""
+    """A copy of the whole model, with which the first step compares the model as this strategy has changed it."""
     bytes_outside_steps: int = 0
     """Bytes that were given to others in rehearsals and evaluations."""
     absences: Sequence[Absence] = ()
@@ -152,11 +152,11 @@ class Strategy(ABC):
     model_group: dist.ProcessGroup | None = None
     """The ranks that share one model; None where each has all of it."""
     events: StepEvents = NO_EVENTS
-    """Whose callbacks are told of micro-batches, buckets and exchanges; set before ``setup_model``."""
+    """The events of micro-batches, buckets and exchanges, of which callbacks are told; set before ``setup_model``."""
     running_buffers: Sequence[str] = ()
     """Name patterns of buffers, beside BatchNorm's, that the forward pass changes; set before ``setup_model``."""
     _model: nn.Module
-    """The user's, where it is trained; set by ``setup_model``."""
+    """The user's model, as it is trained; set by ``setup_model``."""
 
     @abstractmethod
     def setup_model(self, model: nn.Module) -> nn.Module:
@@ -170,7 +170,7 @@ class Strategy(ABC):
         """Sets the gradient of the mean loss over the global batch on ``trainable``. Collective.
 
         Args:
-            batch: this process's micro-batches of the step, maybe none.
+            batch: this process's micro-batches of the step, possibly none.
             compute: forward pass and loss of one micro-batch.
             scale: factor on every gradient, which the loss scaler takes out later; 1 for none.
             stop: why this process was asked to stop, as a code; 0 if it was not.
@@ -179,7 +179,7 @@ class Strategy(ABC):
     def watching_writes(self) -> AbstractContextManager[set[str]]:
         """Collects the names of parameters that user code writes to in ``backward``.
 
-        Only those that are whole within it alone: of the others the writes stay, so anybody can see them.
+        It collects only those that are whole nowhere else: writes to the others stay, and can be seen later.
         """
         return nullcontext(set())
 
@@ -209,11 +209,11 @@ class Strategy(ABC):
         """Puts gradients back to what they were before a ``backward`` that raised."""
 
     def gather_records(self, value: Any) -> list[Any]:
-        """The values, which must survive JSON, of all processes that are left. Collective."""
+        """The values of all processes that are left; they must survive JSON. Collective."""
         return [value] if self.all_ranks is None else gather_json(value, self.all_ranks, self.device)
 
     def require_no_calls(self) -> None:  # noqa: B027  # most strategies compute a forward pass without other ranks
-        """Raises ``ConfigError`` on every rank where some call the model while others are here. Collective."""
+        """Raises ``ConfigError`` on every rank if some ranks call the model while others are here. Collective."""
 
     def joined_calls(self) -> AbstractContextManager[None]:
         """The context in which a rank calls the model without gradients as often as it likes, or never. Collective.
@@ -239,7 +239,7 @@ class Strategy(ABC):
         return sums
 
     def all_reduce_max(self, flags: Tensor) -> Tensor:
-        """The largest of each entry over the ranks that share one model. Collective."""
+        """The maximum of each entry over the ranks that share one model. Collective."""
         return flags if self.model_group is None else all_reduce_max(flags, self.model_group)
 
     def gradients(self) -> Iterable[Tensor]:
@@ -264,7 +264,7 @@ class Strategy(ABC):
     def state(self) -> Iterator[tuple[str, Tensor]]:
         """Whole parameters and buffers by name, in the order of the model's ``state_dict``, tied ones under each name.
 
-        One at a time: a tensor holds until the next is asked for. Collective: every rank must go through all of them.
+        A tensor is valid until the next one is asked for. Collective: every rank must go through all of them.
         """
         yield from ((name, value.detach()) for name, value in tensor_state(self._model).items())
 
@@ -313,7 +313,7 @@ class Strategy(ABC):
 
 
 class IndependentStrategy(Strategy):
-    """A way to train in which processes go on without a process group after ``prepare``, so that one may end alone."""
+    """A way to train whose processes go on without a process group after ``prepare``, so that one may end alone."""
 
     replicated = False
     is_expendable: bool

@@ -178,7 +178,7 @@ class GradientDigest:
         return differing(self.parameters, other.parameters)
 
     def difference(self, other: GradientDigest, most: int) -> str:
-        """At most so many names of the parameters that differ, and their number, as text; empty where none does."""
+        """The names of at most ``most`` parameters that differ, and their number, as text; empty if none differs."""
         names, every = self.differing(other), len(self.parameters.keys() | other.parameters.keys())
         return f"{shorten(names, most)} ({len(names)} of {every} parameters)" if names else ""
 

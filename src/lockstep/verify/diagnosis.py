@@ -109,7 +109,7 @@ class Diagnosis:
 PREPARED_OTHERWISE = (
     "numbers drawn per rank or per worker, not per sample",
     "a data set that changes its samples",
-    "the order of a set of texts, which is another one in every run",
+    "the order of a set of strings, which differs from run to run",
 )
 _LAST_BITS = 1e-5
 """Relative difference of a loss that rounding explains within one forward pass."""
@@ -246,7 +246,7 @@ _OF_LOSS = ("weights or a divisor computed from each rank's share", "a loss that
 
 
 def _state_kept(mine: StepTrace, theirs: StepTrace) -> tuple[str, bool]:
-    """The state of modules that is not the reference's on a rank that has changed it, and whether it is no tensor.
+    """The state of modules that is not the reference's on a rank that has changed it, and whether it is not a tensor.
 
     Tensors come last: they may be no more than copies of what was computed. Empty where nothing differs.
     """

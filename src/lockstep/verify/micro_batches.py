@@ -45,7 +45,7 @@ class FirstStep:
     shapes: list[str] = field(default_factory=list)
     """Those that samples have in the data of the micro-batches."""
     deviations: dict[str, str] = field(default_factory=dict)
-    """Why losses are no means over samples, by their names."""
+    """Why losses are not means over samples, by their names."""
     refused: str = ""
     """Why the step was not computed."""
     in_training: bool = False

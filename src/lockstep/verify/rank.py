@@ -535,7 +535,7 @@ class _FirstStepWatch(Callback):
     def _switch_off(self) -> None:
         if self._run is None:
             return
-        for module in self._run.require_prepared().compute.model.modules():
+        for module in self._run.require_prepared().forward_pass.model.modules():
             is_norm = isinstance(module, _NormBase) and not isinstance(module, _InstanceNorm)
             normalises = is_norm and (module.training or module.running_mean is None)
             self.found.batch_norm |= normalises and not self._run.options.sync_batch_norm

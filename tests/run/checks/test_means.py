@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 import lockstep
 from lockstep.run.checks.means import Deviation, deviation, judge_metrics, reasons
-from lockstep.run.step import exact
+from lockstep.run.step import with_exact_mean
 
 NONE, SUM, WEIGHTED, FUNCTION, OTHER, ONE_ENTRY, UNKNOWN, UNCLEAR, PAIR, *_ = Deviation
 
@@ -80,7 +80,7 @@ def masked(output, target):
         (lambda output, target: cross_entropy(output, target, reduction="none"), NONE),
         (lambda output, target: (cross_entropy(output, target, reduction="sum"), len(target)), NONE),
         (lambda output, target: accuracy(output, target) - 0.5, NONE),
-        (exact(nn.CrossEntropyLoss(weight=torch.rand(4), ignore_index=2)), NONE),
+        (with_exact_mean(nn.CrossEntropyLoss(weight=torch.rand(4), ignore_index=2)), NONE),
         (noisy, NONE),
         (of_boxes, Deviation.UNTESTED),
         (top, ONE_ENTRY),

@@ -129,15 +129,24 @@ def test_an_epoch_begins_with_a_rehearsal():
     assert [after - before for before, after in itertools.pairwise(counts)] == [4 * 4 + 2, 4 * 4 + 2 + 2]
 
 
-def test_within_a_long_epoch_rehearsals_come_after_as_many_steps_again():
+def rehearsed(**how):
+    """The steps that are rehearsed: those before which the model is called more often than a step does."""
     calls, steps = io.BytesIO(), []
     trained = model()
     trained.register_forward_hook(lambda *_: calls.write(b".") and None)
     noted = Notes()
     noted.on_backward_begin = lambda batch, scale: steps.append(len(calls.getvalue()))
-    train(trained, rows=8 * 100, callback=noted)
+    train(trained, callback=noted, **how)
     extra = [after - before - 4 for before, after in itertools.pairwise([-4, *steps])]
-    assert [step for step, more in enumerate(extra) if more] == [0, 1, 32, 64, 99]
+    return [step for step, more in enumerate(extra) if more]
+
+
+def test_within_a_long_epoch_rehearsals_come_after_as_many_steps_again():
+    assert rehearsed(rows=8 * 100) == [0, 1, 32, 64, 99]
+
+
+def test_the_second_to_the_seventh_epoch_begin_with_a_rehearsal_and_later_ones_after_many_steps():
+    assert rehearsed(rows=8 * 2, epochs=20) == [0, 1, 2, 4, 6, 8, 10, 12, 32, 39]
 
 
 class Later(nn.Module):

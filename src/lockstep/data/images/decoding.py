@@ -33,7 +33,7 @@ MAX_PIXELS = 89_478_485
 """Photos with more pixels are refused before they are decoded (Pillow's own limit; 256 MiB as RGB)."""
 
 MAX_BYTES = 256 << 20
-"""The file of a photo may have so many bytes, unless its data set says otherwise; a larger one is refused unread."""
+"""The most bytes of a photo's file, unless its data set says otherwise; a larger one is refused unread."""
 
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000", "TGA")
 """Of what Pillow reads; for some others, such as EPS, it would start a program."""
@@ -218,7 +218,7 @@ def _open_at_once(path: str, flags: int) -> int:
 def open_photo(source: bytes | str | Path) -> Photo:
     """Reads the header of a photo, given as the path of a file or as its content.
 
-    ``OSError`` if the file cannot be read or is no photo, ``DataError`` if it has more than ``MAX_BYTES`` or
+    ``OSError`` if the file cannot be read or is not a photo, ``DataError`` if it has more than ``MAX_BYTES`` or
     ``MAX_PIXELS``, or is not a regular file.
     """
     content = source if isinstance(source, bytes) else read_photo(source)

@@ -24,7 +24,7 @@ from lockstep.runtime.heartbeat import Beat, Membership, read_beats
 from lockstep.runtime.stack_dump import DUMP_SIGNAL, Mark, recorder_socket, stack_file
 
 _LEARNED = 5.0
-"""A rank may be silent for so many times its longest silence so far."""
+"""A rank may be silent for this multiple of its longest silence so far."""
 _KNOWN_STEPS = 20
 """Steps after which the longest silence is known well enough."""
 _SLOW = 10.0

@@ -1,4 +1,4 @@
-"""Rules on devices (which rank computes on which) and on processes: how they start, connect and end."""
+"""Rules on devices, on how processes start, connect and end, and on settings computed from the number of processes."""
 
 from __future__ import annotations
 

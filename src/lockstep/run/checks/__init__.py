@@ -2,7 +2,7 @@
 
 rehearsal      the first steps, and a few later ones: a micro-batch is computed again, and must have the same bits
 short_step     what a rehearsal computes, and what it puts back
-means          losses and metrics that are no means over samples
+means          losses and metrics that are not means over samples
 agreement      ranks run the same code and hold equal bits
 calls          ranks make the same calls; no result is computed from their number
 """

@@ -99,7 +99,7 @@ def require_equal_data(digests: Mapping[str, str], group: dist.ProcessGroup, dev
         raise ConfigError(
             f"The ranks hold different data: {name} of the data set has the digest {by_rank(values)}. Random numbers "
             "in it need a seed that all ranks share: make the data set after lockstep.init(seed=...), or call "
-            "torch.manual_seed(0) and numpy.random.seed(0) before. A set of texts has another order in each process: "
+            "torch.manual_seed(0) and numpy.random.seed(0) before. A set of strings has another order in each process: "
             f"use sorted(set(...)). {remedy}"
         )
 
@@ -180,7 +180,7 @@ def _digest_of_file(file: str) -> str:
 def described(model: nn.Module) -> dict[str, str]:
     """The class of every module of a model, and its attributes that are plain values, as text by name.
 
-    Tensors that are no buffers, and modules in plain lists, are given by a digest: nobody shares rank 0's. Of other
+    Tensors that are not buffers, and modules in plain lists, are given by a digest: nobody shares rank 0's. Of other
     objects, such as devices and process groups, it is the type alone; so it is of absolute paths.
     """
     found, shared = {}, frozenset(map(id, _named_tensors(model).values()))
@@ -548,7 +548,7 @@ class AgreedData:
         )
 
     def require_evaluated(self, samples: int, number: int, digests: Digests, *, has_changed: bool) -> None:
-        """The same for a data set of so many samples that is evaluated. Collective."""
+        """The same for a data set of ``samples`` samples that is evaluated. Collective."""
         self._forget(number, has_changed)
         if (number, samples) in self._agreed or not (self._strategy.all_ranks or self._options.directory):
             return

@@ -1,4 +1,4 @@
-"""Finds functions whose values are no means over samples, although they are taken for that.
+"""Finds functions whose values are not means over samples, although they are taken for that.
 
 A loss or metric that returns one number for a micro-batch stands for the mean over its samples, and the means of all
 micro-batches are averaged. That is right for accuracy and cross-entropy, and wrong for a sum, for a mean over unmasked
@@ -27,7 +27,7 @@ from lockstep.data.keyed import generators_kept
 from lockstep.errors import ConfigError
 from lockstep.numerics.compilation import uncompiled
 from lockstep.numerics.hidden_state import Snapshot, told
-from lockstep.run.step import StepCompute, evaluating, exact, sum_and_weight
+from lockstep.run.step import StepCompute, evaluating, sum_and_weight, with_exact_mean
 
 logger = logging.getLogger(__name__)
 _LARGEST_DIFFERENCE = {torch.float16: 0.03, torch.bfloat16: 0.1}
@@ -44,7 +44,7 @@ Sums = tuple[float, float]
 
 
 class Deviation(Enum):
-    """The kinds of functions that are no means over samples, and the text after "The metric 'f1' " for each."""
+    """The kinds of functions that are not means over samples, and the text after "The metric 'f1' " for each."""
 
     NONE = ""
     SUM = (
@@ -106,7 +106,7 @@ def checked(function: Callable[[Any, Any], Any], output: Any, target: Any, sampl
         warnings.simplefilter("ignore")  # such as torch's of the deviation of a single row
         before = Snapshot({"the function": function})
         try:
-            return deviation(exact(function), output, target, samples)
+            return deviation(with_exact_mean(function), output, target, samples)
         finally:
             before.restore()
 
@@ -121,7 +121,7 @@ def _together(parts: Sequence[Part]) -> Part:
 
 
 def reasons(functions: Mapping[str, Callable[[Any, Any], Any]], parts: Sequence[Part]) -> dict[str, str]:
-    """Why functions are no means over samples, or may be none, by name; without those that nothing tells of yet.
+    """Why functions are not means over samples, or may not be, by name; without those that nothing tells of yet.
 
     ``parts`` are the micro-batches of a process so far. Where they have one row each, they are put together.
     """
@@ -151,7 +151,7 @@ def reasons_with_model(
         for name, function in functions.items():
             before = Snapshot({name: function})
             with suppress(Exception):
-                found[name] = deviation_with_model(exact(function), forward, micro_batches, device)
+                found[name] = deviation_with_model(with_exact_mean(function), forward, micro_batches, device)
             before.restore()
     return {name: each.reason for name, each in found.items() if each is not Deviation.UNCLEAR}
 
@@ -225,7 +225,7 @@ def held_by(functions: Mapping[str, Callable[[Any, Any], Any]], names: Iterable[
 
 
 def judge_metrics(everyone: Sequence[tuple[Mapping[str, str], Changes]], *, warns: bool) -> set[str]:
-    """Refuses metrics that are no means, and warns, where several ranks call them, of those that keep something.
+    """Refuses metrics that are not means, and warns, where several ranks call them, of those that keep something.
 
     Args:
         everyone: of each rank the ``reasons``, and what metrics have changed.
@@ -235,7 +235,7 @@ def judge_metrics(everyone: Sequence[tuple[Mapping[str, str], Changes]], *, warn
         The names of those that need not be looked at again.
 
     Raises:
-        ConfigError: a process has found that a metric is no mean.
+        ConfigError: a process has found that a metric is not a mean.
     """
     for name, reason in sorted({(name, why) for found, _ in everyone for name, why in found.items() if why}):
         if reason in UNTOLD:
@@ -268,8 +268,8 @@ def deviation(function: Callable[[Any, Any], Any], output: Any, target: Any, sam
 
     Returns:
         What is found. ``NONE`` also where rows cannot be told apart: a single row, tensors without a row for each
-        sample (if the value is no count), objects such as dataclasses, random numbers in the function, or an error over
-        fewer rows; ``UNCLEAR`` where all values are one number or none, such as a precision of 0 or 0/0 as long as
+        sample (if the value is not a count), objects such as dataclasses, random numbers in the function, or an error
+        over fewer rows; ``UNCLEAR`` where all values are one number or none, such as a precision of 0 or 0/0 as long as
         nothing is found.
     """
     if not has_rows((output, target), samples):
@@ -447,8 +447,8 @@ def judge_with_model(compute: StepCompute, micro_batches: Sequence[MicroBatch]) 
         return compute.output_and_target(part)
 
     found = Deviation.NONE
-    with evaluating(compute.compute.model), compute.autocast():
-        how = forward, micro_batches, compute.compute.device
+    with evaluating(compute.forward_pass.model), compute.autocast():
+        how = forward, micro_batches, compute.forward_pass.device
         if compute.metrics is not None:
             compute.metrics.judge(*how)
         with suppress(Exception):

@@ -5,9 +5,9 @@
     [micro-batch 0 on every rank] -> losses, which must be equal
     everything is put back -> the step itself
 
-A rehearsal is a short step of one micro-batch for each holder, without callbacks, whose gradients are thrown away. It
-has two where micro-batches run side by side, and the second time they take turns in the other order: one that reads
-what another has kept gets other bits. All ranks learn what each has found, and raise the same error.
+A rehearsal is a short step of one micro-batch for each holder, without callbacks, whose gradients are thrown away.
+Where micro-batches run side by side it has two for each. The second time these take turns in the other order, so one
+that reads what the other has kept gets different bits. All ranks learn what each has found, and raise the same error.
 """
 
 from __future__ import annotations
@@ -71,19 +71,23 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _MOST = 3
+"""Names in a message."""
 _FURTHER = 4
 """Computations after the second, where a call changes what the one before has left."""
 _EARLY, _APART = 6, 100
-"""In so many epochs rehearsals are made as soon as they begin, and in later ones so many steps apart."""
-_LATER, _COUNTED = 32, 8
-"""The first step within an epoch that is looked at again, then after as many steps again; where calls change something,
-then after a quarter of them. So is the last step of all, where it is known."""
+"""So many epochs after the first are rehearsed in their first step; later ones only if so many steps have passed."""
+_LATER = 32
+"""A step by which the next rehearsal is made at the latest, and then each time the number of steps has doubled. The
+last step of all is rehearsed too, where it is known."""
+_COUNTED = 8
+"""The same where calls change something, and then each time the number of steps has grown by a quarter."""
 _VALUES = (Kind.NUMBER, Kind.TENSOR)
 _GENERATORS = ("torch", "NumPy", "random")
 _STORE_IT = "Make it a registered buffer, or let its module's get_extra_state and set_extra_state store it."
 _SWITCH = re.compile(r"True|False|None|-?\d+|['\"].*", re.DOTALL)
-"""Texts of values that a loop may turn to and fro."""
+"""The text of a value that a loop may switch to another one and back."""
 _TIMES = {"first": 2, "always": math.inf, "off": 1}
+"""For each setting of ``checks``, how often each loss function is rehearsed, or at least looked at."""
 
 
 class Rehearsals:
@@ -92,24 +96,26 @@ class Rehearsals:
     def __init__(self, options: RunOptions, strategy: Strategy, events: StepEvents, *, is_main: bool) -> None:
         self._strategy, self._events, self._is_main = strategy, events, is_main
         self.times: float = _TIMES[options.checks]
-        """How often each loss function is rehearsed, or at least looked at."""
+        """See ``_TIMES``."""
         self.done: dict[Any, int] = {}
-        """How often each was, by its code."""
+        """How often each loss function was rehearsed or looked at, by its code."""
         self.due: dict[Any, tuple[float, int, int | None]] = {}
-        """When the next one of each is due: after this epoch, from this step on, as loops change at epochs; at the
+        """When the next one of each is due: after this epoch, as loops change at epochs, and from this step on; at the
         latest in this step and in the last of all, unless it is None."""
         self._starts: dict[Any, dict[str, tuple[str, Any]]] = {}
-        """The places that calls of each loss have changed, also in the model: text and value before the first call."""
+        """For each loss, the places that its calls have changed, also in the model: text and value before the first."""
         self.deviations: dict[str, str] = {}
-        """Why losses are no means over samples, by their names."""
+        """Why losses are not means over samples, by their names."""
         self._places: dict[str, str] = {}
+        """The texts of all places that the last rehearsal looked at, by name."""
         self._read: dict[str, str] = {}
+        """The texts of the variables that the loss and the model read, by name."""
         self._moved: set[str] = set()
-        """The variables that the loss and the model read, and those that calls change or that differ from the start."""
+        """The variables that calls change, or that differed between the ranks from the start."""
         self._unheld = UnheldPlaces(is_main)
         self._are_concurrent = options.sync_batch_norm
         alone = options.micro_batches == 1 and strategy.all_ranks is None
-        # Otherwise two passes may differ by themselves
+        # Without these, two passes may differ by themselves.
         repeats = options.deterministic or strategy.device.type == "cpu"
         self.is_on = repeats and (options.checks == "always" or (options.checks == "first" and not alone))
         self._is_for_resume = (
@@ -122,16 +128,17 @@ class Rehearsals:
         self._replicas_are_new = self._checks and strategy.all_ranks is not None
 
     def is_first_comparison(self) -> bool:
-        """True once, after the first step of a process: what drifts from the start is not left to the interval."""
+        """True once, after the first step of a process: replicas that drift from the start are not left to later."""
         is_first, self._replicas_are_new = self._replicas_are_new, False
         return is_first
 
     def new_metrics(
         self, functions: Mapping[str, Callable[..., Any]], *, evaluated: bool = False
     ) -> set[str]:
-        """The names of those that should be checked and were not, or not with a result; one line may make several.
+        """The names of the metrics that should be checked and were not, or not with a result.
 
-        ``evaluated``: those of ``run.evaluate``, and not of a step.
+        Functions that one line makes, such as lambdas in a loop, count as one. ``evaluated``: they are metrics of
+        ``run.evaluate``, not of a step.
         """
         new = functions.items() if self._checks else ()
         return {name for name, each in new if (code_of(each), evaluated) not in self._seen}
@@ -143,7 +150,7 @@ class Rehearsals:
     def is_new_evaluation(
         self, model: nn.Module, forward: Callable[..., Any] | None, *, resumed: bool = False
     ) -> bool:
-        """True for an evaluation that should be rehearsed and was not asked about before."""
+        """True for an evaluation that should be rehearsed, the first time that it is asked about."""
         code = type(model), code_of(forward)
         if code in self._seen or not (self.is_on or (self._is_for_resume and resumed)):
             return False
@@ -175,8 +182,8 @@ class Rehearsals:
             what = told(changed, _MOST) if changed else "something that was not found, such as an iterator"
             raise ConfigError(
                 f"The forward pass of the evaluation keeps {what} from one call to the next. The checkpoint does not "
-                f"hold it, so this run would evaluate otherwise than without the stop. {_STORE_IT} checks='off' goes "
-                "on all the same."
+                f"hold it, so this run would evaluate otherwise than without the stop. {_STORE_IT} With "
+                "checks='off' the run goes on anyway."
             )
         if changed is not None:
             raise ConfigError(
@@ -231,7 +238,7 @@ class Rehearsals:
             self._judge_resumption(findings, prepared.state)
             return
         found = findings.of_all_ranks(self._strategy)
-        self.judge(found, _words(loss))
+        self.judge(found, _name_of(loss))
         if found.keeps:
             self.due[code] = *self.due[code][:2], max(_COUNTED, step + step // 4)
         if found.by_rank:
@@ -247,7 +254,7 @@ class Rehearsals:
         self._read = {n: text for n, text in texts if n.startswith(("the global variable", "the variable"))}
 
     def _require_equal_variables(self, done: int) -> None:
-        """Refuses variables that were the same on all ranks at first, and that the loop has made differ since then."""
+        """Refuses variables that were the same on all ranks at first, and that differ between ranks by now."""
         everyone = self._strategy.gather_records([self._read, sorted(self._moved)])
         self._moved = {name for _, moved in everyone for name in moved}
         first = everyone[0][0]
@@ -287,8 +294,8 @@ class Rehearsals:
     ) -> Findings:
         strategy, model = self._strategy, prepared.state.parts.model
         strategy.before_step()
-        roots = {"": model, f"the loss {_words(loss)}": loss, "forward=": compute.forward}
-        watched = Watched(roots, (model, prepared.compute.model))
+        roots = {"": model, f"the loss {_name_of(loss)}": loss, "forward=": compute.forward}
+        watched = Watched(roots, (model, prepared.forward_pass.model))
         before, buffers = watched.before, watched.buffers
         findings = Findings()
         short, rehearsal = shortened(batch, compute, strategy.share, 2 if self._are_concurrent else 1)
@@ -329,7 +336,7 @@ class Rehearsals:
     def _judge_loss(
         self, judging: RehearsalCompute, compute: StepCompute, batch: Batch, loss: Callable[..., Any]
     ) -> str:
-        """Why the loss is no mean over samples; empty where it is one, or where nothing tells."""
+        """Why the loss is not a mean over samples; empty where it is one, or where nothing tells."""
         with self._strategy.joined_calls():  # a loss may call the model
             deviations = judging.deviations()
         is_judged = any(each is not Deviation.WITHOUT_ROWS for each in deviations)
@@ -363,7 +370,7 @@ class Rehearsals:
             findings.left = read_in_loop([n for n in noted if kinds.get(n) in _VALUES and n not in counting])
         for name, value in before.values_of({**noted, **counting}).items():
             starts.setdefault(name, (before.texts[name], value))
-        codes = [its for each in functions if isinstance(its := code_of(each), CodeType)]
+        codes = [each for each in map(code_of, functions) if isinstance(each, CodeType)]
         if is_early and strategy.all_ranks is not None:
             findings.asked += counts_read(before, codes, strategy.all_ranks.size())
         if is_early and is_called and (lost := state.loop.lost):
@@ -409,9 +416,9 @@ class Rehearsals:
         starts: Mapping[str, tuple[str, Any]],
         differs: bool,
     ) -> list[_Result]:
-        """One more with what calls have changed as it was before the first one: a count may have reached a threshold.
+        """One more computation, from the values before the first call of what calls have changed.
 
-        None where other bits were found already, or nothing was changed.
+        So a count that has reached a threshold is found. Empty if other bits were found before, or nothing was changed.
         """
         everyone = self._strategy.gather_records([differs, bool(starts)])
         if any(found for found, _ in everyone) or not any(changed for _, changed in everyone):
@@ -423,9 +430,9 @@ class Rehearsals:
         return [found]
 
     def _pass_of_all(self, batch: Batch, compute: RehearsalCompute, scale: float) -> list[int]:
-        """The losses of the first micro-batch, computed by every process under the same keys; none if they are equal.
+        """The losses of the first micro-batch, computed by every process under the same keys; empty if they are equal.
 
-        Nothing is found where its data are no tensors, or not alike on all ranks.
+        It is also empty if the data of the micro-batch are not tensors, or not alike on all ranks.
         """
         common = on_all_ranks(batch, compute, self._strategy)
         losses = [] if common is None else self._pass(*common, scale).losses
@@ -438,24 +445,24 @@ class Rehearsals:
         compute.randomness.leave()
         return _Result(result.losses.view(torch.int64).tolist(), taken_gradients(self._strategy))
 
-    def judge(self, found: Findings, words: str) -> None:
-        """Raises or warns; what was found is that of all ranks."""
+    def judge(self, found: Findings, loss: str) -> None:
+        """Raises ``ConfigError``, or warns, because of the findings of all ranks; ``loss`` is the name of the loss."""
         found.refuse()
-        if found.deviation and words not in self.deviations:
-            self.deviations[words] = found.deviation
+        if found.deviation and loss not in self.deviations:
+            self.deviations[loss] = found.deviation
             if self._is_main:
                 logger.warning(
                     "The loss %s %s The gradient is that of the average over micro-batches: see docs/means.md.",
-                    words,
+                    loss,
                     found.deviation,
                 )
         new = {n: pair for n, pair in found.changed.items() if n.partition("[")[0] not in self._warned}
         self._warned |= _bases(new)
         if new and self._is_main:
             logger.warning(
-                "The forward pass or the loss changes %s. So far the loss does not depend on it. That is looked at "
-                "again, and the run refused once it does: each process sees its own micro-batches only, and what the "
-                "loop computes from it is of these.",
+                "The forward pass or the loss changes %s. So far the loss does not depend on it. This is checked again "
+                "later, and the run is refused once it does. Each process sees only its own micro-batches, so what the "
+                "loop computes from it differs between processes.",
                 told(new, _MOST),
             )
 
@@ -467,9 +474,9 @@ class Rehearsals:
         self._warned |= _bases(left)
         if left and self._is_main:
             logger.warning(
-                "The loop reads %s, which the forward pass or the loss sets: it is of the last micro-batch of this "
-                "process, so another on each number of processes. Return it, and take its mean over the step with "
-                "run.backward(..., also=); for all samples use run.evaluate or run.predict.",
+                "The loop reads %s, which the forward pass or the loss sets. The value is that of the last micro-batch "
+                "of this process, so it depends on the number of processes. Return it, and take its mean over the step "
+                "with run.backward(..., also=); for all samples use run.evaluate or run.predict.",
                 shorten(left, _MOST),
             )
 
@@ -487,7 +494,7 @@ class Rehearsals:
             raise ConfigError(
                 f"The forward pass or the loss keeps {what} from one call to the next. The checkpoint does not hold "
                 "it, so this run would go on with other bits than without the stop. Begin anew without resume. "
-                f"{_STORE_IT} checks='off' goes on all the same."
+                f"{_STORE_IT} With checks='off' the run goes on anyway."
             )
         new = [name for name in missed or [what] if name not in self._warned]
         self._warned |= set(new)
@@ -504,21 +511,21 @@ class UnheldPlaces:
     """The places that the model and the loss read and no checkpoint holds: globals, variables of functions, attributes
     of classes, functions and hooks. A checkpoint notes those that the loop has changed.
 
-    A resumed run where one is again what it was at first has lost it.
+    A resumed run has lost such a place if its value is again that of the run's beginning.
     """
 
     def __init__(self, is_main: bool) -> None:
         self._is_main = is_main
         self._roots: dict[str, Callable[[], Any]] = {}
         self._first: dict[str, str] = {}
-        """Texts at the first rehearsal of all, over all resumes."""
+        """The texts at the first rehearsal of all, over all resumes."""
         self._start: dict[str, str] = {}
-        """Texts at the newest one at the start of a later epoch than the first."""
+        """The texts at the newest rehearsal after the first epoch."""
         self._moved: set[str] = set()
-        """Those that calls change by themselves, without the keys of entries."""
+        """The places that calls themselves change, without the keys of entries."""
 
     def look(self, state: RunState, roots: Mapping[str, Any], found: Snapshot, moved: set[str]) -> list[str]:
-        """Takes what a rehearsal has found; returns what a stop has lost, and warns of what it may have lost."""
+        """Takes what a rehearsal has looked at; returns what a stop has lost, and warns of what it may have lost."""
         state.capture_places = self.changed
         self._roots |= {name: reference(root) for name, root in roots.items()}
         self._moved |= moved
@@ -588,5 +595,5 @@ def _bases(names: Iterable[str]) -> set[str]:
     return {name.partition("[")[0] for name in names}
 
 
-def _words(function: Any) -> str:
+def _name_of(function: Any) -> str:
     return str(getattr(function, "__qualname__", type(function).__qualname__))

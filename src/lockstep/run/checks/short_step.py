@@ -41,11 +41,11 @@ class RehearsalCompute(StepCompute):
     """The forward pass and the loss of a short step, under the keys of the step that it is taken from."""
 
     numbers: Mapping[int, int] = field(default_factory=dict)
-    """The number of each micro-batch in that step."""
+    """The number in that step of each micro-batch."""
     judged: list[Part | None] | None = None
-    """Gets output and target of each micro-batch, None where they have not several rows; None: nobody asks."""
+    """Collects output and target of each micro-batch, or None for one without several rows; None: nothing is kept."""
     is_number: list[bool] = field(default_factory=list)
-    """Gets for each call of the loss whether its value is one number."""
+    """Collects for each call of the loss whether its value is one number."""
 
     def numbered(self, micro_batch: MicroBatch) -> MicroBatch:
         """See ``StepCompute.numbered``."""
@@ -97,15 +97,15 @@ class Findings:
     gradients: list[str] = field(default_factory=list)
     """Parameters whose gradients differ."""
     changed: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """Places that changed from the one to the other, before and after; generators and numbers come first."""
+    """By place, the texts before and after; generators and numbers come first."""
     drew: list[str] = field(default_factory=list)
     """Generators of random numbers that advanced."""
     left: list[str] = field(default_factory=list)
-    """Numbers and tensors that each micro-batch leaves in the place of those of the one before, and the loop reads."""
+    """Numbers and tensors that each micro-batch overwrites, and the loop reads."""
     lost: list[str] = field(default_factory=list)
     """Variables of the loop that the loss or the model reads, and that are not what they were before a stop."""
     asked: list[str] = field(default_factory=list)
-    """Lines, and places, by which the loss or the model learns the number of processes."""
+    """Lines and places in which the loss or the model reads the number of processes."""
 
     def of_all_ranks(self, strategy: Strategy) -> Findings:
         """The findings of all ranks together. Collective."""
@@ -124,7 +124,7 @@ class Findings:
     def note_changes(
         self, before: Snapshot, after: Snapshot, later: Snapshot
     ) -> tuple[dict[str, tuple[str, str]], dict[str, tuple[str, str]]]:
-        """Notes and returns what a first computation changed, such as a cache, and a second one again: a counter."""
+        """Notes and returns what the first computation changed, such as a cache, and what the second changed again."""
         noted, counting = before.changed(after), after.changed(later)
         kinds = {**after.kinds, **later.kinds}
         self.keeps = bool(noted or counting)
@@ -193,7 +193,7 @@ class Findings:
 
 
 class Buffers:
-    """The buffers of some models, and what puts them back."""
+    """The buffers of some models with copies of their values, which can be restored."""
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         holders = {id(m): m._buffers for model in models for m in model.modules()}
@@ -209,7 +209,7 @@ class Buffers:
         return [each for holder, _ in self._kept for each in holder.values() if each is not None]
 
     def restore(self) -> None:
-        """Puts back the tensors, and their values."""
+        """Restores the tensors and their values."""
         with torch.no_grad():
             for holder, kept in self._kept:
                 holder.clear()
@@ -220,7 +220,10 @@ class Buffers:
 
 
 class Watched:
-    """Models and functions of the user's by the words for them (``roots``), whose state is put back after calls."""
+    """The user's models and functions, whose state can be compared and restored after calls.
+
+    ``roots`` are these objects by the words for them in messages.
+    """
 
     def __init__(self, roots: dict[str, Any], models: Sequence[nn.Module]) -> None:
         self.roots, self.buffers = roots, Buffers(models)
@@ -231,7 +234,7 @@ class Watched:
         return Snapshot(self.roots, self.buffers.tensors, restorable=False)
 
     def restore(self) -> None:
-        """Puts everything back."""
+        """Restores everything."""
         self.before.restore()
         self.buffers.restore()
 
@@ -282,7 +285,7 @@ def _values_of(buffer: Tensor | None) -> Tensor | None:
 
 
 def shortened(batch: Batch, compute: StepCompute, share: Share, most: int) -> tuple[Batch, RehearsalCompute]:
-    """A step of the first micro-batches of each holder, ``most`` at most, as this process sees it; what computes it."""
+    """A step of at most ``most`` micro-batches of each holder, as this process sees it, and what computes it."""
     plan = batch.plan
     firsts = [share.of(plan.leaves, holder)[:most] for holder in range(min(share.holders, plan.leaves))]
     first = [k for held in firsts for k in held]
@@ -300,7 +303,7 @@ def on_all_ranks(
 ) -> tuple[Batch, RehearsalCompute] | None:
     """The short step with rank 0's first micro-batch in the place of every one, under the same keys. Collective.
 
-    None where the data are no tensors, or not of one structure on all ranks that have some.
+    None where the data are not tensors, or not of one structure on all ranks that have some.
     """
     leaves: list[Any] = []
     data = [each.data for each in batch.micro_batches]
@@ -374,7 +377,7 @@ class CalledModules:
 
     def __init__(self, prepared: PreparedRun, watched: Watched, strategy: Strategy) -> None:
         parts = prepared.state.parts
-        own = [parts.model, prepared.compute.model]
+        own = [parts.model, prepared.forward_pass.model]
         if strategy.reference is not None:
             own.append(strategy.reference)
         self._own = {id(module) for each in own for module in each.modules()}

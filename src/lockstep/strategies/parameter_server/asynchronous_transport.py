@@ -8,7 +8,7 @@ Lengths are checked before memory is allocated for them.
 
 A server reads each rank's connection in a thread of its own and takes messages in order of arrival in one loop; a rank
 that stops in the middle of a message blocks only its own thread. Strangers share one thread, which waits for none of
-them: so many may be connected at a time, each for so long, and the oldest goes first.
+them: the number connected at a time, and the time of each, are limited, and the oldest goes first.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class ServerChannel:
             largest: limit of the body in bytes.
 
         Raises:
-            Refused: the bytes are no message, it is too large, or its signature is wrong.
+            Refused: the bytes are not a message, it is too large, or its signature is wrong.
             ConnectionError: the other side closed the connection.
             TimeoutError: the message began and was not completed.
         """

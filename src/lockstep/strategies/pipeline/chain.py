@@ -100,7 +100,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), list, tuple, dict)
 def attributes_of(module: nn.Module) -> dict[str, Any]:
     """The attributes of a module and its children, and the plain variables of its file, that its forward may look at.
 
-    What is no plain value stands for itself.
+    What is not a plain value stands for itself.
     """
     cls: Any = type(module)
     named, variables = _names_in(cls)

@@ -185,7 +185,7 @@ class Passes:
             self.neighbours.gradients_in.expect(kind)
 
     def forget(self) -> None:
-        """Lets go of micro-batches whose backward pass an error has prevented."""
+        """Drops micro-batches whose backward pass an error has prevented."""
         self._roots.clear()
         self._inlets.clear()
 
@@ -229,7 +229,7 @@ class _Inlet:
 
 
 class _Attach(torch.autograd.Function):
-    """Gives received tensors a place in the graph that is no leaf: the next module may change them in place."""
+    """Gives received tensors a place in the graph that is not a leaf: the next module may change them in place."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, inlet: _Inlet) -> tuple[Tensor, ...]:
@@ -344,7 +344,7 @@ class PipelineChannels:
         return sum(channel.bytes_sent for channel in self._channels)
 
     def release(self) -> None:
-        """Lets go of the groups, here and in all channels."""
+        """Releases the groups, here and in all channels."""
         drop_process_groups(self, *self._by_group)
         self._groups.clear()
 

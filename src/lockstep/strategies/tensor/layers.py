@@ -334,7 +334,7 @@ class Splitter:
         Gives the cut of each split entry of the model's state, by name.
 
         Raises:
-            ConfigError: a module cannot be split in this way, or not over so many ranks.
+            ConfigError: a module cannot be split in this way, or not over this number of ranks.
         """
         modules = {name: self._model.get_submodule(name) for name in plan}
         refuse_hooks(modules)

@@ -119,7 +119,7 @@ _OF_NUMBERS = (*checks.MODE_MATTERS, Cause.UPDATE, Cause.LOSS_WEIGHTING)
 
 
 def _explained_before(pair: Pair, found: Diagnosis) -> Diagnosis:
-    """The same finding, or what has led to it and is no finding where it has no effect."""
+    """The same finding, or what has led to it and is not a finding where it has no effect."""
     step = max(found.step, 0)
     mode = checks.modes(pair, step) if found.cause in checks.MODE_MATTERS else None
     rounded = gradients.compressed(pair, step) if found.cause in _OF_NUMBERS else None

@@ -228,7 +228,7 @@ def _reduced_twice(pair: Pair, sums: _Sums, odd: Sequence[str]) -> str:
 
 
 def _more(pair: Pair, step: int, names: list[str], rank: int) -> Diagnosis | None:
-    """Explains gradients that are no sum of the ranks' own by one more part, which is known.
+    """Explains gradients that are not a sum of the ranks' own by one more part, which is known.
 
     It is the gradient of the step before, or the parameter itself; in what a rank used, or in the ranks' own.
     """

@@ -479,7 +479,7 @@ def _require_arguments(
 
 
 def _require_tensors(**given: object) -> None:
-    """Raises ``ConfigError`` for what is given and is no tensor with a row for each sample."""
+    """Raises ``ConfigError`` for what is given and is not a tensor with a row for each sample."""
     for name, value in given.items():
         if value is not None and not (isinstance(value, Tensor) and (value.dim() or name == "losses")):
             raise ConfigError(
