@@ -69,6 +69,7 @@ def listed_files():
     return [line.split()[0] for line in block.splitlines() if line.split()[0].endswith(".py")]
 
 
+@pytest.mark.shared_memory
 @pytest.mark.timeout(120)
 def test_one_step_runs_through_the_files_that_the_architecture_lists():
     everyones = run_ranks(traced_step, 2)

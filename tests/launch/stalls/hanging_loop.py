@@ -1,4 +1,4 @@
-"""A training loop that comes to hang in one of several ways: ``hanging_loop.py KIND [WORKERS]``."""
+"""A training loop that comes to hang in one of several ways: ``hanging_loop.py KIND [WORKERS [EXCHANGE]]``."""
 
 import os
 import signal
@@ -27,7 +27,7 @@ class Numbers(Dataset):
         return torch.full((4,), float(index)), index % 3
 
 
-run = lockstep.init(global_batch=16, micro_batches=8)
+run = lockstep.init(global_batch=16, micro_batches=8, shared_memory="collectives" not in sys.argv)
 model, optimizer = nn.Linear(4, 3), None
 model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
 for _ in run.epochs(2):

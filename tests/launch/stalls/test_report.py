@@ -82,6 +82,14 @@ def test_of_two_ranks_in_different_places_the_one_that_is_behind_is_to_blame():
     assert (verdict.kind, verdict.culprits) == (StallKind.MISMATCH, (0,))
 
 
+def test_parts_of_different_sizes_are_no_other_collective():
+    """The last rank has a shorter share in each sum, and was blamed where rank 0 alone was in a barrier."""
+    shares = [(called(41, "gloo:all_to_all", size),) for size in (30, 30, 15)]
+    snapshots = [snapshot(rank, GATHER if rank else BARRIER, collectives=shares[rank]) for rank in range(3)]
+    verdict = judge_stall(snapshots)
+    assert (verdict.kind, verdict.culprits) == (StallKind.MISMATCH, (0,))
+
+
 def test_ranks_that_are_all_alike_wait_for_the_network():
     verdict = judge_stall([snapshot(rank, collectives=(called(8),)) for rank in range(4)])
     assert (verdict.kind, verdict.culprits) == (StallKind.NETWORK, ())

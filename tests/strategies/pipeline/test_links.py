@@ -9,6 +9,7 @@ import torch
 from lockstep.errors import ConfigError, StallError
 from lockstep.strategies.pipeline.links import _HEAD_BYTES, _PLACES, SharedMemoryLink
 
+pytestmark = pytest.mark.shared_memory
 ROOM = 1000
 
 

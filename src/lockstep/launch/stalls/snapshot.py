@@ -102,6 +102,10 @@ def _stacks(dump: str) -> list[Stack]:
     return [tuple(frames) for frames in found if frames]
 
 
+_UNEVEN = ("all_to_all", "alltoall", "gather", "scatter", "send", "recv")
+"""The beginnings of the names of collectives of which ranks may send and receive different amounts."""
+
+
 @dataclass(frozen=True)
 class Collective:
     """The last collective that a rank has issued."""
@@ -115,8 +119,9 @@ class Collective:
 
     @property
     def signature(self) -> tuple[object, ...]:
-        """The part that must be equal on every rank."""
-        return self.operation, self.sizes, self.types
+        """The part that must be equal on every rank: not the sizes of what a rank may send more of than another."""
+        name = self.operation.rpartition(":")[2]
+        return self.operation, () if name.startswith(_UNEVEN) else self.sizes, self.types
 
     @property
     def text(self) -> str:
