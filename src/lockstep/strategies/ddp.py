@@ -115,12 +115,6 @@ class Replicated(Strategy):
         """See ``Strategy.abandon``."""
         self._sums.tree.abandon()
 
-    def before_step(self) -> None:
-        """Does nothing, as ``Strategy.before_step``; here it keeps the path of a step within this file."""
-
-    def after_step(self) -> None:
-        """Does nothing, as ``Strategy.after_step``; here it keeps the path of a step within this file."""
-
     def _move(self, model: nn.Module) -> nn.Module:
         """Puts the model where it is trained."""
         return model.to(self.device)
