@@ -169,9 +169,7 @@ def _folders() -> Iterator[CheckResult]:
 
 def _interfaces(environment: Mapping[str, str]) -> Iterator[CheckResult]:
     names = [name for _, name in socket.if_nameindex()]
-    yield ok(
-        "one host", "ranks of one host connect over loopback and shared memory, nothing listens elsewhere"
-    )
+    yield ok("one host", "ranks of one host connect over loopback, nothing listens elsewhere")
     for variable in _INTERFACE_VARIABLES:
         chosen = environment.get(variable)
         if chosen and chosen.lstrip("^=").split(",")[0] not in names:
