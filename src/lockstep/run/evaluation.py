@@ -135,12 +135,25 @@ class OpenEvaluation:
     def rounds(self) -> Iterator[tuple[int, MicroBatch | None]]:
         """Numbers the rounds, as many for every holder, with this one's micro-batch in each. See ``EvaluationStop``."""
         spare = self.loader.share.longest(self.loader.count) - len(self.loader)
-        for number, micro_batch in enumerate(chain(self.loader, repeat(None, spare))):
-            if self.stop is not None:
-                self.stop.agree(number)
-            if number == 0 and self.rehearse is not None:
-                self.rehearse(micro_batch)
-            yield number, micro_batch
+        with self.noting_failure():
+            for number, micro_batch in enumerate(chain(self.loader, repeat(None, spare))):
+                if self.stop is not None:
+                    self.stop.agree(number)
+                if number == 0 and self.rehearse is not None:
+                    self.rehearse(micro_batch)
+                yield number, micro_batch
+
+    @contextmanager
+    def noting_failure(self) -> Iterator[None]:
+        """Surrounds what may fail on this rank alone, while others go on and wait for it."""
+        try:
+            yield
+        except EvaluationStopped:
+            raise
+        except Exception as error:
+            if self.run._session.group is not None:
+                self.run.require_prepared().gradients.fail("An evaluation", error)
+            raise
 
 
 @contextmanager
@@ -154,6 +167,7 @@ def evaluation(
 ) -> Iterator[OpenEvaluation]:
     """Opens an evaluation under the keys and the precision of a run; see ``Run.evaluate``. Collective."""
     prepared, heartbeat = run.require_prepared(), run._session.heartbeat
+    prepared.gradients.require_no_failure()
     fix_graphs()
     compute, randomness = prepared.compute, prepared.state.model.randomness
     evaluated = compute.model if model is None else model
@@ -318,7 +332,8 @@ def evaluate_means(
         kept.update(before.changed(held_by(metrics, looked_at)))
 
     for place, micro_batch in opened.rounds():
-        with strategy.joined_calls(), forward_pass.autocast():  # a metric may call the model
+        # A metric may call the model
+        with strategy.joined_calls(), forward_pass.autocast(), opened.noting_failure():
             if micro_batch is not None:
                 compute(place, micro_batch)
     if checks:
@@ -439,7 +454,7 @@ def predict(
     found, dtype, shape = [torch.empty(0)] * loader.count, "", list[int]()
     row = torch.zeros(1, dtype=torch.float64, device=strategy.device)
     for place, micro_batch in opened.rounds():
-        with strategy.joined_calls():
+        with strategy.joined_calls(), opened.noting_failure():
             output = None if micro_batch is None else _kept(opened, micro_batch, keep)
         form = None if output is None else [str(output.dtype), list(output.shape[1:])]
         if place == 0:  # a process without a micro-batch learns here what a row is

@@ -220,7 +220,9 @@ class Run:
         Returns:
             An iterator. Its ``len()`` is the number of steps, without those that a resumed run has done.
         """
-        prepared, has_changed = self.require_prepared(), self._loaders.refresh(data, "training")
+        prepared = self.require_prepared()
+        prepared.gradients.require_no_failure()
+        has_changed = self._loaders.refresh(data, "training")
         self._writer.resumption.begin_steps()
         source = self._loaders.source(data)
         fix_graphs()
@@ -347,7 +349,7 @@ class Run:
             yield opened
         except Exception as error:
             if self._session.group is not None:
-                gradients.fail(plan.step, error)
+                gradients.fail(f"run.backward of step {plan.step}", error)
             else:
                 self.strategy.abandon()
             note_data(error, batch, prepared.compute.model)
