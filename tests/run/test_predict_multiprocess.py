@@ -118,6 +118,7 @@ def test_every_dtype_comes_back_with_its_values(dtype):
     [
         (lambda output: output.sum(), r"one row for each of the 3 samples .* a tensor of shape \[\]"),
         (lambda output: output[:2], r"a tensor of shape \[2, 3\]"),
+        (lambda output: output.to_sparse(), r"was given a sparse, nested or quantized one\. Take"),
         (lambda output: {"logits": output}, r"was given dict\. Take the part to keep"),
         (lambda output: output.to(torch.complex64), r"others, of torch\.complex64\. Convert"),
         (lambda output: torch.full((len(output),), 2**53 + 1), r"up to 2\*\*53.*torch\.int64"),

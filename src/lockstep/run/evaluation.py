@@ -512,16 +512,19 @@ def _dtype(name: str) -> torch.dtype:
 
 def _rows(value: Any, samples: int, caller: str, remedy: str) -> Tensor:
     """The value, if it is a tensor with a row of real numbers for each sample; ``ConfigError`` otherwise."""
-    if not isinstance(value, Tensor) or value.dim() == 0 or len(value) != samples:
-        found = (
-            f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        )
-        raise ConfigError(
-            f"{caller} needs a tensor with one row for each of the {samples} samples of a micro-batch, and was given "
-            f"{found}. {remedy}"
-        )
-    require_exact(value, caller)
-    return value
+    if not isinstance(value, Tensor):
+        found = type(value).__name__
+    elif value.is_nested or value.is_quantized or value.layout != torch.strided:
+        found = "a sparse, nested or quantized one"
+    elif value.dim() and len(value) == samples:
+        require_exact(value, caller)
+        return value
+    else:
+        found = f"a tensor of shape {list(value.shape)}"
+    raise ConfigError(
+        f"{caller} needs a tensor with one row for each of the {samples} samples of a micro-batch, and was given "
+        f"{found}. {remedy}"
+    )
 
 
 def require_exact(value: Tensor, caller: str) -> None:
