@@ -2,6 +2,7 @@
 
 import logging
 from collections import UserDict
+from functools import partial
 
 import pytest
 import torch
@@ -378,7 +379,7 @@ def joined_boxes(world):
     logging.getLogger("lockstep").addHandler(handler)
     for loss in (over_images, over_boxes):
         (batch,) = run.batches(loader)
-        run.backward(batch, loss, also={f"{loss.__name__} in a step": loss})
+        run.backward(batch, partial(loss), also={f"{loss.__name__} in a step": loss})
     run.close()
     return said
 
