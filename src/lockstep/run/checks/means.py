@@ -31,7 +31,7 @@ from lockstep.run.step import StepCompute, evaluating, exact, sum_and_weight
 
 logger = logging.getLogger(__name__)
 _LARGEST_DIFFERENCE = {torch.float16: 0.03, torch.bfloat16: 0.1}
-"""In relation to the values, by dtype of the outputs; rounding is far smaller than that."""
+"""In relation to the values, by dtype of these or the outputs; rounding is far smaller than that."""
 
 
 _WHOLE_NUMBERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -281,16 +281,19 @@ def deviation(function: Callable[[Any, Any], Any], output: Any, target: Any, sam
 
     have_one_entry: list[bool] = []
     are_pairs: list[bool] = []
+    dtypes = {leaf.dtype for leaf in tree_leaves((output, target)) if isinstance(leaf, Tensor)}
 
     def sums(rows: slice, *, turned: bool = False) -> Sums:
         pair = rows_of((output, target), rows)
         value = function(*(tree_map_only(Tensor, lambda leaf: leaf.flip(0), pair) if turned else pair))
         have_one_entry.append(isinstance(value, Tensor) and value.dim() > 0 and value.numel() == 1)
         are_pairs.append(isinstance(value, tuple))
+        dtypes.update(leaf.dtype for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
         total, weight = sum_and_weight(value, len(range(samples)[rows]))
         return float(total), float(weight)
 
-    dtypes = (leaf.dtype for leaf in tree_leaves((output, target)) if isinstance(leaf, Tensor))
+    with suppress(Exception), torch.no_grad():
+        sums(slice(None))  # its values may be rounded more than what it was given
     most = max((_LARGEST_DIFFERENCE.get(dtype, 3e-5) for dtype in dtypes), default=3e-5)
     found = deviation_over(sums, samples, most)
     with suppress(Exception), torch.no_grad():
