@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from lockstep.core.plan import Share
 from lockstep.core.summation_tree import fold_rows
@@ -303,7 +304,7 @@ def evaluate_means(
         def forward(data: Any, k: int) -> tuple[Any, Any]:
             return opened.forward(replace(micro_batch, k=k, data=data))
 
-        named = {name: metrics[name] for name in sorted(unchecked)}
+        named = {name: metrics[name] for name in sorted(unchecked, key=repr)}
         with opened.unchanged():
             deviations.update(reasons_with_model(named, forward, (micro_batch,), strategy.device))
 
@@ -316,10 +317,13 @@ def evaluate_means(
         if checks:
             sample.take(place, (output, target), len(micro_batch))
         looked_at = unchecked if place == 0 else ()
-        before = held_by(metrics, looked_at)
+        before, versions = held_by(metrics, looked_at), versions_of(output, target)
+        last = ""
         for name, metric in functions.items():
+            if versions_of(output, target) != versions:
+                raise metric_writes(last, "run.evaluate", "other metrics are given, too")
             with watching_once(f"the metric {name!r}", looks=name in looked_at):
-                value, column = metric(output, target), columns[name]
+                value, column, last = metric(output, target), columns[name], name
             if isinstance(value, Tensor) and value.dim() == 0:
                 checked.add(name)
                 if name in unchecked and not (
@@ -339,12 +343,26 @@ def evaluate_means(
     if checks:
         everyone = strategy.gather_records(sample.some())
         with strategy.joined_calls(), forward_pass.autocast():
-            found = sample.reasons({name: metrics[name] for name in sorted(checked)}, everyone)
+            found = sample.reasons({name: metrics[name] for name in sorted(checked, key=repr)}, everyone)
         # What may be a mean or not is said once.
         deviations |= {name: why for name, why in found.items() if name in unchecked or why not in UNTOLD}
         judge_metrics(strategy.gather_records([deviations, kept]), warns=opened.run.is_main)
     ordered = gathered_in_order(rows, loader.count, share, strategy).cpu()
     return {name: _mean(name, ordered[:, columns[name]]) for name in metrics}
+
+
+def versions_of(*values: Any) -> list[int]:
+    """How often each tensor in them was written into, as far as torch knows."""
+    leaves = (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
+    return [leaf._version for leaf in leaves if not leaf.is_inference()]
+
+
+def metric_writes(name: object, caller: str, readers: str) -> ConfigError:
+    """The error for a metric that has changed what others read."""
+    return ConfigError(
+        f"The metric {name!r} of {caller} writes into the output or the target, which {readers}. Let it make new "
+        "tensors, as output.sigmoid() in place of output.sigmoid_(), or write into output.clone()."
+    )
 
 
 def in_columns(names: Iterable[Any]) -> dict[Any, int]:
@@ -407,7 +425,7 @@ def evaluate_set_metrics(
                         vars(each)[key] = False
             metric.reset()
             for begin in range(0, len(rows), size):
-                metric.update(outputs[begin : begin + size], targets[begin : begin + size])
+                metric.update(outputs[begin : begin + size].clone(), targets[begin : begin + size].clone())
             values[name] = _numbers(name, metric.compute())
     shared: dict[str, dict[str, float]] = next(filter(None, strategy.gather_records(values)))
     return shared

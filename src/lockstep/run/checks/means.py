@@ -221,7 +221,7 @@ Changes = dict[str, tuple[str, str]]
 
 def held_by(functions: Mapping[str, Callable[[Any, Any], Any]], names: Iterable[str]) -> Snapshot:
     """The state that some metrics hold now, to be compared with that after a call."""
-    return Snapshot({f"the metric {name!r}": functions[name] for name in sorted(names)}, restorable=False)
+    return Snapshot({f"the metric {name!r}": functions[name] for name in names}, restorable=False)
 
 
 def judge_metrics(everyone: Sequence[tuple[Mapping[str, str], Changes]], *, warns: bool) -> set[str]:
@@ -237,7 +237,8 @@ def judge_metrics(everyone: Sequence[tuple[Mapping[str, str], Changes]], *, warn
     Raises:
         ConfigError: a process has found that a metric is no mean.
     """
-    for name, reason in sorted({(name, why) for found, _ in everyone for name, why in found.items() if why}):
+    whys = {(name, why) for found, _ in everyone for name, why in found.items() if why}
+    for name, reason in sorted(whys, key=repr):
         if reason in UNTOLD:
             if warns:
                 logger.warning("The metric %r %s", name, reason)
