@@ -5,9 +5,10 @@ import torch
 from tests.ranks import run_ranks
 from tests.run.jobs import network
 from torch import nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomSampler, default_collate
 
 import lockstep
+from lockstep.data import Bucketed, SkipBroken, Weighted
 from lockstep.errors import ConfigError, RankError
 
 SAMPLES = 53
@@ -110,6 +111,24 @@ def test_every_dtype_comes_back_with_its_values(dtype):
     values = (inputs() * 40).abs().to(dtype)
     found = run.predict(Alone(), lambda output: values[: len(output)])
     assert found.dtype == dtype and torch.equal(found[:3], values[:3])
+    run.close()
+
+
+def test_rows_are_in_the_order_of_the_data_set_where_it_is_read_in_another():
+    """Those of ``Bucketed`` were in its own order, so that they were compared with other samples' labels."""
+    run = lockstep.init(global_batch=24, micro_batches=8)
+    run.prepare(network())
+    pairs = TensorDataset(inputs(), torch.zeros(SAMPLES))
+    lengths = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(1))
+    for data in (
+        Bucketed(pairs, lengths, 4, collate=default_collate),
+        SkipBroken(Bucketed(pairs, lengths, 4)),
+    ):
+        assert torch.allclose(run.predict(data), run.predict(pairs), atol=1e-6)
+    drawn = DataLoader(pairs, sampler=WeightedRandomSampler([1.0] * SAMPLES, SAMPLES))
+    for data in (Weighted(pairs, [1.0] * SAMPLES), drawn):
+        with pytest.raises(ConfigError, match="was given one that draws samples"):
+            run.predict(data)
     run.close()
 
 

@@ -452,6 +452,25 @@ def _mean(name: str, rows: Tensor) -> float:
     return float(fold_rows(rows[:, 0])) / weight
 
 
+def predict_in_order(
+    opened: OpenEvaluation, keep: Callable[[Any], Any] | None, *, everywhere: bool
+) -> Tensor | None:
+    """As ``predict``, with the rows in the order of the samples' numbers. Collective.
+
+    Raises:
+        ConfigError: samples are drawn, so that there is no row for each.
+    """
+    numbers, places = torch.from_numpy(opened.loader.sample_numbers()), torch.arange(opened.loader.samples)
+    order = numbers.argsort()
+    if not torch.equal(numbers[order], places):
+        raise ConfigError(
+            "run.predict gives a row for each sample, in the order of the data set, and was given one that draws "
+            "samples (Weighted, WeightedRandomSampler). Give it the data set itself."
+        )
+    rows = predict(opened, keep, everywhere=everywhere)
+    return rows if rows is None or torch.equal(order, places) else rows[order]
+
+
 def predict(
     opened: OpenEvaluation, keep: Callable[[Any], Any] | None, *, everywhere: bool = False
 ) -> Tensor | None:

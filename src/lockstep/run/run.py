@@ -30,7 +30,7 @@ from lockstep.run.checks import agreement
 from lockstep.run.checks.agreement import AgreedData
 from lockstep.run.checks.rehearsal import Rehearsals
 from lockstep.run.epoch_loop import EpochLoop, EpochSteps, Position
-from lockstep.run.evaluation import Metric, SetMetric, evaluate, evaluation, predict
+from lockstep.run.evaluation import Metric, SetMetric, evaluate, evaluation, predict_in_order
 from lockstep.run.loaders import LoaderCache, counting_skipped, smallest_micro_batch
 from lockstep.run.optimizer_step import GradientState, PreparedOptimizer
 from lockstep.run.prepare import Parts, describe, prepare_model, stepped_before
@@ -440,14 +440,14 @@ class Run:
             A tensor of shape (samples, ...), on the CPU of the main process; None on the others, or the same.
 
         Raises:
-            ConfigError: there is no row for each sample, or rows differ in shape or dtype.
+            ConfigError: there is no row for each sample, as where some are drawn, or rows differ in shape or dtype.
             RankError: an independent process was lost, and its outputs with it.
         """
         self._precision.require_settings()
         alone = self.options.directory is None  # then a request to stop need not wait for the end of a step
         reading = self.require_prepared().state.loop.reading()
         with self.span("predict"), reading, evaluation(self, data, model, forward, workers, alone) as opened:
-            return predict(opened, keep, everywhere=everywhere)
+            return predict_in_order(opened, keep, everywhere=everywhere)
 
     def save(self, *given: Any, wait: bool = False, directory: Path | str | None = None) -> Path | None:
         """Writes a checkpoint of the run as it stands, after checking that all ranks agree. Collective.
