@@ -346,7 +346,9 @@ def evaluate_means(
             found = sample.reasons({name: metrics[name] for name in sorted(checked, key=repr)}, everyone)
         # What may be a mean or not is said once.
         deviations |= {name: why for name, why in found.items() if name in unchecked or why not in UNTOLD}
-        judge_metrics(strategy.gather_records([deviations, kept]), warns=opened.run.is_main)
+        records = strategy.gather_records([deviations, kept, forward_pass.other_mean])
+        forward_pass.hear_other_mean((each[2] for each in records), warns=opened.run.is_main)
+        judge_metrics([(each[0], each[1]) for each in records], warns=opened.run.is_main)
     ordered = gathered_in_order(rows, loader.count, share, strategy).cpu()
     return {name: _mean(name, ordered[:, columns[name]]) for name in metrics}
 
