@@ -302,8 +302,18 @@ def test_a_loader_of_a_stream_is_adopted_with_its_collate_function():
     )
     keys = SampleKeys(0, 0, np.arange(2))
     assert [int(number) for number, _ in source.dataset.get_batch(keys.indices, keys)] == [0, 1]
-    with pytest.raises(DataError, match="Lines ended after 3 samples"):
+    with pytest.raises(DataError, match=r"Lines ended after 3 samples.* Give Stream a smaller samples="):
         Stream(Lines(), 5).get_batch(np.array([4]), keys)
+
+
+def test_a_stream_that_is_shorter_than_it_says_is_refused_with_its_own_remedy():
+    class Shorter(Lines):
+        def __len__(self):
+            return 5
+
+    keys = SampleKeys(0, 0, np.arange(1))
+    with pytest.raises(DataError, match=r"should have 5\. Correct __len__, or"):
+        Stream(Shorter()).get_batch(np.array([4]), keys)
 
 
 def read_together(share, epoch=1):

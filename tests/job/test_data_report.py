@@ -7,7 +7,7 @@ from PIL import Image
 from torch.utils.data import Subset, TensorDataset
 
 from lockstep.config.job_file import Override, load_job
-from lockstep.data import Bucketed, CenterCrop, Digits, ImageFolder, StepLoader
+from lockstep.data import Bucketed, CenterCrop, Digits, ImageFolder, StepLoader, Weighted
 from lockstep.errors import ConfigError
 from lockstep.job import data_report
 from lockstep.job.assemble import sample_plan
@@ -104,9 +104,9 @@ def test_samples_without_pictures_have_no_sheet(data, message):
 
 def test_the_text_is_a_histogram_and_a_list_of_readers():
     many = data_report.SetFacts(
-        "data.train", "Photos", 1200, {"daisy": 1000, "a": 200}, [f"S{n}" for n in range(22)]
+        "data.train", "Photos", 1200, {"daisy": 1000, "a": 200}, [f"S{n}" for n in range(22)], 1200
     )
-    plain = data_report.SetFacts("data.validation", "Rows", 1, None, None)
+    plain = data_report.SetFacts("data.validation", "Rows", 1, None, None, 1)
     names = [f"{n} (x/{n}.jpg)" for n in range(4)]
     first = {0: names, 1: ["5"] * 20}
     step = data_report.StepFacts(1, 2, 9, 2, [first, first, {}, {1: ["7"], 2: ["8"]}])
@@ -133,6 +133,16 @@ def test_the_text_is_a_histogram_and_a_list_of_readers():
 def test_a_set_without_a_text_of_its_own_is_named_by_its_class():
     rows = torch.utils.data.TensorDataset(torch.zeros(2, 3))
     assert data_report.look_at_set("data.train", rows, workers=0, reads=False).text == "TensorDataset"
+    drawn = data_report.look_at_set("data.train", Weighted(rows, [1, 1], 5), workers=0, reads=False)
+    assert drawn.text == "Weighted: 5 draws from TensorDataset"
+
+
+def test_what_cannot_be_read_is_counted_among_the_samples_that_are_read(flowers):
+    (flowers / "rose" / "1.png").write_bytes(b"no picture")
+    drawn = Weighted(ImageFolder(flowers, transform=CenterCrop(8)), samples=1)
+    facts = data_report.look_at_set("data.train", drawn, workers=0, reads=True)
+    text = data_report.describe([facts], data_report.StepFacts(0, 0, 1, 1, [{0: ["0"]}]))
+    assert facts.samples == 1 and "unreadable: 1 of 7" in text
 
 
 def test_pictures_of_floats_fill_the_range():

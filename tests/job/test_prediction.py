@@ -104,6 +104,17 @@ def test_parquet_holds_the_same_columns(tmp_path):
     assert np.array_equal(found["probability_tulip"].to_numpy(), columns["probability_tulip"])
 
 
+def test_names_that_are_not_in_utf_8_are_escaped_in_parquet_and_as_they_are_in_csv(tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    columns = {"sample": ["\udcff.jpg", ""], "class": ["a", "\udcfe"], "probability_\udcfe": np.zeros(2)}
+    for file in ("a.parquet", "a.csv"):
+        write_table(tmp_path / file, columns)
+    found = parquet.read_table(tmp_path / "a.parquet")
+    assert found.column_names[2] == "probability_\\udcfe"
+    assert found["sample"].to_pylist() == ["\\udcff.jpg", ""] and found["class"][1].as_py() == "\\udcfe"
+    assert b"\xff.jpg,a," in (tmp_path / "a.csv").read_bytes()
+
+
 def test_the_report_counts_the_classes():
     columns = table(SCORES, Named(), nn.CrossEntropyLoss(), Named.classes)
     assert report(columns, "a.csv") == "3 samples -> a.csv\n  rose, red  2\n  tulip      1"

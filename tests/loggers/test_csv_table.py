@@ -58,6 +58,17 @@ def test_a_torn_line_of_a_killed_run_is_left_out(tmp_path):
     assert [row["step"] for row in rows(path)] == ["1", "2", "3", "3"]
 
 
+def test_a_name_with_separators_stays_one_column(tmp_path):
+    """At some characters, which CSV does not know as ends of lines, the head of a resumed run's table was cut."""
+    name = 'a,"b\u2028c\x85\nd'
+    for first in (0, 1):
+        logger = CsvTable(tmp_path / "log.csv", first_step=first)
+        logger.log(first + 1, {name: 0.5})
+        logger.close()
+    assert [list(row)[4:] for row in rows(tmp_path / "log.csv")] == [[name]] * 2
+    assert [row[name] for row in rows(tmp_path / "log.csv")] == ["0.5"] * 2
+
+
 def test_it_is_opened_by_name(tmp_path):
     logger = open_loggers(World(), tmp_path, ["csv"])
     logger.log(1, {"loss": float("nan")})

@@ -5,9 +5,10 @@ import torch
 from tests.ranks import run_ranks
 from tests.run.jobs import network
 from torch import nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomSampler, default_collate
 
 import lockstep
+from lockstep.data import Bucketed, SkipBroken, Weighted
 from lockstep.errors import ConfigError, RankError
 
 SAMPLES = 53
@@ -113,11 +114,30 @@ def test_every_dtype_comes_back_with_its_values(dtype):
     run.close()
 
 
+def test_rows_are_in_the_order_of_the_data_set_where_it_is_read_in_another():
+    """Those of ``Bucketed`` were in its own order, so that they were compared with other samples' labels."""
+    run = lockstep.init(global_batch=24, micro_batches=8)
+    run.prepare(network())
+    pairs = TensorDataset(inputs(), torch.zeros(SAMPLES))
+    lengths = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(1))
+    for data in (
+        Bucketed(pairs, lengths, 4, collate=default_collate),
+        SkipBroken(Bucketed(pairs, lengths, 4)),
+    ):
+        assert torch.allclose(run.predict(data), run.predict(pairs), atol=1e-6)
+    drawn = DataLoader(pairs, sampler=WeightedRandomSampler([1.0] * SAMPLES, SAMPLES))
+    for data in (Weighted(pairs, [1.0] * SAMPLES), drawn):
+        with pytest.raises(ConfigError, match="was given one that draws samples"):
+            run.predict(data)
+    run.close()
+
+
 @pytest.mark.parametrize(
     ("keep", "message"),
     [
         (lambda output: output.sum(), r"one row for each of the 3 samples .* a tensor of shape \[\]"),
         (lambda output: output[:2], r"a tensor of shape \[2, 3\]"),
+        (lambda output: output.to_sparse(), r"was given a sparse, nested or quantized one\. Take"),
         (lambda output: {"logits": output}, r"was given dict\. Take the part to keep"),
         (lambda output: output.to(torch.complex64), r"others, of torch\.complex64\. Convert"),
         (lambda output: torch.full((len(output),), 2**53 + 1), r"up to 2\*\*53.*torch\.int64"),

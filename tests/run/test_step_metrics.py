@@ -240,6 +240,22 @@ def test_a_metric_that_writes_into_what_the_backward_pass_needs_is_named():
     run.close()
 
 
+def test_a_metric_that_writes_into_what_others_are_given_is_named():
+    """The others were of what it had written: they depended on the order of a dict."""
+    run, _, _ = begin()
+    metrics = {2: lambda o, t: o.sigmoid_()[:, 0], "loss": F.cross_entropy}
+    with pytest.raises(
+        ConfigError, match=r"The metric 2 of run\.evaluate writes into the output or the target, w"
+    ):
+        run.evaluate(dataset(), metrics)
+    values = run.evaluate(dataset(), dict(reversed(metrics.items())))  # the last may
+    assert values["loss"] == run.evaluate(dataset(), F.cross_entropy)
+    (batch, *_) = run.batches(dataset())
+    with pytest.raises(ConfigError, match=r"The metric 2 of run\.backward writes into .* other metrics"):
+        run.backward(batch, F.cross_entropy, also=metrics)
+    run.close()
+
+
 def test_a_step_without_weight_is_named_as_one():
     """All targets were left out, and an operation whose derivative is infinite was to be looked for."""
     run, _, _ = begin()

@@ -1,5 +1,6 @@
 """Slips and habits of ordinary programs: the bits of one device in every layout, or one sentence with the remedy."""
 
+import contextlib
 import functools
 import re
 
@@ -449,6 +450,22 @@ def test_a_step_after_a_caught_error_is_refused_where_other_ranks_may_wait():
     assert "run.backward of step 0 raised ValueError (flaky), which was caught" in found.refusal, found
     (found,) = outcomes((caught,), "single")
     assert not found.refusal and not found.fault, found
+
+
+def caught_evaluation(world, settings):
+    """The same of an evaluation."""
+
+    def body(run, model, optimizer, batch):
+        step(run, model, optimizer, batch)
+        with contextlib.suppress(ValueError):
+            run.evaluate(ROWS, failing)
+
+    return train(world, settings, body)
+
+
+def test_a_step_after_a_caught_error_of_an_evaluation_is_refused_where_other_ranks_may_wait():
+    (found,) = outcomes((caught_evaluation,), "ddp")
+    assert "An evaluation raised ValueError (flaky), which was caught" in found.refusal, found
 
 
 def other_scheduler(world, settings):

@@ -62,6 +62,7 @@ def test_the_seconds_lost_are_those_that_were_added():
         ([{"optimizer": 0.3}] * 2, "the optimizer, which every device runs"),
         ([{"exchange": 0.6}, {"forward": 0.6}], "rank 1, for which the others wait"),
         ([{"backward": 0.3}] * 2, "computing itself"),
+        ([{"other": 0.3, "data": 0.1}] * 2, "what is done between steps (3e+02 ms"),
     ],
 )
 def test_the_sentence_names_the_greatest_cause(ranks, said):

@@ -25,7 +25,7 @@ def derive_seed(seed: int, purpose: str, *key: int | str) -> int:
     digest = _begin(seed, purpose)
     for part in key:
         if isinstance(part, str):
-            text = part.encode()
+            text = part.encode(errors="surrogateescape")  # a file name that is not in UTF-8, as its bytes
             digest.update(_NUMBER(b"s", len(text)) + text)
         else:
             digest.update(_NUMBER(b"i", part))

@@ -143,9 +143,10 @@ class Stream(Dataset[Any]):
                 sample = next(self._iterator)
             except StopIteration:
                 self._iterator = None
+                own = "Correct __len__, or write Stream(dataset, samples=N)."
                 raise DataError(
                     f"{type(self.dataset).__name__} ended after {self._next} samples, and an epoch should have "
-                    f"{self.samples}. Give Stream a smaller samples=."
+                    f"{self.samples}. {own if self._has_length else 'Give Stream a smaller samples=.'}"
                 ) from None
             self._next += 1
             if self._next == 1:

@@ -204,6 +204,7 @@ class EvaluationLoader(_Prefetching[None, Iterator[Any]]):
         if micro_batch_size < 1:
             raise ConfigError(f"micro_batch_size={micro_batch_size} must be at least 1.")
         require_map_style(dataset, "EvaluationLoader")
+        self._wrapped, self._seed = dataset, options.get("seed", 0)
         self.samples = len(dataset)
         """Of the set."""
         self.micro_batch_size = micro_batch_size
@@ -227,6 +228,10 @@ class EvaluationLoader(_Prefetching[None, Iterator[Any]]):
         """Lets the workers, which must be free, read the first micro-batches before they are asked for."""
         if len(self):
             self._keep(None)
+
+    def sample_numbers(self) -> Indices:
+        """The number of each sample in the order in which they are read, which ``Bucketed`` and ``Weighted`` choose."""
+        return behind(self._wrapped, self._seed, EVALUATION_EPOCH, np.arange(self.samples))[1]
 
     def _open(self, position: None) -> Iterator[Any]:
         return self._reading.read(Request(EVALUATION_EPOCH, indices) for _, indices in self._parts())

@@ -6,6 +6,7 @@ Nothing here starts a rank. What a step holds is the sample plan, so what is sho
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -29,6 +30,8 @@ from lockstep.job.assemble import collated, sample_plan
 from lockstep.job.instantiate import importable_from, instantiate
 from lockstep.text import numbered, plural, shorten
 
+_ADDRESS = re.compile(r"<(?:[\w.<>]+\.)?(\w+) object at 0x[0-9a-f]+>")
+"""What Python shows of an object that has no text of its own."""
 _AT_ONCE = 16
 _BAR = 40
 _MOST_CLASSES, _MOST_BROKEN, _MOST_NUMBERS, _MOST_FILES = 100, 20, 12, 2
@@ -48,6 +51,8 @@ class SetFacts:
     """Samples of each class by name; None where the set shows no labels."""
     unreadable: list[str] | None
     """A sentence for each sample that cannot be read; None where they were not read."""
+    read: int
+    """Samples that are read to find these: also those that a set of draws leaves out."""
 
 
 @dataclass(frozen=True)
@@ -85,16 +90,13 @@ def look_at_set(name: str, data_set: Any, *, workers: int, reads: bool) -> SetFa
         if wrong := int((labels < 0).sum()):
             classes["below 0"] = wrong
     broken = unreadable(data_set, workers) if reads else None
-    text = repr(data_set).partition("\n")[0]
-    if text == object.__repr__(data_set):  # a class and an address
-        text = type(data_set).__name__
-    return SetFacts(name, text, len(data_set), classes, broken)
+    text = _ADDRESS.sub(r"\1", repr(data_set).partition("\n")[0])
+    return SetFacts(name, text, len(data_set), classes, broken, len(_stored(data_set)))
 
 
 def unreadable(data_set: Any, workers: int) -> list[str]:
     """A sentence for each sample that cannot be read, in their order."""
-    while isinstance(data_set, Wrapping):
-        data_set = data_set.dataset
+    data_set = _stored(data_set)
     loader = EvaluationLoader(
         _Tried(data_set), micro_batch_size=_AT_ONCE, workers=workers, collate=lambda said: said
     )
@@ -102,6 +104,13 @@ def unreadable(data_set: Any, workers: int) -> list[str]:
         return [said for part in loader for said in part.data if said]
     finally:
         loader.close()
+
+
+def _stored(data_set: Any) -> Any:
+    """The data set that others are wrapped around."""
+    while isinstance(data_set, Wrapping):
+        data_set = data_set.dataset
+    return data_set
 
 
 class _Tried(Dataset[str]):
@@ -218,7 +227,7 @@ def describe(sets: Sequence[SetFacts], step: StepFacts) -> str:
     for each in sets:
         lines += [f"{each.name}: {each.text} ({plural(each.samples, 'sample')})", *_histogram(each.classes)]
         if each.unreadable is not None:
-            found = f"{len(each.unreadable):,} of {each.samples:,}" if each.unreadable else "none"
+            found = f"{len(each.unreadable):,} of {each.read:,}" if each.unreadable else "none"
             lines += [f"  unreadable: {found}"]
             lines += [f"    {sentence}" for sentence in each.unreadable[:_MOST_BROKEN]]
             if (rest := len(each.unreadable) - _MOST_BROKEN) > 0:

@@ -223,8 +223,10 @@ def write_table(path: Path, columns: Mapping[str, Any]) -> None:
     """
     if path.suffix.lower() == ".parquet":
         arrow, parquet = (optional_module(name, "Parquet") for name in ("pyarrow", "pyarrow.parquet"))
-        buffer = io.BytesIO()
-        parquet.write_table(arrow.table(dict(columns)), buffer)
+        buffer, texts = io.BytesIO(), {name: each for name, each in columns.items() if isinstance(each, list)}
+        told = {name: list(map(_in_utf8, each)) for name, each in texts.items()}
+        named = {_in_utf8(name): told.get(name, each) for name, each in columns.items()}
+        parquet.write_table(arrow.table(named), buffer)
         content = buffer.getvalue()
     else:
         text = io.StringIO(newline="")
@@ -236,6 +238,11 @@ def write_table(path: Path, columns: Mapping[str, Any]) -> None:
         write_whole(path, content)
     except OSError as error:
         raise ConfigError(f"The predictions cannot be written to {path}: {error.strerror}.") from error
+
+
+def _in_utf8(name: str) -> str:
+    """A name as Parquet can hold it: the bytes of one that is not in UTF-8 are escaped."""
+    return name.encode(errors="backslashreplace").decode()
 
 
 def report(columns: Mapping[str, Any], out: str) -> str:

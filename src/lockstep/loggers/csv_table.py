@@ -41,7 +41,7 @@ class CsvTable(MetricsFile):
     def _records(self) -> Iterator[dict[str, Any]]:
         """The records of the file, their metrics as they are written; a torn last line is left out."""
         whole = self._path.read_text(encoding="utf-8", errors="replace").rpartition("\n")[0]
-        for row in csv.DictReader(whole.splitlines()):
+        for row in csv.DictReader(io.StringIO(whole, newline="")):
             found = {name: value for name, value in row.items() if value}
             if {"step", "epoch"} <= found.keys():
                 yield {**found, "step": int(found["step"]), "epoch": int(found["epoch"])}

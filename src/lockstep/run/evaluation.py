@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from lockstep.core.plan import Share
 from lockstep.core.summation_tree import fold_rows
@@ -135,12 +136,25 @@ class OpenEvaluation:
     def rounds(self) -> Iterator[tuple[int, MicroBatch | None]]:
         """Numbers the rounds, as many for every holder, with this one's micro-batch in each. See ``EvaluationStop``."""
         spare = self.loader.share.longest(self.loader.count) - len(self.loader)
-        for number, micro_batch in enumerate(chain(self.loader, repeat(None, spare))):
-            if self.stop is not None:
-                self.stop.agree(number)
-            if number == 0 and self.rehearse is not None:
-                self.rehearse(micro_batch)
-            yield number, micro_batch
+        with self.noting_failure():
+            for number, micro_batch in enumerate(chain(self.loader, repeat(None, spare))):
+                if self.stop is not None:
+                    self.stop.agree(number)
+                if number == 0 and self.rehearse is not None:
+                    self.rehearse(micro_batch)
+                yield number, micro_batch
+
+    @contextmanager
+    def noting_failure(self) -> Iterator[None]:
+        """Surrounds what may fail on this rank alone, while others go on and wait for it."""
+        try:
+            yield
+        except EvaluationStopped:
+            raise
+        except Exception as error:
+            if self.run._session.group is not None:
+                self.run.require_prepared().gradients.fail("An evaluation", error)
+            raise
 
 
 @contextmanager
@@ -154,6 +168,7 @@ def evaluation(
 ) -> Iterator[OpenEvaluation]:
     """Opens an evaluation under the keys and the precision of a run; see ``Run.evaluate``. Collective."""
     prepared, heartbeat = run.require_prepared(), run._session.heartbeat
+    prepared.gradients.require_no_failure()
     fix_graphs()
     forward_pass, randomness = prepared.forward_pass, prepared.state.model.randomness
     evaluated = forward_pass.model if model is None else model
@@ -290,7 +305,7 @@ def evaluate_means(
         def forward(data: Any, k: int) -> tuple[Any, Any]:
             return opened.forward(replace(micro_batch, k=k, data=data))
 
-        named = {name: metrics[name] for name in sorted(unchecked)}
+        named = {name: metrics[name] for name in sorted(unchecked, key=repr)}
         with opened.unchanged():
             deviations.update(reasons_with_model(named, forward, (micro_batch,), strategy.device))
 
@@ -303,10 +318,13 @@ def evaluate_means(
         if checks:
             sample.take(place, (output, target), len(micro_batch))
         looked_at = unchecked if place == 0 else ()
-        before = held_by(metrics, looked_at)
+        before, versions = held_by(metrics, looked_at), versions_of(output, target)
+        last = ""
         for name, metric in functions.items():
+            if versions_of(output, target) != versions:
+                raise metric_writes(last, "run.evaluate", "other metrics are given, too")
             with watching_once(f"the metric {name!r}", looks=name in looked_at):
-                value, column = metric(output, target), columns[name]
+                value, column, last = metric(output, target), columns[name], name
             if isinstance(value, Tensor) and value.dim() == 0:
                 checked.add(name)
                 if name in unchecked and not (
@@ -319,18 +337,35 @@ def evaluate_means(
         kept.update(before.changed(held_by(metrics, looked_at)))
 
     for place, micro_batch in opened.rounds():
-        with strategy.joined_calls(), forward_pass.autocast():  # a metric may call the model
+        # A metric may call the model
+        with strategy.joined_calls(), forward_pass.autocast(), opened.noting_failure():
             if micro_batch is not None:
                 compute(place, micro_batch)
     if checks:
         everyone = strategy.gather_records(sample.some())
         with strategy.joined_calls(), forward_pass.autocast():
-            found = sample.reasons({name: metrics[name] for name in sorted(checked)}, everyone)
+            found = sample.reasons({name: metrics[name] for name in sorted(checked, key=repr)}, everyone)
         # What may be a mean or not is said once.
         deviations |= {name: why for name, why in found.items() if name in unchecked or why not in UNTOLD}
-        judge_metrics(strategy.gather_records([deviations, kept]), warns=opened.run.is_main)
+        records = strategy.gather_records([deviations, kept, forward_pass.other_mean])
+        forward_pass.hear_other_mean((each[2] for each in records), warns=opened.run.is_main)
+        judge_metrics([(each[0], each[1]) for each in records], warns=opened.run.is_main)
     ordered = gathered_in_order(rows, loader.count, share, strategy).cpu()
     return {name: _mean(name, ordered[:, columns[name]]) for name in metrics}
+
+
+def versions_of(*values: Any) -> list[int]:
+    """How often each tensor in them was written into, as far as torch knows."""
+    leaves = (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
+    return [leaf._version for leaf in leaves if not leaf.is_inference()]
+
+
+def metric_writes(name: object, caller: str, readers: str) -> ConfigError:
+    """The error for a metric that has changed what others read."""
+    return ConfigError(
+        f"The metric {name!r} of {caller} writes into the output or the target, which {readers}. Let it make new "
+        "tensors, as output.sigmoid() in place of output.sigmoid_(), or write into output.clone()."
+    )
 
 
 def in_columns(names: Iterable[Any]) -> dict[Any, int]:
@@ -393,7 +428,7 @@ def evaluate_set_metrics(
                         vars(each)[key] = False
             metric.reset()
             for begin in range(0, len(rows), size):
-                metric.update(outputs[begin : begin + size], targets[begin : begin + size])
+                metric.update(outputs[begin : begin + size].clone(), targets[begin : begin + size].clone())
             values[name] = _numbers(name, metric.compute())
     shared: dict[str, dict[str, float]] = next(filter(None, strategy.gather_records(values)))
     return shared
@@ -420,6 +455,25 @@ def _mean(name: str, rows: Tensor) -> float:
     return float(fold_rows(rows[:, 0])) / weight
 
 
+def predict_in_order(
+    opened: OpenEvaluation, keep: Callable[[Any], Any] | None, *, everywhere: bool
+) -> Tensor | None:
+    """As ``predict``, with the rows in the order of the samples' numbers. Collective.
+
+    Raises:
+        ConfigError: samples are drawn, so that there is no row for each.
+    """
+    numbers, places = torch.from_numpy(opened.loader.sample_numbers()), torch.arange(opened.loader.samples)
+    order = numbers.argsort()
+    if not torch.equal(numbers[order], places):
+        raise ConfigError(
+            "run.predict gives a row for each sample, in the order of the data set, and was given one that draws "
+            "samples (Weighted, WeightedRandomSampler). Give it the data set itself."
+        )
+    rows = predict(opened, keep, everywhere=everywhere)
+    return rows if rows is None or torch.equal(order, places) else rows[order]
+
+
 def predict(
     opened: OpenEvaluation, keep: Callable[[Any], Any] | None, *, everywhere: bool = False
 ) -> Tensor | None:
@@ -440,7 +494,7 @@ def predict(
     found, dtype, shape = [torch.empty(0)] * loader.count, "", list[int]()
     row = torch.zeros(1, dtype=torch.float64, device=strategy.device)
     for place, micro_batch in opened.rounds():
-        with strategy.joined_calls():
+        with strategy.joined_calls(), opened.noting_failure():
             output = None if micro_batch is None else _kept(opened, micro_batch, keep)
         form = None if output is None else [str(output.dtype), list(output.shape[1:])]
         if place == 0:  # a process without a micro-batch learns here what a row is
@@ -498,16 +552,19 @@ def _dtype(name: str) -> torch.dtype:
 
 def _rows(value: Any, samples: int, caller: str, remedy: str) -> Tensor:
     """The value, if it is a tensor with a row of real numbers for each sample; ``ConfigError`` otherwise."""
-    if not isinstance(value, Tensor) or value.dim() == 0 or len(value) != samples:
-        found = (
-            f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        )
-        raise ConfigError(
-            f"{caller} needs a tensor with one row for each of the {samples} samples of a micro-batch, and was given "
-            f"{found}. {remedy}"
-        )
-    require_exact(value, caller)
-    return value
+    if not isinstance(value, Tensor):
+        found = type(value).__name__
+    elif value.is_nested or value.is_quantized or value.layout != torch.strided:
+        found = "a sparse, nested or quantized one"
+    elif value.dim() and len(value) == samples:
+        require_exact(value, caller)
+        return value
+    else:
+        found = f"a tensor of shape {list(value.shape)}"
+    raise ConfigError(
+        f"{caller} needs a tensor with one row for each of the {samples} samples of a micro-batch, and was given "
+        f"{found}. {remedy}"
+    )
 
 
 def require_exact(value: Tensor, caller: str) -> None:

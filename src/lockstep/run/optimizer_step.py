@@ -153,12 +153,7 @@ class GradientState:
             self._strategy.writes.look()
         if not self._reduced:
             self._stepped.clear()
-        if self._failure:
-            raise ConfigError(
-                f"{self._failure}, which was caught. The other ranks wait for the rest of that step, so this rank "
-                "cannot begin another one. Let the exception end the program; leave out samples that cannot be "
-                "used in the data set (lockstep.data.SkipBroken), or in the loss by a weight of 0."
-            )
+        self.require_no_failure()
         with torch._C.DisableTorchFunctionSubclass():  # asking a parameter without values takes longer
             unfrozen = [name for name, parameter in self._frozen if parameter.requires_grad]
             trains = not self._trained or any(parameter.requires_grad for parameter in self._trained)
@@ -198,9 +193,18 @@ class GradientState:
         apart = not self._strategy.replicated
         self._holding |= {id(o) for o in self._optimizers if apart or has_gradients(o)}
 
-    def fail(self, step: int, error: Exception) -> None:
-        """Notes that the backward pass of a step raised on this rank, while other ranks may go on with it."""
-        self._failure = f"run.backward of step {step} raised {type(error).__name__} ({error})"
+    def fail(self, call: str, error: Exception) -> None:
+        """Notes that a collective call, as of a step, raised on this rank, while other ranks may go on with it."""
+        self._failure = f"{call} raised {type(error).__name__} ({error})"
+
+    def require_no_failure(self) -> None:
+        """Raises ``ConfigError`` where such an error was caught, so that other ranks may still wait for this one."""
+        if self._failure:
+            raise ConfigError(
+                f"{self._failure}, which was caught. The other ranks wait for the rest of that call, so this rank "
+                "cannot begin another one. Let the exception end the program; leave out samples that cannot be "
+                "used in the data set (lockstep.data.SkipBroken), or in the loss by a weight of 0."
+            )
 
     def require_computed(self, user: str) -> None:
         """Raises ``ConfigError`` where there is no gradient that ``run.backward`` has computed."""

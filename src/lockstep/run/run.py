@@ -30,7 +30,7 @@ from lockstep.run.checks import agreement
 from lockstep.run.checks.agreement import AgreedData
 from lockstep.run.checks.rehearsal import Rehearsals
 from lockstep.run.epoch_loop import EpochLoop, EpochSteps, Position
-from lockstep.run.evaluation import Metric, SetMetric, evaluate, evaluation, predict
+from lockstep.run.evaluation import Metric, SetMetric, evaluate, evaluation, predict_in_order
 from lockstep.run.loaders import LoaderCache, counting_skipped, smallest_micro_batch
 from lockstep.run.optimizer_step import GradientState, PreparedOptimizer
 from lockstep.run.prepare import Parts, context_of_run, prepare_model, stepped_before
@@ -221,7 +221,9 @@ class Run:
         Returns:
             An iterator. Its ``len()`` is the number of steps that are left, without those done before a resume.
         """
-        prepared, has_changed = self.require_prepared(), self._loaders.refresh(data, "training")
+        prepared = self.require_prepared()
+        prepared.gradients.require_no_failure()
+        has_changed = self._loaders.refresh(data, "training")
         self._writer.resumption.begin_steps()
         source = self._loaders.source(data)
         fix_graphs()
@@ -348,7 +350,7 @@ class Run:
             yield opened
         except Exception as error:
             if self._session.group is not None:
-                gradients.fail(plan.step, error)
+                gradients.fail(f"run.backward of step {plan.step}", error)
             else:
                 self.strategy.abandon()
             note_data(error, batch, prepared.forward_pass.model)
@@ -440,14 +442,14 @@ class Run:
             on the others.
 
         Raises:
-            ConfigError: there is no row for each sample, or rows differ in shape or dtype.
+            ConfigError: there is no row for each sample, as where some are drawn, or rows differ in shape or dtype.
             RankError: an independent process was lost, and its outputs with it.
         """
         self._precision.require_settings()
         alone = self.options.directory is None  # then a request to stop need not wait for the end of a step
         reading = self.require_prepared().state.loop.reading()
         with self.span("predict"), reading, evaluation(self, data, model, forward, workers, alone) as opened:
-            return predict(opened, keep, everywhere=everywhere)
+            return predict_in_order(opened, keep, everywhere=everywhere)
 
     def save(self, *given: Any, wait: bool = False, directory: Path | str | None = None) -> Path | None:
         """Writes a checkpoint of the run as it stands, after checking that all ranks agree. Collective.

@@ -278,7 +278,8 @@ class ForwardPass:
         self._layout = torch.channels_last if channels_last else torch.preserve_format
         self.device_transform: Prepare | None = None
         """Applied to the input on the device, such as a normalisation of uint8 images."""
-        self._has_told_of_means = False
+        self.other_mean = ""
+        """The warning of ``tell_other_mean``, once this process or another has given it."""
 
     def tell_other_mean(
         self, function: Any, value: Any, output: Any, target: Any, micro_batch: MicroBatch
@@ -287,7 +288,7 @@ class ForwardPass:
 
         A collate function may leave samples out, and torch's ``cross_entropy`` leaves out targets of -100.
         """
-        if self._has_told_of_means or not (isinstance(value, Tensor) and value.dim() == 0):
+        if self.other_mean or not (isinstance(value, Tensor) and value.dim() == 0):
             return
         samples, what = len(micro_batch.indices), ""
         if isinstance(target, Tensor) and target.dim() and len(target) >= samples:
@@ -302,13 +303,20 @@ class ForwardPass:
             if len(rows) == 1 and len(tensors) > 1 and 0 < (count := rows.pop()) < samples:
                 what = f"{plural(count, 'row')}, as where a collate function leaves samples out"
         if what:
-            self._has_told_of_means = True
-            logger.warning(
-                "The micro-batch of the samples %s has %s; the one mean that a function returned counts as that of %s. "
-                "For the mean over what is left give the object torch.nn.CrossEntropyLoss(), or return one value for "
-                "each, as reduction='none' does, or the pair (sum, how many were counted).",
-                *(shorten(micro_batch.indices.tolist(), 4), what, plural(samples, "sample")),
+            named, whole = shorten(micro_batch.indices.tolist(), 4), plural(samples, "sample")
+            self.other_mean = (
+                f"The micro-batch of the samples {named} has {what}; the one mean that a function returned counts as "
+                f"that of {whole}. For the mean over what is left give the object torch.nn.CrossEntropyLoss(), or "
+                "return one value for each, as reduction='none' does, or the pair (sum, how many were counted)."
             )
+            logger.warning("%s", self.other_mean)
+
+    def hear_other_mean(self, warnings: Iterable[str], *, warns: bool) -> None:
+        """Takes the warnings of all processes, empty where one has none, and gives one that was not given here."""
+        heard = next(filter(None, warnings), "")
+        if warns and heard and not self.other_mean:
+            logger.warning("%s", heard)
+        self.other_mean = self.other_mean or heard
 
     def output_and_target(
         self,

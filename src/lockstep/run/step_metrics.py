@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from lockstep.core.plan import StepPlan
 from lockstep.core.summation_tree import fold_rows
@@ -27,7 +26,7 @@ from lockstep.run.checks.means import (
     reasons,
     reasons_with_model,
 )
-from lockstep.run.evaluation import gathered_in_order, in_columns
+from lockstep.run.evaluation import gathered_in_order, in_columns, metric_writes, versions_of
 from lockstep.run.step import sum_and_weight, with_exact_mean
 from lockstep.runtime.torch_internals import OVERWRITTEN
 from lockstep.strategies import IndependentStrategy, Strategy
@@ -145,7 +144,7 @@ class StepMetrics:
 
     def _waiting(self) -> dict[str, Callable[..., Any]]:
         """Those that are to be checked and of which no fault is known."""
-        names = () if self._of_batch else sorted(self._unchecked)
+        names = () if self._of_batch else sorted(self._unchecked, key=repr)
         return {name: self._given[name] for name in names if not self._reasons.get(name)}
 
     @torch.no_grad()
@@ -176,14 +175,16 @@ class StepMetrics:
             self._sums[0] = [sum_and_weight(each, 1) for each in self._entries.values()]
 
     def _called(self, output: Any, target: Any) -> list[Any]:
-        leaves = [leaf for leaf in tree_leaves((output, target)) if isinstance(leaf, Tensor)]
-        versions, found = [leaf._version for leaf in leaves], []
+        versions, found, writing = versions_of(output, target), list[Any](), list[str]()
         for name, function in self._functions.items():
+            if writing:
+                raise metric_writes(writing[0], "run.backward", "other metrics are given, too")
             with watching_once(f"the metric {name!r}", looks=name in self._unchecked and not self._sums):
                 found.append(function(output, target))
-            before, versions = versions, [leaf._version for leaf in leaves]
+            before, versions = versions, versions_of(output, target)
             if versions != before:
-                self._writing.append(name)
+                writing.append(name)
+        self._writing += writing
         return found
 
     @contextmanager
@@ -193,11 +194,8 @@ class StepMetrics:
             yield
         except RuntimeError as error:
             if self._writing and OVERWRITTEN.is_in(str(error)):
-                raise ConfigError(
-                    f"The metric {self._writing[0]!r} of run.backward writes into the output or the target, which the "
-                    "backward pass still needs. Let it make new tensors, as output.sigmoid() in place of "
-                    "output.sigmoid_(), or write into output.clone()."
-                ) from error
+                readers = "the backward pass still needs"
+                raise metric_writes(self._writing[0], "run.backward", readers) from error
             raise
 
     @torch.no_grad()

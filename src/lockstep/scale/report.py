@@ -68,6 +68,7 @@ def lost_seconds(alone: Row, many: Row, machine: Resources) -> dict[str, float]:
         "data": slowest.get("data", 0.0) - alone.phases.get("data", 0.0) / devices,
         "communication": many.communication - alone.communication / devices,
         "optimizer": slowest.get("optimizer", 0.0) - alone.phases.get("optimizer", 0.0) / devices,
+        "between steps": slowest.get("other", 0.0) - alone.phases.get("other", 0.0) / devices,
         "servers": one / many.computing - one / devices,
         "micro-batches": expected - one / many.computing,
         "imbalance": max(0.0, _sum(slowest, _COMPUTING) - own),
@@ -122,6 +123,11 @@ def _advice(cause: str, part: str, many: Row, machine: Resources) -> str:
         return (
             f"the optimizer, which every device runs over all parameters ({part}). Raise global_batch, use a fused "
             'optimizer, or shard the parameters (strategy "fsdp").'
+        )
+    if cause == "between steps":
+        return (
+            f"what is done between steps ({part}): replicas are compared, and the first steps of epochs rehearsed. "
+            'That is less in longer epochs, with a larger training.fingerprint_every or checks = "off".'
         )
     if cause == "servers":
         return (

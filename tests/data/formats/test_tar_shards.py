@@ -56,6 +56,12 @@ def test_samples_of_all_shards_are_read_by_number(tmp_path):
     assert dataset.sample_path(7) == "s-1.tar, train/007"
 
 
+def test_a_name_that_is_not_in_utf_8_is_read_and_told(tmp_path):
+    pack(tmp_path / "s.tar", [("\udcff.png", photo(0)), ("\udcff.cls", b"0")])
+    dataset = TarShards(tmp_path, classes=3)
+    assert dataset[0][1] == 0 and dataset.sample_path(0) == "s.tar, \udcff"
+
+
 def test_pictures_are_decoded_by_micro_batch_with_numbers_keyed_by_sample(tmp_path):
     dataset = TarShards(shards(tmp_path), transform=RandomResizedCrop(8))
     reader = SampleReader(pickle.loads(pickle.dumps(dataset)), seed=0)

@@ -71,6 +71,12 @@ def test_the_split_does_not_depend_on_the_order_of_the_disk(flowers, monkeypatch
     assert ImageFolder(flowers, "train").paths == wanted
 
 
+def test_a_name_that_is_not_in_utf_8_is_split_like_others(flowers):
+    (flowers / "rose" / "3.jpg").rename(flowers / "rose" / os.fsdecode(b"\xff.jpg"))
+    train, validation = ImageFolder(flowers, "train"), ImageFolder(flowers, "validation")
+    assert sorted(train.paths + validation.paths) == ImageFolder(flowers).paths
+
+
 def test_folders_named_after_the_splits_are_the_splits(tmp_path):
     for split, count in (("Train", 3), ("val", 2)):
         for name in ("cat", "dog"):

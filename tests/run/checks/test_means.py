@@ -113,6 +113,12 @@ def test_rounding_is_no_deviation(dtype):
     output, target = rows(512)
     assert deviation(cross_entropy, output.to(dtype), target, 512) is NONE
     assert deviation(lambda output, target: output.float().mean(), output.to(dtype), target, 512) is NONE
+    for rest in (1.0, 0.1):
+        assert (
+            deviation(lambda output, target, rest=rest: (output > rest).to(dtype).mean(), *rows(512), 512)
+            is NONE
+        )
+    assert deviation(lambda output, target: (output > 0).to(dtype).sum(), *rows(512), 512) is SUM
 
 
 def test_rows_that_cannot_be_told_apart_are_no_reason_to_complain():

@@ -1,7 +1,9 @@
 """Metrics of a whole set have one value on every layout; what is not a mean over samples is refused on every rank."""
 
 import logging
+import re
 from collections import UserDict
+from functools import partial
 
 import pytest
 import torch
@@ -378,7 +380,7 @@ def joined_boxes(world):
     logging.getLogger("lockstep").addHandler(handler)
     for loss in (over_images, over_boxes):
         (batch,) = run.batches(loader)
-        run.backward(batch, loss, also={f"{loss.__name__} in a step": loss})
+        run.backward(batch, partial(loss), also={f"{loss.__name__} in a step": loss})
     run.close()
     return said
 
@@ -388,6 +390,30 @@ def test_a_mean_over_boxes_of_all_images_is_said_to_be_unknown():
     said = ["The loss joined_boxes.<locals>.over_boxes", "The metric 'over_boxes in a step'"]
     assert run_ranks(joined_boxes, 1) == [said]
     assert run_ranks(joined_boxes, 2) == [said, []]
+
+
+def one_left_out(world):
+    """The collate function leaves out one sample, of the last micro-batch."""
+    run, _, _, data = begin(world)
+    said, handler = [], logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage().partition(", as where")[0])
+    logging.getLogger("lockstep").addHandler(handler)
+    last = data[len(data) - 1][0]
+    kept = partial(filter, lambda sample: not torch.equal(sample[0], last))
+    loader = DataLoader(
+        data, 4, collate_fn=lambda samples: torch.utils.data.default_collate([*kept(samples)])
+    )
+    for _ in range(2):
+        run.evaluate(loader, F.cross_entropy)
+    run.close()
+    return [text for text in said if " has " in text]
+
+
+def test_the_main_process_tells_of_samples_that_another_has_left_out():
+    """With several processes the warning was in the log of one of them only."""
+    (alone,) = run_ranks(one_left_out, 1)
+    assert len(alone) == 1 and re.fullmatch(r"The micro-batch of the samples .* has \d rows?", alone[0])
+    assert run_ranks(one_left_out, 2) == [alone, alone]
 
 
 class Detector(nn.Linear):

@@ -93,7 +93,7 @@ def _scanned(shards: Sequence[Path], names: npt.NDArray[np.str_], state: Numbers
                 last, seen = key, set()
                 first.append(len(members))
                 where.append(number)
-                keys.append(key.encode())
+                keys.append(key.encode(errors="surrogateescape"))
             if ending in seen:
                 raise DataError(
                     f"{shard} holds {name!r} twice in a row, so its sample is ambiguous. Pack each file once."
@@ -254,7 +254,7 @@ class TarShards(EncodedPairs):
     def sample_path(self, index: int) -> str:
         """The shard of a sample, and its path there without the ending."""
         shard = self.shards[int(self._index.shard[index])].name
-        return f"{shard}, {self._index.keys[index].decode()}"
+        return f"{shard}, {self._index.keys[index].decode(errors='surrogateescape')}"
 
     def _photos(self) -> StoredPhotos:
         name = self.shards[0].parent.name or "shards"

@@ -31,7 +31,7 @@ from lockstep.run.step import StepCompute, evaluating, sum_and_weight, with_exac
 
 logger = logging.getLogger(__name__)
 _LARGEST_DIFFERENCE = {torch.float16: 0.03, torch.bfloat16: 0.1}
-"""In relation to the values, by dtype of the outputs; rounding is far smaller than that."""
+"""In relation to the values, by dtype of these or the outputs; rounding is far smaller than that."""
 
 
 _WHOLE_NUMBERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -221,7 +221,7 @@ Changes = dict[str, tuple[str, str]]
 
 def held_by(functions: Mapping[str, Callable[[Any, Any], Any]], names: Iterable[str]) -> Snapshot:
     """The state that some metrics hold now, to be compared with that after a call."""
-    return Snapshot({f"the metric {name!r}": functions[name] for name in sorted(names)}, restorable=False)
+    return Snapshot({f"the metric {name!r}": functions[name] for name in names}, restorable=False)
 
 
 def judge_metrics(everyone: Sequence[tuple[Mapping[str, str], Changes]], *, warns: bool) -> set[str]:
@@ -237,7 +237,8 @@ def judge_metrics(everyone: Sequence[tuple[Mapping[str, str], Changes]], *, warn
     Raises:
         ConfigError: a process has found that a metric is not a mean.
     """
-    for name, reason in sorted({(name, why) for found, _ in everyone for name, why in found.items() if why}):
+    whys = {(name, why) for found, _ in everyone for name, why in found.items() if why}
+    for name, reason in sorted(whys, key=repr):
         if reason in UNTOLD:
             if warns:
                 logger.warning("The metric %r %s", name, reason)
@@ -281,16 +282,19 @@ def deviation(function: Callable[[Any, Any], Any], output: Any, target: Any, sam
 
     have_one_entry: list[bool] = []
     are_pairs: list[bool] = []
+    dtypes = {leaf.dtype for leaf in tree_leaves((output, target)) if isinstance(leaf, Tensor)}
 
     def sums(rows: slice, *, turned: bool = False) -> Sums:
         pair = rows_of((output, target), rows)
         value = function(*(tree_map_only(Tensor, lambda leaf: leaf.flip(0), pair) if turned else pair))
         have_one_entry.append(isinstance(value, Tensor) and value.dim() > 0 and value.numel() == 1)
         are_pairs.append(isinstance(value, tuple))
+        dtypes.update(leaf.dtype for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
         total, weight = sum_and_weight(value, len(range(samples)[rows]))
         return float(total), float(weight)
 
-    dtypes = (leaf.dtype for leaf in tree_leaves((output, target)) if isinstance(leaf, Tensor))
+    with suppress(Exception), torch.no_grad():
+        sums(slice(None))  # its values may be rounded more than what it was given
     most = max((_LARGEST_DIFFERENCE.get(dtype, 3e-5) for dtype in dtypes), default=3e-5)
     found = deviation_over(sums, samples, most)
     with suppress(Exception), torch.no_grad():

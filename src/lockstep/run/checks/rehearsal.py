@@ -596,4 +596,5 @@ def _bases(names: Iterable[str]) -> set[str]:
 
 
 def _name_of(function: Any) -> str:
+    function = getattr(function, "func", function)  # of one with arguments filled in, as in job files
     return str(getattr(function, "__qualname__", type(function).__qualname__))
