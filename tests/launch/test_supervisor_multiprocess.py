@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 
 import pytest
@@ -78,7 +79,9 @@ def test_an_error_of_ours_is_shown_as_a_sentence_and_keeps_its_exit_code(command
     code, lines = command.loop("1:5:data_error").end()
     assert code == 3
     assert lines[0] == "DataError: photos/rose/12.jpg is cut off. Remove it or fetch it again."
-    assert lines[1].startswith("Raised on rank 1, step 5, forward, samples 51.")
+    assert re.match(
+        r"Raised on rank 1, step 5, forward, samples 51 \(faulty_loop\.py:\d+\)\. Traceback: ", lines[1]
+    )
     assert not any(line.startswith("Traceback") for line in lines)
 
 

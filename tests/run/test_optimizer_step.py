@@ -21,8 +21,12 @@ cross_entropy = nn.functional.cross_entropy
 def test_a_step_without_run_backward_is_refused():
     run, model, optimizer = begin()
     for batch in run.batches(dataset()):
+        with pytest.raises(ConfigError, match="so there is no gradient yet"):
+            run.clip_gradients(1.0)
         inputs, targets = batch.micro_batches[0].data
         cross_entropy(model(inputs), targets).backward()
+        with pytest.raises(ConfigError, match=r"gradients from loss\.backward\(\) do not count"):
+            run.clip_gradients(1.0)
         with pytest.raises(ConfigError, match="not summed over the ranks"):
             optimizer.step()
         break

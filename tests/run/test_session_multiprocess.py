@@ -43,7 +43,7 @@ def test_closing_a_run_ends_the_threads_of_its_groups(exchange, tmp_path):
         timeout=60,
     )
     assert done.returncode == 0, done.stderr
-    before, after = map(int, done.stdout.split())
+    before, after = map(int, done.stdout.splitlines()[-1].split())  # gloo of torch 2.8 writes above it
     assert after < before, f"{exchange}: {after} of {before} threads are left"
 
 

@@ -314,6 +314,16 @@ def test_settings_that_the_checkpoint_would_replace_are_refused(tmp_path):
     )
 
 
+def test_what_follows_from_another_setting_of_a_scheduler_is_not_shown_beside_it(tmp_path):
+    def one_cycle(steps):
+        return lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)
+
+    saved(tmp_path, make_scheduler=one_cycle(90))
+    with pytest.raises(CheckpointMismatch, match="total_steps of scheduler 0: 90 in") as caught:
+        begin(directory=tmp_path, resume="auto", make_scheduler=one_cycle(120))
+    assert "_schedule_phases" not in str(caught.value)
+
+
 def test_settings_that_a_script_changes_after_prepare_stay_over_a_restart(tmp_path):
     run, _, optimizer = begin(directory=tmp_path)
     optimizer.param_groups[0]["lr"] = 0.25

@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from lockstep.core.world import World
-from lockstep.errors import DataError
+from lockstep.errors import DataError, LockstepError
 from lockstep.run import Run, RunOptions
 from lockstep.runtime.error_record import (
     ErrorPage,
@@ -37,6 +38,16 @@ def test_a_record_is_read_as_it_was_written(tmp_path):
     assert read_record(tmp_path, 4) is None
     assert (record.kind, record.message, record.exit_code, record.phase) == ("ValueError", "no", 4, "start")
     assert "in raised" in record.shown
+
+
+def test_a_record_names_the_users_line_that_the_exception_came_from(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        'from lockstep.data import IDX\n\n\ndef main():\n    IDX("absent", "train")\n\n\nmain()\n'
+    )
+    with pytest.raises(LockstepError) as caught:
+        runpy.run_path(str(script))
+    assert record_of(caught.value, rank=0, beat=None).place == "train.py:5"
 
 
 @pytest.mark.fault("T2")

@@ -200,7 +200,9 @@ def _cause(cause: RankEnd, verdict: Verdict, logs: Path) -> Iterator[str]:
         yield from (f"  | {line}" for line in last_lines(cause, logs))
     elif record.on_purpose:
         yield f"{record.kind}: {record.message}"
-        yield f"Raised on rank {cause.rank}{place}{_samples(record.samples)}. Traceback: {_file(cause, logs)}"
+        line = f" ({record.place})" if record.place else ""
+        where = f"{place}{_samples(record.samples)}{line}"
+        yield f"Raised on rank {cause.rank}{where}. Traceback: {_file(cause, logs)}"
     else:
         where = f"{place}{_samples(record.samples)} (host {record.host}, pid {cause.pid})"
         yield f"rank {cause.rank} failed first{where}:"

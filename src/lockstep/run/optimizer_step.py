@@ -209,9 +209,13 @@ class GradientState:
     def require_computed(self, user: str) -> None:
         """Raises ``ConfigError`` where there is no gradient that ``run.backward`` has computed."""
         if not self._reduced and not self._holding:
+            others = any(has_gradients(each) for each in self._optimizers)
+            why = (
+                "and gradients from loss.backward() do not count" if others else "so there is no gradient yet"
+            )
             raise ConfigError(
-                f"{user} was called before run.backward(batch, loss), so there is no gradient yet. Call it between "
-                "run.backward and optimizer.step()."
+                f"{user} was called before run.backward(batch, loss), {why}. Call it between run.backward and "
+                "optimizer.step()."
             )
 
     @apart_from_graphs

@@ -67,6 +67,8 @@ class ErrorRecord:
     time: float
     """``time.monotonic()`` when the exception reached the top."""
     exit_code: int
+    place: str = ""
+    """The line of the user's own files that the exception came from, as in ``train.py:41``; empty if there is none."""
 
     @property
     def is_transient(self) -> bool:
@@ -103,12 +105,15 @@ def users_lines(error: BaseException) -> str:
 
     Empty where there are none: the frames of Lockstep, Python and installed packages are left out.
     """
-    frames = [
+    return "".join(f"\n{text.rstrip()}" for text in traceback.format_list(_users_frames(error.__traceback__)))
+
+
+def _users_frames(frames: TracebackType | None) -> list[traceback.FrameSummary]:
+    return [
         each
-        for each in traceback.extract_tb(error.__traceback__)
+        for each in traceback.extract_tb(frames)
         if is_users_file(each.filename) and not each.filename.startswith("<")  # which has no lines to show
     ]
-    return "".join(f"\n{text.rstrip()}" for text in traceback.format_list(frames))
 
 
 def is_users_file(file: str) -> bool:
@@ -159,6 +164,8 @@ def record_of(error: BaseException, *, rank: int, beat: Beat | None) -> ErrorRec
     if about := about_own_backward(error, beat):
         cause, error = error, ConfigError(about)
         error.__cause__ = cause
+    part = _users_part(error.__traceback__)
+    own = _users_frames(part)
     return ErrorRecord(
         rank=rank,
         host=host_name(),
@@ -171,9 +178,10 @@ def record_of(error: BaseException, *, rank: int, beat: Beat | None) -> ErrorRec
         message=str(error),
         on_purpose=isinstance(error, LockstepError),
         traceback="".join(traceback.format_exception(error)),
-        shown="".join(traceback.format_exception(type(error), error, _users_part(error.__traceback__))),
+        shown="".join(traceback.format_exception(type(error), error, part)),
         time=time.monotonic(),
         exit_code=error.exit_code if isinstance(error, LockstepError) else EXIT_RANK,
+        place=f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else "",
     )
 
 

@@ -16,6 +16,8 @@ COLLECTIVES = (
     "barrier", "monitored_barrier", "all_reduce", "reduce", "broadcast", "broadcast_object_list",
     "all_gather", "all_gather_object", "all_gather_into_tensor", "gather", "gather_object", "scatter",
     "scatter_object_list", "reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single",
+    "all_gather_single", "gather_single", "gather_into_tensor", "reduce_scatter_single",
+    "all_gather_coalesced", "all_reduce_coalesced",
 )
 # fmt: on
 _DIST = "torch.distributed."

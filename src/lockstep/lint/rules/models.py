@@ -24,15 +24,16 @@ state_dict to to_empty train training type xpu zero_grad
 """
 _WRAPPERS = """
 batched_grad_copy broadcast_bucket_size broadcast_buffers bucket_bytes_cap bucket_bytes_cap_default
-bucket_bytes_cap_list buffer_hook device device_ids device_mesh device_type dim find_unused_parameters
-forward_sync_buffers gather gradient_as_bucket_view is_multi_device_module join join_device join_hook
-join_process_group logger mixed_precision module modules_buffers named_module_buffers no_sync output_device
-parallel_apply parameters_to_ignore process_group reducer register_comm_hook replicate require_backward_grad_sync
-require_forward_param_sync scatter skip_all_reduce_unused_params src_device_obj static_graph to_kwargs
+bucket_bytes_cap_list buffer_hook device device_ids device_mesh device_type dim finalize_backward
+find_unused_parameters forward_sync_buffers gather gradient_as_bucket_view is_multi_device_module join
+join_device join_hook join_process_group logger mixed_precision module modules_buffers named_module_buffers
+no_sync output_device parallel_apply parameters_to_ignore process_group reducer register_comm_hook replicate
+require_backward_grad_sync require_forward_param_sync require_manual_backward_finalization scatter
+should_finalize_after_backward skip_all_reduce_unused_params src_device_obj static_graph to_kwargs
 use_side_stream_for_tensor_copies will_sync_module_buffers
 """
 MODULE_NAMES = frozenset((_MODULE + _WRAPPERS).split())
-"""The public attributes of DDP and DataParallel (torch 2.8 to 2.13); a test compares them with the installed torch."""
+"""The public attributes of DDP and DataParallel (torch 2.8 to 2.15); a test compares them with the installed torch."""
 _ASKED_FIRST = re.compile("isinstance|hasattr|distributed|parallel|gpu|ddp")
 _OVER_RANGE = re.compile(r"(list\()?range\(|\[(\w+) for \2 in range\(")
 _LENGTHS = {"CosineAnnealingLR": ("T_max", 1), "OneCycleLR": ("total_steps", 2)}

@@ -13,18 +13,20 @@ from lockstep.lint.finding import Hit, rule
 from lockstep.lint.script import FUNCTIONS, Script, argument, constant, is_open, last_name, parameters
 
 KEYWORDS = {
-    "init_process_group": "backend init_method timeout world_size rank store group_name pg_options device_id",
+    "init_process_group": """backend init_method timeout world_size rank store group_name pg_options device_id
+        enable_reconfigure""",
     "DistributedSampler": "dataset num_replicas rank shuffle seed drop_last",
     "DistributedDataParallel": """module device_ids output_device dim broadcast_buffers init_sync process_group
         bucket_cap_mb find_unused_parameters check_reduction gradient_as_bucket_view static_graph
         delay_all_reduce_named_params param_to_hook_all_reduce mixed_precision device_mesh
-        skip_all_reduce_unused_params forward_sync_buffers batched_grad_copy bucket_cap_mb_list""",
+        skip_all_reduce_unused_params forward_sync_buffers batched_grad_copy bucket_cap_mb_list
+        lazy_bucket_allocation""",
     "DataParallel": "module device_ids output_device dim",
     "DataLoader": """dataset batch_size shuffle sampler batch_sampler num_workers collate_fn pin_memory drop_last
         timeout worker_init_fn multiprocessing_context generator prefetch_factor persistent_workers
         pin_memory_device in_order""",
 }
-"""The keywords of torch's functions (torch 2.8 to 2.13); a test compares them with the installed torch."""
+"""The keywords of torch's functions (torch 2.8 to 2.15); a test compares them with the installed torch."""
 MODULES = frozenset(
     """
     torch torch.nn torch.nn.functional torch.nn.init torch.nn.parallel torch.nn.parallel.distributed torch.nn.utils
