@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -42,10 +42,18 @@ _DIGEST = re.compile(r" of digest \w+")
 
 
 class LoopState:
-    """The state that the loop keeps, over a stop and a resume; ``known``: the ids of objects that checkpoints hold."""
+    """The state that the loop keeps, over a stop and a resume.
 
-    def __init__(self, known: Collection[int], *, is_main: bool) -> None:
-        self._known, self._is_main = known, is_main
+    Args:
+        known: the ids of objects that checkpoints hold.
+        is_main: whether this process warns.
+        settings: gives the numbers with which optimizers step now.
+    """
+
+    def __init__(
+        self, known: Collection[int], *, is_main: bool, settings: Callable[[], Collection[float]] = tuple
+    ) -> None:
+        self._known, self._is_main, self._settings = known, is_main, settings
         self.lost: dict[str, Lost] = {}
         """By the names of variables."""
         self.unsaved: list[str] = []
@@ -72,6 +80,10 @@ class LoopState:
         """Those that it has set since then from what they were, which was not what they had been."""
         self._generators: dict[str, Any] = {}
         """Those that there were when the steps of the current epoch began."""
+        self._measured = set[float]()
+        """The results of evaluations before the first step."""
+        self._taken = set[str]()
+        """Floats that the script had taken from the run before its first step: a setting, or such a result."""
         self._walks = 0
         """How often steps of an epoch have begun, over all resumes."""
 
@@ -81,7 +93,7 @@ class LoopState:
         self._stored = {**stored, **{name: dict(stored[name]) for name in maps}} if stored else {}
         self._inside, self._in_epochs = inside, False
         self._first, self._walks = dict(stored.get("first", {})), stored.get("walks", 0)
-        self._set_in_data = set(stored.get("set_between", ()))
+        self._set_in_data, self._taken = set(stored.get("set_between", ())), set(stored.get("taken", ()))
 
     def begin_epoch(self) -> None:
         """Gives generators what they had here, once after a resume; called where ``run.epochs`` gives an epoch."""
@@ -97,6 +109,8 @@ class LoopState:
     def begin_steps(self) -> None:
         """Notes what the loop has before the steps of an epoch; warns of what a resumed run has lost."""
         found, stored = Variables.of_loop(self._known), self._stored
+        if not self._first:
+            self._taken = self._taken_from_run(found)
         if stored:
             if self._inside:
                 _give(found, stored["generators"])
@@ -128,6 +142,20 @@ class LoopState:
         self._note_data(found)
         self._start, self._generators, self._at_end = found.texts, found.generators, {}
         self._walks += 1
+
+    def note_results(self, results: float | Mapping[str, float]) -> None:
+        """Notes what an evaluation gives to the script, which may begin its loop with it."""
+        if not self._start:
+            self._measured.update(results.values() if isinstance(results, Mapping) else [results])
+
+    def _taken_from_run(self, found: Variables) -> set[str]:
+        """Variables that are equal to what the script may have them from: a resumed run gives it another value."""
+        numbers = {*self._settings(), *self._measured}
+        return {
+            name
+            for name, (_, _, value) in found.plain.items()
+            if type(value) is float and value in numbers and name not in found.of_data
+        }
 
     def changed_in_data(self) -> dict[str, str]:
         """Texts, by name, of all that data sets hold, or read, and the loop has changed since the run began."""
@@ -212,6 +240,7 @@ class LoopState:
         """The variables that begin anew: what they were at the checkpoint, and what they are."""
         lost, stored = {}, self._stored
         times = stored["saved"], self._first, stored["start"]
+        taken = self._taken & self._taken_from_run(found)
         for name, text in found.texts.items():
             before, first, start = (each.get(name) for each in times)
             is_set_first = name in found.local and name not in found.live
@@ -225,6 +254,8 @@ class LoopState:
             is_untouched = name in self._untouched
             is_read = name in stored["read"] or is_untouched or start != first
             is_lost = begins_anew and (self._inside or is_read)
+            if name in taken and not begins_anew:
+                is_lost = self._inside or is_untouched or not self._in_epochs
             if name in found.with_values:  # a copy of the model may begin with other values
                 is_set = self._in_epochs and not is_untouched  # at the start of an epoch
                 is_lost = self._inside or (not is_set and (is_lost or self._in_epochs or before == first))
@@ -290,9 +321,10 @@ class LoopState:
         return owned | {name for name in fewer if f"{_words(name)[0][-1]}+" in changed}
 
     def _is_noted(self, name: str, found: Variables) -> bool:
-        """True for what has changed since the run began, and for what a resumed run may compute from other weights."""
+        """True for what has changed since the run began, and for what a resumed run may take from another state."""
         first = self._first.get(name)
-        return first is not None and (name in found.with_values or first != found.texts[name])
+        is_of_run = name in found.with_values or name in self._taken
+        return first is not None and (is_of_run or first != found.texts[name])
 
     def capture(self) -> dict[str, Any]:
         """The part of a checkpoint that is of the loop; called from within it."""
@@ -321,6 +353,7 @@ class LoopState:
             "fresh": sorted(name for name in generators if self._start.get(name) == self._first.get(name)),
             "local": sorted(found.local & generators.keys()),
             "set_between": sorted(self._set_in_data),
+            "taken": sorted(self._taken & noted.keys()),
             "walks": self._walks,
         }
 

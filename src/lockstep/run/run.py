@@ -407,8 +407,10 @@ class Run:
             ConfigError: a metric is neither a mean over samples nor such an object.
         """
         self._precision.require_settings()
-        with self.span("evaluate"), self.require_prepared().state.loop.reading():
+        loop = self.require_prepared().state.loop
+        with self.span("evaluate"), loop.reading():
             results = evaluate(self, metric, data, model, forward, workers, repeatable)
+        loop.note_results(results)
         for call in self._events.evaluation:
             call(self.position.step, results)
         return results
