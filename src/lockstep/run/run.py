@@ -178,6 +178,7 @@ class Run:
         if resumes:
             self.extra.clear()  # it may have a name in the script
             self.extra.update(state.extra)
+            state.extra = self.extra
             gradients.resume()
             self._writer.resumption.begin(state)
             self._agreed_data.resume(state.data)

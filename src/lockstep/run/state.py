@@ -198,10 +198,10 @@ class RunState:
         pairs = [each for value in values if isinstance(value, tuple) for each in value]
         return {value for value in values + pairs if isinstance(value, float)}
 
-    def held_attributes(self) -> dict[str, str]:
-        """The attributes that a checkpoint would hold now, as texts by the words for each. Collective."""
+    def held_attributes(self) -> dict[tuple[str, str], str]:
+        """The attributes that a checkpoint would hold now, as texts by holder and name. Collective."""
         held = self._attributes.capture(self.strategy, {}).get("held", ())
-        return {words_of(holder, key): json.dumps(value) for holder, key, value in held if key != "training"}
+        return {(holder, key): json.dumps(value) for holder, key, value in held if key != "training"}
 
     def reads_photos(self, decoded: str) -> None:
         """Adds to the context what photos are decoded to; empty: the data set decodes none.
