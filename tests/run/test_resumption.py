@@ -35,7 +35,7 @@ class Loop:
         optimizer = torch.optim.SGD([p for p in self.model.parameters() if p.requires_grad], lr=0.1)
         recipe = {"global_batch": GLOBAL_BATCH, "micro_batches": 8, "directory": folder, "resume": "auto"}
         self.run = lockstep.init(**recipe)
-        _, optimizer, _ = self.run.prepare(self.model, optimizer, self.beside)
+        _, self.optimizer, _ = self.run.prepare(self.model, optimizer, self.beside)
         goes_on = self.run.position.done
         if goes_on and prepared:
             prepared(self)
@@ -44,7 +44,7 @@ class Loop:
             if start:
                 start(self)
             for batch in self.run.batches(dataset()):
-                train_step(self.run, batch, optimizer)
+                train_step(self.run, batch, self.optimizer)
                 if epoch and saved:
                     self.run.save()
                     saved(self)
@@ -107,6 +107,19 @@ def test_what_a_resumed_run_has_from_its_checkpoint_is_not_set_before_its_loop(t
         Loop(tmp_path)
     with pytest.raises(ConfigError, match=f"After run.prepare the script has changed {what}"):
         Loop(tmp_path, prepared=CHANGES[what])
+
+
+def test_a_learning_rate_that_a_resumed_script_sets_before_its_loop_is_named(tmp_path, caplog):
+    """It was that of the first steps again, where the loop had lowered it."""
+
+    def set_rate(loop):
+        loop.optimizer.param_groups[0]["lr"] = 0.3
+
+    with pytest.raises(Left):
+        Loop(tmp_path)
+    Loop(tmp_path, prepared=set_rate)
+    said = [each.getMessage() for each in caplog.records if "Before its loop" in each.getMessage()]
+    assert len(said) == 1 and "has set lr of optimizer 0, group 0 anew" in said[0]
 
 
 @pytest.mark.parametrize("what", CHANGES)

@@ -79,14 +79,14 @@ class Resumption:
         self._place, self._held = "", dict[str, str]()
         self._at_start: dict[str, str] = {}
         self._restored: dict[str, str] = {}
-        self._attributes: Attributes | None = None
+        self._settings: dict[str, str] = {}
         self._extra: dict[str, str] = {}
         self._noted: tuple[Attributes, dict[FrameType, int]] = ({}, {})
 
     def begin(self, run: RunState) -> None:
         """Notes the run as a checkpoint has restored it. Collective."""
         self._loop.is_resumed, self._restored = True, _trained(run)
-        self._attributes = run.held_attributes()
+        self._settings = _settings(run)
 
     def _require_restored(self) -> None:
         """Raises ``ConfigError`` where the script has changed what was restored, before its loop."""
@@ -103,9 +103,9 @@ class Resumption:
     def begin_epochs(self) -> None:
         """Notes the run as the loop over epochs finds it, where that goes on within one. Collective."""
         self._require_restored()
-        before, self._attributes = self._attributes, None
-        now = self.run.held_attributes() if before is not None and self.run is not None else {}
-        lost = [words_of(*place) for place, value in (before or {}).items() if now.get(place) != value]
+        before, self._settings = self._settings, {}
+        now = _settings(self.run) if before and self.run is not None else {}
+        lost = [words for words, value in before.items() if now.get(words) != value]
         if lost and self.run is not None and self.run.strategy.share.holder == 0:
             logger.warning(
                 "Before its loop the script has set %s anew, which this resumed run had from its checkpoint. What "
@@ -185,6 +185,12 @@ class Resumption:
                 f"Put run.save() at the end of that body. The checkpoint of step {run.position.step} lacks it: do not "
                 "resume from it."
             )
+
+
+def _settings(run: RunState) -> dict[str, str]:
+    """Texts of the attributes that a checkpoint would hold, and of what optimizers step with. Collective."""
+    attributes = {words_of(*place): value for place, value in run.held_attributes().items()}
+    return attributes | hyperparameters(run.parts.optimizers)
 
 
 def _texts(values: Mapping[str, Any]) -> dict[str, str]:
