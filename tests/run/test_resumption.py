@@ -5,11 +5,12 @@ from contextlib import suppress
 
 import pytest
 import torch
-from tests.run.jobs import GLOBAL_BATCH, Left, correct, dataset, leave, network, train_step
+from tests.run.jobs import GLOBAL_BATCH, Left, begin, correct, dataset, leave, network, train_step
 from torch import nn
 
 import lockstep
 from lockstep.errors import ConfigError
+from lockstep.runtime import Callback
 
 
 class Scaled(nn.Module):
@@ -132,3 +133,32 @@ def test_what_a_loop_changes_after_a_save_is_refused(tmp_path, what):
 def test_a_loop_may_evaluate_after_a_save(tmp_path):
     with suppress(Left):
         Loop(tmp_path, saved=lambda loop: loop.run.evaluate(dataset(5), correct))
+
+
+class Warmup(Callback):
+    def __init__(self, optimizer):
+        self.optimizer, self.steps = optimizer, 0
+
+    def on_step_begin(self, batch):
+        self.steps += 1
+        self.optimizer.param_groups[0]["lr"] = 0.01 * self.steps
+
+
+def test_the_count_of_a_callback_that_begins_anew_is_named(tmp_path, caplog):
+    """No variable of the loop leads to it: the learning rate was that of the first step again, without a word."""
+
+    def loop():
+        run, _, optimizer = begin(directory=tmp_path, resume="auto")
+        run.add_callback(Warmup(optimizer))
+        goes_on = run.position.step
+        for _ in run.epochs(2):
+            for batch in run.batches(dataset()):
+                train_step(run, batch, optimizer)
+                if not goes_on:
+                    leave(run)
+        run.close()
+
+    with pytest.raises(Left):
+        loop()
+    loop()
+    assert "Warmup (callback 1).steps (0, was 1)" in caplog.text

@@ -54,6 +54,8 @@ class LoopState:
         self, known: Collection[int], *, is_main: bool, settings: Callable[[], Collection[float]] = tuple
     ) -> None:
         self._known, self._is_main, self._settings = known, is_main, settings
+        self.callbacks: Callable[[], Collection[object]] = tuple
+        """Gives those of the run."""
         self.lost: dict[str, Lost] = {}
         """By the names of variables."""
         self.unsaved: list[str] = []
@@ -87,6 +89,9 @@ class LoopState:
         self._walks = 0
         """How often steps of an epoch have begun, over all resumes."""
 
+    def _look(self) -> Variables:
+        return Variables.of_loop(self._known, self.callbacks())
+
     def resume(self, stored: Mapping[str, Any], *, inside: bool) -> None:
         """Takes what ``capture`` gave. ``inside``: the checkpoint was written while an epoch's batches were read."""
         maps = ("first", "start", "saved", "at_epoch", "generators")
@@ -97,7 +102,7 @@ class LoopState:
 
     def begin_epoch(self) -> None:
         """Gives generators what they had here, once after a resume; called where ``run.epochs`` gives an epoch."""
-        found = Variables.of_loop(self._known)
+        found = self._look()
         if self._stored and not self._in_epochs:
             _give(found, self._stored["at_epoch" if self._inside else "generators"])
             found.renew_floats(self._stored["saved"].keys())
@@ -108,7 +113,7 @@ class LoopState:
 
     def begin_steps(self) -> None:
         """Notes what the loop has before the steps of an epoch; warns of what a resumed run has lost."""
-        found, stored = Variables.of_loop(self._known), self._stored
+        found, stored = self._look(), self._stored
         if not self._first:
             self._taken = self._taken_from_run(found)
         if stored:
@@ -161,7 +166,7 @@ class LoopState:
         """Texts, by name, of all that data sets hold, or read, and the loop has changed since the run began."""
         if not self._start:
             return {}
-        texts = (found := Variables.of_loop(self._known)).texts
+        texts = (found := self._look()).texts
         changed = {
             name for name in found.of_datasets - self._by_reading if texts[name] != self._first.get(name)
         }
@@ -169,7 +174,7 @@ class LoopState:
 
     def end_steps(self) -> None:
         """Notes what the loop has when the steps of an epoch have ended."""
-        found = Variables.of_loop(self._known)
+        found = self._look()
         self._note_data(found)
         self._at_end = found.texts
 
@@ -180,10 +185,10 @@ class LoopState:
         ``alone``: nothing else runs, as metrics of an evaluation, so that it is never the loop's.
         """
         is_noted = alone or self._at_end
-        before = Variables.of_loop(self._known).texts.items() if is_noted else None
+        before = self._look().texts.items() if is_noted else None
         yield
         if before is not None:
-            found = Variables.of_loop(self._known)
+            found = self._look()
             changed = dict(found.texts.items() - before)
             self._at_end |= changed if self._at_end else {}
             self._by_reading |= changed.keys() & found.of_data if alone else set()
@@ -193,7 +198,7 @@ class LoopState:
 
         Without objects that ``Lost`` cannot tell a loss to read, as iterators.
         """
-        variables, ahead, of_inner = Variables.of_loop(self._known), set[str](), set[str]()
+        variables, ahead, of_inner = self._look(), set[str](), set[str]()
         frames = list(users_frames())
         for frame, owner in zip(frames[::-1], owners_of(frames)[::-1]):
             code = frame.f_code
@@ -330,7 +335,7 @@ class LoopState:
         """The part of a checkpoint that is of the loop; called from within it."""
         if not self._start:
             return {}
-        found = Variables.of_loop(self._known)
+        found = self._look()
         self.unsaved = [
             f"{name} ({type(each).__name__})"
             for name, each in found.optimizers.items()

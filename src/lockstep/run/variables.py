@@ -139,8 +139,8 @@ class Variables:
     """By the id of an object, the first and the last of what was noted of it, and of what it holds."""
 
     @classmethod
-    def of_loop(cls, known: Collection[int]) -> Variables:
-        """Looks at the frames that are running."""
+    def of_loop(cls, known: Collection[int], callbacks: Iterable[object] = ()) -> Variables:
+        """Looks at the frames that are running, and at the user's own ``callbacks`` of the run."""
         found, frames = cls(known), list(users_frames())
         variables: list[tuple[str, Any, bool, Any]] = []
         for frame, live, owner in zip(frames, live_in(frames), owners_of(frames)):
@@ -160,6 +160,8 @@ class Variables:
             found._is_live = is_live or id(value) in read
             found._look(value, name, holder, name.rpartition(": ")[2])
         found._is_live = True
+        for number, each in enumerate(filter(is_users_object, callbacks), 1):
+            found._look(each, f"{type(each).__name__} (callback {number})", None, None)
         found._codes += [(frame.f_code, frame.f_globals) for frame in frames]
         own = {key: id(space) for space in (each.f_globals for each in frames[::-1]) for key in [*space]}
         found._look_at_globals(own)
