@@ -30,9 +30,10 @@ import signal
 import sys
 import threading
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -203,16 +204,20 @@ def _run(task: RankTask, world: World, heartbeat: Heartbeat, page: ErrorPage) ->
 
 def _endings_of_threads() -> list[BaseException]:
     """Will hold the errors of Lockstep and the requests to stop that end a thread of the script, in which it trains."""
-    ended, former = list[BaseException](), threading.excepthook
-
-    def note(of_thread: threading.ExceptHookArgs) -> None:
-        if isinstance(of_thread.exc_value, LockstepError | Stopped):
-            ended.append(of_thread.exc_value)
-        else:
-            former(of_thread)
-
-    threading.excepthook = note
+    ended = list[BaseException]()
+    threading.excepthook = partial(_note_ending, ended, threading.excepthook)
     return ended
+
+
+def _note_ending(
+    ended: list[BaseException],
+    former: Callable[[threading.ExceptHookArgs], Any],
+    of_thread: threading.ExceptHookArgs,
+) -> None:
+    if isinstance(of_thread.exc_value, LockstepError | Stopped):
+        ended.append(of_thread.exc_value)
+    else:
+        former(of_thread)
 
 
 def _leave_with(ending: SystemExit, task: RankTask, world: World, heartbeat: Heartbeat) -> int:

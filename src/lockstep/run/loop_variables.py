@@ -31,6 +31,7 @@ from lockstep.run.loop_code import (
     users_frames,
 )
 from lockstep.run.variables import Variables
+from lockstep.runtime.events import StepEvents
 from lockstep.text import shorten
 
 logger = logging.getLogger(__name__)
@@ -54,8 +55,8 @@ class LoopState:
         self, known: Collection[int], *, is_main: bool, settings: Callable[[], Collection[float]] = tuple
     ) -> None:
         self._known, self._is_main, self._settings = known, is_main, settings
-        self.callbacks: Callable[[], Collection[object]] = tuple
-        """Gives those of the run."""
+        self.events: StepEvents | None = None
+        """Of the run, whose callbacks are looked at."""
         self.lost: dict[str, Lost] = {}
         """By the names of variables."""
         self.unsaved: list[str] = []
@@ -90,7 +91,7 @@ class LoopState:
         """How often steps of an epoch have begun, over all resumes."""
 
     def _look(self) -> Variables:
-        return Variables.of_loop(self._known, self.callbacks())
+        return Variables.of_loop(self._known, self.events.callbacks if self.events else ())
 
     def resume(self, stored: Mapping[str, Any], *, inside: bool) -> None:
         """Takes what ``capture`` gave. ``inside``: the checkpoint was written while an epoch's batches were read."""

@@ -170,7 +170,7 @@ class Run:
         }
         state.add_group = [wrapped[id(each)].add_param_group for each in parts.optimizers]
         self._prepared = PreparedRun(state, compute, gradients, wrapped)
-        state.loop.callbacks = lambda: self._events.callbacks
+        state.loop.events = self._events
         self._loop.keep(state.loop, placed.randomness.key_loop)
         self._writer.join(state)
         with gradients.setting_values():

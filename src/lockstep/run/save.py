@@ -103,6 +103,13 @@ class Resumption:
     def begin_epochs(self) -> None:
         """Notes the run as the loop over epochs finds it, where that goes on within one. Collective."""
         self._require_restored()
+        self._warn_of_settings()
+        if self.run is not None and self._loop.is_resumed and self._loop.position.done:
+            self._at_start, self._extra = _set(self.run), _texts(self.run.extra)
+            self._note_attributes(self.run)
+
+    def _warn_of_settings(self) -> None:
+        """Names what the script has set in place of the checkpoint's before its loop, once. Collective."""
         before, self._settings = self._settings, {}
         now = _settings(self.run) if before and self.run is not None else {}
         lost = [words for words, value in before.items() if now.get(words) != value]
@@ -113,14 +120,13 @@ class Resumption:
                 "'if not run.position.step:'.",
                 shorten(lost, 3),
             )
-        if self.run is not None and self._loop.is_resumed and self._loop.position.done:
-            self._at_start, self._extra = _set(self.run), _texts(self.run.extra)
-            self._note_attributes(self.run)
 
     def begin_steps(self) -> None:
         """Raises ``ConfigError`` where what comes before the steps of an epoch has changed the run once more."""
         self._require_restored()
-        before, self._at_start, self._place = self._at_start, {}, ""
+        if self._loop.position.done:  # else a loop of the script's own may begin each epoch with settings
+            self._warn_of_settings()
+        before, self._at_start, self._place, self._settings = self._at_start, {}, "", {}
         if not before or self.run is None:
             return
         run = self.run
