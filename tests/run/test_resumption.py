@@ -144,12 +144,27 @@ class Warmup(Callback):
         self.optimizer.param_groups[0]["lr"] = 0.01 * self.steps
 
 
-def test_the_count_of_a_callback_that_begins_anew_is_named(tmp_path, caplog):
+def counting_hook():
+    steps = 0
+
+    def hook(optimizer, *_):
+        nonlocal steps
+        steps += 1
+        optimizer.param_groups[0]["lr"] = 0.01 * steps
+
+    return hook
+
+
+@pytest.mark.parametrize("name", ["Warmup", "hook"])
+def test_the_count_of_a_callback_or_a_hook_that_begins_anew_is_named(tmp_path, caplog, name):
     """No variable of the loop leads to it: the learning rate was that of the first step again, without a word."""
 
     def loop():
         run, _, optimizer = begin(directory=tmp_path, resume="auto")
-        run.add_callback(Warmup(optimizer))
+        if name == "hook":
+            optimizer.register_step_pre_hook(counting_hook())
+        else:
+            run.add_callback(Warmup(optimizer))
         goes_on = run.position.step
         for _ in run.epochs(2):
             for batch in run.batches(dataset()):
@@ -161,4 +176,4 @@ def test_the_count_of_a_callback_that_begins_anew_is_named(tmp_path, caplog):
     with pytest.raises(Left):
         loop()
     loop()
-    assert "Warmup (callback 1).steps (0, was 1)" in caplog.text
+    assert f"{name} (callback 1).steps (0, was 1)" in caplog.text

@@ -49,12 +49,18 @@ class LoopState:
         known: the ids of objects that checkpoints hold.
         is_main: whether this process warns.
         settings: gives the numbers with which optimizers step now.
+        hooks: gives those of the optimizers' steps.
     """
 
     def __init__(
-        self, known: Collection[int], *, is_main: bool, settings: Callable[[], Collection[float]] = tuple
+        self,
+        known: Collection[int],
+        *,
+        is_main: bool,
+        settings: Callable[[], Collection[float]] = tuple,
+        hooks: Callable[[], Collection[object]] = tuple,
     ) -> None:
-        self._known, self._is_main, self._settings = known, is_main, settings
+        self._known, self._is_main, self._settings, self._hooks = known, is_main, settings, hooks
         self.events: StepEvents | None = None
         """Of the run, whose callbacks are looked at."""
         self.lost: dict[str, Lost] = {}
@@ -91,7 +97,8 @@ class LoopState:
         """How often steps of an epoch have begun, over all resumes."""
 
     def _look(self) -> Variables:
-        return Variables.of_loop(self._known, self.events.callbacks if self.events else ())
+        callbacks = self.events.callbacks if self.events else ()
+        return Variables.of_loop(self._known, (*callbacks, *self._hooks()))
 
     def resume(self, stored: Mapping[str, Any], *, inside: bool) -> None:
         """Takes what ``capture`` gave. ``inside``: the checkpoint was written while an epoch's batches were read."""

@@ -171,7 +171,9 @@ class RunState:
     def __post_init__(self) -> None:
         self.sources = source_digests(own=True)  # as they are now: somebody may edit them while they run
         is_main = self.strategy.share.holder == 0
-        self.loop = LoopState(self._held_objects(), is_main=is_main, settings=self._settings_now)
+        self.loop = LoopState(
+            self._held_objects(), is_main=is_main, settings=self._settings_now, hooks=self._step_hooks
+        )
         groups = {
             f"optimizer {number}, group {position}": group
             for number, optimizer in enumerate(self.parts.optimizers)
@@ -190,6 +192,15 @@ class RunState:
         self._made_groups = [len(each.param_groups) for each in self.parts.optimizers]
         self._attributes = Attributes(self.parts, self.idle)
         self._first_unsaved = [unsaved_tensors(each) for each in self.parts.optimizers]
+
+    def _step_hooks(self) -> list[object]:
+        """The hooks of the optimizers' steps."""
+        return [
+            hook
+            for each in self.parts.optimizers
+            for kind in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+            for hook in getattr(each, kind, {}).values()
+        ]
 
     def _settings_now(self) -> set[float]:
         """The numbers in the optimizers' groups, and in pairs of them such as betas."""
