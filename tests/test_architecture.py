@@ -32,7 +32,7 @@ LAYERS = (
     {"errors", "text"},
 )
 HEIGHT = {name: -depth for depth, layer in enumerate(LAYERS) for name in layer}
-MOST_LINES = 620
+MOST_LINES = 640
 MOST_FUNCTION_LINES = 80
 
 

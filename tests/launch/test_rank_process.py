@@ -3,12 +3,14 @@
 import subprocess
 import sys
 import textwrap
+import threading
 
 import pytest
 
 from lockstep.errors import ConfigError, RankError
-from lockstep.launch.rank_process import run_target
+from lockstep.launch.rank_process import _endings_of_threads, run_target
 from lockstep.launch.targets import EntryTarget, FunctionTarget, ScriptTarget
+from lockstep.runtime.control import Stopped, StopReason
 
 
 @pytest.fixture(autouse=True)
@@ -27,6 +29,23 @@ def test_an_entry_point_is_called_with_its_payload():
 def test_sys_exit_in_the_code_of_a_job_is_no_end_of_it():
     with pytest.raises(RankError, match=r"called sys.exit\(0\) before all was done. It must return."):
         run_target(EntryTarget(entry="sys:exit", payload=0))
+
+
+def test_what_ends_a_thread_that_trains_ends_the_rank(monkeypatch):
+    """The exit status was 0 where a script trained in a thread and was refused, or asked to stop."""
+
+    def end(error):
+        raise error
+
+    others = []
+    monkeypatch.setattr(threading, "excepthook", lambda ending: others.append(ending.exc_value))
+    ended = _endings_of_threads()
+    errors = [ConfigError("refused"), Stopped(StopReason.PREEMPTED), ValueError("its own"), SystemExit(3)]
+    for error in errors:
+        thread = threading.Thread(target=end, args=(error,))
+        thread.start()
+        thread.join()
+    assert (ended, others) == (errors[:2], errors[2:])
 
 
 def test_a_function_is_called_with_its_arguments():

@@ -332,6 +332,51 @@ def test_a_sum_that_a_stop_within_an_epoch_has_lost_is_named(caplog):
     assert "run.extra" in record.getMessage()
 
 
+class Decay:
+    """A schedule of the script's own, which begins with the learning rate that an optimizer has."""
+
+    def __init__(self, optimizer):
+        self.base = [group["lr"] for group in optimizer.param_groups]
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_numbers_that_a_resumed_script_takes_from_the_run_before_its_loop_are_named(caplog, inside):
+    """A learning rate after ``run.prepare`` was that of the stop, and the schedule went on from there, silently."""
+
+    def loop(state, rate, loss, stored, first=0):
+        optimizer.param_groups[0]["lr"] = rate
+        decay, best, alpha = Decay(optimizer), {"loss": loss}, 0.1
+        state.note_results(best)
+        for epoch in range(first, 2):
+            state.begin_epoch()
+            shown = optimizer.param_groups[0]["lr"]
+            state.begin_steps()
+            for step in range(STEPS):
+                optimizer.param_groups[0]["lr"] = decay.base[0] * alpha**step
+                if inside and epoch == first and step == 1:
+                    stored.update(state.capture())
+            assert shown
+            assert best
+            if not inside and epoch == first:
+                stored.update(state.capture())
+
+    def begun():
+        return LoopState(frozenset(), is_main=True, settings=lambda: {optimizer.param_groups[0]["lr"]})
+
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    stored = {}
+    loop(begun(), 0.1, 2.5, stored)
+    state = begun()
+    state.resume(stored, inside=inside)
+    loop(state, 0.001, 1.5, {}, first=0 if inside else 1)
+    (record,) = caplog.records
+    said = record.getMessage()
+    assert "decay.base[0] (0.001, was 0.1)" in said
+    assert "best['loss'] (1.5, was 2.5)" in said
+    assert "alpha" not in said
+    assert ("shown" in said) == inside
+
+
 def forever(loader):
     while True:
         yield from loader

@@ -8,6 +8,8 @@ abort while a process group is open:
     SystemExit of another code   exit at once with that code
     any other exception          an error record in the log folder, exit with the error's code
 
+An error of Lockstep, or a request to stop, that has ended a thread of the script counts as the target's.
+
 A rank that fails or is ended while it writes a checkpoint waits a moment for the write to complete.
 """
 
@@ -28,17 +30,27 @@ import signal
 import sys
 import threading
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from lockstep.core.world import World
-from lockstep.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_RANK, ConfigError, RankError
+from lockstep.errors import (
+    EXIT_DONE,
+    EXIT_INTERRUPTED,
+    EXIT_PREEMPTED,
+    EXIT_RANK,
+    ConfigError,
+    LockstepError,
+    RankError,
+)
 from lockstep.launch.debugger import lift_default_limit, serve_debug_requests, wait_for_debugger
 from lockstep.launch.targets import FunctionTarget, ScriptTarget, Target, resolve_name
 from lockstep.runtime import stop_signals
+from lockstep.runtime.control import Stopped
 from lockstep.runtime.error_record import ErrorPage, record_of, result_file, users_lines, write_record
 from lockstep.runtime.heartbeat import Heartbeat, Membership
 from lockstep.runtime.output import PrintableFormatter, lasting
@@ -170,8 +182,12 @@ def _run(task: RankTask, world: World, heartbeat: Heartbeat, page: ErrorPage) ->
         lift_default_limit(world)
         if task.debug_port is not None:
             wait_for_debugger(world.rank, task.debug_port)
+        ended = _endings_of_threads()
         _keep_result(task, run_target(task.target))
-        _leave(task, world, heartbeat)
+        if not ended:
+            _leave(task, world, heartbeat)
+        if ended:
+            raise ended[0]
         return EXIT_DONE
     except SystemExit as ending:
         return _leave_with(ending, task, world, heartbeat)
@@ -184,6 +200,24 @@ def _run(task: RankTask, world: World, heartbeat: Heartbeat, page: ErrorPage) ->
             print(record.traceback, file=sys.stderr)
         wait_for_critical_threads(_LAST_WRITE_SECONDS)
         return record.exit_code
+
+
+def _endings_of_threads() -> list[BaseException]:
+    """Will hold the errors of Lockstep and the requests to stop that end a thread of the script, in which it trains."""
+    ended = list[BaseException]()
+    threading.excepthook = partial(_note_ending, ended, threading.excepthook)
+    return ended
+
+
+def _note_ending(
+    ended: list[BaseException],
+    former: Callable[[threading.ExceptHookArgs], Any],
+    of_thread: threading.ExceptHookArgs,
+) -> None:
+    if isinstance(of_thread.exc_value, LockstepError | Stopped):
+        ended.append(of_thread.exc_value)
+    else:
+        former(of_thread)
 
 
 def _leave_with(ending: SystemExit, task: RankTask, world: World, heartbeat: Heartbeat) -> int:

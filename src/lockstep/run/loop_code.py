@@ -532,7 +532,11 @@ def read_after_loops() -> set[str]:
 def changed_since(offsets: Mapping[FrameType, int], *, only_carried: bool = False) -> set[str]:
     """The names that the user's frames that are running may have changed since these ``offsets`` of instructions."""
     frames = list(users_frames())
-    parts = [(each.f_code, offsets.get(each, -1), each.f_lasti) for each in frames]
+    firsts = [offsets.get(each, -1) for each in frames]
+    parts = [
+        (each.f_code, first, each.f_lasti if first <= each.f_lasti else _ALL)  # else a loop has begun anew
+        for each, first in zip(frames, firsts)
+    ]
     return changed_names(parts, _functions_of_frames(frames), only_carried=only_carried)
 
 

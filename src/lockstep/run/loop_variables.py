@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -31,6 +31,7 @@ from lockstep.run.loop_code import (
     users_frames,
 )
 from lockstep.run.variables import Variables
+from lockstep.runtime.events import StepEvents
 from lockstep.text import shorten
 
 logger = logging.getLogger(__name__)
@@ -49,10 +50,21 @@ class LoopState:
     Args:
         known: the ids of objects that checkpoints hold.
         is_main: whether this process warns.
+        settings: gives the numbers with which optimizers step now.
+        hooks: gives those of the optimizers' steps.
     """
 
-    def __init__(self, known: Collection[int], *, is_main: bool) -> None:
-        self._known, self._is_main = known, is_main
+    def __init__(
+        self,
+        known: Collection[int],
+        *,
+        is_main: bool,
+        settings: Callable[[], Collection[float]] = tuple,
+        hooks: Callable[[], Collection[object]] = tuple,
+    ) -> None:
+        self._known, self._is_main, self._settings, self._hooks = known, is_main, settings, hooks
+        self.events: StepEvents | None = None
+        """Of the run, whose callbacks are looked at."""
         self.lost: dict[str, Lost] = {}
         """The variables that this resumed run has certainly lost, by name."""
         self.unsaved: list[str] = []
@@ -81,8 +93,16 @@ class LoopState:
         """The variables that it has computed there from their own values, when these were not what they should be."""
         self._generators: dict[str, Any] = {}
         """The generators that existed when the steps of the current epoch began."""
+        self._measured = set[float]()
+        """The results of evaluations before the first step."""
+        self._taken = set[str]()
+        """Floats that the script had taken from the run before its first step: a setting, or such a result."""
         self._walks = 0
         """The number of loops over steps that have begun, over all resumes."""
+
+    def _look(self) -> Variables:
+        callbacks = self.events.callbacks if self.events else ()
+        return Variables.of_loop(self._known, (*callbacks, *self._hooks()))
 
     def resume(self, stored: Mapping[str, Any], *, inside: bool) -> None:
         """Takes what ``capture`` returned. ``inside``: it was written while the batches of an epoch were read."""
@@ -90,11 +110,11 @@ class LoopState:
         self._stored = {**stored, **{name: dict(stored[name]) for name in maps}} if stored else {}
         self._inside, self._in_epochs = inside, False
         self._first, self._walks = dict(stored.get("first", {})), stored.get("walks", 0)
-        self._set_in_data = set(stored.get("set_between", ()))
+        self._set_in_data, self._taken = set(stored.get("set_between", ())), set(stored.get("taken", ()))
 
     def begin_epoch(self) -> None:
         """Restores the generators' states, once after a resume; called where ``run.epochs`` gives an epoch."""
-        found = Variables.of_loop(self._known)
+        found = self._look()
         if self._stored and not self._in_epochs:
             _give(found, self._stored["at_epoch" if self._inside else "generators"])
             found.renew_floats(self._stored["saved"].keys())
@@ -105,7 +125,9 @@ class LoopState:
 
     def begin_steps(self) -> None:
         """Notes the variables before the steps of an epoch; warns of those that a resumed run has lost."""
-        found, stored = Variables.of_loop(self._known), self._stored
+        found, stored = self._look(), self._stored
+        if not self._first:
+            self._taken = self._taken_from_run(found)
         if stored:
             if self._inside:
                 _give(found, stored["generators"])
@@ -138,11 +160,25 @@ class LoopState:
         self._start, self._generators, self._at_end = found.texts, found.generators, {}
         self._walks += 1
 
+    def note_results(self, results: float | Mapping[str, float]) -> None:
+        """Notes what an evaluation gives to the script, which may begin its loop with it."""
+        if not self._start:
+            self._measured.update(results.values() if isinstance(results, Mapping) else [results])
+
+    def _taken_from_run(self, found: Variables) -> set[str]:
+        """Variables that are equal to what the script may have them from: a resumed run gives it another value."""
+        numbers = {*self._settings(), *self._measured}
+        return {
+            name
+            for name, (_, _, value) in found.plain.items()
+            if type(value) is float and value in numbers and name not in found.of_data
+        }
+
     def changed_in_data(self) -> dict[str, str]:
         """The texts, by name, of what data sets hold or read and the loop has changed since the run began."""
         if not self._start:
             return {}
-        texts = (found := Variables.of_loop(self._known)).texts
+        texts = (found := self._look()).texts
         changed = {
             name for name in found.of_datasets - self._by_reading if texts[name] != self._first.get(name)
         }
@@ -150,7 +186,7 @@ class LoopState:
 
     def end_steps(self) -> None:
         """Notes the variables when the steps of an epoch have ended."""
-        found = Variables.of_loop(self._known)
+        found = self._look()
         self._note_data(found)
         self._at_end = found.texts
 
@@ -161,10 +197,10 @@ class LoopState:
         ``alone``: nothing else runs meanwhile, such as metrics, so what has changed here is never put down to the loop.
         """
         is_noted = alone or self._at_end
-        before = Variables.of_loop(self._known).texts.items() if is_noted else None
+        before = self._look().texts.items() if is_noted else None
         yield
         if before is not None:
-            found = Variables.of_loop(self._known)
+            found = self._look()
             changed = dict(found.texts.items() - before)
             self._at_end |= changed if self._at_end else {}
             self._by_reading |= changed.keys() & found.of_data if alone else set()
@@ -174,7 +210,7 @@ class LoopState:
 
         Objects are left out if ``Lost`` cannot tell whether a loss reads them, such as iterators.
         """
-        variables, ahead, of_inner = Variables.of_loop(self._known), set[str](), set[str]()
+        variables, ahead, of_inner = self._look(), set[str](), set[str]()
         frames = list(users_frames())
         for frame, owner in zip(frames[::-1], owners_of(frames)[::-1]):
             code = frame.f_code
@@ -221,6 +257,7 @@ class LoopState:
         """The variables that begin anew: what they were at the checkpoint, and what they are."""
         lost, stored = {}, self._stored
         times = stored["saved"], self._first, stored["start"]
+        taken = self._taken & self._taken_from_run(found)
         for name, text in found.texts.items():
             before, first, start = (each.get(name) for each in times)
             is_set_first = name in found.local and name not in found.live
@@ -234,6 +271,8 @@ class LoopState:
             is_untouched = name in self._untouched
             is_read = name in stored["read"] or is_untouched or start != first
             is_lost = begins_anew and (self._inside or is_read)
+            if name in taken and not begins_anew:
+                is_lost = self._inside or is_untouched or not self._in_epochs
             if name in found.with_values:  # a copy of the model may begin with other values
                 is_set = self._in_epochs and not is_untouched  # at the start of an epoch
                 is_lost = self._inside or (not is_set and (is_lost or self._in_epochs or before == first))
@@ -299,15 +338,16 @@ class LoopState:
         return owned | {name for name in fewer if f"{_words(name)[0][-1]}+" in changed}
 
     def _is_noted(self, name: str, found: Variables) -> bool:
-        """True if the variable has changed since the run began, or a resumed run may compute it from other weights."""
+        """True if the variable has changed since the run began, or a resumed run may take it from another state."""
         first = self._first.get(name)
-        return first is not None and (name in found.with_values or first != found.texts[name])
+        is_of_run = name in found.with_values or name in self._taken
+        return first is not None and (is_of_run or first != found.texts[name])
 
     def capture(self) -> dict[str, Any]:
         """The loop's part of a checkpoint; called from within the loop."""
         if not self._start:
             return {}
-        found = Variables.of_loop(self._known)
+        found = self._look()
         self.unsaved = [
             f"{name} ({type(each).__name__})"
             for name, each in found.optimizers.items()
@@ -330,6 +370,7 @@ class LoopState:
             "fresh": sorted(name for name in generators if self._start.get(name) == self._first.get(name)),
             "local": sorted(found.local & generators.keys()),
             "set_between": sorted(self._set_in_data),
+            "taken": sorted(self._taken & noted.keys()),
             "walks": self._walks,
         }
 

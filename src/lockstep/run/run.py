@@ -171,6 +171,7 @@ class Run:
         }
         state.add_group = [wrapped[id(each)].add_param_group for each in parts.optimizers]
         self._prepared = PreparedRun(state, forward_pass, gradients, wrapped)
+        state.loop.events = self._events
         self._loop.attach(state.loop, placed.randomness.key_loop)
         self._writer.join(state)
         with gradients.setting_values():
@@ -179,6 +180,7 @@ class Run:
         if resumes:
             self.extra.clear()  # it may have a name in the script
             self.extra.update(state.extra)
+            state.extra = self.extra
             gradients.resume()
             self._writer.resumption.begin(state)
             self._agreed_data.resume(state.data)
@@ -410,8 +412,10 @@ class Run:
             ConfigError: a metric is neither a mean over samples nor such an object.
         """
         self._precision.require_settings()
-        with self.span("evaluate"), self.require_prepared().state.loop.reading():
+        loop = self.require_prepared().state.loop
+        with self.span("evaluate"), loop.reading():
             results = evaluate(self, metric, data, model, forward, workers, repeatable)
+        loop.note_results(results)
         for call in self._events.evaluation:
             call(self.position.step, results)
         return results

@@ -170,7 +170,10 @@ class RunState:
 
     def __post_init__(self) -> None:
         self.sources = source_digests(own=True)  # as they are now: somebody may edit them while they run
-        self.loop = LoopState(self._held_objects(), is_main=self.strategy.share.holder == 0)
+        is_main = self.strategy.share.holder == 0
+        self.loop = LoopState(
+            self._held_objects(), is_main=is_main, settings=self._settings_now, hooks=self._step_hooks
+        )
         groups = {
             f"optimizer {number}, group {position}": group
             for number, optimizer in enumerate(self.parts.optimizers)
@@ -190,10 +193,26 @@ class RunState:
         self._attributes = Attributes(self.parts, self.idle)
         self._first_unsaved = [unsaved_tensors(each) for each in self.parts.optimizers]
 
-    def held_attributes(self) -> dict[str, str]:
-        """The attributes that a checkpoint would hold now, as texts by the words for each. Collective."""
+    def _step_hooks(self) -> list[object]:
+        """The hooks of the optimizers' steps."""
+        return [
+            hook
+            for each in self.parts.optimizers
+            for kind in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+            for hook in getattr(each, kind, {}).values()
+        ]
+
+    def _settings_now(self) -> set[float]:
+        """The numbers in the optimizers' groups, and in pairs of them such as betas."""
+        groups = [group for optimizer in self.parts.optimizers for group in optimizer.param_groups]
+        values = [value for group in groups for key, value in group.items() if key != "params"]
+        pairs = [each for value in values if isinstance(value, tuple) for each in value]
+        return {value for value in values + pairs if isinstance(value, float)}
+
+    def held_attributes(self) -> dict[tuple[str, str], str]:
+        """The attributes that a checkpoint would hold now, as texts by holder and name. Collective."""
         held = self._attributes.capture(self.strategy, {}).get("held", ())
-        return {words_of(holder, key): json.dumps(value) for holder, key, value in held if key != "training"}
+        return {(holder, key): json.dumps(value) for holder, key, value in held if key != "training"}
 
     def reads_photos(self, decoded: str) -> None:
         """Adds to the context what photos are decoded to; empty: the data set decodes none.

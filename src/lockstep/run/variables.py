@@ -139,8 +139,8 @@ class Variables:
     """By the id of an object, the first and the last of what was noted of it, and of what it holds."""
 
     @classmethod
-    def of_loop(cls, known: Collection[int]) -> Variables:
-        """Looks at the frames that are running."""
+    def of_loop(cls, known: Collection[int], callbacks: Iterable[object] = ()) -> Variables:
+        """Looks at the frames that are running, and at the user's own ``callbacks``: objects and functions."""
         found, frames = cls(known), list(users_frames())
         variables: list[tuple[str, Any, bool, Any]] = []
         for frame, live, owner in zip(frames, live_in(frames), owners_of(frames)):
@@ -160,6 +160,9 @@ class Variables:
             found._is_live = is_live or id(value) in read
             found._look(value, name, holder, name.rpartition(": ")[2])
         found._is_live = True
+        for number, each in enumerate(filter(_is_users_callback, callbacks), 1):
+            name = getattr(each, "__name__", type(each).__name__)
+            found._look(each, f"{name} (callback {number})", None, None)
         found._codes += [(frame.f_code, frame.f_globals) for frame in frames]
         own = {key: id(space) for space in (each.f_globals for each in frames[::-1]) for key in [*space]}
         found._look_at_globals(own)
@@ -500,6 +503,11 @@ class Variables:
             self.of_data.update(names)
         if self._is_in_dataset:
             self.of_datasets.update(names)
+
+
+def _is_users_callback(value: Any) -> bool:
+    is_function = type(value) is FunctionType
+    return is_users_code(value.__code__, value.__module__ or "") if is_function else is_users_object(value)
 
 
 def _functions_in(value: Any) -> list[FunctionType]:

@@ -181,6 +181,11 @@ class StepEvents:
         self._callbacks: tuple[Callback, ...] = ()
         self._collect()
 
+    @property
+    def callbacks(self) -> tuple[Callback, ...]:
+        """Those that were added, in their order."""
+        return self._callbacks
+
     def add(self, callback: Callback) -> CallbackHandle:
         """Calls the methods of ``callback`` from the next event on.
 

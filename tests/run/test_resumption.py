@@ -1,0 +1,179 @@
+"""What a loop does at the start of an epoch, or after a save, is not done twice in a resumed run, nor left out."""
+
+import time
+from contextlib import suppress
+
+import pytest
+import torch
+from tests.run.jobs import GLOBAL_BATCH, Left, begin, correct, dataset, leave, network, train_step
+from torch import nn
+
+import lockstep
+from lockstep.errors import ConfigError
+from lockstep.runtime import Callback
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers, self.scale, self.scales, self.rows = network(), 1.0, [1.0], 0
+        self.register_buffer("bound", torch.tensor(2.0))
+        self.frozen = nn.Linear(6, 3).requires_grad_(False)
+
+    def forward(self, inputs):
+        self.rows = len(inputs)
+        return (self.layers(inputs) * self.scale * self.scales[-1] + self.frozen(inputs)).clamp(
+            max=self.bound
+        )
+
+
+class Loop:
+    """A run within its second epoch, or one that goes on there; each of the functions is given this object."""
+
+    def __init__(self, folder, *, prepared=None, start=None, saved=None):
+        torch.manual_seed(0)
+        self.model, self.beside = Scaled(), network()
+        optimizer = torch.optim.SGD([p for p in self.model.parameters() if p.requires_grad], lr=0.1)
+        recipe = {"global_batch": GLOBAL_BATCH, "micro_batches": 8, "directory": folder, "resume": "auto"}
+        self.run = lockstep.init(**recipe)
+        _, self.optimizer, _ = self.run.prepare(self.model, optimizer, self.beside)
+        goes_on = self.run.position.done
+        if goes_on and prepared:
+            prepared(self)
+        for epoch in self.run.epochs(2):
+            self.epoch = epoch
+            if start:
+                start(self)
+            for batch in self.run.batches(dataset()):
+                train_step(self.run, batch, self.optimizer)
+                if epoch and saved:
+                    self.run.save()
+                    saved(self)
+                elif epoch and not goes_on:
+                    leave(self.run)
+        self.run.close()
+
+
+def halve(tensor):
+    with torch.no_grad():
+        tensor.mul_(0.5)
+
+
+def copy_model(loop):
+    loop.beside.load_state_dict(loop.model.layers.state_dict())
+
+
+def halve_scale(loop):
+    loop.model.scale *= 0.5
+
+
+def double_extra(loop):
+    loop.run.extra["weight"] = loop.run.extra.get("weight", 1.0) * 2
+
+
+CHANGES = {
+    "buffers": lambda loop: halve(loop.model.bound),
+    "parameters": lambda loop: halve(loop.model.frozen.weight),
+    "modules beside the model": copy_model,
+    "the attribute 'scale' of the model": halve_scale,
+    "the attribute 'scales' of the model": lambda loop: loop.model.scales.append(0.5),
+    r"run.extra\['weight'\]": double_extra,
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_what_the_start_of_an_epoch_has_changed_is_not_changed_once_more(tmp_path, what):
+    """A target network took the weights of the stop, a temperature was multiplied again: other bits, silently."""
+    with pytest.raises(Left):
+        Loop(tmp_path, start=CHANGES[what])
+    with pytest.raises(ConfigError, match=f"before run.batches .* has changed {what}.*not run.position.done"):
+        Loop(tmp_path, start=CHANGES[what])
+
+
+def set_anew(loop):
+    loop.model.scale, loop.run.extra["time"] = 1 / (1 + loop.epoch), time.monotonic()
+    loop.model.bound.fill_(3.0)
+    loop.run.evaluate(dataset(5), correct)  # whose forward passes leave another number of rows
+
+
+def test_what_the_start_of_an_epoch_sets_anew_may_be_set_again(tmp_path):
+    with pytest.raises(Left):
+        Loop(tmp_path, start=set_anew)
+    Loop(tmp_path, start=set_anew)
+
+
+@pytest.mark.parametrize("what", ["buffers", "parameters", "modules beside the model"])
+def test_what_a_resumed_run_has_from_its_checkpoint_is_not_set_before_its_loop(tmp_path, what):
+    with pytest.raises(Left):
+        Loop(tmp_path)
+    with pytest.raises(ConfigError, match=f"After run.prepare the script has changed {what}"):
+        Loop(tmp_path, prepared=CHANGES[what])
+
+
+def test_a_learning_rate_that_a_resumed_script_sets_before_its_loop_is_named(tmp_path, caplog):
+    """It was that of the first steps again, where the loop had lowered it."""
+
+    def set_rate(loop):
+        loop.optimizer.param_groups[0]["lr"] = 0.3
+
+    with pytest.raises(Left):
+        Loop(tmp_path)
+    Loop(tmp_path, prepared=set_rate)
+    said = [each.getMessage() for each in caplog.records if "Before its loop" in each.getMessage()]
+    assert len(said) == 1 and "has set lr of optimizer 0, group 0 anew" in said[0]
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_what_a_loop_changes_after_a_save_is_refused(tmp_path, what):
+    with pytest.raises(ConfigError, match=r"save.* came before the end of the body .* changed") as caught:
+        Loop(tmp_path, saved=CHANGES[what])
+    assert what.partition("\\")[0] in str(caught.value)
+
+
+def test_a_loop_may_evaluate_after_a_save(tmp_path):
+    with suppress(Left):
+        Loop(tmp_path, saved=lambda loop: loop.run.evaluate(dataset(5), correct))
+
+
+class Warmup(Callback):
+    def __init__(self, optimizer):
+        self.optimizer, self.steps = optimizer, 0
+
+    def on_step_begin(self, batch):
+        self.steps += 1
+        self.optimizer.param_groups[0]["lr"] = 0.01 * self.steps
+
+
+def counting_hook():
+    steps = 0
+
+    def hook(optimizer, *_):
+        nonlocal steps
+        steps += 1
+        optimizer.param_groups[0]["lr"] = 0.01 * steps
+
+    return hook
+
+
+@pytest.mark.parametrize("name", ["Warmup", "hook"])
+def test_the_count_of_a_callback_or_a_hook_that_begins_anew_is_named(tmp_path, caplog, name):
+    """No variable of the loop leads to it: the learning rate was that of the first step again, without a word."""
+
+    def loop():
+        run, _, optimizer = begin(directory=tmp_path, resume="auto")
+        if name == "hook":
+            optimizer.register_step_pre_hook(counting_hook())
+        else:
+            run.add_callback(Warmup(optimizer))
+        goes_on = run.position.step
+        for _ in run.epochs(2):
+            for batch in run.batches(dataset()):
+                train_step(run, batch, optimizer)
+                if not goes_on:
+                    leave(run)
+        run.close()
+
+    with pytest.raises(Left):
+        loop()
+    loop()
+    assert f"{name} (callback 1).steps (0, was 1)" in caplog.text
