@@ -379,7 +379,7 @@ def test_the_host_does_not_wait_in_a_synchronised_batch_norm(machine):
 def computing(world):
     """What the host waits for in losses, by what they return, and in normalising photos; not in the first call."""
     from lockstep.data import Normalize
-    from lockstep.run.step import exact, sum_and_weight
+    from lockstep.run.step import sum_and_weight, with_exact_mean
 
     output, target = torch.randn(4, 5).cuda(), torch.arange(4).cuda()
     photos, normalize = torch.zeros(4, 3, 2, 2, dtype=torch.uint8).cuda(), Normalize([0.5] * 3, [0.25] * 3)
@@ -388,7 +388,7 @@ def computing(world):
         "a mean": torch.nn.functional.cross_entropy,
         "a number a sample": lambda output, target: output.sum(1),
         "a sum and a count": lambda output, target: (output.sum(), len(target)),
-        "class weights": exact(torch.nn.CrossEntropyLoss(weights, ignore_index=2)),
+        "class weights": with_exact_mean(torch.nn.CrossEntropyLoss(weights, ignore_index=2)),
         "photos": lambda output, target: normalize(photos).mean(),
     }
     found = {}

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import ConfigError
-from lockstep.run.step import exact
+from lockstep.run.step import with_exact_mean
 from lockstep.strategies.pipeline.loss_reads import LossReads
 
 KEPT = {}
@@ -95,7 +95,7 @@ def test_a_loss_module():
     assert changes(criterion, lambda: criterion.seen.update(x=1)) == "seen"
     assert changes(criterion, lambda: criterion.scale.mul_(2)) == "scale"
     assert changes(criterion, lambda: criterion.other.update(x=1)) is None
-    wrapped = exact(nn.CrossEntropyLoss())
+    wrapped = with_exact_mean(nn.CrossEntropyLoss())
     assert changes(wrapped, lambda: KEPT.clear()) is None
 
 
