@@ -27,8 +27,8 @@ from tests.run.jobs import Left, begin, correct, dataset, leave, train_step
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from lockstep.errors import ConfigError
-from lockstep.run.loop_code import changed_names
-from lockstep.run.loop_variables import LoopState
+from lockstep.run.code_analysis import changed_names
+from lockstep.run.loop_state import LoopState
 
 STEPS = 3
 SETTING = ContextVar("SETTING", default=1)
@@ -458,7 +458,7 @@ def test_what_code_changes_is_known_where_python_leaves_out_columns():
     """As with PYTHONNODEBUGRANGES: then all names of the line count."""
     names = "{*'scale rate table weight index it total'.split()}"
     lines = (
-        "from lockstep.run.loop_code import changed_names",
+        "from lockstep.run.code_analysis import changed_names",
         "def changes(task, table, it, index, value):",
         "    task.scale *= 0.5",
         "    task.rate = task.rate * 0.5",

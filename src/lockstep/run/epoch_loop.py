@@ -29,8 +29,8 @@ from typing import Any
 from lockstep.core.plan import StepPlan
 from lockstep.data.batch import Batch
 from lockstep.errors import CheckpointError, ConfigError
-from lockstep.run.loop_code import unset_names
-from lockstep.run.loop_variables import LoopState
+from lockstep.run.code_analysis import unset_names
+from lockstep.run.loop_state import LoopState
 from lockstep.runtime.events import NO_EVENTS, StepEvents
 from lockstep.text import plural, shorten
 

@@ -428,7 +428,7 @@ def _try_optimizer(optimizer: Optimizer, names: Mapping[Tensor, str], strategy: 
     is_apart = not strategy.replicated and not isinstance(strategy, IndependentStrategy)
     if is_apart:
         require_gradients_only(optimizer, strategy.device, strategy.name)
-    if strategy.steps < Unit.MODEL:
+    if strategy.largest_unit < Unit.MODEL:
         strategy.whole_parameters |= _kept_whole(optimizer, names, strategy)
     elif is_apart:
         strategy.draws_in_step |= try_optimizer(optimizer, strategy.device).draws
@@ -437,7 +437,7 @@ def _try_optimizer(optimizer: Optimizer, names: Mapping[Tensor, str], strategy: 
 def _kept_whole(optimizer: Optimizer, names: Mapping[Tensor, str], strategy: Strategy) -> set[str]:
     """The parameters that the strategy must keep whole for an optimizer; ``ConfigError`` where that cannot be."""
     trial = try_optimizer(optimizer, strategy.device)
-    if trial.unit <= strategy.steps:
+    if trial.unit <= strategy.largest_unit:
         return set()
     if not strategy.keeps_whole or trial.unit is Unit.MODEL:
         raise refused_optimizer(optimizer, trial, strategy.name)

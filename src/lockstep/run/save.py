@@ -37,8 +37,8 @@ from lockstep.errors import CheckpointError, ConfigError, LockstepError
 from lockstep.models.weights import compare
 from lockstep.run.attributes import words_of
 from lockstep.run.checks.calls import gather_agreed
+from lockstep.run.code_analysis import changed_since, read_after_loops, users_frames
 from lockstep.run.epoch_loop import EpochLoop
-from lockstep.run.loop_code import changed_since, read_after_loops, users_frames
 from lockstep.run.optimizer_step import has_gradients
 from lockstep.run.prepare import Parts, PreparedModel, frozen_parameters, hyperparameters
 from lockstep.run.session import returning_freed_memory

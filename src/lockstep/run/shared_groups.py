@@ -122,11 +122,11 @@ class SharedGroups:
 
     def _require_parts(self, names: list[str]) -> None:
         """Raises ``ConfigError`` where the optimizer, with its new group, must see more than processes hold."""
-        if self.strategy.steps == Unit.MODEL or not set(names) - self.strategy.whole_parameters:
+        if self.strategy.largest_unit == Unit.MODEL or not set(names) - self.strategy.whole_parameters:
             return
         seen = [group["params"] for group in self.groups()]
         trial = try_optimizer(self.optimizer, self.strategy.device, seen)
-        if trial.unit > self.strategy.steps:
+        if trial.unit > self.strategy.largest_unit:
             raise refused_optimizer(self.optimizer, trial, self.strategy.name)
 
 

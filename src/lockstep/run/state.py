@@ -27,7 +27,7 @@ from lockstep.numerics.precision import Precision, torch_settings
 from lockstep.run.attributes import Attributes, unsaved_tensors, words_of
 from lockstep.run.checks.agreement import made_otherwise, source_digests
 from lockstep.run.epoch_loop import Position
-from lockstep.run.loop_variables import LoopState
+from lockstep.run.loop_state import LoopState
 from lockstep.run.optimizer_step import GradientState, PreparedOptimizer
 from lockstep.run.prepare import Parts, PreparedModel, frozen_parameters
 from lockstep.run.step import ForwardPass

@@ -61,7 +61,7 @@ class ShardedPipeline(Pipeline):
     """
 
     name = "hybrid"
-    steps = Unit.ELEMENT
+    largest_unit = Unit.ELEMENT
     axis = "fsdp"
     _blocks: Sequence[GatheredBlock] = ()
 

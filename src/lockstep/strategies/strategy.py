@@ -123,7 +123,7 @@ class Strategy(ABC):
     replicated: bool = True
     """True if every process holds the whole model. Compiling the model, a moving average of its weights and a
     ``forward`` of the user's own need that."""
-    steps: Unit = Unit.MODEL
+    largest_unit: Unit = Unit.MODEL
     """The largest unit that an optimizer may need to see at once, for the bits that are promised."""
     keeps_whole: bool = False
     """True if a parameter can be kept whole for an optimizer that needs to see it whole: see ``whole_parameters``."""

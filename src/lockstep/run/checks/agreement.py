@@ -37,7 +37,7 @@ from lockstep.distributed.collectives import broadcast_tensors
 from lockstep.errors import CheckpointMismatch, ConfigError, ReplicaError
 from lockstep.run.checks.calls import by_rank, gather_agreed, watching_once
 from lockstep.run.epoch_loop import Position
-from lockstep.run.loop_variables import LoopState
+from lockstep.run.loop_state import LoopState
 from lockstep.run.prepare import EVALUATING, FREEZING, Parts, frozen_parameters, hyperparameters
 from lockstep.strategies import Strategy, one_sided_writes
 from lockstep.text import shorten

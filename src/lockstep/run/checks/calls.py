@@ -25,7 +25,7 @@ import torch.distributed as dist
 from lockstep.distributed.collectives import gather_json
 from lockstep.errors import ConfigError
 from lockstep.numerics.hidden_state import Snapshot, is_users_code
-from lockstep.run.loop_code import names_reached, users_frames
+from lockstep.run.code_analysis import names_reached, users_frames
 from lockstep.runtime.torch_internals import FrameKind, kind_of_frame
 from lockstep.strategies import Strategy
 from lockstep.text import numbered, shorten

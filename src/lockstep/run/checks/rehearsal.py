@@ -58,7 +58,7 @@ from lockstep.run.checks.short_step import (
     taken_gradients,
     with_own_data,
 )
-from lockstep.run.loop_code import names_reached, read_in_loop
+from lockstep.run.code_analysis import names_reached, read_in_loop
 from lockstep.run.step import StepCompute, code_of
 from lockstep.run.step_errors import other_on_ranks
 from lockstep.run.whole_batch import stand_in

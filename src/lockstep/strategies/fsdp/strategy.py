@@ -58,7 +58,7 @@ class FullyShardedDataParallel(Strategy):
 
     name = "fsdp"
     replicated = False
-    steps = Unit.ELEMENT
+    largest_unit = Unit.ELEMENT
     keeps_whole = True
     fills_model = True
 

@@ -64,7 +64,7 @@ class AsynchronousParameterServer(IndependentStrategy):
 
     name = "parameter_server"
     level = Level.STATISTICAL
-    steps = Unit.PLACE
+    largest_unit = Unit.PLACE
 
     def __init__(
         self, device: torch.device, group: dist.ProcessGroup, options: ParameterServerOptions, timeout: float

@@ -47,7 +47,7 @@ class ParameterServer(Strategy):
     name = "parameter_server"
     level = Level.BITWISE
     replicated = False
-    steps = Unit.ELEMENT
+    largest_unit = Unit.ELEMENT
     keeps_whole = True
 
     def __init__(
@@ -57,7 +57,7 @@ class ParameterServer(Strategy):
         self.device, self._group, self._servers = device, group, servers
         self.model_group = group
         if servers == 1:
-            self.steps = Unit.MODEL
+            self.largest_unit = Unit.MODEL
         self._ranks, workers = dist.get_process_group_ranks(group), ranks - servers
         self.share = Share(holders=workers, holder=rank if rank < workers else None)
         self._bytes_sent = 0

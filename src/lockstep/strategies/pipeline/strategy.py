@@ -210,7 +210,7 @@ class Pipeline(Strategy):
 
     name = "pipeline"
     replicated = False
-    steps = Unit.PARAMETER
+    largest_unit = Unit.PARAMETER
     separates_units = True
     fills_model = True
     axis = "data"

@@ -54,7 +54,7 @@ class TensorParallel(Replicated):
 
     name = "tensor"
     replicated = False
-    steps = Unit.PLACE
+    largest_unit = Unit.PLACE
 
     def __init__(
         self,

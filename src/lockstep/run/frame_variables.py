@@ -46,7 +46,7 @@ from lockstep.numerics.hidden_state import (
     slots_of,
 )
 from lockstep.numerics.value_text import class_name, is_plain, parts_of_tensor, short_digest, text_of_plain
-from lockstep.run.loop_code import (
+from lockstep.run.code_analysis import (
     CONSTRUCTORS,
     Entry,
     changed_by_reading,

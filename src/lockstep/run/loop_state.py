@@ -21,7 +21,7 @@ from typing import Any
 from lockstep.data.keyed import encoded_state, set_encoded_state
 from lockstep.errors import ConfigError
 from lockstep.numerics.hidden_state import Snapshot
-from lockstep.run.loop_code import (
+from lockstep.run.code_analysis import (
     Lost,
     changed_by_loop,
     changed_since,
@@ -30,7 +30,7 @@ from lockstep.run.loop_code import (
     state_of,
     users_frames,
 )
-from lockstep.run.variables import Variables
+from lockstep.run.frame_variables import Variables
 from lockstep.runtime.events import StepEvents
 from lockstep.text import shorten
 

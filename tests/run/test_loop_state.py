@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader
 
 from lockstep.data.keyed import encoded_state
 from lockstep.errors import ConfigError
-from lockstep.run.loop_code import changed_by_reading, live_names
-from lockstep.run.loop_variables import LoopState
-from lockstep.run.variables import Variables
+from lockstep.run.code_analysis import changed_by_reading, live_names
+from lockstep.run.frame_variables import Variables
+from lockstep.run.loop_state import LoopState
 
 STEPS = 3
 
