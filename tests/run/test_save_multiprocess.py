@@ -205,6 +205,19 @@ def test_a_resumed_run_without_a_step_left_says_so(tmp_path, caplog):
     )
 
 
+@pytest.mark.parametrize(("folders", "is_told"), [(("run", "run"), True), (("first", "second"), False)])
+def test_a_run_that_goes_on_from_an_earlier_one_of_its_program_says_so(folders, is_told, tmp_path, caplog):
+    """All parts of a cross-validation ended with the weights of the first one."""
+    for folder in folders:
+        run, _, optimizer = begin(directory=tmp_path / folder, resume="auto")
+        with run:
+            for _ in run.epochs(1):
+                for batch in run.batches(dataset()):
+                    train_step(run, batch, optimizer)
+                run.save(wait=True)
+    assert ("was written by an earlier run of this program" in caplog.text) == is_told
+
+
 def prepared(folder, world, lr=0.1, **options):
     run = Run(RunOptions.of(global_batch=24, directory=folder, **options), world)
     model = network()

@@ -15,7 +15,7 @@ from lockstep.strategies.absent import Absence, AbsentParameter
 from lockstep.strategies.optimizer_trial import Unit
 
 
-def shared(*, lr=0.1, left_out=0, steps=Unit.ELEMENT, shares_all=False):
+def shared(*, lr=0.1, left_out=0, unit=Unit.ELEMENT, shares_all=False):
     """The optimizer of a rank that has the first row of a weight, all of a bias, and nothing of a second weight."""
     wholes = {"weight": nn.Parameter(torch.ones(2, 3)), "bias": nn.Parameter(torch.ones(3))}
     wholes["other"] = nn.Parameter(torch.ones(2, 2))
@@ -30,7 +30,7 @@ def shared(*, lr=0.1, left_out=0, steps=Unit.ELEMENT, shares_all=False):
     strategy = SimpleNamespace(
         replicated=False,
         trainable=lambda: held,
-        steps=steps,
+        largest_unit=unit,
         whole_parameters=frozenset(),
         device=torch.device("cpu"),
         name="fsdp",

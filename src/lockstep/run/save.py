@@ -59,6 +59,8 @@ Attributes = dict[tuple[str, str], str]
 """See ``RunState.held_attributes``."""
 _CLAIMED = set[Path]()
 """The folders that runs of this process write to."""
+_ENDED = set[Path]()
+"""The folders that runs of this process have written to, and have ended."""
 _TIMEOUT = timedelta(hours=2)
 """The time that the quickest rank waits for the slowest disk, at most."""
 
@@ -304,6 +306,7 @@ class Writer:
         drop_process_groups(self)
         for folder, claim in self._claims.items():
             _CLAIMED.discard(folder)
+            _ENDED.add(folder)
             claim.close()
         self._claims.clear()
 
@@ -496,6 +499,12 @@ def resume(
         between = position.epoch and not position.inside
         epoch = f"after epoch {position.epoch}" if between else f"epoch {position.epoch + 1}"
         note("Resumed from %s: %s, step %d.", path, epoch, position.step)
+        if options.resume == "auto" and path.parent.resolve() in _ENDED:
+            logger.warning(
+                "%s was written by an earlier run of this program, which has ended, and this run goes on from it. If "
+                "each is a training of its own, as in cross-validation, give it another directory=.",
+                path,
+            )
         if changed := [name for name in now if before.get(name, now[name]) != now[name]]:
             logger.warning(
                 "The program is not the one that wrote the checkpoint: the %s has changed, so it may compute something "
