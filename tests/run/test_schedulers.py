@@ -140,3 +140,26 @@ def test_a_schedule_whose_first_step_overflowed_is_not_told_of_a_wrong_order():
         warnings.simplefilter("error")
         scheduler.step()
     assert run.skipped_steps == 1
+
+
+@pytest.mark.parametrize("stop", [STEPS, 2 * STEPS])
+def test_a_schedule_may_be_stepped_first_in_a_run_that_goes_on_at_the_end_of_an_epoch(stop, tmp_path):
+    """torch warned of a scheduler before its optimizer."""
+    for last in (stop, None):
+        run, _, optimizer, scheduler = begin(
+            directory=tmp_path,
+            resume="auto",
+            make_scheduler=lambda optimizer: lr_scheduler.StepLR(optimizer, 1, gamma=0.5),
+        )
+        for _ in run.epochs(EPOCHS):
+            for batch in run.batches(dataset(STEPS * 24)):
+                train_step(run, batch, optimizer)
+                if batch.plan.step + 1 == last:
+                    run.save(wait=True)
+                    break
+            if run.position.step == last:
+                break
+            scheduler.step()
+        rate = optimizer.param_groups[0]["lr"]
+        run.close()
+    assert rate == 0.1 * 0.5**EPOCHS

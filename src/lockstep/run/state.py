@@ -406,6 +406,8 @@ class RunState:
         for scheduler, stored in zip(self.parts.schedulers, written["schedulers"]):
             scheduler.load_state_dict(_like(scheduler.state_dict(), stored))
         self.position.load_state_dict(written["position"])
+        for optimizer in self.parts.optimizers if self.position.step else ():
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # or a scheduler that is stepped first warns
         self.loop.resume(written.get("loop", {}), inside=self.position.inside)
         places = written.get("places", {}).items()
         self.places = {name: [str(first), str(saved), str(start)] for name, (first, saved, start) in places}
