@@ -290,7 +290,7 @@ def _is_read_here(script: Script, sampler: str) -> bool:
 
 
 def _shares_by_rank(script: Script) -> Iterator[ast.expr]:
-    """What says that a loop over validation samples reads every so many of them, from one that the rank decides."""
+    """The expressions by which a loop over validation samples takes those of its rank."""
     passes = script.method_calls("backward")
     loops: list[ast.For | ast.comprehension] = [*script.find(ast.For), *script.find(ast.comprehension)]
     for loop in loops:
@@ -315,16 +315,13 @@ def _is_by_rank(script: Script, node: ast.expr) -> bool:
     for part in script.sources(node):
         match part:
             case (
-                ast.Call(func=ast.Name("range"), args=[first, _, every]) | ast.Slice(lower=first, step=every)
+                ast.Call(func=ast.Name("range"), args=[first, _, every])
+                | ast.Slice(lower=first, step=every)
+                | ast.Compare(left=ast.BinOp(op=ast.Mod(), right=every), comparators=[first])
             ):
-                pass
-            case ast.Compare(left=ast.BinOp(op=ast.Mod(), right=every), comparators=[first]):
-                pass
-            case _:
-                continue
-        counts = [] if every is None else [lower_name(each) for each in script.sources(every)]
-        if any(map(COUNTS.fullmatch, counts)) and mentions_rank(script, first):
-            return True
+                counts = any(COUNTS.fullmatch(lower_name(each)) for each in script.sources(every))
+                if counts and mentions_rank(script, first):
+                    return True
     return False
 
 
