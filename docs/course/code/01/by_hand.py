@@ -31,6 +31,7 @@ def train(rank: int, world_size: int, port: int) -> None:
     if rank == 0:  # every process has the same weights now
         numbers = [f"{weight:+.4f}" for weight in model.module.weight.flatten().tolist()]
         print(f"{world_size} processes, {len(sampler)} samples each:", *numbers, flush=True)
+    dist.barrier()  # a process that leaves while others still use the group may end them
     dist.destroy_process_group()
 
 
