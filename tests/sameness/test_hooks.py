@@ -281,51 +281,32 @@ def plain_dropout():
     return Program(Plain())
 
 
+PAST_THE_HOOKS = r"The gradient of '4.weight' came past the hooks"
+REFUSED = [
+    (PIPELINE, kept_for_the_loss, r"The loss reads 'self.found', which a hook .* begins with '0'.*'ddp'"),
+    (PIPELINE, noise_in_functions, r"The backward pass draws random numbers.*strategy 'ddp' or 'fsdp'"),
+    (
+        PIPELINE,
+        plain_dropout,
+        r"the model' stays whole, since 'dropout' in it draws random numbers and is no child of an nn.Sequen",
+    ),
+    (DP, swapped, r"The gradient of '0.weight' came past the hooks"),
+    (SINGLE, gradient_by_hand, PAST_THE_HOOKS + " .* or its gradient was set by hand"),
+    (TENSOR, on_a_split_layer, r"'0.weight' has a hook, and strategy 'tensor' .*'ddp'"),
+]
+REFUSED_TOO = [
+    (PIPELINE, on_an_opened_module, r"A hook was registered on 'the model' after run.prepare.*'ddp'"),
+    (PIPELINE, on_all_modules, r"Hooks are registered for all modules .* no process calls all modules"),
+    (LAYERS, swapped, r"The gradient of '0.weight' came past the hooks"),
+    (PIPELINE, gradient_by_hand, PAST_THE_HOOKS),
+    (SERVERS, gradient_by_hand, PAST_THE_HOOKS),
+]
+"""Left to ``make test-all``."""
+
+
 @pytest.mark.parametrize(
     "layout, make, said",
-    [
-        (PIPELINE, kept_for_the_loss, r"The loss reads 'self.found', which a hook .* begins with '0'.*'ddp'"),
-        (PIPELINE, noise_in_functions, r"The backward pass draws random numbers.*strategy 'ddp' or 'fsdp'"),
-        (
-            PIPELINE,
-            plain_dropout,
-            r"the model' stays whole, since 'dropout' in it draws random numbers and is no child of an nn.Sequen",
-        ),
-        pytest.param(
-            PIPELINE,
-            on_an_opened_module,
-            r"A hook was registered on 'the model' after run.prepare.*'ddp'",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            PIPELINE,
-            on_all_modules,
-            r"Hooks are registered for all modules .* no process calls all modules",
-            marks=pytest.mark.slow,
-        ),
-        (DP, swapped, r"The gradient of '0.weight' came past the hooks"),
-        pytest.param(
-            LAYERS, swapped, r"The gradient of '0.weight' came past the hooks", marks=pytest.mark.slow
-        ),
-        (
-            SINGLE,
-            gradient_by_hand,
-            r"The gradient of '4.weight' came past the hooks .* or its gradient was set by hand",
-        ),
-        pytest.param(
-            PIPELINE,
-            gradient_by_hand,
-            r"The gradient of '4.weight' came past the hooks",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            SERVERS,
-            gradient_by_hand,
-            r"The gradient of '4.weight' came past the hooks",
-            marks=pytest.mark.slow,
-        ),
-        (TENSOR, on_a_split_layer, r"'0.weight' has a hook, and strategy 'tensor' .*'ddp'"),
-    ],
+    [*REFUSED, *(pytest.param(*case, marks=pytest.mark.slow) for case in REFUSED_TOO)],
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_what_hooks_cannot_do_is_refused(layout, make, said):

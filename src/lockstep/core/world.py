@@ -62,7 +62,7 @@ _PORTABLE = "LOCKSTEP_PORTABLE"
 PORTABLE_VARIABLES = {"MKL_CBWR": "COMPATIBLE", "ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
 """Variables that hold the libraries of torch to code that every x86-64 CPU with AVX2 runs; they read them once."""
 PORTABLE_ENVIRONMENT = {**(PORTABLE_VARIABLES if platform.machine() == "x86_64" else {}), _PORTABLE: "1"}
-"""What a launcher gives ranks whose bits are to be portable: the variables, which torch warns of on other CPUs, and a
+"""The environment of ranks whose bits are to be portable: the variables, which torch warns of on other CPUs, and a
 note that they came before torch."""
 
 

@@ -31,7 +31,7 @@ from lockstep.job.instantiate import importable_from, instantiate
 from lockstep.text import numbered, plural, shorten
 
 _ADDRESS = re.compile(r"<(?:[\w.<>]+\.)?(\w+) object at 0x[0-9a-f]+>")
-"""What Python shows of an object that has no text of its own."""
+"""The text that Python gives an object without one of its own."""
 _AT_ONCE = 16
 _BAR = 40
 _MOST_CLASSES, _MOST_BROKEN, _MOST_NUMBERS, _MOST_FILES = 100, 20, 12, 2

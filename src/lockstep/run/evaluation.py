@@ -318,13 +318,10 @@ def evaluate_means(
         if checks:
             sample.take(place, (output, target), len(micro_batch))
         looked_at = unchecked if place == 0 else ()
-        before, versions = held_by(metrics, looked_at), versions_of(output, target)
-        last = ""
-        for name, metric in functions.items():
-            if versions_of(output, target) != versions:
-                raise metric_writes(last, "run.evaluate", "other metrics are given, too")
+        before = held_by(metrics, looked_at)
+        for name, metric in without_writes(functions, "run.evaluate", output, target):
             with watching_once(f"the metric {name!r}", looks=name in looked_at):
-                value, column, last = metric(output, target), columns[name], name
+                value, column = metric(output, target), columns[name]
             if isinstance(value, Tensor) and value.dim() == 0:
                 checked.add(name)
                 if name in unchecked and not (
@@ -352,6 +349,18 @@ def evaluate_means(
         judge_metrics([(each[0], each[1]) for each in records], warns=opened.run.is_main)
     ordered = gathered_in_order(rows, loader.count, share, strategy).cpu()
     return {name: _mean(name, ordered[:, columns[name]]) for name in metrics}
+
+
+def without_writes(
+    functions: Mapping[Any, Callable[..., Any]], caller: str, *given: Any
+) -> Iterator[tuple[Any, Callable[..., Any]]]:
+    """The functions with their names, to be called in turn; ``ConfigError`` if one writes and another follows."""
+    versions, last = versions_of(*given) if len(functions) > 1 else [], None
+    for number, (name, function) in enumerate(functions.items()):
+        if number and versions_of(*given) != versions:
+            raise metric_writes(last, caller, "other metrics are given, too")
+        yield name, function
+        last = name
 
 
 def versions_of(*values: Any) -> list[int]:

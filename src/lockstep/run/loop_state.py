@@ -82,9 +82,9 @@ class LoopState:
         self._by_reading: set[str] = set()
         """The variables that data sets hold and reading has changed."""
         self._stored: Mapping[str, Any] = {}
-        """What ``capture`` gave for the checkpoint, until the first steps of a resumed run."""
+        """The result of ``capture`` for the checkpoint, until the first steps of a resumed run."""
         self._inside = self._in_epochs = False
-        """Whether the checkpoint was written while batches were read; whether ``run.epochs`` has given an epoch."""
+        """True if the checkpoint was written while batches were read; true once ``run.epochs`` has given an epoch."""
         self._resumed: tuple[Variables, dict[str, str], dict[FrameType, int]] | None = None
         """The variables of a resumed run at the start of its first epoch, states of tensors, and places of frames."""
         self._untouched: set[str] = set()

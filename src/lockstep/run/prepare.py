@@ -488,7 +488,7 @@ def _has_stepped(optimizer: Optimizer) -> bool:
 def context_of_run(
     options: RunOptions, session: RunSession, optimizers: Sequence[Optimizer], *, portable: bool
 ) -> Context:
-    """What the bits of a run depend on, as its checkpoints record it."""
+    """The conditions on which the bits of a run depend, as its checkpoints record them."""
     return Context(
         global_batch=options.global_batch,
         micro_batches=options.micro_batches,

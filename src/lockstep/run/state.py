@@ -500,13 +500,13 @@ class RunState:
     def _compare_settings(self, stored: Mapping[str, str], restarted: bool) -> None:
         """Refuses settings that the checkpoint's would replace, or names them where the run was ``restarted``."""
         changed = {k: here for k, here in self.settings.items() if k in stored and stored[k] != here}
-        explained = {key.partition(" of ")[2] for key in changed if not key.startswith("_")}
+        owners = {key: key.partition(" of ")[2] for key in changed}
+        explained = {owner for key, owner in owners.items() if not key.startswith("_")}
         others = [
             f"{key}: {_cut(stored[key])} in the checkpoint's run, {_cut(here)} here"
             for key, here in changed.items()
-            if not (
-                key.startswith("_") and key.partition(" of ")[2] in explained
-            )  # which follows from the others
+            if not key.startswith("_")
+            or owners[key] not in explained  # a private one follows from the others
         ]
         if not others:
             return

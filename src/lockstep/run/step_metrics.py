@@ -26,7 +26,7 @@ from lockstep.run.checks.means import (
     reasons,
     reasons_with_model,
 )
-from lockstep.run.evaluation import gathered_in_order, in_columns, metric_writes, versions_of
+from lockstep.run.evaluation import gathered_in_order, in_columns, metric_writes, versions_of, without_writes
 from lockstep.run.step import sum_and_weight, with_exact_mean
 from lockstep.runtime.torch_internals import OVERWRITTEN
 from lockstep.strategies import IndependentStrategy, Strategy
@@ -175,16 +175,12 @@ class StepMetrics:
             self._sums[0] = [sum_and_weight(each, 1) for each in self._entries.values()]
 
     def _called(self, output: Any, target: Any) -> list[Any]:
-        versions, found, writing = versions_of(output, target), list[Any](), list[str]()
-        for name, function in self._functions.items():
-            if writing:
-                raise metric_writes(writing[0], "run.backward", "other metrics are given, too")
+        versions, found = versions_of(output, target), list[Any]()
+        for name, function in without_writes(self._functions, "run.backward", output, target):
             with watching_once(f"the metric {name!r}", looks=name in self._unchecked and not self._sums):
                 found.append(function(output, target))
-            before, versions = versions, versions_of(output, target)
-            if versions != before:
-                writing.append(name)
-        self._writing += writing
+        if versions_of(output, target) != versions:  # the last one has, or another would have been refused
+            self._writing.append(next(reversed(self._functions)))
         return found
 
     @contextmanager

@@ -396,7 +396,7 @@ def _steps(script: Script) -> Iterator[tuple[ast.expr, str, ast.expr]]:
     "A loss of Lockstep, which is that of all processes, is summed over them or divided by their number.",
 )
 def loss_of_all_combined(script: Script) -> Iterator[Hit]:
-    """What `run.backward` returns; not where one function does both, whose result is the loss again."""
+    """Of values that `run.backward` returns; not where one function does both, whose result is the loss again."""
     passes = set(script.method_calls("backward", "backward_by"))
     reductions = script.torch_calls("all_reduce", "reduce", within="torch.distributed.")
     summed = [

@@ -223,7 +223,7 @@ def counts_read(found: Snapshot, codes: Iterable[CodeType], ranks: int) -> list[
 
 
 _REMEDIES = {"LS059": "Give all samples to run.evaluate", "LS069": "Print it as it is returned"}
-"""What to do about the findings of a rule, by its number."""
+"""The remedy for the findings of a rule, by its number."""
 
 
 def warn_of_settings() -> None:
