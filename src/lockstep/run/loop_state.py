@@ -255,30 +255,48 @@ class LoopState:
 
     def _lost(self, found: Variables) -> dict[str, tuple[str, str]]:
         """The variables that begin anew: what they were at the checkpoint, and what they are."""
-        lost, stored = {}, self._stored
-        times = stored["saved"], self._first, stored["start"]
-        taken = self._taken & self._taken_from_run(found)
+        lost, taken = {}, self._taken & self._taken_from_run(found)
         for name, text in found.texts.items():
-            before, first, start = (each.get(name) for each in times)
-            is_set_first = name in found.local and name not in found.live
-            if name in self._carried and before is not None and not (self._inside and before == text):
-                lost[name] = before, text
+            before = self._stored["saved"].get(name)
+            if before is None:
                 continue
-            if before in (None, text) or name in found.generators or is_set_first:
-                continue
-            begins_anew = text == first or (self._inside and text == start)
-            # What is set anew in each epoch has the same value at the start of every one.
-            is_untouched = name in self._untouched
-            is_read = name in stored["read"] or is_untouched or start != first
-            is_lost = begins_anew and (self._inside or is_read)
-            if name in taken and not begins_anew:
-                is_lost = self._inside or is_untouched or not self._in_epochs
-            if name in found.with_values:  # a copy of the model may begin with other values
-                is_set = self._in_epochs and not is_untouched  # at the start of an epoch
-                is_lost = self._inside or (not is_set and (is_lost or self._in_epochs or before == first))
+            if name in self._carried:
+                is_lost = not self._inside or before != text
+            elif (
+                before == text or name in found.generators or (name in found.local and name not in found.live)
+            ):
+                is_lost = False
+            else:
+                is_lost = self._begins_anew(name, text, before, found, is_taken=name in taken)
             if is_lost:
                 lost[name] = before, text
         return lost
+
+    def _begins_anew(self, name: str, text: str, before: str, found: Variables, *, is_taken: bool) -> bool:
+        """True if a variable that differs from the checkpoint's is not what the loop had made of it.
+
+        Within the steps of an epoch nothing but the loop's body could set it. After them the start of the next epoch
+        may: what is set anew in each epoch has one value at the start of every one.
+
+        Args:
+            name: of the variable.
+            text: of its value now.
+            before: at the checkpoint.
+            found: all variables.
+            is_taken: its value is one that the script takes from the run, which is another one now.
+        """
+        first, start = self._first.get(name), self._stored["start"].get(name)
+        may_differ = name in found.with_values  # by values, of which a text tells too little
+        if self._inside:
+            return may_differ or is_taken or text in (first, start)
+        is_untouched = name in self._untouched
+        if may_differ and self._in_epochs:
+            return is_untouched
+        if text == first:
+            is_lost = is_untouched or name in self._stored["read"] or start != first
+        else:
+            is_lost = is_taken and (is_untouched or not self._in_epochs)
+        return is_lost or (may_differ and before == first)
 
     def _require_data(self, lost: Collection[str]) -> None:
         """Refuses data sets that are not as the loop had left them."""
