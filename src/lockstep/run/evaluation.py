@@ -290,65 +290,100 @@ def evaluate_means(
         ConfigError: a metric is not a mean over samples.
         EvaluationStopped: they have stopped, all after the same number of micro-batches.
     """
-    loader, share, strategy = opened.loader, opened.loader.share, opened.run.strategy
-    forward_pass = opened.run.require_prepared().forward_pass
-    checks = opened.run.options.checks != "off"
-    longest = share.longest(loader.count)
-    rows = torch.zeros(longest, len(metrics), 2, dtype=torch.float64, device=strategy.device)
-    functions = {name: with_exact_mean(metric) for name, metric in metrics.items()}
-    columns = in_columns(metrics)
-    checked, deviations = set(unchecked), dict[str, str]()
-    kept: Changes = {}
-    sample = RowSample(len(loader), loader.micro_batch_size)
-
-    def judge(micro_batch: MicroBatch) -> None:
-        def forward(data: Any, k: int) -> tuple[Any, Any]:
-            return opened.forward(replace(micro_batch, k=k, data=data))
-
-        named = {name: metrics[name] for name in sorted(unchecked, key=repr)}
-        with opened.unchanged():
-            deviations.update(reasons_with_model(named, forward, (micro_batch,), strategy.device))
-
-    def compute(place: int, micro_batch: MicroBatch) -> None:
-        if place == 0 and unchecked and strategy.replicated and micro_batch.k < loader.count:
-            judge(micro_batch)
-        output, target = opened.forward(micro_batch)
-        if micro_batch.k >= loader.count:
-            return  # padding, run because the forward pass is collective
-        if checks:
-            sample.take(place, (output, target), len(micro_batch))
-        looked_at = unchecked if place == 0 else ()
-        before = held_by(metrics, looked_at)
-        for name, metric in without_writes(functions, "run.evaluate", output, target):
-            with watching_once(f"the metric {name!r}", looks=name in looked_at):
-                value, column = metric(output, target), columns[name]
-            if isinstance(value, Tensor) and value.dim() == 0:
-                checked.add(name)
-                if name in unchecked and not (
-                    strategy.replicated or has_rows((output, target), len(micro_batch))
-                ):
-                    deviations[name] = Deviation.WITHOUT_ROWS.reason
-                forward_pass.tell_other_mean(metric, value, output, target, micro_batch)
-            total, weight = sum_and_weight(value, len(micro_batch))
-            rows[place, column, 0], rows[place, column, 1] = total, weight
-        kept.update(before.changed(held_by(metrics, looked_at)))
-
+    means = _MetricMeans(opened, metrics, unchecked)
     for place, micro_batch in opened.rounds():
-        # A metric may call the model
-        with strategy.joined_calls(), forward_pass.autocast(), opened.noting_failure():
+        with means.calls(), opened.noting_failure():
             if micro_batch is not None:
-                compute(place, micro_batch)
-    if checks:
-        everyone = strategy.gather_records(sample.some())
-        with strategy.joined_calls(), forward_pass.autocast():
-            found = sample.reasons({name: metrics[name] for name in sorted(checked, key=repr)}, everyone)
+                means.add(place, micro_batch)
+    means.judge()
+    return means.by_name()
+
+
+class _MetricMeans:
+    """The sums and weights of metrics over an evaluation, and what tells that one of them is no mean."""
+
+    def __init__(self, opened: OpenEvaluation, metrics: Mapping[str, Metric], unchecked: set[str]) -> None:
+        self._opened, self._metrics, self._unchecked = opened, metrics, unchecked
+        self._loader, self._strategy = opened.loader, opened.run.strategy
+        self._forward_pass = opened.run.require_prepared().forward_pass
+        self._functions = {name: with_exact_mean(metric) for name, metric in metrics.items()}
+        self._columns = in_columns(metrics)
+        shape = self._loader.share.longest(self._loader.count), len(metrics), 2
+        self._rows = torch.zeros(shape, dtype=torch.float64, device=self._strategy.device)
+        """Of each micro-batch and metric the sum and the weight."""
+        self._checks = opened.run.options.checks != "off"
+        self._checked, self._reasons = set(unchecked), dict[str, str]()
+        """Metrics that are looked at, and why one is no mean."""
+        self._kept: Changes = {}
+        self._sample = RowSample(len(self._loader), self._loader.micro_batch_size)
+
+    @contextmanager
+    def calls(self) -> Iterator[None]:
+        """Surrounds calls of the metrics, which may call the model. Collective."""
+        with self._strategy.joined_calls(), self._forward_pass.autocast():
+            yield
+
+    def add(self, place: int, micro_batch: MicroBatch) -> None:
+        """Runs the model and the metrics on a micro-batch, this holder's number ``place``."""
+        is_padding = micro_batch.k >= self._loader.count  # run because the forward pass is collective
+        unchecked = self._unchecked if place == 0 else set[str]()
+        if unchecked and self._strategy.replicated and not is_padding:
+            self._compare_parts(micro_batch)
+        output, target = self._opened.forward(micro_batch)
+        if is_padding:
+            return
+        samples = len(micro_batch)
+        if self._checks:
+            self._sample.take(place, (output, target), samples)
+        before = held_by(self._metrics, unchecked)
+        for name, metric in without_writes(self._functions, "run.evaluate", output, target):
+            with watching_once(f"the metric {name!r}", looks=name in unchecked):
+                value = metric(output, target)
+            if isinstance(value, Tensor) and value.dim() == 0:
+                self._checked.add(name)
+                if name in unchecked and not (
+                    self._strategy.replicated or has_rows((output, target), samples)
+                ):
+                    self._reasons[name] = Deviation.WITHOUT_ROWS.reason
+                self._forward_pass.tell_other_mean(metric, value, output, target, micro_batch)
+            total, weight = sum_and_weight(value, samples)
+            cell = self._rows[place, self._columns[name]]
+            cell[0], cell[1] = total, weight
+        self._kept.update(before.changed(held_by(self._metrics, unchecked)))
+
+    def _compare_parts(self, micro_batch: MicroBatch) -> None:
+        """Compares the values of new metrics with those over parts of a micro-batch."""
+
+        def forward(data: Any, k: int) -> tuple[Any, Any]:
+            return self._opened.forward(replace(micro_batch, k=k, data=data))
+
+        with self._opened.unchanged():
+            named = self._named(self._unchecked)
+            self._reasons |= reasons_with_model(named, forward, (micro_batch,), self._strategy.device)
+
+    def _named(self, names: Iterable[str]) -> dict[str, Metric]:
+        return {name: self._metrics[name] for name in sorted(names, key=repr)}
+
+    def judge(self) -> None:
+        """Raises ``ConfigError`` on every rank if a metric is no mean, unless checks are off. Collective."""
+        if not self._checks:
+            return
+        everyone = self._strategy.gather_records(self._sample.some())
+        with self.calls():
+            found = self._sample.reasons(self._named(self._checked), everyone)
         # What may be a mean or not is said once.
-        deviations |= {name: why for name, why in found.items() if name in unchecked or why not in UNTOLD}
-        records = strategy.gather_records([deviations, kept, forward_pass.other_mean])
-        forward_pass.hear_other_mean((each[2] for each in records), warns=opened.run.is_main)
-        judge_metrics([(each[0], each[1]) for each in records], warns=opened.run.is_main)
-    ordered = gathered_in_order(rows, loader.count, share, strategy).cpu()
-    return {name: _mean(name, ordered[:, columns[name]]) for name in metrics}
+        self._reasons |= {
+            name: why for name, why in found.items() if name in self._unchecked or why not in UNTOLD
+        }
+        told = [self._reasons, self._kept, self._forward_pass.other_mean]
+        records, warns = self._strategy.gather_records(told), self._opened.run.is_main
+        self._forward_pass.hear_other_mean((each[2] for each in records), warns=warns)
+        judge_metrics([(each[0], each[1]) for each in records], warns=warns)
+
+    def by_name(self) -> dict[str, float]:
+        """The means over all samples, equal on every rank. Collective."""
+        ordered = gathered_in_order(self._rows, self._loader.count, self._loader.share, self._strategy).cpu()
+        return {name: _mean(name, ordered[:, self._columns[name]]) for name in self._metrics}
 
 
 def without_writes(
