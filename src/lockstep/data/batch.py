@@ -13,6 +13,9 @@ from torch import Tensor
 from lockstep.core.plan import Indices, StepPlan
 from lockstep.errors import ConfigError
 
+DeviceTransform = Callable[[Tensor], Tensor]
+"""What a data set does with a whole input on the device, before the model."""
+
 
 def map_leaves(data: Any, change: Callable[[Any], Any]) -> Any:
     """The same data with each leaf changed; a leaf is anything but a list, a mapping or a tuple.

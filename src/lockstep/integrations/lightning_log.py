@@ -17,7 +17,7 @@ from torchmetrics import Metric
 from lockstep.data.batch import MicroBatch
 from lockstep.errors import ConfigError
 from lockstep.run.checks.means import Deviation, deviation_over
-from lockstep.run.step_metrics import StepMetrics
+from lockstep.run.metrics import StepMetrics
 from lockstep.strategies import Strategy
 
 STEPS = ("training_step", "validation_step", "test_step")

@@ -1,4 +1,4 @@
-"""Evaluates every sample exactly once, in fixed micro-batches: adds results in a fixed order, or gathers all outputs.
+"""Runs the model on every sample of an evaluation exactly once, in fixed micro-batches; gathers outputs in order.
 
 ``EvaluationStop`` lets all ranks leave an evaluation at the same micro-batch when any of them is asked to stop:
 
@@ -14,43 +14,28 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, repeat
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from lockstep.core.plan import Share
-from lockstep.core.summation_tree import fold_rows
-from lockstep.data.batch import MicroBatch
+from lockstep.data.batch import DeviceTransform, MicroBatch
 from lockstep.data.loader import EvaluationLoader
 from lockstep.errors import ConfigError, RankError
 from lockstep.numerics.compilation import fix_graphs
 from lockstep.run.checks.agreement import require_equal_models
-from lockstep.run.checks.calls import require_same_names, watching_once
-from lockstep.run.checks.means import (
-    UNTOLD,
-    Changes,
-    Deviation,
-    RowSample,
-    has_rows,
-    held_by,
-    judge_metrics,
-    reasons_with_model,
-)
 from lockstep.run.checks.short_step import unchanged, with_own_data
 from lockstep.run.save import save_and_stop
-from lockstep.run.step import evaluating, require_function, sum_and_weight, with_exact_mean
+from lockstep.run.step import evaluating, require_function
 from lockstep.runtime.control import StopReason
 from lockstep.runtime.heartbeat import Heartbeat
 from lockstep.strategies import Strategy
-from lockstep.text import shorten
 
 if TYPE_CHECKING:
     from lockstep.run.run import Run
@@ -95,27 +80,6 @@ class EvaluationStop:
         self._next = round_number + max(1, int(AGREE_EVERY / max(slowest, 1e-6)))
 
 
-Metric = Callable[[Any, Any], Any]
-
-
-@runtime_checkable
-class SetMetric(Protocol):
-    """Sees all samples before it gives its value, as the metrics of torchmetrics do."""
-
-    def update(self, output: Tensor, target: Tensor, /) -> Any:
-        """Takes the next samples."""
-
-    def compute(self) -> Any:
-        """A number of all samples since ``reset``, or a dict or list of numbers, such as one for each class."""
-
-    def reset(self) -> Any:
-        """Forgets all samples."""
-
-
-Forward = Callable[[MicroBatch], tuple[Any, Any]]
-"""Runs the model on one micro-batch; gives (output, target)."""
-
-
 @dataclass(frozen=True)
 class OpenEvaluation:
     """An evaluation that is going on, on one rank."""
@@ -123,15 +87,36 @@ class OpenEvaluation:
     run: Run
     loader: EvaluationLoader
     """This process's micro-batches of the set."""
-    unchanged: Callable[[], AbstractContextManager[None]]
-    """Gives a context that puts back what calls of the model, and of the user's own function, change in them."""
-    forward: Forward
+    model: nn.Module
+    own_forward: Callable[[Any], Any] | None
+    """A function of the user's that gives outputs, from the data of a micro-batch as they are."""
+    device_transform: DeviceTransform | None
+    """What the data set does with inputs on the device."""
     stop: EvaluationStop | None
     """How the ranks agree to stop early; None: they stay to the end."""
-    has_own_forward: bool
-    """True if a function of the user's gives outputs, from the data of a micro-batch as they are."""
-    rehearse: Callable[[MicroBatch | None], None] | None = None
-    """Looks for what the model keeps, on all ranks, with the first micro-batch of each."""
+    is_new: bool
+    """True if what the model keeps is looked for, on all ranks, with the first micro-batch of each."""
+
+    def forward(self, micro_batch: MicroBatch) -> tuple[Any, Any]:
+        """Runs the model on one micro-batch; gives (output, target)."""
+        run, prepared, position = self.run, self.run.require_prepared(), self.run.position
+        heartbeat = run._session.heartbeat
+        heartbeat.mark("evaluate", epoch=position.epoch, step=position.step, micro_batch=micro_batch.k)
+        heartbeat.samples(micro_batch.indices)
+        prepared.state.model.randomness.begin_micro_batch(-1 - position.step, micro_batch.k)
+        return prepared.forward_pass.output_and_target(
+            micro_batch.data, self.own_forward, self.model, self.device_transform
+        )
+
+    def output(self, micro_batch: MicroBatch) -> Any:
+        """Runs the model on one micro-batch, which need not have a target."""
+        if isinstance(micro_batch.data, Tensor) and self.own_forward is None:
+            micro_batch = replace(micro_batch, data=(micro_batch.data, None))
+        return self.forward(micro_batch)[0]
+
+    def unchanged(self) -> AbstractContextManager[None]:
+        """A context that puts back what calls of the model, and of the user's own function, change in them."""
+        return unchanged(self.model, self.own_forward)
 
     def rounds(self) -> Iterator[tuple[int, MicroBatch | None]]:
         """Numbers the rounds, as many for every holder, with this one's micro-batch in each. See ``EvaluationStop``."""
@@ -140,9 +125,18 @@ class OpenEvaluation:
             for number, micro_batch in enumerate(chain(self.loader, repeat(None, spare))):
                 if self.stop is not None:
                     self.stop.agree(number)
-                if number == 0 and self.rehearse is not None:
-                    self.rehearse(micro_batch)
+                if number == 0 and self.is_new:
+                    self._rehearse(micro_batch)
                 yield number, micro_batch
+
+    def _rehearse(self, micro_batch: MicroBatch | None) -> None:
+        def output_of(given: MicroBatch) -> Any:
+            output = self.output(with_own_data(given))
+            self.run.require_prepared().state.model.randomness.leave()
+            return output
+
+        given = None if micro_batch is None else partial(output_of, micro_batch)
+        self.run.rehearsals.rehearse_evaluation(self.model, self.own_forward, given)
 
     @contextmanager
     def noting_failure(self) -> Iterator[None]:
@@ -170,43 +164,19 @@ def evaluation(
     prepared, heartbeat = run.require_prepared(), run._session.heartbeat
     prepared.gradients.require_no_failure()
     fix_graphs()
-    forward_pass, randomness = prepared.forward_pass, prepared.state.model.randomness
-    evaluated = forward_pass.model if model is None else model
+    own_model = prepared.forward_pass.model
+    evaluated = own_model if model is None else model
     require_function("forward", forward)
     if not isinstance(evaluated, nn.Module):
         raise ConfigError(f"model={model!r:.60} was given, a {type(model).__name__}. Give a torch.nn.Module.")
     epoch, step = run.position.epoch, run.position.step
     has_changed = run._loaders.refresh(data, "evaluation")
     transform = run._loaders.source(data).device_transform
-
-    def output_and_target(micro_batch: MicroBatch) -> tuple[Any, Any]:
-        heartbeat.mark("evaluate", epoch=epoch, step=step, micro_batch=micro_batch.k)
-        heartbeat.samples(micro_batch.indices)
-        randomness.begin_micro_batch(-1 - step, micro_batch.k)
-        return forward_pass.output_and_target(micro_batch.data, forward, evaluated, transform)
-
-    def rehearse(micro_batch: MicroBatch | None) -> None:
-        def output_of(given: MicroBatch) -> Any:
-            output = _output(output_and_target, with_own_data(given), has_own_forward=forward is not None)
-            randomness.leave()
-            return output
-
-        given = None if micro_batch is None else partial(output_of, micro_batch)
-        run.rehearsals.rehearse_evaluation(evaluated, forward, given)
-
-    if run._loop.is_resumed and run._loop.in_epochs and run.position.done and run.is_main:
-        logger.warning(
-            "This evaluation, before the steps of epoch %d, is of the parameters after %d steps of it: the run was "
-            "resumed within the epoch. Do it under 'if not run.position.done:'.",
-            *(epoch + 1, run.position.done),
-        )
+    _warn_if_within_epoch(run)
     run.synchronize()
     run.strategy.require_no_calls()
     heartbeat.mark("evaluate", epoch=epoch, step=step)
-    can_stop = (repeatable and not run._loop.stops_at_end) and (
-        run.options.directory is None or (run._loop.can_go_back and not prepared.gradients.anywhere())
-    )
-    stop = EvaluationStop(run.strategy, heartbeat) if can_stop else None
+    stop = EvaluationStop(run.strategy, heartbeat) if repeatable and _can_repeat(run) else None
     loader, sent = run._loaders.evaluation(data, workers), run.strategy.bytes_sent
     try:
         if loader.count == 0:
@@ -214,207 +184,39 @@ def evaluation(
         compared = run._loaders.compared(data, workers)
         run._agreed_data.require_evaluated(loader.samples, *compared, has_changed=has_changed)
         run._agreed_data.require_equal_changes(prepared.state.loop)
-        if evaluated is not forward_pass.model:
-            require_equal_models(evaluated, forward_pass.model, run.strategy)
+        if evaluated is not own_model:
+            require_equal_models(evaluated, own_model, run.strategy)
         run.compare_replicas()
         resumed = bool(prepared.state.resumed_context)
         is_new = run.rehearsals.is_new_evaluation(evaluated, forward, resumed=resumed)
         with evaluating(evaluated):
-            yield OpenEvaluation(
-                run=run,
-                loader=loader,
-                unchanged=partial(unchanged, evaluated, forward),
-                forward=output_and_target,
-                stop=stop,
-                has_own_forward=forward is not None,
-                rehearse=rehearse if is_new else None,
-            )
+            yield OpenEvaluation(run, loader, evaluated, forward, transform, stop, is_new)
         heartbeat.mark("script", epoch=epoch, step=step)
     except EvaluationStopped as stopped:
         if run.options.directory is not None:
             run._loop.go_back()
         save_and_stop(run, stopped.reason)
     finally:
-        randomness.end_step(-1 - step)
+        prepared.state.model.randomness.end_step(-1 - step)
         run.strategy.bytes_outside_steps += run.strategy.bytes_sent - sent
 
 
-def evaluate(
-    run: Run, metric: Metric | SetMetric | Mapping[str, Metric | SetMetric], data: Any, *how: Any
-) -> float | dict[str, float]:
-    """The values of metrics over all samples: means, and those of a whole set; see ``evaluation``. Collective."""
-    metrics = metric if isinstance(metric, Mapping) else {"metric": metric}
-    for name, each in metrics.items():
-        if not (callable(each) or isinstance(each, SetMetric)):
-            raise ConfigError(
-                f"The metric {name!r} of run.evaluate is a {type(each).__name__}. Give a function of (output, target), "
-                "an object with update, compute and reset, or a dict of these, such as {'accuracy': accuracy}."
-            )
-    of_sets = {name: each for name, each in metrics.items() if isinstance(each, SetMetric)}
-    means = {name: each for name, each in metrics.items() if not isinstance(each, SetMetric)}
-    unchecked = run.rehearsals.new_metrics(means, evaluated=True) & run.rehearsals.new_metrics(means)
-    run.strategy.require_no_calls()
-    require_same_names("The metrics of run.evaluate", metrics, run.strategy)
-    found: dict[str, dict[str, float]] = {}
-    if means:
-        with evaluation(run, data, *how) as opened:
-            values = evaluate_means(opened, means, unchecked)
-            run.rehearsals.note_checked(means.values(), evaluated=True)
-            found |= {name: {name: value} for name, value in values.items()}
-    if of_sets:
-        with evaluation(run, data, *how) as opened:
-            found |= evaluate_set_metrics(opened, of_sets)
-    if isinstance(metric, Mapping):
-        keys = Counter(key for values in found.values() for key in values)
-        if twice := [key for key, count in keys.items() if count > 1]:
-            raise ConfigError(f"Two metrics of run.evaluate give a number called {twice[0]!r}. Rename one.")
-        return {key: value for name in metrics for key, value in found[name].items()}
-    values = found["metric"]
-    return values.get("metric", {key.removeprefix("metric_"): value for key, value in values.items()})
+def _can_repeat(run: Run) -> bool:
+    """True if a run that stops in an evaluation can do it again when it is resumed."""
+    if run._loop.stops_at_end:
+        return False
+    gradients = run.require_prepared().gradients
+    return run.options.directory is None or (run._loop.can_go_back and not gradients.anywhere())
 
 
-def evaluate_means(
-    opened: OpenEvaluation, metrics: Mapping[str, Metric], unchecked: set[str]
-) -> dict[str, float]:
-    """The mean of each metric over all samples, equal on every rank. Collective.
-
-    Unless checks are off, those that are not means are looked for; of those that are not new, where they give one
-    number, see ``means``.
-
-    Args:
-        opened: the samples and the model.
-        metrics: functions of (output, target); see ``step.sum_and_weight`` for what they may return.
-        unchecked: names of the metrics that are new; the same on every rank.
-
-    Raises:
-        ConfigError: a metric is not a mean over samples.
-        EvaluationStopped: they have stopped, all after the same number of micro-batches.
-    """
-    means = _MetricMeans(opened, metrics, unchecked)
-    for place, micro_batch in opened.rounds():
-        with means.calls(), opened.noting_failure():
-            if micro_batch is not None:
-                means.add(place, micro_batch)
-    means.judge()
-    return means.by_name()
-
-
-class _MetricMeans:
-    """The sums and weights of metrics over an evaluation, and what tells that one of them is no mean."""
-
-    def __init__(self, opened: OpenEvaluation, metrics: Mapping[str, Metric], unchecked: set[str]) -> None:
-        self._opened, self._metrics, self._unchecked = opened, metrics, unchecked
-        self._loader, self._strategy = opened.loader, opened.run.strategy
-        self._forward_pass = opened.run.require_prepared().forward_pass
-        self._functions = {name: with_exact_mean(metric) for name, metric in metrics.items()}
-        self._columns = in_columns(metrics)
-        shape = self._loader.share.longest(self._loader.count), len(metrics), 2
-        self._rows = torch.zeros(shape, dtype=torch.float64, device=self._strategy.device)
-        """Of each micro-batch and metric the sum and the weight."""
-        self._checks = opened.run.options.checks != "off"
-        self._checked, self._reasons = set(unchecked), dict[str, str]()
-        """Metrics that are looked at, and why one is no mean."""
-        self._kept: Changes = {}
-        self._sample = RowSample(len(self._loader), self._loader.micro_batch_size)
-
-    @contextmanager
-    def calls(self) -> Iterator[None]:
-        """Surrounds calls of the metrics, which may call the model. Collective."""
-        with self._strategy.joined_calls(), self._forward_pass.autocast():
-            yield
-
-    def add(self, place: int, micro_batch: MicroBatch) -> None:
-        """Runs the model and the metrics on a micro-batch, this holder's number ``place``."""
-        is_padding = micro_batch.k >= self._loader.count  # run because the forward pass is collective
-        unchecked = self._unchecked if place == 0 else set[str]()
-        if unchecked and self._strategy.replicated and not is_padding:
-            self._compare_parts(micro_batch)
-        output, target = self._opened.forward(micro_batch)
-        if is_padding:
-            return
-        samples = len(micro_batch)
-        if self._checks:
-            self._sample.take(place, (output, target), samples)
-        before = held_by(self._metrics, unchecked)
-        for name, metric in without_writes(self._functions, "run.evaluate", output, target):
-            with watching_once(f"the metric {name!r}", looks=name in unchecked):
-                value = metric(output, target)
-            if isinstance(value, Tensor) and value.dim() == 0:
-                self._checked.add(name)
-                if name in unchecked and not (
-                    self._strategy.replicated or has_rows((output, target), samples)
-                ):
-                    self._reasons[name] = Deviation.WITHOUT_ROWS.reason
-                self._forward_pass.tell_other_mean(metric, value, output, target, micro_batch)
-            total, weight = sum_and_weight(value, samples)
-            cell = self._rows[place, self._columns[name]]
-            cell[0], cell[1] = total, weight
-        self._kept.update(before.changed(held_by(self._metrics, unchecked)))
-
-    def _compare_parts(self, micro_batch: MicroBatch) -> None:
-        """Compares the values of new metrics with those over parts of a micro-batch."""
-
-        def forward(data: Any, k: int) -> tuple[Any, Any]:
-            return self._opened.forward(replace(micro_batch, k=k, data=data))
-
-        with self._opened.unchanged():
-            named = self._named(self._unchecked)
-            self._reasons |= reasons_with_model(named, forward, (micro_batch,), self._strategy.device)
-
-    def _named(self, names: Iterable[str]) -> dict[str, Metric]:
-        return {name: self._metrics[name] for name in sorted(names, key=repr)}
-
-    def judge(self) -> None:
-        """Raises ``ConfigError`` on every rank if a metric is no mean, unless checks are off. Collective."""
-        if not self._checks:
-            return
-        everyone = self._strategy.gather_records(self._sample.some())
-        with self.calls():
-            found = self._sample.reasons(self._named(self._checked), everyone)
-        # What may be a mean or not is said once.
-        self._reasons |= {
-            name: why for name, why in found.items() if name in self._unchecked or why not in UNTOLD
-        }
-        told = [self._reasons, self._kept, self._forward_pass.other_mean]
-        records, warns = self._strategy.gather_records(told), self._opened.run.is_main
-        self._forward_pass.hear_other_mean((each[2] for each in records), warns=warns)
-        judge_metrics([(each[0], each[1]) for each in records], warns=warns)
-
-    def by_name(self) -> dict[str, float]:
-        """The means over all samples, equal on every rank. Collective."""
-        ordered = gathered_in_order(self._rows, self._loader.count, self._loader.share, self._strategy).cpu()
-        return {name: _mean(name, ordered[:, self._columns[name]]) for name in self._metrics}
-
-
-def without_writes(
-    functions: Mapping[Any, Callable[..., Any]], caller: str, *given: Any
-) -> Iterator[tuple[Any, Callable[..., Any]]]:
-    """The functions with their names, to be called in turn; ``ConfigError`` if one writes and another follows."""
-    versions, last = versions_of(*given) if len(functions) > 1 else [], None
-    for number, (name, function) in enumerate(functions.items()):
-        if number and versions_of(*given) != versions:
-            raise metric_writes(last, caller, "other metrics are given, too")
-        yield name, function
-        last = name
-
-
-def versions_of(*values: Any) -> list[int]:
-    """How often each tensor in them was written into, as far as torch knows."""
-    leaves = (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
-    return [leaf._version for leaf in leaves if not leaf.is_inference()]
-
-
-def metric_writes(name: object, caller: str, readers: str) -> ConfigError:
-    """The error for a metric that has changed what others read."""
-    return ConfigError(
-        f"The metric {name!r} of {caller} writes into the output or the target, which {readers}. Let it make new "
-        "tensors, as output.sigmoid() in place of output.sigmoid_(), or write into output.clone()."
-    )
-
-
-def in_columns(names: Iterable[Any]) -> dict[Any, int]:
-    """A column of the exchanged rows for each name; ranks may have the names in other orders, as from a set."""
-    return {name: column for column, name in enumerate(sorted(names, key=repr))}
+def _warn_if_within_epoch(run: Run) -> None:
+    """Warns of an evaluation before the steps of an epoch in which the run was resumed."""
+    if run._loop.is_resumed and run._loop.in_epochs and run.position.done and run.is_main:
+        logger.warning(
+            "This evaluation, before the steps of epoch %d, is of the parameters after %d steps of it: the run was "
+            "resumed within the epoch. Do it under 'if not run.position.done:'.",
+            *(run.position.epoch + 1, run.position.done),
+        )
 
 
 def gathered_in_order(rows: Tensor, count: int, share: Share, strategy: Strategy) -> Tensor:
@@ -437,68 +239,6 @@ def gathered_in_order(rows: Tensor, count: int, share: Share, strategy: Strategy
     return ordered[:count]
 
 
-def evaluate_set_metrics(
-    opened: OpenEvaluation, metrics: Mapping[str, SetMetric]
-) -> dict[str, dict[str, float]]:
-    """The values of each metric over the outputs and targets of the whole set, equal on every rank. Collective.
-
-    The main process updates the metrics, with one micro-batch after the other in the order of the data set.
-
-    Raises:
-        ConfigError: outputs or targets are not tensors with a row for each sample, or a value is not a number.
-        EvaluationStopped: the ranks have stopped, all after the same number of micro-batches.
-    """
-    columns, strategy = list[list[Any]](), opened.run.strategy
-    words = f"The metric {next(iter(metrics))!r}", "Compute it from run.predict(data, keep=...) instead."
-
-    def joined(micro_batch: MicroBatch) -> tuple[Tensor, None]:
-        pair = [_rows(each, len(micro_batch), *words) for each in opened.forward(micro_batch)]
-        columns[:] = [[str(each.dtype), list(each.shape[1:])] for each in pair]
-        return torch.cat([each.reshape(len(each), -1).double() for each in pair], 1), None
-
-    rows = predict(replace(opened, forward=joined, has_own_forward=True), None)
-    (dtype, shape), (target_dtype, target_shape) = next(filter(None, strategy.gather_records(columns)))
-    values = {}
-    if rows is not None:
-        border = math.prod(shape)
-        outputs = rows[:, :border].to(_dtype(dtype)).view(-1, *shape)
-        targets = rows[:, border:].to(_dtype(target_dtype)).view(-1, *target_shape)
-        size = opened.loader.micro_batch_size
-        for name, metric in metrics.items():
-            # torchmetrics, also in a collection, would wait for the other ranks, which have no part.
-            for each in metric.modules() if isinstance(metric, nn.Module) else (metric,):
-                for key in ("sync_on_compute", "_to_sync"):  # the second, a copy of it, decides
-                    if hasattr(each, key):
-                        vars(each)[key] = False
-            metric.reset()
-            for begin in range(0, len(rows), size):
-                metric.update(outputs[begin : begin + size].clone(), targets[begin : begin + size].clone())
-            values[name] = _numbers(name, metric.compute())
-    shared: dict[str, dict[str, float]] = next(filter(None, strategy.gather_records(values)))
-    return shared
-
-
-def _numbers(name: str, value: Any) -> dict[str, float]:
-    """The result of ``compute()``: a number under the metric's name, or several under ``name_key`` or ``name_0``."""
-    with suppress(TypeError, ValueError, RuntimeError):
-        return {name: float(value)}
-    try:
-        parts = value if isinstance(value, Mapping) else dict(enumerate(value))
-        return {f"{name}_{key}": float(each) for key, each in parts.items()}
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(
-            f"compute() of the metric {name!r} gave {shorten([str(value)], 1)}, which is neither a number nor a dict "
-            "or list of numbers. Compute it from run.predict instead."
-        ) from error
-
-
-def _mean(name: str, rows: Tensor) -> float:
-    weight = float(fold_rows(rows[:, 1]))
-    if weight == 0:
-        raise ConfigError(f"The metric {name!r} has a total weight of zero, so it has no mean.")
-    return float(fold_rows(rows[:, 0])) / weight
-
-
 def predict_in_order(
     opened: OpenEvaluation, keep: Callable[[Any], Any] | None, *, everywhere: bool
 ) -> Tensor | None:
@@ -514,18 +254,19 @@ def predict_in_order(
             "run.predict gives a row for each sample, in the order of the data set, and was given one that draws "
             "samples (Weighted, WeightedRandomSampler). Give it the data set itself."
         )
-    rows = predict(opened, keep, everywhere=everywhere)
+    require_function("keep", keep)
+    rows = predict(opened, partial(_kept, opened, keep), everywhere=everywhere)
     return rows if rows is None or torch.equal(order, places) else rows[order]
 
 
 def predict(
-    opened: OpenEvaluation, keep: Callable[[Any], Any] | None, *, everywhere: bool = False
+    opened: OpenEvaluation, rows_of: Callable[[MicroBatch], Tensor], *, everywhere: bool = False
 ) -> Tensor | None:
     """The outputs of all samples, in order, on the CPU of the main process, or of every one. Collective.
 
     Each round, every holder gives the outputs of one micro-batch as float64, which holds every value of the dtypes that
-    are taken. Only what belongs to one round is in the memory of all. ``keep`` makes a tensor with a row for each
-    sample of an output; None where the output is that.
+    are taken. Only what belongs to one round is in the memory of all. ``rows_of`` runs the model and gives a row for
+    each sample.
 
     Raises:
         ConfigError: the outputs are not tensors of one row for each sample, or rows have several shapes or dtypes.
@@ -534,12 +275,11 @@ def predict(
     """
     loader, share, strategy = opened.loader, opened.loader.share, opened.run.strategy
     has_all = everywhere or opened.run.is_main
-    require_function("keep", keep)
     found, dtype, shape = [torch.empty(0)] * loader.count, "", list[int]()
     row = torch.zeros(1, dtype=torch.float64, device=strategy.device)
     for place, micro_batch in opened.rounds():
         with strategy.joined_calls(), opened.noting_failure():
-            output = None if micro_batch is None else _kept(opened, micro_batch, keep)
+            output = None if micro_batch is None else rows_of(micro_batch)
         form = None if output is None else [str(output.dtype), list(output.shape[1:])]
         if place == 0:  # a process without a micro-batch learns here what a row is
             forms = [each for each in strategy.gather_records(form) if each is not None]
@@ -568,14 +308,14 @@ def predict(
                         f"The outputs of micro-batch {held[0]} are lost with the process that had them."
                     )
                 numbers = values[1 : 1 + rows * math.prod(shape)].view(rows, *shape)
-                found[held[0]] = numbers.to(_dtype(dtype), copy=True)
+                found[held[0]] = numbers.to(dtype_named(dtype), copy=True)
     return torch.cat(found) if has_all else None
 
 
-def _kept(opened: OpenEvaluation, micro_batch: MicroBatch, keep: Callable[[Any], Any] | None) -> Tensor:
+def _kept(opened: OpenEvaluation, keep: Callable[[Any], Any] | None, micro_batch: MicroBatch) -> Tensor:
     """Returns the part of an output that is kept: a row of real numbers for each sample."""
-    output = _output(opened.forward, micro_batch, has_own_forward=opened.has_own_forward)
-    return _rows(
+    output = opened.output(micro_batch)
+    return require_rows(
         output if keep is None else keep(output),
         len(micro_batch),
         "run.predict",
@@ -583,18 +323,13 @@ def _kept(opened: OpenEvaluation, micro_batch: MicroBatch, keep: Callable[[Any],
     )
 
 
-def _output(forward: Forward, micro_batch: MicroBatch, *, has_own_forward: bool) -> Any:
-    if isinstance(micro_batch.data, Tensor) and not has_own_forward:
-        micro_batch = replace(micro_batch, data=(micro_batch.data, None))  # an input without a target
-    return forward(micro_batch)[0]
-
-
-def _dtype(name: str) -> torch.dtype:
+def dtype_named(name: str) -> torch.dtype:
+    """The dtype of a name such as "torch.float32"."""
     found: torch.dtype = getattr(torch, name.removeprefix("torch."))
     return found
 
 
-def _rows(value: Any, samples: int, caller: str, remedy: str) -> Tensor:
+def require_rows(value: Any, samples: int, caller: str, remedy: str) -> Tensor:
     """The value, if it is a tensor with a row of real numbers for each sample; ``ConfigError`` otherwise."""
     if not isinstance(value, Tensor):
         found = type(value).__name__

@@ -30,8 +30,9 @@ from lockstep.run.checks import agreement
 from lockstep.run.checks.agreement import AgreedData
 from lockstep.run.checks.rehearsal import Rehearsals
 from lockstep.run.epoch_loop import EpochLoop, EpochSteps, Position
-from lockstep.run.evaluation import Metric, SetMetric, evaluate, evaluation, predict_in_order
+from lockstep.run.evaluation import evaluation, predict_in_order
 from lockstep.run.loaders import LoaderCache, counting_skipped, smallest_micro_batch
+from lockstep.run.metrics import Metric, SetMetric, StepMetrics, evaluate
 from lockstep.run.optimizer_step import GradientState, PreparedOptimizer
 from lockstep.run.prepare import Parts, context_of_run, prepare_model, stepped_before
 from lockstep.run.save import Writer
@@ -49,7 +50,6 @@ from lockstep.run.step import (
     with_step,
 )
 from lockstep.run.step_errors import note_data
-from lockstep.run.step_metrics import StepMetrics
 from lockstep.run.whole_batch import require_whole_models, stand_in, surrogate
 from lockstep.runtime.events import Callback, CallbackHandle, options_of_new_run
 from lockstep.runtime.lazy_compiler import apart_from_graphs

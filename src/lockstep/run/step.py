@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 from lockstep.core.plan import StepPlan
-from lockstep.data.batch import Batch, MicroBatch, map_leaves
+from lockstep.data.batch import Batch, DeviceTransform, MicroBatch, map_leaves
 from lockstep.errors import ConfigError, NonFiniteError
 from lockstep.numerics.compilation import explain_compiler
 from lockstep.numerics.precision import Precision
@@ -40,7 +40,7 @@ from lockstep.text import plural, shorten
 logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
-    from lockstep.run.step_metrics import StepMetrics
+    from lockstep.run.metrics import StepMetrics
 
 
 class DeviceTransfer:
@@ -254,9 +254,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-Prepare = Callable[[Tensor], Tensor]
-
-
 class ForwardPass:
     """The forward pass of a prepared model, the same in training and evaluation.
 
@@ -276,7 +273,7 @@ class ForwardPass:
         """Gives the context of the forward pass and the loss."""
         self._transfers = {device: DeviceTransfer(device, events)}
         self._layout = torch.channels_last if channels_last else torch.preserve_format
-        self.device_transform: Prepare | None = None
+        self.device_transform: DeviceTransform | None = None
         """Applied to the input on the device, such as a normalisation of uint8 images."""
         self.other_mean = ""
         """The warning of ``tell_other_mean``, once this process or another has given it."""
@@ -323,7 +320,7 @@ class ForwardPass:
         data: Any,
         forward: Callable[..., Any] | None,
         model: nn.Module,
-        device_transform: Prepare | None,
+        device_transform: DeviceTransform | None,
     ) -> tuple[Any, Any]:
         """The output of ``model``, or of ``forward``, on a micro-batch's data, and its target."""
         with self.autocast():
@@ -338,7 +335,7 @@ class ForwardPass:
                 raise
 
     def inputs(
-        self, data: Any, device_transform: Prepare | None, device: torch.device | None = None
+        self, data: Any, device_transform: DeviceTransform | None, device: torch.device | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
         """Positional and named arguments of the model and the target, on the device, from a micro-batch's data."""
         device = self.device if device is None else device

@@ -20,9 +20,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lockstep.data.batch import DeviceTransform
 from lockstep.data.formats.tar_shards import BoundedTarInfo
 from lockstep.data.images.image_arrays import ArrayTransform, ImageArrays
-from lockstep.data.images.transforms import SUFFIXES, DeviceTransform, Normalize, decode_rgb
+from lockstep.data.images.transforms import SUFFIXES, Normalize, decode_rgb
 from lockstep.errors import ConfigError, DataError
 
 LARGEST = 4 << 30

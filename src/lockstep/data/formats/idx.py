@@ -14,8 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lockstep.data.batch import DeviceTransform
 from lockstep.data.images.image_arrays import ArrayTransform, ImageArrays
-from lockstep.data.images.transforms import DeviceTransform, Normalize
+from lockstep.data.images.transforms import Normalize
 from lockstep.data.naming import class_names
 from lockstep.errors import ConfigError, DataError
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lockstep.core.plan import Indices
-from lockstep.data.images.transforms import DeviceTransform, FinishAlias, renamed_finish
+from lockstep.data.batch import DeviceTransform
+from lockstep.data.images.transforms import FinishAlias, renamed_finish
 from lockstep.data.keyed import SampleKeys
 from lockstep.data.naming import check_labels, class_names
 from lockstep.errors import ConfigError, DataError

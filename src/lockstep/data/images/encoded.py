@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
 from lockstep.core.plan import Indices
+from lockstep.data.batch import DeviceTransform
 from lockstep.data.images.image_cache import ImageCache, PhotoStore, Tell, default_folder, open_cache
 from lockstep.data.images.transforms import (
     IMAGENET_MEAN,
     IMAGENET_STD,
-    DeviceTransform,
     FinishAlias,
     ImageTransform,
     Normalize,

@@ -26,10 +26,9 @@ from PIL import Image
 from torch import Tensor
 from torch.nn.functional import interpolate
 
+from lockstep.data.batch import DeviceTransform
 from lockstep.data.images.decoding import Photo, PillowPhoto, Pixels, open_photo, reduction
 from lockstep.errors import ConfigError
-
-DeviceTransform = Callable[[Tensor], Tensor]
 
 
 def warn_renamed(old: str, new: str) -> None:

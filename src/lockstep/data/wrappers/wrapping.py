@@ -9,7 +9,8 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from lockstep.core.plan import Indices
-from lockstep.data.images.transforms import DeviceTransform, FinishAlias, device_transform_of
+from lockstep.data.batch import DeviceTransform
+from lockstep.data.images.transforms import FinishAlias, device_transform_of
 from lockstep.data.keyed import SampleKeys, generators_kept
 from lockstep.data.naming import require_map_style, sample_error, unwrap_subset
 from lockstep.data.reader import BrokenSample, Collate, batch_read, collate_samples, read_each

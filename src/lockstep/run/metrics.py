@@ -1,0 +1,503 @@
+"""Metrics, such as an accuracy: of an evaluation, as means or of the whole set, and of a step beside its loss."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from lockstep.core.plan import StepPlan
+from lockstep.core.summation_tree import fold_rows
+from lockstep.data.batch import MicroBatch
+from lockstep.errors import ConfigError
+from lockstep.run.checks.calls import require_same_names, watching_once
+from lockstep.run.checks.means import (
+    UNTOLD,
+    Changes,
+    Deviation,
+    Part,
+    RowSample,
+    copies_of,
+    has_rows,
+    held_by,
+    judge_metrics,
+    reasons,
+    reasons_with_model,
+)
+from lockstep.run.evaluation import (
+    OpenEvaluation,
+    dtype_named,
+    evaluation,
+    gathered_in_order,
+    predict,
+    require_rows,
+)
+from lockstep.run.step import sum_and_weight, with_exact_mean
+from lockstep.runtime.torch_internals import OVERWRITTEN
+from lockstep.strategies import IndependentStrategy, Strategy
+from lockstep.text import shorten
+
+if TYPE_CHECKING:
+    from lockstep.run.run import Run
+
+Metric = Callable[[Any, Any], Any]
+
+
+@runtime_checkable
+class SetMetric(Protocol):
+    """Sees all samples before it gives its value, as the metrics of torchmetrics do."""
+
+    def update(self, output: Tensor, target: Tensor, /) -> Any:
+        """Takes the next samples."""
+
+    def compute(self) -> Any:
+        """A number of all samples since ``reset``, or a dict or list of numbers, such as one for each class."""
+
+    def reset(self) -> Any:
+        """Forgets all samples."""
+
+
+def evaluate(
+    run: Run, metric: Metric | SetMetric | Mapping[str, Metric | SetMetric], data: Any, *how: Any
+) -> float | dict[str, float]:
+    """The values of metrics over all samples: means, and those of a whole set; see ``evaluation``. Collective."""
+    metrics = metric if isinstance(metric, Mapping) else {"metric": metric}
+    for name, each in metrics.items():
+        if not (callable(each) or isinstance(each, SetMetric)):
+            raise ConfigError(
+                f"The metric {name!r} of run.evaluate is a {type(each).__name__}. Give a function of (output, target), "
+                "an object with update, compute and reset, or a dict of these, such as {'accuracy': accuracy}."
+            )
+    of_sets = {name: each for name, each in metrics.items() if isinstance(each, SetMetric)}
+    means = {name: each for name, each in metrics.items() if not isinstance(each, SetMetric)}
+    unchecked = run.rehearsals.new_metrics(means, evaluated=True) & run.rehearsals.new_metrics(means)
+    run.strategy.require_no_calls()
+    require_same_names("The metrics of run.evaluate", metrics, run.strategy)
+    found: dict[str, dict[str, float]] = {}
+    if means:
+        with evaluation(run, data, *how) as opened:
+            values = evaluate_means(opened, means, unchecked)
+            run.rehearsals.note_checked(means.values(), evaluated=True)
+            found |= {name: {name: value} for name, value in values.items()}
+    if of_sets:
+        with evaluation(run, data, *how) as opened:
+            found |= evaluate_set_metrics(opened, of_sets)
+    if isinstance(metric, Mapping):
+        keys = Counter(key for values in found.values() for key in values)
+        if twice := [key for key, count in keys.items() if count > 1]:
+            raise ConfigError(f"Two metrics of run.evaluate give a number called {twice[0]!r}. Rename one.")
+        return {key: value for name in metrics for key, value in found[name].items()}
+    values = found["metric"]
+    return values.get("metric", {key.removeprefix("metric_"): value for key, value in values.items()})
+
+
+def evaluate_means(
+    opened: OpenEvaluation, metrics: Mapping[str, Metric], unchecked: set[str]
+) -> dict[str, float]:
+    """The mean of each metric over all samples, equal on every rank. Collective.
+
+    Unless checks are off, those that are not means are looked for; of those that are not new, where they give one
+    number, see ``means``.
+
+    Args:
+        opened: the samples and the model.
+        metrics: functions of (output, target); see ``step.sum_and_weight`` for what they may return.
+        unchecked: names of the metrics that are new; the same on every rank.
+
+    Raises:
+        ConfigError: a metric is not a mean over samples.
+        EvaluationStopped: they have stopped, all after the same number of micro-batches.
+    """
+    means = _MetricMeans(opened, metrics, unchecked)
+    for place, micro_batch in opened.rounds():
+        with means.calls(), opened.noting_failure():
+            if micro_batch is not None:
+                means.add(place, micro_batch)
+    means.judge()
+    return means.by_name()
+
+
+class _MetricMeans:
+    """The sums and weights of metrics over an evaluation, and what tells that one of them is no mean."""
+
+    def __init__(self, opened: OpenEvaluation, metrics: Mapping[str, Metric], unchecked: set[str]) -> None:
+        self._opened, self._metrics, self._unchecked = opened, metrics, unchecked
+        self._loader, self._strategy = opened.loader, opened.run.strategy
+        self._forward_pass = opened.run.require_prepared().forward_pass
+        self._functions = {name: with_exact_mean(metric) for name, metric in metrics.items()}
+        self._columns = in_columns(metrics)
+        shape = self._loader.share.longest(self._loader.count), len(metrics), 2
+        self._rows = torch.zeros(shape, dtype=torch.float64, device=self._strategy.device)
+        """Of each micro-batch and metric the sum and the weight."""
+        self._checks = opened.run.options.checks != "off"
+        self._checked, self._reasons = set(unchecked), dict[str, str]()
+        """Metrics that are looked at, and why one is no mean."""
+        self._kept: Changes = {}
+        self._sample = RowSample(len(self._loader), self._loader.micro_batch_size)
+
+    @contextmanager
+    def calls(self) -> Iterator[None]:
+        """Surrounds calls of the metrics, which may call the model. Collective."""
+        with self._strategy.joined_calls(), self._forward_pass.autocast():
+            yield
+
+    def add(self, place: int, micro_batch: MicroBatch) -> None:
+        """Runs the model and the metrics on a micro-batch, this holder's number ``place``."""
+        is_padding = micro_batch.k >= self._loader.count  # run because the forward pass is collective
+        unchecked = self._unchecked if place == 0 else set[str]()
+        if unchecked and self._strategy.replicated and not is_padding:
+            self._compare_parts(micro_batch)
+        output, target = self._opened.forward(micro_batch)
+        if is_padding:
+            return
+        samples = len(micro_batch)
+        if self._checks:
+            self._sample.take(place, (output, target), samples)
+        before = held_by(self._metrics, unchecked)
+        for name, metric in without_writes(self._functions, "run.evaluate", output, target):
+            with watching_once(f"the metric {name!r}", looks=name in unchecked):
+                value = metric(output, target)
+            if isinstance(value, Tensor) and value.dim() == 0:
+                self._checked.add(name)
+                if name in unchecked and not (
+                    self._strategy.replicated or has_rows((output, target), samples)
+                ):
+                    self._reasons[name] = Deviation.WITHOUT_ROWS.reason
+                self._forward_pass.tell_other_mean(metric, value, output, target, micro_batch)
+            total, weight = sum_and_weight(value, samples)
+            cell = self._rows[place, self._columns[name]]
+            cell[0], cell[1] = total, weight
+        self._kept.update(before.changed(held_by(self._metrics, unchecked)))
+
+    def _compare_parts(self, micro_batch: MicroBatch) -> None:
+        """Compares the values of new metrics with those over parts of a micro-batch."""
+
+        def forward(data: Any, k: int) -> tuple[Any, Any]:
+            return self._opened.forward(replace(micro_batch, k=k, data=data))
+
+        with self._opened.unchanged():
+            named = self._named(self._unchecked)
+            self._reasons |= reasons_with_model(named, forward, (micro_batch,), self._strategy.device)
+
+    def _named(self, names: Iterable[str]) -> dict[str, Metric]:
+        return {name: self._metrics[name] for name in sorted(names, key=repr)}
+
+    def judge(self) -> None:
+        """Raises ``ConfigError`` on every rank if a metric is no mean, unless checks are off. Collective."""
+        if not self._checks:
+            return
+        everyone = self._strategy.gather_records(self._sample.some())
+        with self.calls():
+            found = self._sample.reasons(self._named(self._checked), everyone)
+        # What may be a mean or not is said once.
+        self._reasons |= {
+            name: why for name, why in found.items() if name in self._unchecked or why not in UNTOLD
+        }
+        told = [self._reasons, self._kept, self._forward_pass.other_mean]
+        records, warns = self._strategy.gather_records(told), self._opened.run.is_main
+        self._forward_pass.hear_other_mean((each[2] for each in records), warns=warns)
+        judge_metrics([(each[0], each[1]) for each in records], warns=warns)
+
+    def by_name(self) -> dict[str, float]:
+        """The means over all samples, equal on every rank. Collective."""
+        ordered = gathered_in_order(self._rows, self._loader.count, self._loader.share, self._strategy).cpu()
+        return {name: _mean(name, ordered[:, self._columns[name]]) for name in self._metrics}
+
+
+def evaluate_set_metrics(
+    opened: OpenEvaluation, metrics: Mapping[str, SetMetric]
+) -> dict[str, dict[str, float]]:
+    """The values of each metric over the outputs and targets of the whole set, equal on every rank. Collective.
+
+    The main process updates the metrics, with one micro-batch after the other in the order of the data set.
+
+    Raises:
+        ConfigError: outputs or targets are not tensors with a row for each sample, or a value is not a number.
+        EvaluationStopped: the ranks have stopped, all after the same number of micro-batches.
+    """
+    columns, strategy = list[list[Any]](), opened.run.strategy
+    words = f"The metric {next(iter(metrics))!r}", "Compute it from run.predict(data, keep=...) instead."
+
+    def joined(micro_batch: MicroBatch) -> Tensor:
+        pair = [require_rows(each, len(micro_batch), *words) for each in opened.forward(micro_batch)]
+        columns[:] = [[str(each.dtype), list(each.shape[1:])] for each in pair]
+        return torch.cat([each.reshape(len(each), -1).double() for each in pair], 1)
+
+    rows = predict(opened, joined)
+    (dtype, shape), (target_dtype, target_shape) = next(filter(None, strategy.gather_records(columns)))
+    values = {}
+    if rows is not None:
+        border = math.prod(shape)
+        outputs = rows[:, :border].to(dtype_named(dtype)).view(-1, *shape)
+        targets = rows[:, border:].to(dtype_named(target_dtype)).view(-1, *target_shape)
+        size = opened.loader.micro_batch_size
+        for name, metric in metrics.items():
+            # torchmetrics, also in a collection, would wait for the other ranks, which have no part.
+            for each in metric.modules() if isinstance(metric, nn.Module) else (metric,):
+                for key in ("sync_on_compute", "_to_sync"):  # the second, a copy of it, decides
+                    if hasattr(each, key):
+                        vars(each)[key] = False
+            metric.reset()
+            for begin in range(0, len(rows), size):
+                metric.update(outputs[begin : begin + size].clone(), targets[begin : begin + size].clone())
+            values[name] = _numbers(name, metric.compute())
+    shared: dict[str, dict[str, float]] = next(filter(None, strategy.gather_records(values)))
+    return shared
+
+
+def _numbers(name: str, value: Any) -> dict[str, float]:
+    """The result of ``compute()``: a number under the metric's name, or several under ``name_key`` or ``name_0``."""
+    with suppress(TypeError, ValueError, RuntimeError):
+        return {name: float(value)}
+    try:
+        parts = value if isinstance(value, Mapping) else dict(enumerate(value))
+        return {f"{name}_{key}": float(each) for key, each in parts.items()}
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"compute() of the metric {name!r} gave {shorten([str(value)], 1)}, which is neither a number nor a dict "
+            "or list of numbers. Compute it from run.predict instead."
+        ) from error
+
+
+def _mean(name: str, rows: Tensor) -> float:
+    weight = float(fold_rows(rows[:, 1]))
+    if weight == 0:
+        raise ConfigError(f"The metric {name!r} has a total weight of zero, so it has no mean.")
+    return float(fold_rows(rows[:, 0])) / weight
+
+
+class LossEntries:
+    """A loss function that returns a dict, as one that returns its entry ``"loss"`` and keeps the ``names``."""
+
+    def __init__(self, function: Callable[..., Any], names: Collection[str]) -> None:
+        self.function, self.names = function, names
+        self._kept: dict[int, Mapping[str, Any]] = {}
+        """The value that was returned last, by thread: strategy dp computes losses in several."""
+
+    def __call__(self, output: Any, target: Any) -> Any:
+        """The loss."""
+        found, names, said = self.function(output, target), ("loss", *self.names), ""
+        if not isinstance(found, Mapping):
+            said = f"is a {type(found).__name__}"
+        elif missing := [name for name in names if name not in found]:
+            said = f"has no {missing[0]!r}"
+        if said:
+            raise ConfigError(
+                f"also={list(self.names)!r} of run.backward names entries of the dict that the loss returns, and what "
+                f"it returned {said}. Return a dict with {', '.join(map(repr, names))}, or give functions: "
+                "also={'name': function}."
+            )
+        self._kept[threading.get_ident()] = found
+        return found["loss"]
+
+    def values(self) -> list[Any]:
+        """The other entries, as this thread's last call returned them."""
+        found = self._kept.pop(threading.get_ident())
+        return [found[name] for name in self.names]
+
+    def entry(self, name: str) -> Callable[[Any, Any], Any]:
+        """A function that computes one of them."""
+        return lambda output, target: self.function(output, target)[name]
+
+
+class StepMetrics:
+    """The metrics of one step.
+
+    Args:
+        functions: of (output, target), by name, as ``Run.evaluate`` takes them; or the entries of the loss.
+        unchecked: names of those that are to be checked, see ``means``; the same on every rank.
+        of_batch: True for entries of a loss that is computed once, for the whole batch.
+    """
+
+    def __init__(
+        self,
+        functions: Mapping[str, Callable[..., Any]] | LossEntries,
+        unchecked: set[str],
+        *,
+        of_batch: bool = False,
+    ) -> None:
+        self._of_batch = of_batch
+        self._entries = functions if isinstance(functions, LossEntries) else None
+        if isinstance(functions, LossEntries):
+            functions = {name: functions.entry(name) for name in functions.names}
+        for name, function in functions.items():
+            if not callable(function):
+                raise ConfigError(
+                    f"also={{{name!r}: ...}} of run.backward takes a function of (output, target), and was given a "
+                    f"{type(function).__name__}."
+                )
+        self._given, self._unchecked = dict(functions), unchecked
+        self._functions = {name: with_exact_mean(function) for name, function in functions.items()}
+        self._reasons: dict[str, str] = {}
+        self._untold: set[str] = set()
+        """Those that are one number, of outputs without several rows."""
+        self._has_asked_model = False
+        self.checked: list[Any] = []
+        """Functions that need not be checked again."""
+        self._seen: list[Part] = []
+        self._kept: Changes = {}
+        self._sums: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        self._writing: list[str] = []
+        """Of those that have written into the output or the target, the names."""
+
+    @classmethod
+    def of(
+        cls,
+        also: Mapping[str, Callable[..., Any]] | Collection[str],
+        loss: Callable[..., Any],
+        new: Callable[[Mapping[str, Any]], set[str]],
+        *,
+        whole_batch: bool,
+    ) -> StepMetrics:
+        """Those that ``also`` of ``Run.backward`` asks for.
+
+        Args:
+            also: functions by name, or names of entries of what ``loss`` returns.
+            loss: as the user gave it.
+            new: the names of those that were not checked yet; the same on every rank.
+            whole_batch: as in ``Run.backward``.
+        """
+        if isinstance(also, Mapping):
+            return cls(also, new(also))
+        if not isinstance(also, Collection):
+            raise ConfigError(
+                f"also={also!r:.60} was given. Give functions by name: also={{'accuracy': accuracy}}."
+            )
+        names = [also] if isinstance(also, str) else list(also)
+        unchecked = set(names) if new({"loss": loss}) else set()
+        return cls(LossEntries(loss, names), unchecked, of_batch=whole_batch)
+
+    def loss_of(self, loss: Callable[..., Any]) -> Callable[..., Any]:
+        """The loss function of the step, where the user gave ``loss``."""
+        return with_exact_mean(loss) if self._entries is None else self._entries
+
+    def judge(self, *how: Any) -> None:
+        """Notes which are not means where outputs have no row for each sample; see ``deviation_with_model``."""
+        self._reasons |= reasons_with_model(self._waiting(), *how)
+        self._has_asked_model = True
+
+    def _waiting(self) -> dict[str, Callable[..., Any]]:
+        """Those that are to be checked and of which no fault is known."""
+        names = () if self._of_batch else sorted(self._unchecked, key=repr)
+        return {name: self._given[name] for name in names if not self._reasons.get(name)}
+
+    @torch.no_grad()
+    def note(self, output: Any, target: Any, micro_batch: MicroBatch) -> None:
+        """Computes them for one micro-batch of this process."""
+        if self._of_batch:
+            return
+        samples = len(micro_batch)
+        if waiting := self._waiting():
+            self._seen.append((*copies_of((output, target)), samples))
+            self._reasons |= reasons(waiting, self._seen)
+        if self._entries is None:
+            looked_at = () if self._sums else self._unchecked
+            before = held_by(self._given, looked_at)
+            found = self._called(output, target)
+            self._kept |= before.changed(held_by(self._given, looked_at))
+        else:
+            found = self._entries.values()
+        if waiting:
+            rows_tell = has_rows((output, target), samples) and (samples > 1 or len(self._seen) > 1)
+            values = () if rows_tell else zip(self._given, found, strict=True)
+            self._untold = {name for name, each in values if isinstance(each, Tensor) and each.dim() == 0}
+        self._sums[micro_batch.k] = [sum_and_weight(each, samples) for each in found]
+
+    def note_batch(self) -> None:
+        """Takes the entries of the loss that was computed for the whole batch; they count for micro-batch 0."""
+        if self._of_batch and self._entries is not None:
+            self._sums[0] = [sum_and_weight(each, 1) for each in self._entries.values()]
+
+    def _called(self, output: Any, target: Any) -> list[Any]:
+        versions, found = versions_of(output, target), list[Any]()
+        for name, function in without_writes(self._functions, "run.backward", output, target):
+            with watching_once(f"the metric {name!r}", looks=name in self._unchecked and not self._sums):
+                found.append(function(output, target))
+        if versions_of(output, target) != versions:  # the last one has, or another would have been refused
+            self._writing.append(next(reversed(self._functions)))
+        return found
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Surrounds the backward pass; says which metric has written into a tensor that this still needed."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self._writing and OVERWRITTEN.is_in(str(error)):
+                readers = "the backward pass still needs"
+                raise metric_writes(self._writing[0], "run.backward", readers) from error
+            raise
+
+    @torch.no_grad()
+    def means(self, strategy: Strategy, plan: StepPlan, *, is_main: bool) -> dict[str, Tensor]:
+        """The means over the global batch, float64, 0-dim, equal on every rank, on the device. Collective.
+
+        Raises:
+            ConfigError: one is not a mean over samples, or processes do not wait for each other.
+        """
+        if isinstance(strategy, IndependentStrategy):
+            raise ConfigError(
+                f"also= of run.backward needs processes that wait for each other, and those of {strategy.name!r} in "
+                "asynchronous mode do not. Compute these numbers with run.evaluate."
+            )
+        share = strategy.share
+        if self._unchecked:
+            require_same_names("The metrics in also= of run.backward", self._functions, strategy)
+            if plan.leaves > 1 and not self._has_asked_model:
+                for name in self._untold:
+                    self._reasons[name] = self._reasons.get(name) or Deviation.WITHOUT_ROWS.reason
+            clear = judge_metrics(strategy.gather_records([self._reasons, self._kept]), warns=is_main)
+            self.checked = [self._given[name] for name in clear]
+            if self._entries is not None:
+                self.checked = [self._entries.function] if clear == self._unchecked else []
+        rows = torch.zeros(
+            *(share.longest(plan.leaves), len(self._functions), 2),
+            dtype=torch.float64,
+            device=strategy.device,
+        )
+        columns = in_columns(self._functions)
+        for place, k in enumerate(share.of(plan.leaves)):
+            for name, (total, weight) in zip(self._functions, self._sums.get(k, ())):
+                rows[place, columns[name], 0], rows[place, columns[name], 1] = total, weight
+        ordered = gathered_in_order(rows, plan.leaves, share, strategy)
+        totals = {name: fold_rows(ordered[:, column]) for name, column in columns.items()}
+        return {name: totals[name][0] / totals[name][1] for name in self._functions}
+
+
+def without_writes(
+    functions: Mapping[Any, Callable[..., Any]], caller: str, *given: Any
+) -> Iterator[tuple[Any, Callable[..., Any]]]:
+    """The functions with their names, to be called in turn; ``ConfigError`` if one writes and another follows."""
+    versions, last = versions_of(*given) if len(functions) > 1 else [], None
+    for number, (name, function) in enumerate(functions.items()):
+        if number and versions_of(*given) != versions:
+            raise metric_writes(last, caller, "other metrics are given, too")
+        yield name, function
+        last = name
+
+
+def versions_of(*values: Any) -> list[int]:
+    """How often each tensor in them was written into, as far as torch knows."""
+    leaves = (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
+    return [leaf._version for leaf in leaves if not leaf.is_inference()]
+
+
+def metric_writes(name: object, caller: str, readers: str) -> ConfigError:
+    """The error for a metric that has changed what others read."""
+    return ConfigError(
+        f"The metric {name!r} of {caller} writes into the output or the target, which {readers}. Let it make new "
+        "tensors, as output.sigmoid() in place of output.sigmoid_(), or write into output.clone()."
+    )
+
+
+def in_columns(names: Iterable[Any]) -> dict[Any, int]:
+    """A column of the exchanged rows for each name; ranks may have the names in other orders, as from a set."""
+    return {name: column for column, name in enumerate(sorted(names, key=repr))}
