@@ -356,9 +356,35 @@ class RunState:
         Raises:
             CheckpointMismatch: it is of another model, recipe or software.
         """
+        written = state.progress
+        self._require_resumable(state, force_context)
+        self._add_groups(state)
+        self._compare_settings(written.get("settings", {}), restarted)
+        self.resumed_context = {} if force_context else written["context"]
+        self.precision.restored_settings = {} if force_context else dict(written.get("torch_settings", {}))
+        self._load_tensors(state, force_context)
+        if self.precision.scaler is not None and written["scaler"]:
+            # Where the scale stands comes from the checkpoint; how it changes from here on, from the options.
+            own, kept = self.precision.scaler.state_dict(), ("scale", "_growth_tracker")
+            self.precision.scaler.load_state_dict({**own, **{key: written["scaler"][key] for key in kept}})
+        self.precision.skipped_steps = int(written.get("skipped_steps", 0))
+        for scheduler, stored in zip(self.parts.schedulers, written["schedulers"]):
+            scheduler.load_state_dict(_like(scheduler.state_dict(), stored))
+        self.position.load_state_dict(written["position"])
+        for optimizer in self.parts.optimizers if self.position.step else ():
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # or a scheduler that is stepped first warns
+        self.loop.resume(written.get("loop", {}), inside=self.position.inside)
+        places = written.get("places", {}).items()
+        self.places = {name: [str(first), str(saved), str(start)] for name, (first, saved, start) in places}
+        self.was_inside = self.position.inside
+        self.extra, self.data = dict(written["extra"]), dict(written.get("data", {}))
+        return str(written["fingerprint"])
+
+    def _require_resumable(self, state: CheckpointState, force_context: bool) -> None:
+        """Compares the conditions and the model of a checkpoint with those here; see ``restore``."""
+        written = state.progress
         if words := quantised(self.parts.model):
             raise CheckpointMismatch(f"{words}: no checkpoint can give it back. Begin anew, without resume.")
-        written = state.progress
         _require_none(self.context.differences(written["context"]), force_context)
         for kind, (why, remedy) in _UNSAVED.items():
             if (names := written.get(kind, [])) and not force_context:
@@ -366,17 +392,17 @@ class RunState:
                     f"The checkpoint does not hold {shorten(names, 3)}, {why}, so the bits would not continue. "
                     f"{remedy}, and begin anew; or go on at level B with force_context=True (--force-context)."
                 )
-        self.resumed_context = {} if force_context else written["context"]
-        self.precision.restored_settings = {} if force_context else dict(written.get("torch_settings", {}))
         self._require_equal_counts(state)
-        self._add_groups(state)
-        self._compare_settings(written.get("settings", {}), restarted)
         checkpoint.require_same_model(state.model, state.aliases, self.model.tensors, self.model.aliases)
         if "made_with" in written:  # else of an earlier version
             restored = {words_of(holder, key) for holder, key, _ in written.get("held", ())}
             is_main = self.strategy.share.holder == 0
             made = made_otherwise(written["made_with"], self.made_with, restored, warns=is_main)
             _require_none(made, force_context)
+
+    def _load_tensors(self, state: CheckpointState, force_context: bool) -> None:
+        """Loads parameters, buffers, optimizer states, attributes and gradients. Collective; see ``restore``."""
+        written = state.progress
         self.strategy.load_state(
             {**state.model, **{a: state.model[name] for a, name in state.aliases.items()}}
         )
@@ -398,22 +424,6 @@ class RunState:
         for number, module in enumerate(self.parts.modules):
             own = _under(f"module{number}|", state.optimizer)
             checkpoint.load_model_state(module, own, checkpoint.model_state(module)[1])
-        if self.precision.scaler is not None and written["scaler"]:
-            # Where the scale stands comes from the checkpoint; how it changes from here on, from the options.
-            own, kept = self.precision.scaler.state_dict(), ("scale", "_growth_tracker")
-            self.precision.scaler.load_state_dict({**own, **{key: written["scaler"][key] for key in kept}})
-        self.precision.skipped_steps = int(written.get("skipped_steps", 0))
-        for scheduler, stored in zip(self.parts.schedulers, written["schedulers"]):
-            scheduler.load_state_dict(_like(scheduler.state_dict(), stored))
-        self.position.load_state_dict(written["position"])
-        for optimizer in self.parts.optimizers if self.position.step else ():
-            optimizer._opt_called = True  # type: ignore[attr-defined]  # or a scheduler that is stepped first warns
-        self.loop.resume(written.get("loop", {}), inside=self.position.inside)
-        places = written.get("places", {}).items()
-        self.places = {name: [str(first), str(saved), str(start)] for name, (first, saved, start) in places}
-        self.was_inside = self.position.inside
-        self.extra, self.data = dict(written["extra"]), dict(written.get("data", {}))
-        return str(written["fingerprint"])
 
     def _restore_gradients(self, kept: Mapping[str, Tensor], zeros: Collection[str]) -> None:
         """Sets gradients that a checkpoint holds, whole and in parts; ``zeros``: those that are zeros."""
