@@ -394,6 +394,12 @@ def test_what_is_no_metric_is_named(metric, said):
         run.evaluate(dataset(), metric)
 
 
+def test_data_and_metric_in_the_other_order_are_told():
+    run, *_ = begin()
+    with pytest.raises(ConfigError, match=r"is a TensorDataset.* The data come first: run.evaluate\(data, metric\)"):
+        run.evaluate(lambda output, target: output, dataset())
+
+
 def test_a_class_is_no_part_of_a_run_and_a_dict_no_options():
     run = lockstep.init(global_batch=8)
     with pytest.raises(ConfigError, match=r"was given the class SGD\. Create an instance"):
