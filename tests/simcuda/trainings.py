@@ -18,6 +18,7 @@ from lockstep.data.batch import Batch
 from lockstep.models import lstm, resnet18, transformer
 from lockstep.reduce.ordered import OrderedBucket
 from lockstep.run import Run, RunOptions
+from lockstep.run.checks.rehearsal import Due
 from lockstep.strategies.fsdp.gathering import Gathering
 
 _STEPS, _FIRST = 8, 3
@@ -141,7 +142,7 @@ def open_run(world: World, strategy: str, **options: Any) -> Run:
 
 def rehearse_no_more(run: Run) -> None:
     """Ends the rehearsals at new epochs, in which the host waits, so that ordinary steps are observed."""
-    run.rehearsals.due = dict.fromkeys(run.rehearsals.due, (math.inf, 0, None))
+    run.rehearsals.due = dict.fromkeys(run.rehearsals.due, Due(after_epoch=math.inf))
 
 
 def _without_wait() -> None:

@@ -72,10 +72,10 @@ def evaluate(
     metrics = metric if isinstance(metric, Mapping) else {"metric": metric}
     for name, each in metrics.items():
         if not (callable(each) or isinstance(each, SetMetric)):
-            order = " The data come first: run.evaluate(data, metric)." if callable(data) else ""
             raise ConfigError(
                 f"The metric {name!r} of run.evaluate is a {type(each).__name__}. Give a function of (output, target), "
-                f"an object with update, compute and reset, or a dict of these, such as {{'accuracy': accuracy}}.{order}"
+                "an object with update, compute and reset, or a dict of these, such as {'accuracy': accuracy}."
+                + (" The data come first: run.evaluate(data, metric)." if callable(data) else "")
             )
     of_sets = {name: each for name, each in metrics.items() if isinstance(each, SetMetric)}
     means = {name: each for name, each in metrics.items() if not isinstance(each, SetMetric)}

@@ -28,7 +28,7 @@ from lockstep.profile import timeline
 from lockstep.run import save
 from lockstep.run.checks import agreement
 from lockstep.run.checks.agreement import AgreedData
-from lockstep.run.checks.rehearsal import Rehearsals
+from lockstep.run.checks.rehearsal import Due, Rehearsals
 from lockstep.run.epoch_loop import EpochLoop, EpochSteps, Position
 from lockstep.run.evaluation import evaluation, predict_in_order
 from lockstep.run.loaders import LoaderCache, counting_skipped, smallest_micro_batch
@@ -57,6 +57,7 @@ from lockstep.strategies import IndependentStrategy, StepResult, Strategy, open_
 
 _OWN_EVERY = 100
 """Steps between two checks of the parameters of a process that is compared with no other."""
+_AT_ONCE = Due()
 GradientPass = Callable[..., StepResult]
 """Computes gradients as ``Strategy.backward`` does."""
 
@@ -337,9 +338,10 @@ class Run:
         )
         code = with_step(int(heartbeat.stop_reason), plan.step, is_alone=self._session.group is None)
         opened = BackwardPass(compute, gradients.scale, code)
-        after, least, latest = self.rehearsals.due.get(code_of(loss), (-1, 0, None))
-        is_due = plan.epoch > after and plan.step >= least
-        is_due |= latest is not None and (plan.step >= latest or self._loop.is_last_step(plan))
+        due = self.rehearsals.due.get(code_of(loss), _AT_ONCE)
+        is_due = plan.epoch > due.after_epoch and plan.step >= due.from_step
+        if due.at_latest is not None:
+            is_due |= plan.step >= due.at_latest or self._loop.is_last_step(plan)
         try:
             if rehearse and is_due:
                 rehearsed = replace(compute, function=stand_in) if whole_batch else compute

@@ -90,6 +90,17 @@ _TIMES = {"first": 2, "always": math.inf, "off": 1}
 """For each setting of ``checks``, how often each loss function is rehearsed, or at least looked at."""
 
 
+@dataclass(frozen=True)
+class Due:
+    """The step in which the next rehearsal of a loss function is due: loops change at epochs, and with time."""
+
+    after_epoch: float = -1
+    from_step: int = 0
+    """In the first step from this one on that is in a later epoch."""
+    at_latest: int | None = None
+    """In this step, if that comes first, and in the last of all; None: not before a later epoch."""
+
+
 class Rehearsals:
     """The rehearsals of one run, for the setting ``checks``."""
 
@@ -99,9 +110,8 @@ class Rehearsals:
         """See ``_TIMES``."""
         self.done: dict[Any, int] = {}
         """How often each loss function was rehearsed or looked at, by its code."""
-        self.due: dict[Any, tuple[float, int, int | None]] = {}
-        """When the next one of each is due: after this epoch, as loops change at epochs, and from this step on; at the
-        latest in this step and in the last of all, unless it is None."""
+        self.due: dict[Any, Due] = {}
+        """When the next one of each is due; see ``Run.backward_pass``."""
         self._starts: dict[Any, dict[str, tuple[str, Any]]] = {}
         """For each loss, the places that its calls have changed, also in the model: text and value before the first."""
         self.deviations: dict[str, str] = {}
@@ -214,10 +224,11 @@ class Rehearsals:
         epoch, step = batch.plan.epoch, batch.plan.step
         self.done[code] = done = self.done.get(code, 0) + 1
         if done < self.times:
-            self.due[code] = epoch - 1, 0, None
+            self.due[code] = Due(after_epoch=epoch - 1)
+        elif self.is_on:
+            self.due[code] = Due(epoch, 0 if epoch < _EARLY else step + _APART, max(_LATER, 2 * step))
         else:
-            least = 0 if epoch < _EARLY else step + _APART
-            self.due[code] = (epoch, least, max(_LATER, 2 * step)) if self.is_on else (math.inf, 0, None)
+            self.due[code] = Due(after_epoch=math.inf)
         if done == 1 and draws_globally(loss, compute.forward):
             compute.randomness.key_global_generators()
         if isinstance(self._strategy, IndependentStrategy) or self._strategy.level is Level.STATISTICAL:
@@ -240,7 +251,7 @@ class Rehearsals:
         found = findings.of_all_ranks(self._strategy)
         self.judge(found, _name_of(loss))
         if found.keeps:
-            self.due[code] = *self.due[code][:2], max(_COUNTED, step + step // 4)
+            self.due[code] = replace(self.due[code], at_latest=max(_COUNTED, step + step // 4))
         if found.by_rank:
             state, device = prepared.state, self._strategy.device
             compared_replicas(state, lambda each: checksums(each, device), device, of_all_modules=False)
