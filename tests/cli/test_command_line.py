@@ -69,7 +69,10 @@ def test_help_ends_well(command, name):
         (("train", "digits", "--max-steps", "9"), "It is a setting of the job: --set training.max_steps=..."),
         (("train", "digits", "--lr", "0.1"), "It is a setting of the job: --set optimizer.lr=..."),
         (("train", "--epochs"), "expected one argument."),
-        (("report", "x" * 300), "File name too long."),
+        (
+            ("report", "x" * 300),  # Python 3.14 takes the path for one that does not exist
+            "File name too long." if sys.version_info < (3, 14) else "There is no run folder",
+        ),
         (("new", "~no-such-user/x", "--yes"), "there is no such home folder"),
         (("slurm", "digits", "--output", "absent/job.sh"), "the folder 'absent' does not exist"),
         (("slurm", "digits", "--output", "x" * 300), "longer than one can be"),

@@ -192,7 +192,7 @@ def test_a_killed_launcher_takes_hung_loader_workers_along(command):
         "    def __getitem__(self, index):\n"
         "        pathlib.Path(sys.argv[1], f'worker-{os.getpid()}').touch()\n"
         "        time.sleep(600)\n"
-        "for _ in DataLoader(Stuck(), num_workers=2):\n    pass\n"
+        "for _ in DataLoader(Stuck(), num_workers=2, multiprocessing_context='fork'):\n    pass\n"
     )
     command.start(script, command.marks, devices="cpu:2")
     command.wait_for_mark("worker", 4)
