@@ -240,6 +240,7 @@ class Run:
         prepared.state.reads_photos(photos)
         loader = self._loaders.training(data, plan, workers)
         prepared.forward_pass.device_transform = source.device_transform
+        self._session.heartbeat.note_thread()
         self._session.heartbeat.mark("data", epoch=self.position.epoch, step=self.position.step)
         batches = partial(
             loader.batches, at_end=lambda: self._loaders.read_ahead(loader, self._loop.next_epoch)
