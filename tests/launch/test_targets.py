@@ -31,7 +31,9 @@ def test_a_script_must_be_a_file(tmp_path):
 def test_a_script_must_be_python_source(tmp_path, name, content):
     """A notebook without cells ran as an expression and ended well, others in NameError: name 'null' is not defined."""
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(ConfigError, match=f"{name}' is not Python source. A notebook becomes a script by jupyter"):
+    with pytest.raises(
+        ConfigError, match=f"{name}' is not Python source. A notebook becomes a script by jupyter"
+    ):
         ScriptTarget(path=str(tmp_path / name))
 
 
