@@ -8,9 +8,11 @@ import threading
 import pytest
 
 from lockstep.errors import ConfigError, RankError
-from lockstep.launch.rank_process import _endings_of_threads, run_target
+from lockstep.launch.rank_process import _endings_of_threads, _leave_with, run_target
 from lockstep.launch.targets import EntryTarget, FunctionTarget, ScriptTarget
 from lockstep.runtime.control import Stopped, StopReason
+from lockstep.runtime.heartbeat import Heartbeat
+from lockstep.runtime.stop_signals import CriticalThread
 
 
 @pytest.fixture(autouse=True)
@@ -46,6 +48,33 @@ def test_what_ends_a_thread_that_trains_ends_the_rank(monkeypatch):
         thread.start()
         thread.join()
     assert (ended, others) == (errors[:2], errors[2:])
+
+
+def test_an_error_in_the_thread_that_opened_the_run_ends_the_rank(monkeypatch):
+    """Its process left the others with exit status 0, and the report said nothing of the error."""
+    error = ValueError("in the loop")
+
+    def train():
+        Heartbeat()
+        raise error
+
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
+    monkeypatch.setattr(Heartbeat, "training_thread", 0)
+    ended = _endings_of_threads()
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+    assert ended == [error]
+
+
+def test_an_exit_status_of_the_script_waits_for_the_checkpoint_that_is_being_written():
+    """``sys.exit(1)`` after ``run.save()`` lost it."""
+    go_on = threading.Event()
+    writing = CriticalThread(target=go_on.wait, args=(30,))
+    writing.start()
+    threading.Timer(0.2, go_on.set).start()
+    assert _leave_with(SystemExit(5), None, None, None) == 5
+    assert not writing.is_alive()
 
 
 def test_a_function_is_called_with_its_arguments():

@@ -27,6 +27,16 @@ def test_a_script_must_be_a_file(tmp_path):
         ScriptTarget(path=str(tmp_path / "absent.py"))
 
 
+@pytest.mark.parametrize(("name", "content"), [("train.pyc", b"\xa7\r\r\n\0"), ("train.ipynb", b"{}")])
+def test_a_script_must_be_python_source(tmp_path, name, content):
+    """A notebook without cells ran as an expression and ended well, others in NameError: name 'null' is not defined."""
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(
+        ConfigError, match=f"{name}' is not Python source. A notebook becomes a script by jupyter"
+    ):
+        ScriptTarget(path=str(tmp_path / name))
+
+
 def test_a_lambda_is_refused():
     with pytest.raises(ConfigError, match="top level of a file, not a lambda"):
         FunctionTarget.from_function(lambda: 1, (), {})

@@ -241,6 +241,24 @@ def test_steps_taken_ahead_are_done_once_their_backward_passes_have_run(in_epoch
     assert [list(steps(again)) for _ in again.epochs(2)] == [[]] * (not in_epochs)
 
 
+def test_steps_taken_ahead_are_counted_in_epochs_of_unequal_lengths():
+    """Those of a shorter data set had numbers of steps that were over, and a resumed run did them again."""
+    course, step = EpochLoop(), 0
+    for epoch, length in zip(course.epochs(4), (6, 2, 6, 3), strict=True):
+
+        def of_length(epoch, first, length=length):
+            for position in range(first, length):
+                yield SimpleNamespace(
+                    plan=SimpleNamespace(epoch=epoch, position=position, step=epoch * length + position)
+                )
+
+        course.steps_left(length)
+        for done, batch in enumerate(list(course.steps(of_length, lambda: None)), 1):
+            assert [backward(course, batch), backward(course, batch)] == [0, 1]
+            step += 1
+            assert place(course) == (epoch, done, step, done < length)
+
+
 def test_steps_that_are_over_are_not_begun_again():
     """As ``while True: for batch in steps: yield batch`` does, which waited for ever."""
     course = EpochLoop()

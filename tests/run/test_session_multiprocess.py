@@ -1,6 +1,7 @@
 """The end of a run: nothing may hold on to a process group that the interpreter would then take apart."""
 
 import contextlib
+import os
 import subprocess
 import sys
 
@@ -10,6 +11,8 @@ from tests.ranks import run_ranks
 from torch import nn
 from torch.utils.data import TensorDataset
 
+import lockstep
+from lockstep.errors import ConfigError
 from lockstep.run import Run, RunOptions
 from lockstep.runtime.events import Callback
 
@@ -83,3 +86,17 @@ def test_a_run_is_closed_at_the_end_of_its_block_unless_an_error_leaves_it(error
     for found, closed in run_ranks(two_folds, 2, error):
         assert found == alone
         assert closed == ([0, 0] if error else [1, 1])
+
+
+def begun_with_a_group_alone(world):
+    for name in ("RANK", "WORLD_SIZE"):
+        del os.environ[name]
+    with pytest.raises(ConfigError) as refused:
+        lockstep.init(global_batch=8)
+    return str(refused.value)
+
+
+def test_a_process_group_that_the_environment_knows_nothing_of_is_refused():
+    """After ``dist.init_process_group("gloo", rank=rank, world_size=2)`` each process trained by itself."""
+    for said in run_ranks(begun_with_a_group_alone, 2):
+        assert "torch's process group has 2 processes, and lockstep.init knows of 1" in said

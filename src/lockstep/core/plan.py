@@ -198,7 +198,7 @@ class StepPlan:
 
     epoch: int
     step: int
-    """Global step, counted over epochs."""
+    """Global step, counted as if all epochs were as long as this one; ``run.position.step`` counts what was done."""
     position: int
     """Step within the epoch."""
     packed: bytes

@@ -5,10 +5,11 @@ abort while a process group is open:
 
     the target returned          threads joined, atexit run, exit 0
     SystemExit 75 or 130         the same: stopped because asked
-    SystemExit of another code   exit at once with that code
+    SystemExit of another code   exit with that code
     any other exception          an error record in the log folder, exit with the error's code
 
-An error of Lockstep, or a request to stop, that has ended a thread of the script counts as the target's.
+An error that has ended the thread in which a script trains counts as the target's; so does an error of Lockstep, or a
+request to stop, that has ended any thread.
 
 A rank that fails or is ended while it writes a checkpoint waits a moment for the write to complete.
 """
@@ -203,7 +204,7 @@ def _run(task: RankTask, world: World, heartbeat: Heartbeat, page: ErrorPage) ->
 
 
 def _endings_of_threads() -> list[BaseException]:
-    """Will hold the errors of Lockstep and the requests to stop that end a thread of the script, in which it trains."""
+    """Will hold the errors that end a thread of the script in which it trains; those of Lockstep from any thread."""
     ended = list[BaseException]()
     threading.excepthook = partial(_note_ending, ended, threading.excepthook)
     return ended
@@ -214,8 +215,10 @@ def _note_ending(
     former: Callable[[threading.ExceptHookArgs], Any],
     of_thread: threading.ExceptHookArgs,
 ) -> None:
-    if isinstance(of_thread.exc_value, LockstepError | Stopped):
-        ended.append(of_thread.exc_value)
+    error, thread = of_thread.exc_value, of_thread.thread
+    is_training = thread is not None and thread.ident == Heartbeat.training_thread
+    if isinstance(error, LockstepError | Stopped) or (is_training and isinstance(error, Exception)):
+        ended.append(error)
     else:
         former(of_thread)
 
@@ -231,6 +234,8 @@ def _leave_with(ending: SystemExit, task: RankTask, world: World, heartbeat: Hea
         code = 1
     if code in (EXIT_DONE, EXIT_PREEMPTED, EXIT_INTERRUPTED):
         _leave(task, world, heartbeat)
+    else:
+        wait_for_critical_threads(_LAST_WRITE_SECONDS)
     return code & 0xFF
 
 

@@ -11,6 +11,7 @@ import functools
 import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,11 @@ class ScriptTarget:
     def __post_init__(self) -> None:
         if not Path(self.path).is_file():
             raise ConfigError(f"The script {self.path!r} is not a file. Check the path.")
+        with suppress(OSError), Path(self.path).open("rb") as file:
+            if b"\0" in file.read(4096) or Path(self.path).suffix == ".ipynb":
+                raise ConfigError(
+                    f"{self.path!r} is not Python source. A notebook becomes a script by jupyter nbconvert --to script."
+                )
 
     @classmethod
     def from_words(cls, words: Sequence[str]) -> ScriptTarget:

@@ -148,9 +148,11 @@ class EpochLoop:
         """The number of backward passes over the current step that are done."""
         self._is_ahead = False
         """True while the loop takes batches ahead."""
-        self._unused_from = 0
-        """The step from which on none has had a backward pass."""
-        self._saved_before = 0
+        self._unused_from = 0, 0
+        """The epoch and its step from which on none has had a backward pass: epochs may differ in their lengths."""
+        self._used = 0
+        """The number of steps before that one."""
+        self._saved_before = 0, 0
         """The same when the last checkpoint was written."""
         self.is_resumed = False
         """True where the position comes from a checkpoint, until the first loop over steps."""
@@ -262,6 +264,8 @@ class EpochLoop:
         if not self.in_epochs:
             self._own = self._own or (position.step, self.is_resumed)
         goes_on = self.is_resumed and position.done > 0
+        if self.is_resumed:
+            self._unused_from, self._used = (position.epoch, position.done), position.step
         self.is_resumed, is_rest, self._is_rest = False, self._is_rest, False
         self._walk += 1
         walk = self._walk
@@ -368,12 +372,13 @@ class EpochLoop:
 
     def begin_backward(self, plan: StepPlan, waiting: object = ()) -> int:
         """The number of this pass over its step, from 0; ``waiting``: gradients to which it adds, if there are any."""
-        if plan.step >= self._unused_from:
+        place = plan.epoch, plan.position
+        if place >= self._unused_from:
             current = self._current
-            self._is_ahead = current is None or current.plan.step != plan.step
+            self._is_ahead = current is None or (current.plan.epoch, current.plan.position) != place
             if self.backward_passes and (self._is_ahead or not waiting):
                 self.backward_passes = 0
-        elif plan.step < self._saved_before and plan.epoch <= self._finished_epoch and self._current is None:
+        elif place < self._saved_before and plan.epoch <= self._finished_epoch and self._current is None:
             raise ConfigError(
                 f"run.backward was given the batch of step {plan.step} again, and the checkpoint of run.save() counts "
                 "that step as done: a resumed run would go on with other bits. For further steps call run.batches "
@@ -388,12 +393,17 @@ class EpochLoop:
     def end_backward(self, plan: StepPlan) -> None:
         """Counts a backward pass, and counts its step as done where the loop takes batches ahead."""
         self.backward_passes += 1
-        self._unused_from = max(self._unused_from, plan.step + 1)
-        if not self._is_ahead or plan.step + 1 < self._unused_from:
+        (epoch, done), count = self._unused_from, plan.position + 1
+        if (plan.epoch, plan.position) < self._unused_from:
             return
+        self._unused_from = plan.epoch, count
+        if not self._is_ahead:
+            self._used = self.position.step + 1
+            return
+        self._used += count - done if plan.epoch == epoch else count
         is_last = plan.position >= self._last_place
         for position in filter(None, (self.position, self._back)):
-            position.epoch, position.done, position.step = plan.epoch, plan.position + 1, plan.step + 1
+            position.epoch, position.done, position.step = plan.epoch, count, self._used
         self.position.inside = not is_last
         if is_last and self._current is None:
             self.end_epoch()

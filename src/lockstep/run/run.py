@@ -36,7 +36,13 @@ from lockstep.run.metrics import Metric, SetMetric, StepMetrics, evaluate
 from lockstep.run.optimizer_step import GradientState, PreparedOptimizer
 from lockstep.run.prepare import Parts, context_of_run, prepare_model, stepped_before
 from lockstep.run.save import Writer
-from lockstep.run.session import RunSession, seed_generators, warn_if_begun, warn_if_unseeded
+from lockstep.run.session import (
+    RunSession,
+    seed_generators,
+    warn_if_begun,
+    warn_if_unseeded,
+    world_of_process,
+)
 from lockstep.run.shared_groups import SharedGroups
 from lockstep.run.state import PreparedRun, RunState
 from lockstep.run.step import (
@@ -71,7 +77,7 @@ class Run:
     """
 
     def __init__(self, options: RunOptions, world: World | None = None) -> None:
-        world = world or World.from_environment()
+        world = world or world_of_process()
         if not isinstance(options, RunOptions):
             raise ConfigError("Call lockstep.init(...), or give Run the options RunOptions.of(...).")
         self.options = options = timeline.as_launched(options_of_new_run(options), world)
@@ -241,6 +247,7 @@ class Run:
         prepared.state.reads_photos(photos)
         loader = self._loaders.training(data, plan, workers)
         prepared.forward_pass.device_transform = source.device_transform
+        self._session.heartbeat.note_thread()
         self._session.heartbeat.mark("data", epoch=self.position.epoch, step=self.position.step)
         batches = partial(
             loader.batches, at_end=lambda: self._loaders.read_ahead(loader, self._loop.next_epoch)

@@ -110,6 +110,18 @@ def warn_if_begun(stepped: Sequence[str]) -> None:
         )
 
 
+def world_of_process() -> World:
+    """What the environment says of this process; ``ConfigError`` where torch's process group has more processes."""
+    world = World.from_environment()
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > world.world_size == 1:
+        raise ConfigError(
+            f"torch's process group has {dist.get_world_size()} processes, and lockstep.init knows of 1: each would "
+            "train by itself. It reads RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE in the environment: set them "
+            "in the function that mp.spawn starts, or start the script with lockstep run or torchrun."
+        )
+    return world
+
+
 class RunSession:
     """Opens the process group for the life of the process, or joins the one that is open.
 

@@ -24,6 +24,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
+from threading import get_ident
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -243,6 +244,9 @@ class Heartbeat:
     ``events`` receive every phase and its samples; while there are any, no step is short.
     """
 
+    training_thread = 0
+    """The thread of this process that opened the run, or reads its batches."""
+
     def __init__(
         self, beat: mmap.mmap | None = None, control: Control | None = None, events: StepEvents = NO_EVENTS
     ) -> None:
@@ -259,6 +263,7 @@ class Heartbeat:
         ]
         self._base = 0
         self._epoch = self._entered = -1
+        self.note_thread()
         self.marked_from = 0
         """The next step whose phases are all marked; those before it are short."""
 
@@ -270,6 +275,10 @@ class Heartbeat:
         directory = Path(world.run_directory)
         _opened[:] = [map_file(heartbeat_file(directory, world.rank), SIZE)]
         return cls(_opened[0], Control(directory), events)
+
+    def note_thread(self) -> None:
+        """Notes that this thread trains: an error that ends it counts as that of the rank."""
+        Heartbeat.training_thread = get_ident()
 
     def mark(self, phase: str, *, epoch: int = -1, step: int = -1, micro_batch: int = -1) -> None:
         """Writes what the rank is about to do; ``phase`` is one of ``PHASES``."""

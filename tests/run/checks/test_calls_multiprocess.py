@@ -3,6 +3,8 @@
 import linecache
 import logging
 import os
+import time
+from contextlib import suppress
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from lockstep.errors import ConfigError
 from lockstep.run import Run, RunOptions
+from lockstep.run.checks import calls
 from lockstep.runtime.lazy_compiler import postpone_compiler
 
 WORLD = 1
@@ -348,3 +351,20 @@ def summed(world):
 
 def test_a_tool_in_the_place_of_a_collective_is_not_taken_for_the_users_code():
     assert len(set(run_ranks(summed, 2))) == 1
+
+
+@pytest.mark.parametrize("is_handling", [False, True])
+def test_a_call_that_waits_in_a_finally_tells_of_the_error_behind_it(monkeypatch, caplog, is_handling):
+    """``finally: run.save()`` after an error of one rank was told as a stall, a minute later, without the error."""
+    monkeypatch.setattr(calls, "_PATIENCE", 0.01)
+    monkeypatch.setattr(
+        calls, "gather_json", lambda mine, *_: [time.sleep(0.3), [*mine[:2], 1], [*mine[:2], 2]][1:]
+    )
+    with suppress(ValueError):
+        try:
+            if is_handling:
+                raise ValueError("of one rank")
+        finally:
+            assert calls.gather_agreed(1, None, None) == [1, 2]
+    assert ("the error below is being handled here" in caplog.text) is is_handling
+    assert ("ValueError: of one rank" in caplog.text) is is_handling

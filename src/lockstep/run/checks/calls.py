@@ -13,6 +13,8 @@ import logging
 import os
 import re
 import sys
+import threading
+import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -26,6 +28,7 @@ from lockstep.distributed.collectives import gather_json
 from lockstep.errors import ConfigError
 from lockstep.numerics.hidden_state import Snapshot, is_users_code
 from lockstep.run.code_analysis import names_reached, users_frames
+from lockstep.runtime.error_record import users_lines
 from lockstep.runtime.torch_internals import FrameKind, kind_of_frame
 from lockstep.strategies import Strategy
 from lockstep.text import numbered, shorten
@@ -40,11 +43,15 @@ _CALLS = {
     "_steps": "run.batches",
 }
 """Calls of a run by the names of the functions that the script, or a loop of it, enters."""
+_PATIENCE = 5.0
+"""Seconds after which a call that waits for other ranks tells of an error that is being handled."""
 
 
 def gather_agreed(mine: object, group: dist.ProcessGroup, device: torch.device) -> list[Any]:
     """A value of every rank, by rank; ``ConfigError`` where they come from different calls of the run. Collective."""
-    everyone = gather_json([*_call(), mine], group, device)
+    call = _call()
+    with _telling_of_error("".join(call)):
+        everyone = gather_json([*call, mine], group, device)
     known = [
         each if isinstance(each, list) and len(each) == 3 else ["another call", "", each] for each in everyone
     ]
@@ -56,6 +63,27 @@ def gather_agreed(mine: object, group: dist.ProcessGroup, device: torch.device) 
             "everywhere, but of run.predict; run.print prints it once."
         )
     return [value for _, _, value in known]
+
+
+@contextmanager
+def _telling_of_error(call: str) -> Iterator[None]:
+    """Says, if the block takes long, which error the script handles meanwhile: in a ``finally``, it is still hidden."""
+    error = sys.exc_info()[1]
+    if not isinstance(error, Exception):
+        yield
+        return
+    words = (
+        "%s waits for the other ranks, and the error below is being handled here. Where it is that of some ranks only, "
+        "the others wait in another call: in 'finally:' and 'except:' leave out calls that all ranks must make.%s\n%s"
+    )
+    lines = "".join(traceback.format_exception_only(error)).rstrip()
+    timer = threading.Timer(_PATIENCE, logger.warning, (words, call, users_lines(error), lines))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _call() -> tuple[str, str]:
