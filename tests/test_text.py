@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.text import format_bytes, format_duration, numbered, plural, printable, ranges, shorten
+from lockstep.text import format_bytes, format_duration, numbered, percent, plural, printable, ranges, shorten
 
 
 @pytest.mark.parametrize(
@@ -20,6 +20,13 @@ from lockstep.text import format_bytes, format_duration, numbered, plural, print
 )
 def test_bytes_have_three_digits_and_a_unit(count, said):
     assert format_bytes(count) == said
+
+
+def test_only_all_is_100_percent():
+    shares = (0.0, 0.97216, 0.99994, 0.99996, 0.9999999, 1.0)
+    shown = ["0.00 %", "97.22 %", "99.99 %", "99.99 %", "100.00 %", "100.00 %"]
+    assert [percent(share) for share in shares] == shown
+    assert percent(0.9998, 1) == "99.9 %"
 
 
 def test_one_thing_has_no_s():

@@ -324,8 +324,10 @@ def judge_links(found: dict[str, Any]) -> list[CheckResult]:
     pairs = [(2 * LARGE / seconds, left, right) for left, right, seconds in found["pairs"]]
     rate = 2 * (ranks - 1) / ranks * LARGE / found["large"]
     who = f"{ranks} ranks on {several} hosts" if several > 1 else f"{ranks} ranks"
-    speed = f"{1e6 * found['latency']:.0f} us for 8 bytes, {format_bytes(rate)}/s for 8 MiB"
-    findings = [ok("all-reduce", f"{who}: {speed}")]
+    speed = f"{1e6 * found['latency']:.0f} us for 8 bytes, {1e3 * found['large']:.3g} ms for 8 MiB"
+    findings = [
+        ok("all-reduce", f"{who}: {speed} ({format_bytes(rate)}/s from each rank to the next in a ring)")
+    ]
     slowest, *between = min(pairs, key=lambda pair: pair[0])
     typical = statistics.median_high([bandwidth for bandwidth, _, _ in pairs])
     left, right = (f"{rank} ({hosts[rank]})" if several > 1 else f"{rank}" for rank in between)

@@ -1,4 +1,4 @@
-"""Words and numbers for messages: plurals, shortened lists, bytes and durations with their units."""
+"""Words and numbers for messages: plurals, shortened lists, shares, bytes and durations with their units."""
 
 from __future__ import annotations
 
@@ -67,6 +67,12 @@ def format_duration(seconds: float) -> str:
     if hours:
         return f"{hours} h {minutes:02d} min"
     return f"{minutes} min {whole % 60:02d} s" if minutes else f"{whole} s"
+
+
+def percent(share: float, digits: int = 2) -> str:
+    """A share of 1 in percent: ``97.22 %``; what is less than all is not rounded to ``100.00 %``."""
+    is_less = share < 1 - 1e-6  # a mean of ones in float32 may be as near
+    return f"{min(100 * share, 100 - 10**-digits) if is_less else 100 * share:.{digits}f} %"
 
 
 def printable(text: str) -> str:

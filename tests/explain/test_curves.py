@@ -143,6 +143,18 @@ def test_an_accuracy_that_is_given_in_percent_is_not_multiplied():
     assert final_table([RunLog("a", (record,))])[1] == ("a", "1", "-", "43.24", "43.24 (1)")
 
 
+def test_a_percentage_below_one_and_the_marks_of_an_axis_are_not_multiplied_either():
+    """An axis to 40 began with 0 %, and a last accuracy of 0.5 beside a best one of 43.24 was 50.00 %."""
+    records = [
+        {"kind": "epoch", "step": 4 * n, "epoch": n - 1, "validation_accuracy": value}
+        for n, value in ((1, 43.24), (2, 0.5))
+    ]
+    log = RunLog("a", tuple(records))
+    assert final_table([log])[1] == ("a", "2", "-", "0.5", "43.24 (1)")
+    words = [shape.text for shape in chart([log]).shapes if isinstance(shape, Label)]
+    assert "0" in words and "50" in words and not [word for word in words if "%" in word]
+
+
 def test_the_table_has_the_means_of_the_last_epoch_and_not_those_of_its_last_steps(tmp_path):
     folder = write(tmp_path / "a")
     later = {"kind": "step", "step": 10, "epoch": 2, "seconds": 600.0, "loss": 9.0, "learning_rate": 0.01}

@@ -100,6 +100,18 @@ def test_a_model_in_parts_is_saved_as_the_same_folder(tmp_path):
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+def counted(world, folder):
+    trainer = trainer_of(begin(), folder, causal_model(), max_steps=5)  # of 8, 8, 8, 2 and 8 samples
+    speeds = trainer.train().metrics
+    return speeds["train_samples_per_second"] / speeds["train_steps_per_second"]
+
+
+def test_samples_per_second_count_the_samples_of_the_steps_that_were_made(tmp_path):
+    """They were a share of the data set: 32.5 samples in five of its steps."""
+    (each,) = run_ranks(counted, 1, tmp_path)
+    assert each == pytest.approx(34 / 5, rel=0.01)
+
+
 def one_step(world, folder, micro_batches):
     """The loss of the first step over eight rows; by the Trainer of transformers for None."""
     run = begin(micro_batches or 1)

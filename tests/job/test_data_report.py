@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch.utils.data import Subset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, WeightedRandomSampler
 
 from lockstep.config.job_file import Override, load_job
-from lockstep.data import Bucketed, CenterCrop, Digits, ImageFolder, StepLoader, Weighted
+from lockstep.data import Bucketed, CenterCrop, Digits, ImageFolder, StepLoader, Stream, Weighted
 from lockstep.errors import ConfigError
 from lockstep.job import data_report
 from lockstep.job.assemble import sample_plan
@@ -54,6 +54,44 @@ def test_every_sample_that_cannot_be_read_is_named(flowers, workers):
     assert "UnidentifiedImageError" in found[1]
     around = Bucketed(ImageFolder(flowers, transform=CenterCrop(8)), [1] * 7, 2)
     assert data_report.unreadable(around, workers) == found
+
+
+class Lines(IterableDataset):
+    """A stream that breaks at one of its samples."""
+
+    def __init__(self, broken=-1):
+        self.broken = broken
+
+    def __len__(self):
+        return 9
+
+    def __iter__(self):
+        for number in range(len(self)):
+            if number == self.broken:
+                raise ValueError("torn line")
+            yield torch.zeros(2), number % 3
+
+
+@pytest.mark.parametrize("stream", [Lines, lambda *broken: Stream(Lines(*broken), samples=9)])
+def test_a_stream_is_read_in_its_order(stream):
+    """Each of its samples was said to be unreadable."""
+    facts = data_report.look_at_set("data.train", stream(), workers=0, reads=True)
+    assert (facts.samples, facts.read, facts.unreadable) == (9, 9, [])
+    found = data_report.look_at_set("data.train", stream(4), workers=0, reads=True).unreadable
+    assert found == ["Sample 4 cannot be read: ValueError: torn line. What follows was not read."]
+
+
+def test_of_a_data_loader_what_it_reads_is_shown(flowers):
+    """It was refused, by an error about SkipBroken."""
+    draws = WeightedRandomSampler([1.0] * 7, 20, generator=torch.Generator())
+    photos = ImageFolder(flowers, transform=CenterCrop(8))
+    loader = DataLoader(photos, batch_size=4, sampler=draws)
+    facts = data_report.look_at_set("data.train", loader, workers=0, reads=True)
+    assert (facts.samples, facts.read, facts.unreadable) == (20, 7, [])
+    config = job(global_batch=8, micro_batches=2)
+    step = data_report.look_at_step(config, loader, 1, epoch=0, position=0)
+    assert step.steps_per_epoch == 3 and "(" in step.reads[0][0][0]
+    assert [len(labels) for _, labels in data_report.batch_of(config, loader, 0, 0)] == [4, 4]
 
 
 def test_samples_have_their_files_and_a_step_that_is_none_is_refused(flowers):

@@ -73,5 +73,6 @@ def test_the_last_evaluation_and_the_best_are_shown(metric, shown):
 
 def test_an_accuracy_that_is_given_in_percent_is_not_multiplied():
     metric = "validation_accuracy"
-    lines = report(outcome(metric=metric, values={metric: 43.24}, best=45.0, best_epoch=1), "").splitlines()
-    assert "accuracy     43.24 (best 45, epoch 2)" in lines
+    for last, shown in ((43.24, "43.24"), (0.5, "0.5")):
+        found = outcome(metric=metric, values={metric: last}, best=45.0, best_epoch=1)
+        assert f"accuracy     {shown} (best 45, epoch 2)" in report(found, "").splitlines()

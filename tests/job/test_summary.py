@@ -27,6 +27,13 @@ def test_steps_and_the_ragged_tail_are_told(text):
     assert "1,438 samples; evaluation: 359 samples" in said
 
 
+def test_numbers_of_one_are_singular(text):
+    said = text("training.epochs=1", "training.max_steps=1", samples=65)
+    assert "1 epoch x 2 steps = 2 optimizer steps, of which max_steps makes 1; a step is" in said
+    assert "The last step of an epoch has 1 sample: one of 1, 7 empty" in said
+    assert "over 1 step (" in said
+
+
 def test_a_full_last_batch_needs_no_word(text):
     assert "The last step" not in text(samples=640)
 

@@ -33,6 +33,34 @@ def test_a_resumed_run_shows_every_step_once(tmp_path):
     }
 
 
+def test_a_run_that_begins_anew_hides_what_one_without_a_checkpoint_has_written(tmp_path):
+    pytest.importorskip("tensorboard")
+    for loss in (1.0, 2.0):
+        logger = TensorBoard(tmp_path, first_step=0)
+        logger.log(2, {"loss": loss})
+        logger.close()
+    assert scalars(tmp_path) == {"train/loss": [(2, 2.0)]}
+
+
+def test_the_means_of_a_part_of_an_epoch_do_not_stay_beside_those_of_the_whole(tmp_path):
+    """After max_steps within an epoch, a run that went on had two values of that epoch."""
+    pytest.importorskip("tensorboard")
+    first = TensorBoard(tmp_path)
+    first.log(2, {"loss": 3.0})
+    first.epoch(0, 2, {"loss": 3.0, "accuracy": 0.5, "validation_loss": 4.0, "epochs_done": 0.5})
+    first.close()
+    second = TensorBoard(tmp_path, first_step=2)
+    second.epoch(0, 4, {"loss": 2.0, "accuracy": 0.75, "validation_loss": 1.0})
+    second.close()
+    assert scalars(tmp_path) == {
+        "train/loss": [(2, 3.0)],
+        "epoch/loss": [(4, 2.0)],
+        "epoch/accuracy": [(4, 0.75)],
+        "epoch/validation_loss": [(2, 4.0), (4, 1.0)],
+        "epoch/epochs_done": [(2, 0.5)],
+    }
+
+
 def test_results_can_be_seen_after_each_epoch_while_the_run_goes_on(tmp_path):
     pytest.importorskip("tensorboard")
     logger = TensorBoard(tmp_path)

@@ -1,5 +1,7 @@
 """An evaluation that may be repeated is left by all ranks at once when one is asked to stop, and done again later."""
 
+import contextlib
+
 import pytest
 import torch
 from tests.ranks import run_ranks
@@ -214,3 +216,29 @@ def other_metrics(world, evaluates):
 def test_other_metrics_on_each_rank_are_refused(evaluates):
     for said in run_ranks(other_metrics, 2, evaluates):
         assert "are not the same on every rank" in said and "of rank 1" in said
+
+
+class FlakySet:
+    """A metric of the whole set, which the main process alone computes."""
+
+    def update(self, output, target):
+        pass
+
+    def reset(self):
+        pass
+
+    def compute(self):
+        raise ValueError("flaky")
+
+
+def caught(world):
+    run, _, _ = begin(network(), torch.optim.Adam, lr=0.01)
+    with contextlib.suppress(ValueError):
+        run.evaluate(dataset(20, seed=2), {"flaky": FlakySet()})
+    run.evaluate(dataset(20, seed=2), correct)
+
+
+def test_going_on_after_an_error_of_compute_is_refused_where_other_ranks_wait():
+    """The message was about ranks that make different calls, or the run waited."""
+    with pytest.raises(ConfigError, match=r"An evaluation raised ValueError \(flaky\), which was caught"):
+        run_ranks(caught, 2)

@@ -74,8 +74,11 @@ def test_beyond_k_the_recipe_grows_and_says_so():
     assert found.efficiency == pytest.approx(1.0)
 
 
-def test_an_epoch_takes_at_least_one_step():
+def test_an_epoch_takes_whole_steps():
+    """An epoch of 1,536 samples took 1.5 steps of 1,024."""
     assert predict(ONE, 4096, IDEAL, adding=1e30).epoch == pytest.approx(0.1)
+    one = dataclasses.replace(ONE, samples=12 * 128)
+    assert predict(one, 64, IDEAL, adding=1e30).epoch == pytest.approx(0.2)
 
 
 def test_half_the_bytes_take_half_the_time_where_latency_is_nothing():

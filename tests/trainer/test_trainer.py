@@ -105,6 +105,16 @@ def test_a_run_that_does_not_improve_stops_early_and_names_its_best(tmp_path):
     assert (tmp_path / "step-00000004").is_dir()
 
 
+def test_a_run_that_stops_early_within_an_epoch_logs_its_last_steps(tmp_path):
+    """The loss of the steps since the last record stood in no record of kind step."""
+    options = {"lr": 0.0, "early_stop": 1, "evaluate_every_steps": 1, "epochs": 9, "log_every": 10}
+    run_ranks(outcome, 1, tmp_path, options)
+    *_, step, evaluation, epoch = records(tmp_path)
+    assert [each["step"] for each in (step, evaluation, epoch)] == [2, 2, 2]
+    assert (step["loss"], step["accuracy"]) == (epoch["loss"], epoch["accuracy"])
+    assert "learning_rate" in step and "validation_loss" in evaluation
+
+
 def test_a_run_that_stops_early_says_why(tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="lockstep")
     trainer(World(), tmp_path, lr=0.0, early_stop=2, epochs=9).fit()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
@@ -29,7 +29,7 @@ from lockstep.explain.chart import (
     tick_step,
 )
 from lockstep.loggers.json_lines import read_json_lines
-from lockstep.text import aligned, format_duration
+from lockstep.text import aligned, format_duration, percent
 
 FILE = "log.jsonl"
 _GROUP = re.compile(r"learning_rate_\d+")
@@ -85,6 +85,10 @@ class RunLog:
         last = self.ends[-1]["step"] if self.ends else math.inf
         found = (_number(each[metric]) for each in reversed(self._with(metric)) if each["step"] <= last)
         return next(found, None)
+
+    def is_share(self, metric: str) -> bool:
+        """True for an accuracy from 0 to 1; a metric of the user's of that name may be in percent."""
+        return metric.endswith("accuracy") and all(value <= 1 for _, value in self.values(metric))
 
     def points(self, metric: str, axis: str) -> list[Point]:
         """The curve of a metric; ``axis`` is ``epochs`` or ``seconds``.
@@ -162,11 +166,15 @@ def final_table(
         seconds = log.records[-1].get("seconds")
         cells = [log.name, f"{log.epochs:.4g}", "-" if seconds is None else format_duration(seconds)]
         finals = {metric: log.final(metric) for metric in metrics}
-        cells += ["-" if value is None else _shown(metric, value, ".2f") for metric, value in finals.items()]
+        cells += [
+            "-" if value is None else _shown(value, percent if log.is_share(metric) else None)
+            for metric, value in finals.items()
+        ]
         if best:
             found = [(value, -record["epoch"]) for record, value in log.values("validation_accuracy")]
             value, epoch = max(found, default=(0.0, 0))
-            cells.append(f"{_shown('accuracy', value, '.2f')} ({1 - epoch})" if found else "-")
+            form = percent if log.is_share("validation_accuracy") else None
+            cells.append(f"{_shown(value, form)} ({1 - epoch})" if found else "-")
         if fingerprints:
             cells.append(fingerprints.get(log.name, "")[:_DIGITS] or "-")
         rows.append(tuple(cells))
@@ -234,14 +242,16 @@ def _panel(
 ) -> list[Shape]:
     longest = max(x for points in curves.values() for x, _ in points)
     unit, name = _time_unit(longest) if axis == "seconds" else (1.0, "epochs")
-    low, high, step = _bounds([y for points in curves.values() for _, y in points])
+    values = [y for points in curves.values() for _, y in points]
+    low, high, step = _bounds(values)
+    is_share = metric.endswith("accuracy") and max(values) <= 1
     across = max(longest / unit, 1e-9)
     shapes: list[Shape] = [Label(left, top - 14, _title(metric), "start", 13)]
     for number in range(round((high - low) / step) + 1):
         y = top + _HEIGHT - number * step / (high - low) * _HEIGHT
         shapes += [
             Rectangle(left, y, _WIDTH, 1, PALE),
-            Label(left - 6, y, _shown(metric, low + number * step), "end", 11),
+            Label(left - 6, y, _shown(low + number * step, _tick if is_share else None), "end", 11),
         ]
     along = tick_step(across)
     for number in range(int(across / along + 1e-9) + 1):
@@ -288,8 +298,11 @@ def _title(metric: str) -> str:
     return metric.replace("_", " ")
 
 
-def _shown(metric: str, value: float, percent: str = ".4g") -> str:
+def _shown(value: float, of_share: Callable[[float], str] | None) -> str:
     if math.isnan(value):
         return "not finite"
-    is_share = metric.endswith("accuracy") and value <= 1
-    return f"{100 * value:{percent}} %" if is_share else f"{value + 0.0:.4g}"
+    return f"{value + 0.0:.4g}" if of_share is None else of_share(value)
+
+
+def _tick(share: float) -> str:
+    return f"{100 * share:.4g} %"

@@ -34,7 +34,7 @@ from lockstep.job.instantiate import importable_from, instantiate_function
 from lockstep.job.prediction import class_names, has_gone_on, load_run, read_outcome
 from lockstep.job.run_folder import Start, one_recipe, read_starts
 from lockstep.run import Run
-from lockstep.text import plural
+from lockstep.text import percent, plural
 from lockstep.trainer.state import Accuracy, is_of_log_probabilities
 from lockstep.trainer.trainer import WEIGHTS
 
@@ -210,12 +210,12 @@ def _answers(folder: Path, job: JobConfig, log: RunLog | None, computes: bool) -
         return [head, _note(f"This cannot be computed again: {error}")]
     right = len(found.labels) - len(found.wrong)
     text = f"Computed again with the last weights: {right:,} of {plural(len(found.labels), 'sample')} are correct "
-    text += f"({100 * right / len(found.labels):.2f} %)."
+    text += f"({percent(right / len(found.labels))})."
     recorded = log.final("validation_accuracy") if log is not None else None
     if job.training.ema_decay is not None:
         text += " The accuracy in the log is that of the moving average of the weights, and may differ."
     elif recorded is not None and recorded <= 1:
-        text += f" The log of the run says {100 * recorded:.2f} % for its last epoch."
+        text += f" The log of the run says {percent(recorded)} for its last epoch."
     matrix = _confusion(found)
     return [head, f"<p>{escape(text)}</p>", _wrong_samples(found), "<h2>Confusion matrix</h2>", matrix]
 
@@ -230,7 +230,7 @@ def _wrong_samples(found: Answers) -> str:
         true, predicted = (
             escape(found.classes[int(each[index])]) for each in (found.labels, found.predicted)
         )
-        certain = f"({100 * found.certainty[index]:.1f} %)"
+        certain = f"({percent(float(found.certainty[index]), 1)})"
         words = f"{escape(found.names[index])}<br>true <b>{true}</b>, predicted <b>{predicted}</b> {certain}"
         cells.append(f"<div>{image}<p>{words}</p></div>")
     rest = len(found.wrong) - len(cells)

@@ -159,7 +159,7 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
         assert loader is not None, "the Trainer has refused to train without a data set"
         steps, started, first = run.steps_per_epoch(loader), time.time(), run.position.step
         state = self._begin(steps)
-        mean = torch.zeros((), dtype=torch.float64)
+        mean, samples = torch.zeros((), dtype=torch.float64), 0
         self.control = events.on_train_begin(args, state, self.control)
         self._give_back(run.extra.get("transformers", {}))
         if args.eval_on_start and not first:
@@ -184,6 +184,7 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
                 self.model.zero_grad()  # of parameters that the optimizer does not have, too
                 self._losses.append(loss)
                 mean += loss.cpu()
+                samples += batch.plan.samples
                 state.global_step += 1
                 state.epoch = epoch + (batch.plan.position + 1) / steps
                 self.control = events.on_step_end(args, state, self.control)
@@ -200,7 +201,6 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             self._load_best()
         self.control = events.on_train_end(args, state, self.control)
-        samples = min(len(self.train_dataset) * done / steps, done * run.options.global_batch)
         speed = speed_metrics("train", started, num_samples=samples, num_steps=done)
         return TrainOutput(
             state.global_step, metrics["train_loss"], {**speed, **metrics, "epoch": state.epoch}

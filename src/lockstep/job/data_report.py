@@ -22,7 +22,8 @@ from torch.utils.data import Dataset
 from lockstep.config.job import JobConfig
 from lockstep.config.rules import planned_shares
 from lockstep.data import EvaluationLoader, SkipBroken, StepLoader
-from lockstep.data.adopt import adopt
+from lockstep.data.adopt import Stream, adopt
+from lockstep.data.keyed import SampleKeys
 from lockstep.data.naming import known_classes, known_labels, sample_error
 from lockstep.data.wrappers.wrapping import Wrapping
 from lockstep.errors import ConfigError
@@ -79,6 +80,8 @@ def data_sets(config: JobConfig) -> dict[str, Any]:
 
 def look_at_set(name: str, data_set: Any, *, workers: int, reads: bool) -> SetFacts:
     """The classes of a data set and, if ``reads``, the samples that cannot be read; ``workers`` processes read."""
+    given, data_set = data_set, adopt(data_set).dataset
+    shown = given if isinstance(data_set, Stream) else data_set  # of a DataLoader what it reads
     labels, classes = known_labels(data_set), None
     if labels is not None:
         names = known_classes(data_set)
@@ -90,13 +93,15 @@ def look_at_set(name: str, data_set: Any, *, workers: int, reads: bool) -> SetFa
         if wrong := int((labels < 0).sum()):
             classes["below 0"] = wrong
     broken = unreadable(data_set, workers) if reads else None
-    text = _ADDRESS.sub(r"\1", repr(data_set).partition("\n")[0])
+    text = _ADDRESS.sub(r"\1", repr(shown).partition("\n")[0])
     return SetFacts(name, text, len(data_set), classes, broken, len(_stored(data_set)))
 
 
 def unreadable(data_set: Any, workers: int) -> list[str]:
-    """A sentence for each sample that cannot be read, in their order."""
+    """A sentence for each sample that cannot be read, in their order; for a stream the first, which ends it."""
     data_set = _stored(data_set)
+    if isinstance(data_set, Stream):
+        return _unreadable_in_order(data_set)
     loader = EvaluationLoader(
         _Tried(data_set), micro_batch_size=_AT_ONCE, workers=workers, collate=lambda said: said
     )
@@ -104,6 +109,18 @@ def unreadable(data_set: Any, workers: int) -> list[str]:
         return [said for part in loader for said in part.data if said]
     finally:
         loader.close()
+
+
+def _unreadable_in_order(stream: Stream) -> list[str]:
+    for number in range(len(stream)):
+        here = np.array([number])
+        try:
+            stream.get_batch(here, SampleKeys(0, 0, here))
+        except MemoryError:
+            raise
+        except Exception as error:
+            return [f"{sample_error(stream, number, error)}. What follows was not read."]
+    return []
 
 
 def _stored(data_set: Any) -> Any:
@@ -139,7 +156,7 @@ def look_at_step(config: JobConfig, data_set: Any, devices: int, epoch: int, pos
         raise ConfigError(
             f"--step {position} does not exist: the steps of an epoch are 0 to {plan.steps_per_epoch - 1}."
         )
-    step, named = plan.step(epoch, position), SkipBroken(data_set).named
+    step, named = plan.step(epoch, position), SkipBroken(adopt(data_set).dataset).named
     names = [
         [named(plan.seed, epoch, i).removeprefix("sample ") for i in part.tolist()] for part in step.indices
     ]
@@ -159,8 +176,8 @@ def batch_of(config: JobConfig, data_set: Any, epoch: int, position: int) -> lis
     """The micro-batches of a step, augmented, as the workers of a run read them."""
     if config.data.on_bad_sample == "skip":
         data_set = SkipBroken(data_set)
-    plan, collate = sample_plan(config, data_set), adopt(collated(data_set, config.data)).collate
-    loader = StepLoader(data_set, plan, seed=config.training.seed, prefetch=1, collate=collate)
+    plan, source = sample_plan(config, data_set), adopt(collated(data_set, config.data))
+    loader = StepLoader(source.dataset, plan, seed=config.training.seed, prefetch=1, collate=source.collate)
     try:
         return [part.data for part in next(loader.batches(epoch, position)).micro_batches]
     finally:

@@ -30,7 +30,7 @@ from lockstep.job.run_folder import (
 )
 from lockstep.run import Run
 from lockstep.runtime.output import log_to_terminal
-from lockstep.text import format_bytes, plural
+from lockstep.text import format_bytes, percent, plural
 from lockstep.trainer import Trainer, TrainingOutcome
 from lockstep.trainer.audit_record import AuditRecorder
 from lockstep.trainer.gradient_record import GradientLog, GradientRecorder
@@ -160,10 +160,10 @@ def report(outcome: TrainingOutcome, proof: str) -> str:
     """
     rows = []
     if outcome.metric in outcome.values:
-        is_share = outcome.metric.endswith("accuracy") and outcome.values[outcome.metric] <= 1
-        form = "{:.2%}".format if is_share else "{:.6g}".format
-        value = form(outcome.values[outcome.metric]).replace("%", " %")
-        best = outcome.best if outcome.best is None else form(outcome.best).replace("%", " %")
+        given = outcome.values[outcome.metric]
+        is_share = outcome.metric.endswith("accuracy") and max(given, outcome.best or given) <= 1
+        form = percent if is_share else "{:.6g}".format
+        value, best = form(given), outcome.best if outcome.best is None else form(outcome.best)
         name = outcome.metric.removeprefix("validation_")
         # The loss of an epoch's line is that of the training
         of = " on the validation set" if name == "loss" else ""

@@ -86,15 +86,17 @@ def _level(config: JobConfig) -> str:
 
 def _steps(config: JobConfig, plan: SamplePlan) -> list[str]:
     epochs, limit, shape = config.training.epochs, config.training.max_steps, plan.shape
+    every = plural(epochs * plan.steps_per_epoch, "optimizer step")
+    made = "" if limit is None else f", of which max_steps makes {limit:,}"
     lines = [
-        f"{epochs} epochs x {plan.steps_per_epoch} steps = {epochs * plan.steps_per_epoch} optimizer steps"
-        f"{'' if limit is None else f', of which {limit} are made'}; a step is {shape.global_batch} samples = "
-        f"{shape.micro_batches} micro-batches x {shape.micro_batch_size}."
+        f"{plural(epochs, 'epoch')} x {plural(plan.steps_per_epoch, 'step')} = {every}{made}; a step is "
+        f"{plural(shape.global_batch, 'sample')} = {plural(shape.micro_batches, 'micro-batch')} x "
+        f"{shape.micro_batch_size}."
     ]
     last = plan.step(0, plan.steps_per_epoch - 1)
     if last.samples < shape.global_batch:
         lines.append(
-            f"The last step of an epoch has {last.samples} samples: {_tail(last, shape)}; nothing is padded."
+            f"The last step of an epoch has {plural(last.samples, 'sample')}: {_tail(last, shape)}; nothing is padded."
         )
     return lines
 
@@ -141,7 +143,7 @@ def _learning_rate(config: JobConfig, plan: SamplePlan) -> list[str]:
     )
     shown = min(_PLOT_WIDTH, steps)
     rates = [base * schedule.factor(position * (steps - 1) // max(1, shown - 1)) for position in range(shown)]
-    return [f"{title} over {steps} steps ({config.schedule.kind}):", *plot(rates)]
+    return [f"{title} over {plural(steps, 'step')} ({config.schedule.kind}):", *plot(rates)]
 
 
 def plot(values: Sequence[float], height: int = _PLOT_HEIGHT) -> list[str]:

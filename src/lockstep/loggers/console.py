@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TextIO
 
-from lockstep.text import format_duration
+from lockstep.text import format_duration, percent
 
 
 class Console:
@@ -119,5 +119,5 @@ def _metric(name: str, value: float) -> str:
     short = name.replace("learning_rate", "lr")
     words = re.sub(r"_(?!\d+$)", " ", short)  # the number of a class or of a group stays, as in lr_1
     if name.endswith("accuracy") and value <= 1:  # else a metric of the user's gives percent itself
-        return f"{words} {100 * value:.2f} %"
+        return f"{words} {percent(value)}"
     return f"{words} {value:.4g}"

@@ -10,6 +10,15 @@ from typing import Any
 from lockstep.loggers.console import import_installed
 
 _messages = logging.getLogger(__name__)
+_MEANS = ("loss", "accuracy", "samples_per_second")
+
+
+def that_stay(values: Mapping[str, float]) -> dict[str, float]:
+    """The results of an epoch, without its means where a run ended within it: what was written cannot be taken back.
+
+    A run that goes on from there writes the means of the whole epoch.
+    """
+    return {name: each for name, each in values.items() if "epochs_done" not in values or name not in _MEANS}
 
 
 class TensorBoard:
@@ -35,7 +44,7 @@ class TensorBoard:
 
     def epoch(self, epoch: int, step: int, values: Mapping[str, float], *, is_last: bool = False) -> None:
         """Writes each result under ``epoch/``, and makes everything so far visible."""
-        self._write("epoch", step, values)
+        self._write("epoch", step, that_stay(values))
         if self._writer is not None:
             self._writer.flush()
 
@@ -61,5 +70,4 @@ class TensorBoard:
                 "Install it with: pip install tensorboard"
             )
             return
-        purge = self._first_step + 1 if self._first_step else None
-        self._writer = SummaryWriter(str(self._directory), purge_step=purge)
+        self._writer = SummaryWriter(str(self._directory), purge_step=self._first_step + 1)

@@ -12,6 +12,7 @@ from typing import Any
 
 from lockstep.config.reader import flat
 from lockstep.loggers.console import import_installed
+from lockstep.loggers.tensorboard import that_stay
 
 
 class _Tracker(ABC):
@@ -38,7 +39,7 @@ class _Tracker(ABC):
 
     def epoch(self, epoch: int, step: int, values: Mapping[str, float], *, is_last: bool = False) -> None:
         """Sends each result under ``epoch/``."""
-        self._write("epoch", step, values)
+        self._write("epoch", step, that_stay(values))
 
     def close(self) -> None:
         """Ends the run at the tracker."""

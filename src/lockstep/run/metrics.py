@@ -80,6 +80,7 @@ def evaluate(
     of_sets = {name: each for name, each in metrics.items() if isinstance(each, SetMetric)}
     means = {name: each for name, each in metrics.items() if not isinstance(each, SetMetric)}
     unchecked = run.rehearsals.new_metrics(means, evaluated=True) & run.rehearsals.new_metrics(means)
+    run.require_prepared().gradients.require_no_failure()
     run.strategy.require_no_calls()
     require_same_names("The metrics of run.evaluate", metrics, run.strategy)
     found: dict[str, dict[str, float]] = {}
@@ -246,10 +247,12 @@ def evaluate_set_metrics(
                 for key in ("sync_on_compute", "_to_sync"):  # the second, a copy of it, decides
                     if hasattr(each, key):
                         vars(each)[key] = False
-            metric.reset()
-            for begin in range(0, len(rows), size):
-                metric.update(outputs[begin : begin + size].clone(), targets[begin : begin + size].clone())
-            values[name] = _numbers(name, metric.compute())
+            with opened.noting_failure():
+                metric.reset()
+                for begin in range(0, len(rows), size):
+                    part = slice(begin, begin + size)
+                    metric.update(outputs[part].clone(), targets[part].clone())
+                values[name] = _numbers(name, metric.compute())
     shared: dict[str, dict[str, float]] = next(filter(None, strategy.gather_records(values)))
     return shared
 

@@ -266,7 +266,7 @@ def _prediction(
     global_batch = k * one.micro_batch_size
     rate = global_batch / step
     base = one.micro_batches * one.micro_batch_size / alone
-    epoch = max(1.0, one.samples / global_batch) * step
+    epoch = -(-one.samples // global_batch) * step  # of fewer samples, the last takes as long
     return Prediction(name, devices, step, epoch, rate / base / devices, exchange, k == one.micro_batches)
 
 

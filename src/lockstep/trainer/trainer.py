@@ -135,6 +135,8 @@ class Trainer(Callback):
             if evaluates:
                 best = self._evaluate_and_judge(epoch, step)
                 with self.run.span("log"):
+                    if self._has_stopped_improving and step % self._log_every:
+                        self._logger.log(step, self._read(), self._meter.means())
                     self._logger.log(step, self._values)
             if best or saves:
                 self._save(step, best=best)

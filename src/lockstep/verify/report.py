@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.text import aligned, format_bytes
+from lockstep.text import aligned, format_bytes, plural
 from lockstep.verify.diagnosis import Cause, Diagnosis, diagnose
 from lockstep.verify.trace import Trace
 
@@ -125,8 +125,8 @@ _HEAD = ("layout", "level", "result", "ms/step", "MiB/rank", "sent/step")
 def table(comparisons: Sequence[Comparison]) -> str:
     """One row for each layout, the reference first, then a line for each that differs or did not run."""
     lines = [*aligned([_HEAD, *map(_row, comparisons)]), ""]
-    reference, equal = comparisons[0], [each for each in comparisons if each.reached == "A"]
-    ran = [each for each in comparisons if not each.trace.refused or each.trace.in_training]
+    reference, *others = comparisons
+    ran = [each for each in others if not each.trace.refused or each.trace.in_training]
     lines += [
         f"{each.trace.label} differs since {each.diagnosis.text}." for each in comparisons if each.diagnosis
     ]
@@ -150,8 +150,12 @@ def table(comparisons: Sequence[Comparison]) -> str:
             f"The script begins {1 + further} runs with lockstep.init; the first alone was compared."
         )
     steps, last = len(reference.trace.steps), float.fromhex(reference.trace.steps[-1].loss)
+    if not ran:
+        return "\n".join([*lines, f"No other layout was compared. The loss of the last step is {last:.6g}."])
     after = f"each of {steps} steps; the loss of the last is" if steps > 1 else "the only step, whose loss is"
-    lines.append(f"{len(equal)} of {len(ran)} layouts have the bits of one device after {after} {last:.6g}.")
+    equal = f"{sum(each.reached == 'A' for each in ran)} of {plural(len(ran), 'other layout')}"
+    has = "has" if len(ran) == 1 else "have"
+    lines.append(f"{equal} {has} the bits of one device after {after} {last:.6g}.")
     return "\n".join(lines)
 
 
@@ -204,7 +208,8 @@ def _row(each: Comparison) -> tuple[str, ...]:
     trace = each.trace
     if trace.refused:
         return trace.label, "", "refused" if trace.in_training else "did not run", "", "", ""
-    result = "equal bits" if each.reached == "A" else f"differs by {each.difference:.1e}"
+    differs = f"differs by {each.difference:.1e}" if each.difference else "equal at the end"
+    result = "equal bits" if each.reached == "A" else differs
     memory = f"{max(trace.memory) / 2**20:.0f}"
     sent = format_bytes(trace.sent) if trace.sent else "-"
     return trace.label, each.reached, result, f"{trace.milliseconds:.1f}", memory, sent
