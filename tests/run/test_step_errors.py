@@ -103,6 +103,24 @@ def test_the_data_of_a_micro_batch_is_noted_with_a_type_that_the_model_has_not()
         note_data(mixed, Batch(plan, (MicroBatch(0, np.arange(2), data),)), nn.Linear(6, 2))
 
 
+def test_the_data_of_the_micro_batch_that_failed_are_noted():
+    """A micro-batch without any pairs of words failed, and the shapes of the first one were shown."""
+    plan = SamplePlan(samples=3, shape=BatchShape(global_batch=3, micro_batches=3)).step(0, 0)
+    micro_batches = tuple(MicroBatch(k, np.arange(1), (torch.zeros(5 - k, 6),)) for k in range(3))
+
+    def compute(micro_batch):
+        return micro_batch.data[0].reshape(5, 6)
+
+    with pytest.raises(RuntimeError, match="invalid for input") as raised:
+        try:
+            for each in micro_batches:
+                compute(each)
+        except RuntimeError as error:
+            note_data(error, Batch(plan, micro_batches), nn.Linear(6, 2))
+            raise
+    assert "The data of a micro-batch: (float32 [4, 6])." in raised.value.__notes__
+
+
 class Unordered(nn.Module):
     """Layers whose CUDA kernels add in no fixed order."""
 

@@ -8,6 +8,7 @@ here is called in a step that succeeds.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
-from lockstep.data.batch import Batch
+from lockstep.data.batch import Batch, MicroBatch
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.numerics.compilation import explain_compiler
 from lockstep.runtime.torch_internals import NOT_DETERMINISTIC, OTHER_TYPE
@@ -95,7 +96,10 @@ def note_data(error: Exception, batch: Batch, model: nn.Module) -> None:
     explain_compiler(error)
     if isinstance(error, LockstepError) or not batch.micro_batches:
         return
-    data = batch.micro_batches[0].data
+    called = [
+        each for frame in _frames(error) for each in frame.f_locals.values() if isinstance(each, MicroBatch)
+    ]
+    data = (called[-1:] or batch.micro_batches)[0].data
     inputs = data[:-1] if isinstance(data, tuple | list) else data
     own = {p.dtype for p in model.parameters() if p.is_floating_point()}
     given = {
@@ -201,12 +205,17 @@ def no_instance(function: type) -> ConfigError:
 
 def _arguments(error: BaseException, codes: Sequence[Any]) -> tuple[Any, Any] | None:
     """``input`` and ``target`` of the torch function in which an error was raised; None if it was none of these."""
+    found = next((frame.f_locals for frame in reversed(_frames(error)) if frame.f_code in codes), None)
+    return None if found is None else (found.get("input"), found.get("target"))
+
+
+def _frames(error: BaseException) -> list[FrameType]:
+    """The frames of the traceback; the one that raised the error is the last."""
     frames, part = [], error.__traceback__
     while part is not None:
         frames.append(part.tb_frame)
         part = part.tb_next
-    found = next((frame.f_locals for frame in reversed(frames) if frame.f_code in codes), None)
-    return None if found is None else (found.get("input"), found.get("target"))
+    return frames
 
 
 def _wrong_classes(output: Any, target: Any) -> str:
