@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from lockstep.data.batch import Batch, MicroBatch
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.numerics.compilation import explain_compiler
-from lockstep.runtime.torch_internals import NOT_DETERMINISTIC, OTHER_TYPE
+from lockstep.runtime.torch_internals import NOT_DETERMINISTIC, OTHER_TYPE, USED_UP
 from lockstep.text import shorten
 
 _MOST_VALUES = 6
@@ -89,11 +89,18 @@ def note_data(error: Exception, batch: Batch, model: nn.Module) -> None:
     """Adds what the micro-batches of a step hold to an error of the user's code.
 
     Raises:
-        ConfigError: instead, for an operator that adds in no fixed order, for too many compiled graphs, and for inputs
-            of another type than the model.
+        ConfigError: instead, for an operator that adds in no fixed order, for too many compiled graphs, for a graph
+            that was used up, and for inputs of another type than the model.
     """
     explain_operator(error, model)
     explain_compiler(error)
+    if USED_UP.is_in(str(error)):
+        raise ConfigError(
+            "The backward pass of a micro-batch reached the graph of an earlier one, which is used up. The forward pass "
+            "or the loss keeps a tensor from one micro-batch to the next, such as a hidden state or the potential of a "
+            "spiking neuron: reset it at the beginning of forward=. Or it reads a tensor that the loop has computed "
+            "from parameters: compute it in the loss."
+        ) from error
     if isinstance(error, LockstepError) or not batch.micro_batches:
         return
     called = [
