@@ -179,7 +179,9 @@ def no_value(value: Any) -> ConfigError:
     )
 
 
-def other_on_ranks(everyone: Sequence[Mapping[str, str]], remedy: str) -> ConfigError:
+def other_on_ranks(
+    everyone: Sequence[Mapping[str, str]], remedy: str, *, what: str = "The loss of one micro-batch"
+) -> ConfigError:
     """The error of a loss that depends on the process. ``everyone``: by rank, what the loss and the model use."""
     names = [
         name for name, text in everyone[0].items() if any(each.get(name, text) != text for each in everyone)
@@ -188,7 +190,7 @@ def other_on_ranks(everyone: Sequence[Mapping[str, str]], remedy: str) -> Config
     if names:
         cause = f": {shorten(names, 3)} {'is' if len(names) == 1 else 'are'} not the same on all of them"
     return ConfigError(
-        "The loss of one micro-batch has other bits on other ranks, with the same parameters, samples and keys"
+        f"{what} has other bits on other ranks, with the same parameters, samples and keys"
         f"{cause}. Draw random numbers after lockstep.init(seed=...), which seeds all ranks alike, go through sets in "
         f"sorted order, and let nothing that is computed depend on the rank, or on what a step has left there. {remedy}"
     )
