@@ -48,6 +48,18 @@ def test_binary_losses_are_explained():
         run(F.binary_cross_entropy_with_logits, torch.zeros(2), torch.zeros(2) > 0)
 
 
+def test_a_loss_that_is_given_all_the_data_is_told_to_take_its_part():
+    """With forward= the message asked for another data set: "let the data set return the number of the class"."""
+    data = (torch.zeros(2, 6), torch.tensor([0, 1]))
+    with pytest.raises(ConfigError, match=r"forward=.* all the data. .* loss\(output, data\[1\]\)"):
+        run(nn.CrossEntropyLoss(), LOGITS, data)
+    with pytest.raises(ConfigError, match=r"loss\(output, data\['y'\]\)"):
+        run(F.binary_cross_entropy_with_logits, torch.zeros(2), {"x": data[0], "y": data[1]})
+    with pytest.raises(AttributeError) as raised:
+        run(nn.L1Loss(), LOGITS, data)
+    assert "with forward=" in raised.value.__notes__[0].lower()
+
+
 def test_an_unknown_error_is_the_users_own_with_a_note():
     def loss(output, target):
         raise KeyError("x")

@@ -121,17 +121,19 @@ def note_data(error: Exception, batch: Batch, model: nn.Module) -> None:
     error.add_note(said)
 
 
-def explain_loss(error: Exception, output: Any, target: Any) -> None:
-    """Adds what a loss was given to its error; raises ``ConfigError`` instead where the mistake is known."""
+def explain_loss(
+    error: Exception, output: Any, target: Any, name: str = "The loss", call: str = "run.backward"
+) -> None:
+    """Adds what a loss or metric was given to its error; raises ``ConfigError`` instead where the mistake is known."""
     if isinstance(error, LockstepError):
         return
     for codes, fault_of in ((_OF_CLASSES, _wrong_classes), (_OF_PROBABILITIES, _wrong_probabilities)):
         given = _arguments(error, codes)
         if given is not None and (fault := fault_of(*given)):
-            raise ConfigError(f"The loss cannot be computed. {fault}") from error
+            raise ConfigError(f"{name} cannot be computed. {fault}") from error
     error.add_note(
-        f"run.backward called the loss as loss(output, target), with the output {shown(output)} and the target "
-        f"{shown(target)}."
+        f"{call} called {name[:1].lower()}{name[1:]} as {name.split()[1]}(output, target), with the output "
+        f"{shown(output)} and the target {shown(target)}. {_no_target(target)}".rstrip()
     )
 
 
@@ -232,7 +234,8 @@ def _wrong_classes(output: Any, target: Any) -> str:
     if not isinstance(output, Tensor):
         return _no_output(output, "cross_entropy")
     if not isinstance(target, Tensor):
-        return f"Its target is {shown(target)}: let the data set return the number of the class, an int."
+        remedy = _no_target(target) or "Let the data set return the number of the class, an int."
+        return f"Its target is {shown(target)}. {remedy}"
     if output.dim() < 2:
         return ""
     classes, given = output.shape[1], shown(target)
@@ -265,12 +268,24 @@ def _wrong_probabilities(output: Any, target: Any) -> str:
     if not isinstance(output, Tensor):
         return _no_output(output, "binary_cross_entropy_with_logits")
     if not isinstance(target, Tensor):
-        return f"Its target is {shown(target)}: let the data set return 0.0 or 1.0."
+        remedy = _no_target(target) or "Let the data set return 0.0 or 1.0."
+        return f"Its target is {shown(target)}. {remedy}"
     if output.dim() == target.dim() + 1 and output.shape[1:] == (1,):
         return f"The output is {shown(output)} and the target {shown(target)}: output.squeeze(1), target.float()."
     if not target.is_floating_point():
         return f"The target is {shown(target)}, and has to be floating-point: target.float()."
     return ""
+
+
+def _no_target(target: Any) -> str:
+    """What a loss is told whose target holds tensors and is none; else empty."""
+    if isinstance(target, Tensor) or not any(isinstance(each, Tensor) for each in tree_leaves(target)):
+        return ""
+    part = f"data[{list(target)[-1]!r}]" if isinstance(target, Mapping) else "data[1]"
+    return (
+        "With forward=, and for a dict, that is all the data: take a part of it, as by lambda output, data: "
+        f"loss(output, {part})."
+    )
 
 
 def _no_output(output: Any, function: str) -> str:

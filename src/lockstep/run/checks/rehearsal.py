@@ -167,15 +167,18 @@ class Rehearsals:
         ``compute`` gives the output; None on a process without a micro-batch.
 
         Raises:
-            ConfigError: the second output has other bits.
+            ConfigError: the second output has other bits, or values are exchanged with other processes.
         """
         found: list[Any] = [False, {}]
+        asked: list[str] = []
         if compute is not None:
             watched = Watched({"": model, "forward=": forward}, (model,))
             with watched.restored(), self._events.silenced(), generators_kept():
-                first = content_of(compute())
+                with watching_calls(asked, "the forward pass of an evaluation"):
+                    first = content_of(compute())
                 after = watched.now()
                 found = [content_of(compute()) != first, watched.before.changed(after)]
+        self._warn_of_asked(asked, "The forward pass of an evaluation")
         everyone = self._strategy.gather_records(found)
         changed = next((each for differs, each in everyone if differs), None)
         if changed is not None and self._is_for_resume:
@@ -479,11 +482,11 @@ class Rehearsals:
                 shorten(left, _MOST),
             )
 
-    def _warn_of_asked(self, places: Iterable[str]) -> None:
+    def _warn_of_asked(self, places: Iterable[str], where: str = "The forward pass or the loss") -> None:
         asked = [place for place in places if place not in self._warned]
         self._warned |= {*asked}
         if asked and self._is_main:
-            logger.warning(ASKED, "The forward pass or the loss", shorten(asked, _MOST))
+            logger.warning(ASKED, where, shorten(asked, _MOST))
 
     def of_whole_batch(self, compute: StepCompute, batch: Batch, *, looks: bool) -> SurrogateCompute:
         """As ``surrogate``. If it ``looks``, it checks the loss, which no rehearsal calls, on the way. Collective.
