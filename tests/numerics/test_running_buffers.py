@@ -227,6 +227,18 @@ def test_a_changed_buffer_that_was_not_declared_is_refused_by_name():
             running.refuse_changed_others()
 
 
+def test_all_changed_buffers_are_named_at_once():
+    """A flow with BatchNorm layers of its own was refused once for each of their buffers."""
+    model = nn.Sequential(Moving(assign=False), nn.Identity(), Moving(assign=True))
+    running = RunningBuffers(model)
+    running.remember_others()
+    run_step(running, model, micro_batches(2, 4, 3))
+    with pytest.raises(
+        ConfigError, match=r"buffer '0\.mean'.* It changes '2\.mean', too; running_buffers takes patterns"
+    ):
+        running.refuse_changed_others()
+
+
 def test_buffers_that_stay_are_not_refused():
     model = nn.Sequential(nn.BatchNorm1d(3), Moving(assign=False))
     running = RunningBuffers(model, ["1.mean"])

@@ -240,6 +240,39 @@ def test_gradients_may_be_scaled_by_what_has_a_graph():
     assert run_ranks(scaled_with_a_graph, 2) == [scaled_with_a_graph(World())] * 2
 
 
+class Spiking(nn.Module):
+    """A neuron that keeps its potential until it is reset."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.potential = nn.Linear(6, 3), torch.zeros(())
+
+    def forward(self, inputs):
+        self.potential = self.potential / 2 + self.layer(inputs)
+        return self.potential
+
+
+@pytest.mark.parametrize("kept", ["a potential", "a term of the loop"])
+def test_a_graph_that_outlives_its_micro_batch_is_refused_with_what_to_change(kept):
+    with lockstep.init(global_batch=8, micro_batches=4) as run:
+        model = Spiking()
+        model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        with pytest.raises(
+            ConfigError, match=r"graph of an earlier one.* at the beginning of forward="
+        ) as refused:
+            for batch in run.batches(dataset()):
+                if kept == "a potential":
+                    run.backward(batch, nn.functional.cross_entropy)
+                else:
+                    model.potential = model.layer.weight.square().sum()
+                    run.backward(
+                        batch,
+                        lambda output, _: output.mean(),
+                        forward=lambda data: model.layer(data[0]) + model.potential,
+                    )
+    assert "retain_graph" in str(refused.value.__cause__)
+
+
 def test_a_loop_that_was_left_says_nothing_at_the_end_of_the_program(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(

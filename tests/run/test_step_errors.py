@@ -48,6 +48,18 @@ def test_binary_losses_are_explained():
         run(F.binary_cross_entropy_with_logits, torch.zeros(2), torch.zeros(2) > 0)
 
 
+def test_a_loss_that_is_given_all_the_data_is_told_to_take_its_part():
+    """With forward= the message asked for another data set: "let the data set return the number of the class"."""
+    data = (torch.zeros(2, 6), torch.tensor([0, 1]))
+    with pytest.raises(ConfigError, match=r"forward=.* all the data. .* loss\(output, data\[1\]\)"):
+        run(nn.CrossEntropyLoss(), LOGITS, data)
+    with pytest.raises(ConfigError, match=r"loss\(output, data\['y'\]\)"):
+        run(F.binary_cross_entropy_with_logits, torch.zeros(2), {"x": data[0], "y": data[1]})
+    with pytest.raises(AttributeError) as raised:
+        run(nn.L1Loss(), LOGITS, data)
+    assert "with forward=" in raised.value.__notes__[0].lower()
+
+
 def test_an_unknown_error_is_the_users_own_with_a_note():
     def loss(output, target):
         raise KeyError("x")
@@ -101,6 +113,24 @@ def test_the_data_of_a_micro_batch_is_noted_with_a_type_that_the_model_has_not()
     mixed = RuntimeError("mat1 and mat2 must have the same dtype, but got Double and Float")
     with pytest.raises(ConfigError, match=r"float64 and the model float32: convert .* \.float\(\)"):
         note_data(mixed, Batch(plan, (MicroBatch(0, np.arange(2), data),)), nn.Linear(6, 2))
+
+
+def test_the_data_of_the_micro_batch_that_failed_are_noted():
+    """A micro-batch without any pairs of words failed, and the shapes of the first one were shown."""
+    plan = SamplePlan(samples=3, shape=BatchShape(global_batch=3, micro_batches=3)).step(0, 0)
+    micro_batches = tuple(MicroBatch(k, np.arange(1), (torch.zeros(5 - k, 6),)) for k in range(3))
+
+    def compute(micro_batch):
+        return micro_batch.data[0].reshape(5, 6)
+
+    with pytest.raises(RuntimeError, match="invalid for input") as raised:
+        try:
+            for each in micro_batches:
+                compute(each)
+        except RuntimeError as error:
+            note_data(error, Batch(plan, micro_batches), nn.Linear(6, 2))
+            raise
+    assert "The data of a micro-batch: (float32 [4, 6])." in raised.value.__notes__
 
 
 class Unordered(nn.Module):

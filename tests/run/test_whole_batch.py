@@ -264,6 +264,49 @@ def test_a_strategy_that_runs_the_model_in_parts_is_refused_on_every_rank():
     run_ranks(under_pipeline, 2)
 
 
+def gathering(output, target):
+    torch.distributed.all_reduce(output[0])
+    return clip(output, target)
+
+
+def by_rank(output, target):
+    left, right, scale = output
+    numbers = torch.arange(len(left)).roll(torch.distributed.get_rank())
+    return F.cross_entropy(scale * left @ right.T, numbers)
+
+
+def by_size(output, target):
+    return clip(output, target) * torch.distributed.get_world_size()
+
+
+def said_of(world, loss):
+    """What a step with this loss is refused with, or warns of."""
+    run, _, _ = begin(Towers())
+    (step, *_), warned = run.batches(pairs()), []
+    logging.getLogger("lockstep").addHandler(handler := logging.Handler())
+    handler.emit = lambda record: warned.append(record.getMessage())
+    try:
+        run.backward(step, loss, whole_batch=True)
+    except ConfigError as error:
+        return str(error)
+    finally:
+        run.close()
+    return " ".join(warned)
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (gathering, "all_reduce is called in the loss of the whole batch (test_whole_batch.py:"),
+        (by_rank, "The loss of the whole batch has other bits on other ranks"),
+        (by_size, "asks how many processes there are"),
+    ],
+)
+def test_a_loss_that_depends_on_the_processes_is_named_with_whole_batch_too(loss, words):
+    """Of a loss written for DistributedDataParallel a run on two processes made other weights without a word."""
+    assert any(words in said for said in run_ranks(said_of, 2, loss))
+
+
 def test_a_loss_may_write_into_the_outputs_of_the_whole_batch():
     """They were leaves of the graph, into which torch lets nothing be written."""
     run, _, _ = begin()

@@ -19,6 +19,7 @@ from lockstep.runtime.torch_internals import (
     NO_VALUES_HERE,
     OTHER_TYPE,
     OVERWRITTEN,
+    USED_UP,
     FrameKind,
     kind_of_frame,
     made_optimizers,
@@ -81,6 +82,14 @@ def test_a_backward_pass_whose_tensor_was_written_to_says_so():
     with pytest.raises(RuntimeError) as caught:
         loss.backward()
     assert OVERWRITTEN.is_in(str(caught.value))
+
+
+def test_a_second_backward_pass_through_one_graph_says_so():
+    loss = nn.Linear(2, 2)(torch.ones(1, 2)).sigmoid().sum()
+    loss.backward()
+    with pytest.raises(RuntimeError) as caught:
+        loss.backward()
+    assert USED_UP.is_in(str(caught.value))
 
 
 def test_other_messages_are_not_taken_for_these():

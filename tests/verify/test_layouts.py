@@ -41,3 +41,11 @@ def test_the_reason_of_a_failed_layout_is_its_error():
     ]
     assert reason_of([*report, "Logs: /tmp/a"]) == "rank 0 failed first (host a, pid 1): StopIteration"
     assert reason_of(["ConfigError: no."]) == "ConfigError: no."
+    noted = [
+        *report[:-1],
+        "RuntimeError: batch1 must be a 3D tensor",
+        "The data of a micro-batch: (int64 [0]).",
+    ]
+    assert reason_of([*noted, "  rank 0: the same error"]).endswith(
+        "pid 1): RuntimeError: batch1 must be a 3D tensor"
+    )

@@ -53,6 +53,23 @@ def starts_group(script: Script) -> list[ast.Call]:
     return script.torch_calls("init_process_group")
 
 
+def leaves_files(script: Script) -> bool:
+    """Returns True where the file starts the ranks by torch alone, or by Lockstep, which leaves files to scripts."""
+    return bool(runs_of(script)) or (bool(starts_group(script)) and not is_managed(script))
+
+
+def runs_of(script: Script) -> list[str]:
+    """What the runs of Lockstep are called that the file begins; ``run`` where it does not say."""
+    begun = script.calls_of("lockstep.init")
+    named = {node.value: script.text(node.targets[0]) for node in script.find(ast.Assign)}
+    named |= {
+        each.context_expr: script.text(each.optional_vars)
+        for each in script.find(ast.withitem)
+        if each.optional_vars
+    }
+    return [named.get(call, "run") for call in begun]
+
+
 def is_managed(script: Script) -> bool:
     """Returns True where a library that takes over these duties is imported: Accelerate, DeepSpeed, Lightning, ..."""
     return not script.imported_roots.isdisjoint(_MANAGED)

@@ -26,6 +26,7 @@ from lockstep.core.fingerprint import digest_tensors
 from lockstep.core.plan import Share
 from lockstep.core.summation_tree import TreeStack
 from lockstep.errors import ConfigError
+from lockstep.text import shorten
 
 _MOST_ADDED = 2**24
 """Integers below this are exact in float32."""
@@ -382,9 +383,15 @@ class RunningBuffers:
         before, self._others = self._others, None
         changed = [name for name, digest in self._digest_others().items() if before.get(name) != digest]
         if changed:
+            others = shorten(map(repr, changed[1:]), 5)
             raise ConfigError(
                 f"The forward pass changes the buffer {changed[0]!r}, and Lockstep does not know how to combine its "
                 f"values from several micro-batches. {self._advice(changed[0])}"
+                + (
+                    f" It changes {others}, too; running_buffers takes patterns such as '*.mean'."
+                    if others
+                    else ""
+                )
             )
         self._others_stayed += 1
 

@@ -41,6 +41,7 @@ from lockstep.run.evaluation import (
     require_rows,
 )
 from lockstep.run.step import sum_and_weight, with_exact_mean
+from lockstep.run.step_errors import explain_loss
 from lockstep.runtime.torch_internals import OVERWRITTEN
 from lockstep.strategies import IndependentStrategy, Strategy
 from lockstep.text import shorten
@@ -166,7 +167,11 @@ class _MetricMeans:
         before = held_by(self._metrics, unchecked)
         for name, metric in without_writes(self._functions, "run.evaluate", output, target):
             with watching_once(f"the metric {name!r}", looks=name in unchecked):
-                value = metric(output, target)
+                try:
+                    value = metric(output, target)
+                except Exception as error:
+                    explain_loss(error, output, target, f"The metric {name!r}", "run.evaluate")
+                    raise
             if isinstance(value, Tensor) and value.dim() == 0:
                 self._checked.add(name)
                 if name in unchecked and not (

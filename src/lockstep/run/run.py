@@ -56,7 +56,7 @@ from lockstep.run.step import (
     with_step,
 )
 from lockstep.run.step_errors import note_data
-from lockstep.run.whole_batch import require_whole_models, stand_in, surrogate
+from lockstep.run.whole_batch import require_whole_models, stand_in
 from lockstep.runtime.events import Callback, CallbackHandle, options_of_new_run
 from lockstep.runtime.lazy_compiler import apart_from_graphs
 from lockstep.strategies import IndependentStrategy, StepResult, Strategy, open_strategy
@@ -355,7 +355,8 @@ class Run:
                 with events.span("rehearsal"):
                     self.rehearsals.begin(prepared, rehearsed, batch, loss, opened.scale)
             if whole_batch:
-                opened.compute = surrogate(compute, batch, self.strategy)
+                looks = rehearse and is_due
+                opened.compute = self.rehearsals.of_whole_batch(compute, batch, looks=looks)
             for begins in events.backward_begin:
                 begins(batch, opened.scale)
             yield opened

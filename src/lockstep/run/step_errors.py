@@ -8,6 +8,7 @@ here is called in a step that succeeds.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -15,10 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
-from lockstep.data.batch import Batch
+from lockstep.data.batch import Batch, MicroBatch
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.numerics.compilation import explain_compiler
-from lockstep.runtime.torch_internals import NOT_DETERMINISTIC, OTHER_TYPE
+from lockstep.runtime.torch_internals import NOT_DETERMINISTIC, OTHER_TYPE, USED_UP
 from lockstep.text import shorten
 
 _MOST_VALUES = 6
@@ -88,14 +89,24 @@ def note_data(error: Exception, batch: Batch, model: nn.Module) -> None:
     """Adds what the micro-batches of a step hold to an error of the user's code.
 
     Raises:
-        ConfigError: instead, for an operator that adds in no fixed order, for too many compiled graphs, and for inputs
-            of another type than the model.
+        ConfigError: instead, for an operator that adds in no fixed order, for too many compiled graphs, for a graph
+            that was used up, and for inputs of another type than the model.
     """
     explain_operator(error, model)
     explain_compiler(error)
+    if USED_UP.is_in(str(error)):
+        raise ConfigError(
+            "The backward pass of a micro-batch reached the graph of an earlier one, which is used up. The forward "
+            "pass or the loss keeps a tensor from one micro-batch to the next, such as a hidden state or the potential "
+            "of a spiking neuron: reset it at the beginning of forward=. Or it reads a tensor that the loop has "
+            "computed from parameters: compute it in the loss."
+        ) from error
     if isinstance(error, LockstepError) or not batch.micro_batches:
         return
-    data = batch.micro_batches[0].data
+    called = [
+        each for frame in _frames(error) for each in frame.f_locals.values() if isinstance(each, MicroBatch)
+    ]
+    data = (called[-1:] or batch.micro_batches)[0].data
     inputs = data[:-1] if isinstance(data, tuple | list) else data
     own = {p.dtype for p in model.parameters() if p.is_floating_point()}
     given = {
@@ -110,17 +121,19 @@ def note_data(error: Exception, batch: Batch, model: nn.Module) -> None:
     error.add_note(said)
 
 
-def explain_loss(error: Exception, output: Any, target: Any) -> None:
-    """Adds what a loss was given to its error; raises ``ConfigError`` instead where the mistake is known."""
+def explain_loss(
+    error: Exception, output: Any, target: Any, name: str = "The loss", call: str = "run.backward"
+) -> None:
+    """Adds what a loss or metric was given to its error; raises ``ConfigError`` instead where the mistake is known."""
     if isinstance(error, LockstepError):
         return
     for codes, fault_of in ((_OF_CLASSES, _wrong_classes), (_OF_PROBABILITIES, _wrong_probabilities)):
         given = _arguments(error, codes)
         if given is not None and (fault := fault_of(*given)):
-            raise ConfigError(f"The loss cannot be computed. {fault}") from error
+            raise ConfigError(f"{name} cannot be computed. {fault}") from error
     error.add_note(
-        f"run.backward called the loss as loss(output, target), with the output {shown(output)} and the target "
-        f"{shown(target)}."
+        f"{call} called {name[:1].lower()}{name[1:]} as {name.split()[1]}(output, target), with the output "
+        f"{shown(output)} and the target {shown(target)}. {_no_target(target)}".rstrip()
     )
 
 
@@ -168,7 +181,9 @@ def no_value(value: Any) -> ConfigError:
     )
 
 
-def other_on_ranks(everyone: Sequence[Mapping[str, str]], remedy: str) -> ConfigError:
+def other_on_ranks(
+    everyone: Sequence[Mapping[str, str]], remedy: str, *, what: str = "The loss of one micro-batch"
+) -> ConfigError:
     """The error of a loss that depends on the process. ``everyone``: by rank, what the loss and the model use."""
     names = [
         name for name, text in everyone[0].items() if any(each.get(name, text) != text for each in everyone)
@@ -177,7 +192,7 @@ def other_on_ranks(everyone: Sequence[Mapping[str, str]], remedy: str) -> Config
     if names:
         cause = f": {shorten(names, 3)} {'is' if len(names) == 1 else 'are'} not the same on all of them"
     return ConfigError(
-        "The loss of one micro-batch has other bits on other ranks, with the same parameters, samples and keys"
+        f"{what} has other bits on other ranks, with the same parameters, samples and keys"
         f"{cause}. Draw random numbers after lockstep.init(seed=...), which seeds all ranks alike, go through sets in "
         f"sorted order, and let nothing that is computed depend on the rank, or on what a step has left there. {remedy}"
     )
@@ -201,12 +216,17 @@ def no_instance(function: type) -> ConfigError:
 
 def _arguments(error: BaseException, codes: Sequence[Any]) -> tuple[Any, Any] | None:
     """``input`` and ``target`` of the torch function in which an error was raised; None if it was none of these."""
+    found = next((frame.f_locals for frame in reversed(_frames(error)) if frame.f_code in codes), None)
+    return None if found is None else (found.get("input"), found.get("target"))
+
+
+def _frames(error: BaseException) -> list[FrameType]:
+    """The frames of the traceback; the one that raised the error is the last."""
     frames, part = [], error.__traceback__
     while part is not None:
         frames.append(part.tb_frame)
         part = part.tb_next
-    found = next((frame.f_locals for frame in reversed(frames) if frame.f_code in codes), None)
-    return None if found is None else (found.get("input"), found.get("target"))
+    return frames
 
 
 def _wrong_classes(output: Any, target: Any) -> str:
@@ -214,7 +234,8 @@ def _wrong_classes(output: Any, target: Any) -> str:
     if not isinstance(output, Tensor):
         return _no_output(output, "cross_entropy")
     if not isinstance(target, Tensor):
-        return f"Its target is {shown(target)}: let the data set return the number of the class, an int."
+        remedy = _no_target(target) or "Let the data set return the number of the class, an int."
+        return f"Its target is {shown(target)}. {remedy}"
     if output.dim() < 2:
         return ""
     classes, given = output.shape[1], shown(target)
@@ -247,12 +268,24 @@ def _wrong_probabilities(output: Any, target: Any) -> str:
     if not isinstance(output, Tensor):
         return _no_output(output, "binary_cross_entropy_with_logits")
     if not isinstance(target, Tensor):
-        return f"Its target is {shown(target)}: let the data set return 0.0 or 1.0."
+        remedy = _no_target(target) or "Let the data set return 0.0 or 1.0."
+        return f"Its target is {shown(target)}. {remedy}"
     if output.dim() == target.dim() + 1 and output.shape[1:] == (1,):
         return f"The output is {shown(output)} and the target {shown(target)}: output.squeeze(1), target.float()."
     if not target.is_floating_point():
         return f"The target is {shown(target)}, and has to be floating-point: target.float()."
     return ""
+
+
+def _no_target(target: Any) -> str:
+    """What a loss is told whose target holds tensors and is none; else empty."""
+    if isinstance(target, Tensor) or not any(isinstance(each, Tensor) for each in tree_leaves(target)):
+        return ""
+    part = f"data[{list(target)[-1]!r}]" if isinstance(target, Mapping) else "data[1]"
+    return (
+        "With forward=, and for a dict, that is all the data: take a part of it, as by lambda output, data: "
+        f"loss(output, {part})."
+    )
 
 
 def _no_output(output: Any, function: str) -> str:

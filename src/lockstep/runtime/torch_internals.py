@@ -39,6 +39,8 @@ NOT_DETERMINISTIC = TorchMessage((" does not have a deterministic implementation
 """RuntimeError: an operator has no fixed order of addition; its name in CUDA's sources is the word before."""
 OVERWRITTEN = TorchMessage(("modified by an inplace operation",))
 """RuntimeError: a tensor that a backward pass needs was written to after its forward pass."""
+USED_UP = TorchMessage(("backward through the graph a second time",))
+"""RuntimeError: a backward pass needs what an earlier one has freed."""
 OTHER_TYPE = TorchMessage(("dtype", "scalar type", "Input type", "input must have the type"))
 """RuntimeError: an operator was given tensors of several number types."""
 PEER_IS_LATE = TorchMessage(("Timed out waiting",))

@@ -118,9 +118,11 @@ def run_layout(
 
 
 def reason_of(report: Sequence[str]) -> str:
-    """Shortens the report of a failed run to one line: the rank, and the last line of the traceback."""
+    """Shortens the report of a failed run to one line: the rank, and the error without its notes."""
     first = report[0] if report else ""
     if not first.endswith(":"):
         return first
-    rest = [line for line in report[1:] if not line.startswith((" ", "Logs: "))]
-    return f"{first} {rest[-1]}" if rest else first
+    calls = [number for number, line in enumerate(report) if line.startswith("  File ")]
+    below = report[calls[-1] + 1 :] if calls else report[1:]
+    error = next((line for line in below if line and not line.startswith((" ", "Logs: "))), "")
+    return f"{first} {error}" if error else first

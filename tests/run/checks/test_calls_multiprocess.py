@@ -110,6 +110,10 @@ def scaled_by_variable(x):
     return x * WORLD
 
 
+def times_size(x):
+    return x * get_world_size()
+
+
 def speaking(output, target):
     """Prints on rank 0 only, and chooses a device, as ordinary scripts do."""
     if dist.is_initialized() and dist.get_rank() == 0:
@@ -125,7 +129,9 @@ def listened():
     return said
 
 
-def train(world, strategy, loss=F.cross_entropy, layer=None, change=None, also=None, metric=None):
+def train(
+    world, strategy, loss=F.cross_entropy, layer=None, change=None, also=None, metric=None, evaluated=None
+):
     """The warnings."""
     postpone_compiler()
     said = listened()
@@ -142,6 +148,8 @@ def train(world, strategy, loss=F.cross_entropy, layer=None, change=None, also=N
             optimizer.step()
             optimizer.zero_grad()
         run.evaluate(Rows(), metric or F.cross_entropy)
+        if evaluated:
+            run.predict(Rows(), forward=lambda data: evaluated(model(data[0])), everywhere=True)
     run.close()
     if run.is_main and world.world_size > 1:
         print(f"{world.world_size} processes, {dist.get_world_size() * 24} samples")
@@ -183,6 +191,12 @@ ASKING = (
     ("change", scaled_sample, "The data set asks", ": os.environ['WORLD_SIZE'])"),
     ("metric", hit, "The metric 'metric' asks", ": torch.distributed.get_world_size())"),
     ("metric", hit_by_run, "The metric 'metric' asks", ": run.world.world_size)"),
+    (
+        "evaluated",
+        times_size,
+        "The forward pass of an evaluation asks",
+        ": torch.distributed.get_world_size())",
+    ),
     ("change", scaled_by_variable, "The data set asks", ": WORLD)"),
     ("also", {"hits": hit}, "The metric 'hits' asks", ": torch.distributed.get_world_size())"),
 )
@@ -217,7 +231,7 @@ def test_a_stage_that_asks_for_its_rank_is_told():
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("pipeline", marks=pytest.mark.slow)])
 def test_an_exchange_in_a_loss_a_model_or_a_metric_is_refused_before_it_waits(strategy):
     """Three micro-batches on two processes: one has more than the other, which would wait for ever."""
-    for program in ({"loss": boxes}, {"layer": scaled_by_mean}, {"metric": boxes}):
+    for program in ({"loss": boxes}, {"layer": scaled_by_mean}, {"metric": boxes}, {"evaluated": mean_logit}):
         with pytest.raises(
             ConfigError, match=r"all_reduce is called in .* \(test_calls_multiprocess\.py:\d+\)"
         ):

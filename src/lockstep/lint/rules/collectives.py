@@ -9,7 +9,16 @@ from functools import lru_cache
 from lockstep.lint.finding import Hit, rule
 from lockstep.lint.ranks import FIRST, conditions, rank_test
 from lockstep.lint.script import Function, Loop, Script, argument, constant, last_name, method, receiver
-from lockstep.lint.wrappers import DDP, FSDP, is_distributed, is_managed, reduces, starts_group, wraps
+from lockstep.lint.wrappers import (
+    DDP,
+    FSDP,
+    is_distributed,
+    is_managed,
+    reduces,
+    runs_of,
+    starts_group,
+    wraps,
+)
 
 # fmt: off
 COLLECTIVES = (
@@ -37,9 +46,7 @@ _STEPPED = ("optim", "sched", "scaler")
 @lru_cache(maxsize=4)
 def collectives(script: Script) -> tuple[ast.Call, ...]:
     """The calls that all ranks of the world must make: torch's over the whole world, Accelerate's and Lockstep's."""
-    made = [node for node in script.find(ast.Assign) if isinstance(node.value, ast.Call)]
-    runs = [script.text(n.targets[0]) for n in made if script.name(n.value) == "lockstep.init"]
-    found = []
+    runs, found = runs_of(script), []
     for call in script.calls:
         first, _, last = script.name(call).rpartition(".")
         torchs = first == "torch.distributed" and last in COLLECTIVES and argument(call, "group") is None

@@ -17,7 +17,18 @@ from lockstep.lint.ranks import (
     tests_local_only,
 )
 from lockstep.lint.script import Script, argument, arguments, constant, is_open, last_name, method, receiver
-from lockstep.lint.wrappers import DDP, DP, Wrap, is_distributed, is_managed, reduces, starts_group, wraps
+from lockstep.lint.wrappers import (
+    DDP,
+    DP,
+    Wrap,
+    is_distributed,
+    is_managed,
+    leaves_files,
+    reduces,
+    runs_of,
+    starts_group,
+    wraps,
+)
 
 _LOGS = ("add_scalar", "add_scalars", "log_metric", "log_metrics")
 _CHECKS = ("os.path.exists", "os.path.isdir", "os.path.lexists")
@@ -50,7 +61,7 @@ def loss_of_one_rank_logged(script: Script) -> Iterator[Hit]:
 @rule("LS055", "Every rank opens a log of its own: N runs in wandb, N writers in one folder.")
 def tracker_on_every_rank(script: Script) -> Iterator[Hit]:
     """Not where the rank decides, or is part of the name of the log."""
-    if not starts_group(script) or is_managed(script):
+    if not leaves_files(script):
         return
     for call in script.calls:
         name = script.name(call)
@@ -61,7 +72,7 @@ def tracker_on_every_rank(script: Script) -> Iterator[Hit]:
             yield Hit(
                 call,
                 "every rank comes past this line and opens a log of its own.",
-                f"if torch.distributed.get_rank() == 0: {script.text(call)}",
+                f"if {_first(script)}: {script.text(call)}",
             )
 
 
@@ -87,7 +98,7 @@ def download_on_every_rank(script: Script) -> Iterator[Hit]:
 @rule("LS057", "A folder is made where it was not there a moment ago: another rank can make it in between.")
 def folder_made_by_several_ranks(script: Script) -> Iterator[Hit]:
     """exists() and makedirs() without exist_ok, reached by all ranks."""
-    if not starts_group(script) or is_managed(script):
+    if not leaves_files(script):
         return
     for call in script.calls:
         if script.name(call) not in _MAKERS or argument(call, "exist_ok", 2) is not None:
@@ -135,7 +146,7 @@ def save_on_every_rank(script: Script) -> Iterator[Hit]:
             yield Hit(
                 call,
                 "every rank writes this file at the same time: it can end torn, or mixed of several writers.",
-                f"if torch.distributed.get_rank() == 0: {script.text(call)}",
+                f"if {_first(script)}: {script.text(call)}",
             )
 
 
@@ -152,7 +163,7 @@ def save_on_every_host(script: Script) -> Iterator[Hit]:
             yield Hit(
                 call,
                 f"'{script.text(tests[0])}' holds on every host, so with several hosts each writes this file.",
-                "if torch.distributed.get_rank() == 0:",
+                f"if {_first(script)}:",
             )
 
 
@@ -213,8 +224,13 @@ def _by_all(script: Script, call: ast.Call) -> bool:
 
 
 def _saves(script: Script) -> list[ast.Call]:
-    """torch.save in a file that starts the process group itself."""
-    return script.calls_of("torch.save") if starts_group(script) and not is_managed(script) else []
+    """torch.save in a file that starts the ranks itself."""
+    return script.calls_of("torch.save") if leaves_files(script) else []
+
+
+def _first(script: Script) -> str:
+    """A test that holds on the first rank alone."""
+    return next((f"{run}.is_main" for run in runs_of(script)), "torch.distributed.get_rank() == 0")
 
 
 def _is_loaded(script: Script, model: str, wrap: Wrap) -> bool:

@@ -142,6 +142,10 @@ ASKED = (
 )
 
 
+WHOLE_BATCH = "the loss of the whole batch"
+"""What is called with ``whole_batch=True``."""
+
+
 @contextmanager
 def watching_once(where: str, *, looks: bool) -> Iterator[None]:
     """As ``watching_calls``, if it ``looks``; rank 0 says what was noted."""
@@ -189,6 +193,11 @@ def watching_calls(
         elif code.co_name in functions and (place := _place(frame)):
             found.append(f"{place}: torch.distributed.{code.co_name}()")
         elif _EXCHANGES.match(code.co_name) and (place := _place(frame, installed=True)):
+            if where == WHOLE_BATCH:
+                raise ConfigError(
+                    f"torch.distributed.{code.co_name} is called in {where} ({place}), which is given the outputs and "
+                    f"the targets of all samples on every process: leave the call out. {OFF}"
+                )
             raise ConfigError(
                 f"torch.distributed.{code.co_name} is called in {where} ({place}). It would combine the micro-batches "
                 "that the processes compute at one time, others on each number of processes, and wait forever where "

@@ -19,6 +19,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from types import CodeType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,7 +29,7 @@ from torch.nn.utils import parametrize
 
 from lockstep.config.options import RunOptions
 from lockstep.config.strategy_options import Level
-from lockstep.core.fingerprint import checksums
+from lockstep.core.fingerprint import checksums, digest_tensor
 from lockstep.data.batch import Batch
 from lockstep.data.keyed import content_of, encoded_states, generators_kept
 from lockstep.errors import ConfigError
@@ -40,6 +41,7 @@ from lockstep.run.checks.agreement import compared_replicas
 from lockstep.run.checks.calls import (
     ASKED,
     OFF,
+    WHOLE_BATCH,
     counts_read,
     gather_agreed,
     warn_of_settings,
@@ -61,7 +63,7 @@ from lockstep.run.checks.short_step import (
 from lockstep.run.code_analysis import names_reached, read_in_loop
 from lockstep.run.step import StepCompute, code_of
 from lockstep.run.step_errors import other_on_ranks
-from lockstep.run.whole_batch import stand_in
+from lockstep.run.whole_batch import SurrogateCompute, stand_in, surrogate
 from lockstep.runtime.events import StepEvents
 from lockstep.strategies import IndependentStrategy, Strategy
 from lockstep.text import shorten
@@ -175,15 +177,18 @@ class Rehearsals:
         ``compute`` gives the output; None on a process without a micro-batch.
 
         Raises:
-            ConfigError: the second output has other bits.
+            ConfigError: the second output has other bits, or values are exchanged with other processes.
         """
         found: list[Any] = [False, {}]
+        asked: list[str] = []
         if compute is not None:
             watched = Watched({"": model, "forward=": forward}, (model,))
             with watched.restored(), self._events.silenced(), generators_kept():
-                first = content_of(compute())
+                with watching_calls(asked, "the forward pass of an evaluation"):
+                    first = content_of(compute())
                 after = watched.now()
                 found = [content_of(compute()) != first, watched.before.changed(after)]
+        self._warn_of_asked(asked, "The forward pass of an evaluation")
         everyone = self._strategy.gather_records(found)
         changed = next((each for differs, each in everyone if differs), None)
         if changed is not None and self._is_for_resume:
@@ -477,10 +482,7 @@ class Rehearsals:
                 told(new, _MOST),
             )
 
-        asked = [place for place in found.asked if place not in self._warned]
-        self._warned |= {*asked}
-        if asked and self._is_main:
-            logger.warning(ASKED, "The forward pass or the loss", shorten(asked, _MOST))
+        self._warn_of_asked(found.asked)
         left = [name for name in found.left if name.partition("[")[0] not in self._warned]
         self._warned |= _bases(left)
         if left and self._is_main:
@@ -490,6 +492,32 @@ class Rehearsals:
                 "with run.backward(..., also=); for all samples use run.evaluate or run.predict.",
                 shorten(left, _MOST),
             )
+
+    def _warn_of_asked(self, places: Iterable[str], where: str = "The forward pass or the loss") -> None:
+        asked = [place for place in places if place not in self._warned]
+        self._warned |= {*asked}
+        if asked and self._is_main:
+            logger.warning(ASKED, where, shorten(asked, _MOST))
+
+    def of_whole_batch(self, compute: StepCompute, batch: Batch, *, looks: bool) -> SurrogateCompute:
+        """As ``surrogate``. If it ``looks``, it checks the loss, which no rehearsal calls, on the way. Collective.
+
+        Raises:
+            ConfigError: the loss exchanges values with other processes, or is another one there.
+        """
+        if not (looks and self.is_on):
+            return surrogate(compute, batch, self._strategy)
+        asked: list[str] = []
+        with watching_calls(asked, WHOLE_BATCH):
+            found = surrogate(compute, batch, self._strategy)
+        self._warn_of_asked(asked)
+        tensors = [found.total, *(each for each in chain(*found.gradients) if each is not None)]
+        mine = [*map(digest_tensor, tensors)] if batch.micro_batches else []
+        everyone = [each for each in self._strategy.gather_records(mine) if each]
+        if any(each != everyone[0] for each in everyone):
+            places = self._strategy.gather_records(self._places)
+            raise other_on_ranks(places, OFF, what="The loss of the whole batch")
+        return found
 
     def _judge_resumption(self, found: Findings, state: RunState) -> None:
         """Warns of what no checkpoint holds and the loss depends on; refuses it in a run that was resumed."""
