@@ -396,7 +396,9 @@ def test_what_is_no_metric_is_named(metric, said):
 
 def test_data_and_metric_in_the_other_order_are_told():
     run, *_ = begin()
-    with pytest.raises(ConfigError, match=r"is a TensorDataset.* The data come first: run.evaluate\(data, metric\)"):
+    with pytest.raises(
+        ConfigError, match=r"is a TensorDataset.* The data come first: run.evaluate\(data, metric\)"
+    ):
         run.evaluate(lambda output, target: output, dataset())
 
 
