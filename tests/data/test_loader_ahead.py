@@ -113,19 +113,19 @@ def test_a_closed_loader_forgets_what_it_had_begun(told):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_clock_notes_every_micro_batch_by_the_process_that_read_it(workers):
-    dataset, clock = Augmented(64), ReadTrace("loader", workers)
-    loader = StepLoader(dataset, plan_of(dataset), workers=workers, clock=clock)
+    dataset, trace = Augmented(64), ReadTrace("loader", workers)
+    loader = StepLoader(dataset, plan_of(dataset), workers=workers, trace=trace)
     wanted = {(0, int(part.indices[0]), len(part)) for part in micro_batches(loader, 0).values()}
     loader.close()
-    spans = clock.spans()
+    spans = trace.spans()
     assert {(span.epoch, span.first, span.samples) for span in spans} == wanted and len(spans) == len(wanted)
     assert {span.worker for span in spans} == (set(range(workers)) or {-1})
     assert all(span.began < span.ended for span in spans)
 
 
 def test_the_clock_keeps_the_newest_notes():
-    clock, rows = ReadTrace("loader", 0), torch.arange(2).numpy()
+    trace, rows = ReadTrace("loader", 0), torch.arange(2).numpy()
     for epoch in range(1500):
-        with clock.noting(epoch, rows):
+        with trace.noting(epoch, rows):
             pass
-    assert [span.epoch for span in clock.spans()] == list(range(1500 - 1024, 1500))
+    assert [span.epoch for span in trace.spans()] == list(range(1500 - 1024, 1500))

@@ -106,7 +106,7 @@ class StepLoader(_Prefetching[tuple[int, int], tuple[Iterator[_Held], Iterator[A
         plan: which samples each micro-batch of each step holds.
         share: which micro-batches of each step are this rank's.
         prefetch: steps that may be read ahead.
-        options: who reads and how: ``seed``, ``workers``, ``collate``, ``gpus``, ``timeout`` and ``clock``, see
+        options: who reads and how: ``seed``, ``workers``, ``collate``, ``gpus``, ``timeout`` and ``trace``, see
             ``lockstep.data.workers.ReadingOptions``.
     """
 

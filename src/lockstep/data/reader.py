@@ -289,7 +289,7 @@ class SampleReader:
 
     Args:
         dataset: a map-style data set; ``Subset`` is looked through.
-        seed, collate, clock, checks: see ``lockstep.data.workers.ReadingOptions``.
+        seed, collate, trace, checks: see ``lockstep.data.workers.ReadingOptions``.
     """
 
     def __init__(
@@ -298,14 +298,14 @@ class SampleReader:
         *,
         seed: int,
         collate: Collate | None = None,
-        clock: ReadTrace | None = None,
+        trace: ReadTrace | None = None,
         checks: bool = False,
     ) -> None:
         self._given = dataset
         self._dataset, self._numbers = unwrap_subset(dataset)
         self._seed = seed
         self._collate = None if collate is default_collate else collate
-        self._clock, self._unchecked = clock, checks
+        self._trace, self._unchecked = trace, checks
         self.rows_independent = False
         """True if every row follows from its own number and key, so that micro-batches can be read as a group."""
         self._seen: list[tuple[torch.Tensor, int]] = []
@@ -324,7 +324,7 @@ class SampleReader:
 
         It is 0, too, if others may write into the memory without torch's knowledge, as into a NumPy array.
         """
-        if self._read != self._read_tensors or not self.rows_independent or self._clock is not None:
+        if self._read != self._read_tensors or not self.rows_independent or self._trace is not None:
             return 0
         tensors = plain_tensors(self._dataset) or ()
         is_ours = type(self._dataset) is not TensorDataset
@@ -369,7 +369,7 @@ class SampleReader:
         if self._unchecked:
             self._unchecked = False
             self._require_repeatable(SampleKeys(self._seed, epoch, indices[:_MOST_COMPARED]))
-        with nullcontext() if self._clock is None else self._clock.noting(epoch, indices):
+        with nullcontext() if self._trace is None else self._trace.noting(epoch, indices):
             found = self._read(SampleKeys(self._seed, epoch, indices))
         return found if self._read == self._read_tensors else map_leaves(found, _resolved)
 

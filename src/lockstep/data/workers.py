@@ -225,7 +225,7 @@ class ReadingOptions(TypedDict, total=False):
     """Those that tensors are copied to: they are delivered in page-locked memory. Empty for a CPU, the default."""
     timeout: float
     """Seconds (120) to wait for one answer of a worker: a micro-batch, or its part of a step that is read together."""
-    clock: ReadTrace | None
+    trace: ReadTrace | None
     """Notes when each micro-batch is read."""
     checks: bool
     """Reads samples of the first micro-batch twice, to see that they are equal (False)."""
@@ -244,12 +244,12 @@ def open_reading(
         rows: samples of a micro-batch.
         options: see ``ReadingOptions``.
     """
-    seed, collate, clock = options.get("seed", 0), options.get("collate"), options.get("clock")
+    seed, collate, trace = options.get("seed", 0), options.get("collate"), options.get("trace")
     workers, gpus = options.get("workers", 0), options.get("gpus", ())
     if workers < 0:
         raise ConfigError(f"workers={workers} must be 0 (read in the training process) or more.")
     checks = options.get("checks", False)
-    reader = SampleReader(dataset, seed=seed, collate=collate, clock=clock, checks=checks)
+    reader = SampleReader(dataset, seed=seed, collate=collate, trace=trace, checks=checks)
     if workers == 0 or reader.in_memory:
         return InlineReading(
             reader, per_step=per_step, steps=_steps(reader, per_step * rows), pin_memory=bool(gpus)
@@ -273,7 +273,7 @@ def sample_digests(dataset: Any, indices: Sequence[int], **options: Unpack[Readi
     are not opened here.
     """
     options["workers"] = min(1, options.get("workers", 0))
-    options["checks"], options["clock"] = True, None
+    options["checks"], options["trace"] = True, None
     reading, found = open_reading(dataset, **options), {}
     for index in indices:
         try:

@@ -38,7 +38,7 @@ from lockstep.runtime.events import Callback, CallbackHandle
 
 
 def read_spans(
-    clocks: Sequence[ReadTrace], used: Sequence[TraceSpan], began: int, ended: int
+    traces: Sequence[ReadTrace], used: Sequence[TraceSpan], began: int, ended: int
 ) -> list[TraceSpan]:
     """The reads of loaders between two moments in nanoseconds, one lane for each process.
 
@@ -49,10 +49,10 @@ def read_spans(
         if "first" in span.about:
             names.setdefault((span.about["epoch"], span.about["first"]), _name(span))
     found = []
-    for clock in clocks:
-        for read in clock.spans():
+    for reads in traces:
+        for read in reads.spans():
             if read.ended >= began and read.began <= ended:
-                lane = f"{clock.name}, {f'worker {read.worker}' if read.worker >= 0 else 'this process'}"
+                lane = f"{reads.name}, {f'worker {read.worker}' if read.worker >= 0 else 'this process'}"
                 name = names.get((read.epoch, read.first), f"{read.samples} samples")
                 about = {"epoch": read.epoch, "first": read.first, "samples": read.samples}
                 found.append(TraceSpan(lane, name, read.began, read.ended, about))
@@ -128,7 +128,7 @@ class Timeline(Callback):
     ) -> None:
         self._window, self._folder, self._rank, self._title = window, folder, rank, title
         self._device = device
-        self.clocks: list[ReadTrace] = []
+        self.traces: list[ReadTrace] = []
         """Read times of the rank's loaders; each loader adds its own."""
         self._recorder = SpanRecorder()
         self._threads = {threading.get_ident(): 0}
@@ -256,7 +256,7 @@ class Timeline(Callback):
         return self._threads.setdefault(threading.get_ident(), len(self._threads))
 
     def _write(self, now: int) -> None:
-        spans = self._recorder.spans + read_spans(self.clocks, self._recorder.spans, self._began, now)
+        spans = self._recorder.spans + read_spans(self.traces, self._recorder.spans, self._began, now)
         if self._device is not None:
             spans += self._device.stop(self._unix)
         try:

@@ -87,7 +87,7 @@ class LoaderCache:
         self._numbered = 0
         self._told: set[str] = set()
         """Notes that were logged."""
-        self.clocks: list[ReadTrace] | None = None
+        self.traces: list[ReadTrace] | None = None
         """Gets the notes of every loader that is made from now on about when it reads; None: nothing is noted."""
 
     def refresh(self, data: Any, loaders: _Kind) -> bool:
@@ -264,8 +264,8 @@ class LoaderCache:
                 f"workers={workers!r:.60} was given. Give the processes that read ahead, from 0 to {_MOST_WORKERS}."
             )
         processes = int(workers) if workers is not None else source.workers or 0
-        if self.clocks is not None and name:
-            self.clocks.append(ReadTrace(name, processes))
+        if self.traces is not None and name:
+            self.traces.append(ReadTrace(name, processes))
         devices = self._strategy.devices or (self._strategy.device,)
         gpus = [each for each in dict.fromkeys(devices) if is_gpu(each)] if has_gpus() else []
         return ReadingOptions(
@@ -274,7 +274,7 @@ class LoaderCache:
             collate=source.collate,
             gpus=gpus if source.pin_memory is not False else (),
             timeout=source.timeout or self._options.loader_timeout,
-            clock=self.clocks[-1] if self.clocks else None,
+            trace=self.traces[-1] if self.traces else None,
             checks=self._options.checks != "off" and not known.is_checked,
         )
 

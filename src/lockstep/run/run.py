@@ -198,7 +198,7 @@ class Run:
             self._leave_process_group(self.strategy)
         if self.options.profile:
             profiled = timeline.open_timeline(self.options, self.world, self.device)
-            self._loaders.clocks = profiled.clocks
+            self._loaders.traces = profiled.traces
             profiled.handle = self.add_callback(profiled)
         for call in self._events.prepare_end:
             call(self)
