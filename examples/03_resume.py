@@ -1,9 +1,9 @@
-"""Chapter 3: stop at any step, go on with any number of devices; the end is that of the run that never stopped.
+"""Chapter 3: stop at any step and continue on any number of devices, with the result of a run that never stopped.
 
     python examples/03_resume.py --directory runs/chapter3 --stop-at 17
     lockstep run --devices 3 examples/03_resume.py --directory runs/chapter3
 
-A killed run goes on from its newest checkpoint in the same way.
+A run that was killed continues from its newest checkpoint in the same way.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""Chapter 4: a network begins with the weights of another task; its body is frozen and a new head is trained.
+"""Chapter 4: a network begins with the weights of another task. Its body is frozen, and a new head is trained.
 
     lockstep run --devices 2 examples/04_pretrained_and_frozen.py --weights five.safetensors
 
-The other task are the digits 0 to 4, learned here first, so that nothing is downloaded. Files published for
-torchvision's ResNets load into ``lockstep.models.resnet18`` and its sisters in the same way.
+The other task is to recognise the digits 0 to 4. It is learned here first, so that nothing is downloaded. Files
+published for torchvision's ResNets load into ``lockstep.models.resnet18`` and the other ResNets there in the same way.
 """
 
 import argparse

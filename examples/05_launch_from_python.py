@@ -1,4 +1,4 @@
-"""Chapter 5: a program that is no training script starts one, and gets its result back.
+"""Chapter 5: a program starts training runs of a function on several processes, and gets their results back.
 
     python examples/05_launch_from_python.py
 

@@ -1,10 +1,10 @@
-"""Chapter 6: a DataLoader that a distributed script already has is taken over, its DistributedSampler included.
+"""Chapter 6: use the DataLoader that a distributed script already has, with its DistributedSampler.
 
     lockstep run --devices 2 examples/06_bring_your_dataloader.py
 
-Its data set, collate function and workers stay. Who reads which sample is the run's sample plan: nothing is read twice
-to fill up a rank, and no set_epoch can be forgotten. A sample's random numbers are keyed by (seed, epoch, sample), so
-the noise below is the same for any number of ranks and workers.
+Its data set, collate function and workers stay. The run decides which rank reads which sample: no sample is read twice
+to fill up a rank, and set_epoch is not needed. A sample's random numbers are keyed by (seed, epoch, sample), so the
+noise below is the same for any number of ranks and workers.
 """
 
 import torch

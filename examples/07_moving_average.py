@@ -1,9 +1,9 @@
-"""Chapter 7: mixed precision, clipping, a moving average of the weights, and a forward pass of one's own.
+"""Chapter 7: mixed precision, clipping, a moving average of the weights, and a forward pass of your own.
 
     lockstep run --devices 2 examples/07_moving_average.py
 
-A denoising autoencoder. Its noise is drawn on the device, in ``forward``: such draws are keyed by step and micro-batch,
-so they are the same on any number of devices.
+The model is a denoising autoencoder. Its noise is drawn on the device, in ``forward``. Such draws are keyed by step and
+micro-batch, so they are the same on any number of devices.
 """
 
 import torch

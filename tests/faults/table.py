@@ -11,12 +11,16 @@ PAGE = ROOT / "docs" / "faults.md"
 _HEAD = """\
 # Faults, and what becomes of a run
 
-Written by `python -m tests.faults.table` from `tests/faults/matrix.py` and from the markers of the tests; do not edit
-it by hand. Every row is held by the tests named in it; what no test holds is said under the table. The tests use real
-processes, signals and files wherever the fault has any.
+What happens to a run if a process is killed, a disk is full, a file is broken, the network fails or someone attacks it:
+one row for each fault, with the result and the tests that prove it. Look here to find out whether a fault that worries
+you is handled. What no test shows is said under the table. The tests use real processes, signals and files wherever the
+fault has any.
 
 Exit codes: 0 done, 2 configuration, 3 data, 4 a rank failed, 5 the run stood still, 6 not finite, 75 preempted (run it
 again, it resumes), 130 interrupted.
+
+`python -m tests.faults.table` writes this page from `tests/faults/matrix.py` and from the markers of the tests; do not
+edit it by hand.
 """
 
 
@@ -44,7 +48,7 @@ def render(found):
     """The page."""
     parts = [_HEAD]
     for section, rows in SECTIONS.items():
-        lines = ["| | fault | what comes of it | held by |", "|---|---|---|---|"]
+        lines = ["| | fault | result | tested by |", "|---|---|---|---|"]
         for row in rows:
             tests = "<br>".join(_shown(*test) for test in found.get(row.number, ())) or "no test"
             lines.append(f"| {row.number} | {row.fault} | {row.outcome} | {tests} |")
@@ -52,7 +56,7 @@ def render(found):
         parts.append(f"## {section}\n\n" + "\n".join(lines) + "\n")
     held = sum(row.number in found for row in ROWS)
     closed = sum(row.number in found and not row.open for row in ROWS)
-    parts.append(f"Of {len(ROWS)} rows {held} are held by tests, {closed} of them whole.\n")
+    parts.append(f"Of {len(ROWS)} rows {held} are tested, {closed} of them completely.\n")
     return "\n".join(parts)
 
 
