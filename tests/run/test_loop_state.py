@@ -280,7 +280,7 @@ def lazily(state, epochs, stop):
 
 def test_a_generator_that_is_made_in_a_step_cannot_go_on_and_is_refused():
     stored = lazily(LoopState(frozenset(), is_main=True), 2, None)
-    with pytest.raises(ConfigError, match=r"draws random numbers from lazily.rng, which is not there yet"):
+    with pytest.raises(ConfigError, match=r"draws random numbers from lazily.rng, which does not exist yet"):
         lazily(resumed(stored, inside=True), 1, None)
 
 

@@ -281,7 +281,7 @@ def plain_dropout():
     return Program(Plain())
 
 
-PAST_THE_HOOKS = r"The gradient of '4.weight' came past the hooks"
+PAST_THE_HOOKS = r"The gradient of '4.weight' did not pass through Lockstep's hooks"
 REFUSED = [
     (PIPELINE, kept_for_the_loss, r"The loss reads 'self.found', which a hook .* begins with '0'.*'ddp'"),
     (PIPELINE, noise_in_functions, r"The backward pass draws random numbers.*strategy 'ddp' or 'fsdp'"),
@@ -290,14 +290,14 @@ REFUSED = [
         plain_dropout,
         r"the model' stays whole, since 'dropout' in it draws random numbers and is no child of an nn.Sequen",
     ),
-    (DP, swapped, r"The gradient of '0.weight' came past the hooks"),
-    (SINGLE, gradient_by_hand, PAST_THE_HOOKS + " .* or its gradient was set by hand"),
+    (DP, swapped, r"The gradient of '0.weight' did not pass through Lockstep's hooks"),
+    (SINGLE, gradient_by_hand, PAST_THE_HOOKS + ".* or its gradient was set by hand"),
     (TENSOR, on_a_split_layer, r"'0.weight' has a hook, and strategy 'tensor' .*'ddp'"),
 ]
 REFUSED_TOO = [
     (PIPELINE, on_an_opened_module, r"A hook was registered on 'the model' after run.prepare.*'ddp'"),
     (PIPELINE, on_all_modules, r"Hooks are registered for all modules .* no process calls all modules"),
-    (LAYERS, swapped, r"The gradient of '0.weight' came past the hooks"),
+    (LAYERS, swapped, r"The gradient of '0.weight' did not pass through Lockstep's hooks"),
     (PIPELINE, gradient_by_hand, PAST_THE_HOOKS),
     (SERVERS, gradient_by_hand, PAST_THE_HOOKS),
 ]

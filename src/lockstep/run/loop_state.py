@@ -312,13 +312,13 @@ class LoopState:
         missing = self._stored["generators"].keys() - found.generators.keys()
         if names := sorted(missing & set(lost)):
             raise ConfigError(
-                f"The loop draws random numbers from {shorten(names, 3)}, which is not there yet where this resumed "
+                f"The loop draws random numbers from {shorten(names, 3)}, which does not exist yet where this resumed "
                 "run goes on, so it would draw others. Make the generator before the loop over run.batches."
             )
         if (names := sorted(missing - set(self._stored["local"]))) and self._is_main:
             logger.warning(
-                "%s had drawn random numbers when the checkpoint was written, and is not there yet. If it is not made "
-                "anew in each step, make it before the loop over run.batches, so that it can go on.",
+                "%s had drawn random numbers when the checkpoint was written, and does not exist yet. If it is not "
+                "made anew in each step, make it before the loop over run.batches, so that it can go on.",
                 shorten(names, 3),
             )
 

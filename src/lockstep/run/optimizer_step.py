@@ -107,8 +107,8 @@ class GradientState:
         """Raises ``ConfigError`` where a checkpoint would lose gradients, or a loop not go on from it. Collective."""
         if self.anywhere():
             raise ConfigError(
-                "run.save() between run.backward and optimizer.step() is refused: a loop that goes on from it does not "
-                "begin there. Save where every optimizer with gradients has made its step, or clear the others' with "
+                "run.save() between run.backward and optimizer.step() is refused: a resumed loop cannot begin between "
+                "the two. Save where every optimizer with gradients has made its step, or clear the others' with "
                 "zero_grad()."
             )
         if self.left_over and isinstance(self._strategy, IndependentStrategy):
@@ -346,9 +346,9 @@ class GradientState:
             found = next((name for name, parameter in self._frozen if parameter.grad is not None), None)
         if found is not None:
             raise ConfigError(
-                f"The loop has set the gradient of {found!r}, which was frozen when the model was prepared: in one "
-                f"process the optimizer would step it, and under strategy {self._strategy.name!r} no process holds it "
-                "for that. Leave it unfrozen, take its gradient away, or use strategy 'ddp'."
+                f"The loop has set the gradient of {found!r}, which was frozen when the model was prepared: with "
+                f"one process the optimizer would update it, but under strategy {self._strategy.name!r} no process "
+                "holds it for that. Leave it unfrozen, clear its gradient, or use strategy 'ddp'."
             )
 
     def update_scale(self) -> None:
@@ -456,8 +456,8 @@ class PreparedOptimizer(Optimizer):
             return
         if contents:
             raise ConfigError(
-                "optimizer.state was given other contents after run.prepare, where no process holds the whole state. "
-                "Forget it with optimizer.state.clear(), change its tensors in place, or use strategy 'ddp'."
+                "optimizer.state was replaced after run.prepare, where no process holds the whole state. "
+                "Clear it with optimizer.state.clear(), change its tensors in place, or use strategy 'ddp'."
             )
         self.state.clear()
 

@@ -197,9 +197,9 @@ def _require_own_parameters(optimizers: Sequence[Optimizer], parameters: Sequenc
         if foreign:
             raise ConfigError(
                 f"Optimizer {number} ({type(optimizer).__name__}) holds {plural(len(foreign), 'parameter')} that the "
-                f"model does not have, the first of shape {tuple(foreign[0].shape)}; gradients of theirs would not be "
-                "summed over the ranks. Give run.prepare the model they belong to; put several models into one "
-                "nn.ModuleDict, and a parameter alone, as a learned weight of losses, into an attribute of the model."
+                f"model does not have, the first of shape {tuple(foreign[0].shape)}; their gradients would not be "
+                "summed over the ranks. Give run.prepare the model they belong to. Put several models into one "
+                "nn.ModuleDict, and make a single parameter, such as a learned loss weight, an attribute of the model."
             )
 
 
@@ -343,8 +343,8 @@ class PreparedAverage(AveragedModel):
         given = list((model if is_part else self._models[0]).parameters())
         if len(names) != len(given) or not all(name in own for name in names):
             raise ConfigError(
-                "update_parameters of an AveragedModel was given another module than the average was made of. Give it "
-                "the model that run.prepare returned, or that module of it of which the average is."
+                "update_parameters of an AveragedModel was given another module than the one that it averages. Give it "
+                "the model that run.prepare returned, or the submodule of it that is averaged."
             )
         buffer_names = [prefix + name for name, _ in averaged.module.named_buffers()]
         whole = SimpleNamespace(

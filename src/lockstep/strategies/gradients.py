@@ -554,7 +554,7 @@ def _second(name: str) -> ConfigError:
 
 def _unseen(name: str) -> ConfigError:
     return ConfigError(
-        f"The gradient of {name!r} came past the hooks that Lockstep has on it: after run.prepare the parameter was "
+        f"The gradient of {name!r} did not pass through Lockstep's hooks: after run.prepare the parameter was "
         "swapped for another tensor (torch.utils.swap_tensors, set_swap_module_params_on_conversion), or its gradient "
         "was set by hand in the backward pass. Copy values in place, and return gradients from Function.backward."
     )
