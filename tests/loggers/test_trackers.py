@@ -52,4 +52,4 @@ def test_wandb_has_a_run_of_the_folder_s_name_that_goes_on(tmp_path, monkeypatch
     wandb.teardown()
     number = (tmp_path / "wandb.txt").read_text().strip()
     runs = sorted(path.name for path in (tmp_path / "wandb").glob("offline-run-*"))
-    assert runs and all(name.endswith(number) for name in runs)
+    assert runs and all(number in name for name in runs)  # two of one second end in -1
