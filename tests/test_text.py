@@ -2,7 +2,17 @@
 
 import pytest
 
-from lockstep.text import format_bytes, format_duration, numbered, percent, plural, printable, ranges, shorten
+from lockstep.text import (
+    format_bytes,
+    format_duration,
+    numbered,
+    percent,
+    plural,
+    printable,
+    ranges,
+    samples_per_second,
+    shorten,
+)
 
 
 @pytest.mark.parametrize(
@@ -27,6 +37,13 @@ def test_only_all_is_100_percent():
     shown = ["0.00 %", "97.22 %", "99.99 %", "99.99 %", "100.00 %", "100.00 %"]
     assert [percent(share) for share in shares] == shown
     assert percent(0.9998, 1) == "99.9 %"
+
+
+def test_a_slow_speed_has_three_digits():
+    """16 samples in 24.4 s were 1 samples/s."""
+    speeds = [samples_per_second(speed) for speed in (0.6557, 9.96, 99.4, 99.6, 17101.3)]
+    numbers = ["0.656", "9.96", "99.4", "100", "17,101"]
+    assert speeds == [f"{number} samples/s" for number in numbers]
 
 
 def test_one_thing_has_no_s():

@@ -75,6 +75,11 @@ def percent(share: float, digits: int = 2) -> str:
     return f"{min(100 * share, 100 - 10**-digits) if is_less else 100 * share:.{digits}f} %"
 
 
+def samples_per_second(speed: float) -> str:
+    """A speed with its unit: ``17,101 samples/s``, ``0.656 samples/s``."""
+    return f"{speed:,.0f} samples/s" if speed >= 99.5 else f"{speed:.3g} samples/s"
+
+
 def printable(text: str) -> str:
     """The text with control characters of names shown, such as ``\\x1b`` of a terminal's codes; lines and tabs stay.
 

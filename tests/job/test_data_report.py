@@ -30,6 +30,7 @@ def job(devices="auto", **training):
 def test_classes_are_counted_by_name(flowers):
     facts = data_report.look_at_set("data.train", ImageFolder(flowers), workers=0, reads=False)
     assert facts.classes == {"daisy": 3, "rose": 4} and facts.unreadable is None and facts.samples == 7
+    assert facts.text == repr(ImageFolder(flowers))
     part = Subset(ImageFolder(flowers), [0, 6])
     assert data_report.look_at_set("x", part, workers=0, reads=False).classes == {"daisy": 1, "rose": 1}
     numbers = TensorDataset(torch.zeros(3, 2), torch.tensor([2, 0, -1]))

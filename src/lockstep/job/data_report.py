@@ -81,7 +81,7 @@ def data_sets(config: JobConfig) -> dict[str, Any]:
 def look_at_set(name: str, data_set: Any, *, workers: int, reads: bool) -> SetFacts:
     """The classes of a data set and, if ``reads``, the samples that cannot be read; ``workers`` processes read."""
     given, data_set = data_set, adopt(data_set).dataset
-    shown = given if isinstance(data_set, Stream) else data_set  # of a DataLoader what it reads
+    named = given if isinstance(data_set, Stream) else data_set  # of a DataLoader what it reads
     labels, classes = known_labels(data_set), None
     if labels is not None:
         names = known_classes(data_set)
@@ -93,7 +93,7 @@ def look_at_set(name: str, data_set: Any, *, workers: int, reads: bool) -> SetFa
         if wrong := int((labels < 0).sum()):
             classes["below 0"] = wrong
     broken = unreadable(data_set, workers) if reads else None
-    text = _ADDRESS.sub(r"\1", repr(shown).partition("\n")[0])
+    text = _ADDRESS.sub(r"\1", repr(named).partition("\n")[0])
     return SetFacts(name, text, len(data_set), classes, broken, len(_stored(data_set)))
 
 

@@ -30,7 +30,7 @@ from lockstep.job.run_folder import (
 )
 from lockstep.run import Run
 from lockstep.runtime.output import log_to_terminal
-from lockstep.text import format_bytes, percent, plural
+from lockstep.text import format_bytes, percent, plural, samples_per_second
 from lockstep.trainer import Trainer, TrainingOutcome
 from lockstep.trainer.audit_record import AuditRecorder
 from lockstep.trainer.gradient_record import GradientLog, GradientRecorder
@@ -169,7 +169,7 @@ def report(outcome: TrainingOutcome, proof: str) -> str:
         of = " on the validation set" if name == "loss" else ""
         rows.append((name, f"{value}{of} (best {best}, epoch {outcome.best_epoch + 1})"))
     if outcome.seconds:
-        speed = f"{outcome.samples_per_second:,.0f} samples/s, {outcome.seconds:.1f} s of training"
+        speed = f"{samples_per_second(outcome.samples_per_second)}, {outcome.seconds:.1f} s of training"
         rows.append(("speed", speed))
     if outcome.bytes_per_step:
         rows.append(("sent", f"at most {format_bytes(outcome.bytes_per_step)} per step and rank"))

@@ -66,9 +66,8 @@ def _work(config: JobConfig, facts: Facts, ranks: int) -> list[str]:
         ("strategy", f"{training.strategy}, gradients {training.reduce}, equality level {level}"),
     ]
     if plan.dropped_samples:
-        rows.append(
-            ("left out", f"{plural(plan.dropped_samples, 'sample')} per epoch, of the batch that is not full")
-        )
+        why = "of the batch that is not full" if plan.drop_last else "too few for BatchNorm in a micro-batch"
+        rows.append(("left out", f"{plural(plan.dropped_samples, 'sample')} per epoch, {why}"))
     return [f"{name:9} {text}" for name, text in rows]
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TextIO
 
-from lockstep.text import format_duration, percent
+from lockstep.text import format_duration, percent, samples_per_second
 
 
 class Console:
@@ -115,7 +115,7 @@ def _shown(values: Mapping[str, float]) -> list[str]:
 
 def _metric(name: str, value: float) -> str:
     if name == "samples_per_second":
-        return f"{value:,.0f} samples/s"
+        return samples_per_second(value)
     short = name.replace("learning_rate", "lr")
     words = re.sub(r"_(?!\d+$)", " ", short)  # the number of a class or of a group stays, as in lr_1
     if name.endswith("accuracy") and value <= 1:  # else a metric of the user's gives percent itself

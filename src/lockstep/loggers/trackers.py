@@ -82,6 +82,8 @@ class WeightsAndBiases(_Tracker):
             id=number,
             resume=None if number is None else "allow",
         )
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")  # its own axis, Step, counts the calls of log
         return str(self._run.id)
 
     def _send(self, values: dict[str, float], step: int) -> None:
