@@ -181,7 +181,8 @@ def test_an_honest_run_of_any_layout_has_the_recorded_bits(home, strategy, ranks
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     report = audit(folder, seed=0, checks=0)
     assert report.findings == []
-    assert [str(interval) for interval in report.checked] == ["0 to 1", "2 to 3", "4 to 5", "6 to 7"]
+    checked = ["steps 0 to 1", "steps 2 to 3", "steps 4 to 5", "steps 6 to 7"]
+    assert [str(interval) for interval in report.checked] == checked
     assert "equal: everything that was checked has the recorded bits" in describe(report)
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 

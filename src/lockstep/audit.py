@@ -59,7 +59,8 @@ class Interval:
     """The checkpoint of the state at the end; None where the run ended without one."""
 
     def __str__(self) -> str:
-        return f"{self.first} to {self.end - 1}"
+        last = self.end - 1
+        return f"step {last}" if last == self.first else f"steps {self.first} to {last}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -355,7 +356,7 @@ def describe(report: AuditReport) -> str:
         rows += [("differs", str(finding)) for finding in report.findings]
         return "\n".join(f"{name:9} {text}" for name, text in rows)
     done, whole = sum(i.end - i.first for i in checked), sum(i.end - i.first for i in every)
-    which = "; ".join(f"steps {interval}" for interval in checked)
+    which = "; ".join(map(str, checked))
     chosen = f"{len(checked)} of {plural(len(every), 'interval')}, chosen by seed {report.seed}"
     rows.append(("checked", f"{chosen}: {which}"))
     rows.append(("cost", f"{plural(done, 'step')} of {whole}"))

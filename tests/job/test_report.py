@@ -76,3 +76,9 @@ def test_an_accuracy_that_is_given_in_percent_is_not_multiplied():
     for last, shown in ((43.24, "43.24"), (0.5, "0.5")):
         found = outcome(metric=metric, values={metric: last}, best=45.0, best_epoch=1)
         assert f"accuracy     {shown} (best 45, epoch 2)" in report(found, "").splitlines()
+
+
+def test_no_evaluation_is_the_best_where_all_are_nan():
+    metric, nan = "validation_loss", float("nan")
+    found = outcome(metric=metric, values={metric: nan}, best=nan, best_epoch=0)
+    assert "loss         nan on the validation set" in report(found, "").splitlines()

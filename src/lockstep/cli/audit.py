@@ -66,7 +66,7 @@ def main(arguments: argparse.Namespace) -> int:
         checks=arguments.checks,
         head=arguments.head,
         force_context=arguments.force_context,
-        tell=lambda interval: print(f"recomputing steps {interval}", file=sys.stderr),
+        tell=lambda interval: print(f"recomputing {interval}", file=sys.stderr),
     )
     print(describe(report))
     return EXIT_DIFFERENT if report.findings else EXIT_DONE

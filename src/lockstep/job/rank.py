@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -163,11 +164,13 @@ def report(outcome: TrainingOutcome, proof: str) -> str:
         given = outcome.values[outcome.metric]
         is_share = outcome.metric.endswith("accuracy") and max(given, outcome.best or given) <= 1
         form = percent if is_share else "{:.6g}".format
-        value, best = form(given), outcome.best if outcome.best is None else form(outcome.best)
+        best = ""
+        if outcome.best is not None and not math.isnan(outcome.best):
+            best = f" (best {form(outcome.best)}, epoch {outcome.best_epoch + 1})"
         name = outcome.metric.removeprefix("validation_")
         # The loss of an epoch's line is that of the training
         of = " on the validation set" if name == "loss" else ""
-        rows.append((name, f"{value}{of} (best {best}, epoch {outcome.best_epoch + 1})"))
+        rows.append((name, f"{form(given)}{of}{best}"))
     if outcome.seconds:
         speed = f"{samples_per_second(outcome.samples_per_second)}, {outcome.seconds:.1f} s of training"
         rows.append(("speed", speed))

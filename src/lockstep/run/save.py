@@ -413,8 +413,8 @@ def mention_nothing_left(epochs: int, done: int) -> None:
     """Says that a resumed run, which has done ``done`` of ``epochs`` epochs, takes no further step."""
     if isinstance(epochs, int) and 0 < epochs <= done:
         note(
-            "No step is left: the run that was resumed has done %s, and run.epochs(%d) asks for no more. Give a larger "
-            "number to go on, or another directory= to begin anew.",
+            "No step is left: the run that was resumed has done %s, and was to do %d. Give a larger number of epochs "
+            "to go on, or another run folder to begin anew.",
             *(plural(done, "epoch"), epochs),
         )
 
