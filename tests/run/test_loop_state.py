@@ -332,6 +332,31 @@ def test_a_sum_that_a_stop_within_an_epoch_has_lost_is_named(caplog):
     assert "run.extra" in record.getMessage()
 
 
+A_SCRIPT = """
+loss = float("nan")
+for epoch in range(2):
+    for batch in (range(first, 3), state.begin_steps(any_left=any_left), first)[0]:
+        loss = batch / 2
+        if batch == stop:
+            stored = stored or state.capture()
+    state.end_steps()
+    say(loss)
+"""
+
+
+@pytest.mark.parametrize("any_left", [True, False])
+def test_a_loss_that_is_set_before_the_loop_as_recommended_is_not_named_where_a_step_sets_it(
+    caplog, any_left
+):
+    """``loss = float("nan")`` was named in every run that was resumed within an epoch."""
+    space = {"any_left": any_left, "say": lambda loss: None, "stored": None, "__name__": "script"}
+    first = {**space, "state": LoopState(frozenset(), is_main=True), "first": 0, "stop": 1}
+    exec(compile(A_SCRIPT, "script.py", "exec"), first)
+    state = resumed(first["stored"], inside=True)
+    exec(compile(A_SCRIPT, "script.py", "exec"), {**space, "state": state, "first": 2, "stop": None})
+    assert ["loss (nan, was 0.5)" in each.getMessage() for each in caplog.records] == [True] * (not any_left)
+
+
 class Decay:
     """A schedule of the script's own, which begins with the learning rate that an optimizer has."""
 

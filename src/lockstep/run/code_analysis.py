@@ -43,19 +43,34 @@ def live_names(code: CodeType, offset: int) -> frozenset[str]:
     return after[bisect_right(offsets, offset) - 1] | _set_by_inner(code)
 
 
-def live_in(frames: Sequence[FrameType]) -> list[frozenset[str]]:
+def live_in(frames: Sequence[FrameType], *, enters_loop: bool = False) -> list[frozenset[str]]:
     """The live names of frames that run, the outermost first.
 
     What an inner function sets, and reads only then, is not live in the functions around it while it runs.
+    ``enters_loop``: the innermost begins a loop and will make a pass of it, so that what its body sets is not live.
     """
     found: list[frozenset[str]] = []
     is_set: set[str] = set()
     for frame in reversed(frames):
-        live = live_names(frame.f_code, frame.f_lasti) - is_set
+        find = _live_in_body if enters_loop and not found else live_names
+        live = find(frame.f_code, frame.f_lasti) - is_set
         is_set |= {*frame.f_code.co_freevars} & _set_by(frame.f_code) - live
         is_set -= {*frame.f_code.co_cellvars}
         found.append(live)
     return found[::-1]
+
+
+def _live_in_body(code: CodeType, offset: int) -> frozenset[str]:
+    """As ``live_names``, in the body of the ``for`` whose iterable the instruction gives, if it does."""
+    instructions, follow, accesses = _flow(code)
+    offsets, before, _ = _live_around(code)
+    number, read = bisect_right(offsets, offset) - 1, frozenset[str]()
+    while instructions[number].opname != "FOR_ITER":
+        if len(follow[number]) != 1 or any(kind != "LOAD" for kind, _ in accesses[number]):
+            return live_names(code, offset)
+        read |= {name for _, name in accesses[number]}
+        number = follow[number][0]
+    return before[number + 1] | read | _set_by_inner(code)
 
 
 def _set_by(code: CodeType) -> set[str]:

@@ -100,9 +100,9 @@ class LoopState:
         self._walks = 0
         """The number of loops over steps that have begun, over all resumes."""
 
-    def _look(self) -> Variables:
+    def _look(self, *, enters_loop: bool = False) -> Variables:
         callbacks = self.events.callbacks if self.events else ()
-        return Variables.of_loop(self._known, (*callbacks, *self._hooks()))
+        return Variables.of_loop(self._known, (*callbacks, *self._hooks()), enters_loop=enters_loop)
 
     def resume(self, stored: Mapping[str, Any], *, inside: bool) -> None:
         """Takes what ``capture`` returned. ``inside``: it was written while the batches of an epoch were read."""
@@ -123,9 +123,13 @@ class LoopState:
         self._in_epochs = True
         self._at_epoch = {name: encoded_state(each) for name, each in found.generators.items()}
 
-    def begin_steps(self) -> None:
-        """Notes the variables before the steps of an epoch; warns of those that a resumed run has lost."""
-        found, stored = self._look(), self._stored
+    def begin_steps(self, *, any_left: bool = False) -> None:
+        """Notes the variables before the steps of an epoch; warns of those that a resumed run has lost.
+
+        ``any_left``: at least one step is left, so that the loop will make a pass.
+        """
+        stored = self._stored
+        found = self._look(enters_loop=bool(stored) and any_left)
         if not self._first:
             self._taken = self._taken_from_run(found)
         if stored:
