@@ -2,7 +2,9 @@
 
 import copy
 import random
+import re
 import sys
+import textwrap
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 
@@ -355,6 +357,40 @@ def test_a_loss_that_is_set_before_the_loop_as_recommended_is_not_named_where_a_
     state = resumed(first["stored"], inside=True)
     exec(compile(A_SCRIPT, "script.py", "exec"), {**space, "state": state, "first": 2, "stop": None})
     assert ["loss (nan, was 0.5)" in each.getMessage() for each in caplog.records] == [True] * (not any_left)
+
+
+A_MEAN = """
+def train(state, epochs, mean=10.0, stored=None):
+    for epoch in epochs:
+        state.begin_epoch()
+        fresh = epoch
+        fresh = fresh + 1
+        mean = 0.9 * mean + epoch
+        for _ in (range(2), state.begin_steps(any_left=True))[0]:
+            pass
+        state.end_steps()
+        if epoch == 1:
+            stored = state.capture()
+    return stored, mean, fresh
+"""
+
+
+@pytest.mark.parametrize("in_function", [True, False])
+@pytest.mark.parametrize("is_given_back", [True, False])
+def test_a_mean_that_the_start_of_each_epoch_moves_is_named(caplog, in_function, is_given_back):
+    """The mean of the rewards in REINFORCE began anew in a run that was resumed between two epochs, without a word."""
+    text = A_MEAN if in_function else textwrap.dedent(A_MEAN.partition(":")[2].rpartition("return")[0])
+
+    def train(state, epochs, mean):
+        space = {"state": state, "epochs": epochs, "mean": mean, "stored": None, "__name__": "script"}
+        exec(compile(text, "script.py", "exec"), space)
+        return space["train"](state, epochs, mean) if in_function else (space["stored"], space["mean"])
+
+    stored, mean, *_ = train(LoopState(frozenset(), is_main=True), range(2), 10.0)
+    train(resumed(stored, inside=False), range(2, 4), mean if is_given_back else 10.0)
+    said = "".join(each.getMessage() for each in caplog.records)
+    assert (re.search(r"[ :]mean \(11\.0, was 9\.1\)", said) is None) is is_given_back
+    assert "fresh" not in said
 
 
 class Decay:

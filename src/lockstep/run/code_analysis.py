@@ -230,6 +230,8 @@ class _Effects(NamedTuple):
     carries: frozenset[str]
     """Those of them that depend on what they were. A dot before the name of an attribute, or behind that of a variable,
     says that another object has its place, a plus behind one that it may have more entries."""
+    own_carries: frozenset[str]
+    """Those of ``own`` that do, each with an equals sign behind it."""
     calls: frozenset[str]
     """The names of functions."""
     inner: CodeType | None
@@ -261,7 +263,7 @@ def changed_names(
         for each in _effects(code):
             if first < each.offset <= last:
                 found |= each.changes | (each.own if code in running else set())
-                carried |= each.carries
+                carried |= each.carries | (each.own_carries if code in running else set())
                 anew |= each.changes - each.carries if each.sets else set()
                 todo += [(each.inner, -1, _ALL)] if each.inner else []
                 called = [own for name in each.calls - named for own in functions.get(name, ())]
@@ -309,6 +311,9 @@ class _EffectsReader:
             changes=frozenset(changes),
             own=frozenset(own),
             carries=frozenset(self._carried(each, base, known, changes)),
+            own_carries=frozenset(
+                f"{name}=" for name in own if self._is_in_place or (line, name, known) in self._seen
+            ),
             calls=base if kind.startswith("CALL") else frozenset(),
             inner=each.argval if isinstance(each.argval, CodeType) else None,
             sets=kind in _SETS or (kind in _LOADS_ATTRIBUTE and each.argval in _SETTING),
