@@ -2,7 +2,9 @@
 
 import copy
 import random
+import re
 import sys
+import textwrap
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 
@@ -330,6 +332,65 @@ def test_a_sum_that_a_stop_within_an_epoch_has_lost_is_named(caplog):
     assert "a_loop: total (0.0, was 4.0)" in record.getMessage()
     assert "a_loop: task.count (0, was 4)" in record.getMessage()
     assert "run.extra" in record.getMessage()
+
+
+A_SCRIPT = """
+loss = float("nan")
+for epoch in range(2):
+    for batch in (range(first, 3), state.begin_steps(any_left=any_left), first)[0]:
+        loss = batch / 2
+        if batch == stop:
+            stored = stored or state.capture()
+    state.end_steps()
+    say(loss)
+"""
+
+
+@pytest.mark.parametrize("any_left", [True, False])
+def test_a_loss_that_is_set_before_the_loop_as_recommended_is_not_named_where_a_step_sets_it(
+    caplog, any_left
+):
+    """``loss = float("nan")`` was named in every run that was resumed within an epoch."""
+    space = {"any_left": any_left, "say": lambda loss: None, "stored": None, "__name__": "script"}
+    first = {**space, "state": LoopState(frozenset(), is_main=True), "first": 0, "stop": 1}
+    exec(compile(A_SCRIPT, "script.py", "exec"), first)
+    state = resumed(first["stored"], inside=True)
+    exec(compile(A_SCRIPT, "script.py", "exec"), {**space, "state": state, "first": 2, "stop": None})
+    assert ["loss (nan, was 0.5)" in each.getMessage() for each in caplog.records] == [True] * (not any_left)
+
+
+A_MEAN = """
+def train(state, epochs, mean=10.0, stored=None):
+    for epoch in epochs:
+        state.begin_epoch()
+        fresh = epoch
+        fresh = fresh + 1
+        mean = 0.9 * mean + epoch
+        for _ in (range(2), state.begin_steps(any_left=True))[0]:
+            pass
+        state.end_steps()
+        if epoch == 1:
+            stored = state.capture()
+    return stored, mean, fresh
+"""
+
+
+@pytest.mark.parametrize("in_function", [True, False])
+@pytest.mark.parametrize("is_given_back", [True, False])
+def test_a_mean_that_the_start_of_each_epoch_moves_is_named(caplog, in_function, is_given_back):
+    """The mean of the rewards in REINFORCE began anew in a run that was resumed between two epochs, without a word."""
+    text = A_MEAN if in_function else textwrap.dedent(A_MEAN.partition(":")[2].rpartition("return")[0])
+
+    def train(state, epochs, mean):
+        space = {"state": state, "epochs": epochs, "mean": mean, "stored": None, "__name__": "script"}
+        exec(compile(text, "script.py", "exec"), space)
+        return space["train"](state, epochs, mean) if in_function else (space["stored"], space["mean"])
+
+    stored, mean, *_ = train(LoopState(frozenset(), is_main=True), range(2), 10.0)
+    train(resumed(stored, inside=False), range(2, 4), mean if is_given_back else 10.0)
+    said = "".join(each.getMessage() for each in caplog.records)
+    assert (re.search(r"[ :]mean \(11\.0, was 9\.1\)", said) is None) is is_given_back
+    assert "fresh" not in said
 
 
 class Decay:

@@ -43,19 +43,34 @@ def live_names(code: CodeType, offset: int) -> frozenset[str]:
     return after[bisect_right(offsets, offset) - 1] | _set_by_inner(code)
 
 
-def live_in(frames: Sequence[FrameType]) -> list[frozenset[str]]:
+def live_in(frames: Sequence[FrameType], *, enters_loop: bool = False) -> list[frozenset[str]]:
     """The live names of frames that run, the outermost first.
 
     What an inner function sets, and reads only then, is not live in the functions around it while it runs.
+    ``enters_loop``: the innermost begins a loop and will make a pass of it, so that what its body sets is not live.
     """
     found: list[frozenset[str]] = []
     is_set: set[str] = set()
     for frame in reversed(frames):
-        live = live_names(frame.f_code, frame.f_lasti) - is_set
+        find = _live_in_body if enters_loop and not found else live_names
+        live = find(frame.f_code, frame.f_lasti) - is_set
         is_set |= {*frame.f_code.co_freevars} & _set_by(frame.f_code) - live
         is_set -= {*frame.f_code.co_cellvars}
         found.append(live)
     return found[::-1]
+
+
+def _live_in_body(code: CodeType, offset: int) -> frozenset[str]:
+    """As ``live_names``, in the body of the ``for`` whose iterable the instruction gives, if it does."""
+    instructions, follow, accesses = _flow(code)
+    offsets, before, _ = _live_around(code)
+    number, read = bisect_right(offsets, offset) - 1, frozenset[str]()
+    while instructions[number].opname != "FOR_ITER":
+        if len(follow[number]) != 1 or any(kind != "LOAD" for kind, _ in accesses[number]):
+            return live_names(code, offset)
+        read |= {name for _, name in accesses[number]}
+        number = follow[number][0]
+    return before[number + 1] | read | _set_by_inner(code)
 
 
 def _set_by(code: CodeType) -> set[str]:
@@ -215,6 +230,8 @@ class _Effects(NamedTuple):
     carries: frozenset[str]
     """Those of them that depend on what they were. A dot before the name of an attribute, or behind that of a variable,
     says that another object has its place, a plus behind one that it may have more entries."""
+    own_carries: frozenset[str]
+    """Those of ``own`` that do, each with an equals sign behind it."""
     calls: frozenset[str]
     """The names of functions."""
     inner: CodeType | None
@@ -246,7 +263,7 @@ def changed_names(
         for each in _effects(code):
             if first < each.offset <= last:
                 found |= each.changes | (each.own if code in running else set())
-                carried |= each.carries
+                carried |= each.carries | (each.own_carries if code in running else set())
                 anew |= each.changes - each.carries if each.sets else set()
                 todo += [(each.inner, -1, _ALL)] if each.inner else []
                 called = [own for name in each.calls - named for own in functions.get(name, ())]
@@ -294,6 +311,9 @@ class _EffectsReader:
             changes=frozenset(changes),
             own=frozenset(own),
             carries=frozenset(self._carried(each, base, known, changes)),
+            own_carries=frozenset(
+                f"{name}=" for name in own if self._is_in_place or (line, name, known) in self._seen
+            ),
             calls=base if kind.startswith("CALL") else frozenset(),
             inner=each.argval if isinstance(each.argval, CodeType) else None,
             sets=kind in _SETS or (kind in _LOADS_ATTRIBUTE and each.argval in _SETTING),

@@ -245,7 +245,7 @@ class EpochLoop:
     def steps(self, read: Read, after: Callable[[], None]) -> Generator[Batch]:
         """The steps from where the run stands to the end of the epoch; ``after`` is called when one is over."""
         if self._variables is not None:
-            self._variables.begin_steps()
+            self._variables.begin_steps(any_left=self.position.done <= self._last_place)
         steps = self._steps(read, after)
         self._newest_steps = weakref.ref(steps)
         return steps

@@ -127,6 +127,8 @@ class Variables:
     _noted: list[str] = field(default_factory=list)
     _codes: list[tuple[CodeType, dict[str, Any]]] = field(default_factory=list)
     """Of functions whose globals are still to be looked at."""
+    _modules: set[CodeType] = field(default_factory=set)
+    """That of modules that are running."""
     _reading: list[FunctionType] = field(default_factory=list)
     """Functions that data sets hold, and the methods of objects that they hold."""
     _bound: list[Any] = field(default_factory=list)
@@ -139,11 +141,16 @@ class Variables:
     """By the id of an object, the first and the last of what was noted of it, and of what it holds."""
 
     @classmethod
-    def of_loop(cls, known: Collection[int], callbacks: Iterable[object] = ()) -> Variables:
-        """Looks at the frames that are running, and at the user's own ``callbacks``: objects and functions."""
+    def of_loop(
+        cls, known: Collection[int], callbacks: Iterable[object] = (), *, enters_loop: bool = False
+    ) -> Variables:
+        """Looks at the frames that are running, and at the user's own ``callbacks``: objects and functions.
+
+        ``enters_loop``: a loop begins now, and will make a pass.
+        """
         found, frames = cls(known), list(users_frames())
         variables: list[tuple[str, Any, bool, Any]] = []
-        for frame, live, owner in zip(frames, live_in(frames), owners_of(frames)):
+        for frame, live, owner in zip(frames, live_in(frames, enters_loop=enters_loop), owners_of(frames)):
             code, holder = frame.f_code, owner.removesuffix(": ") or frame.f_globals
             found.local |= {
                 f"{owner}{name}" for name in code.co_varnames + code.co_cellvars + code.co_freevars
@@ -164,6 +171,7 @@ class Variables:
             name = getattr(each, "__name__", type(each).__name__)
             found._look(each, f"{name} (callback {number})", None, None)
         found._codes += [(frame.f_code, frame.f_globals) for frame in frames]
+        found._modules = {frame.f_code for frame in frames if frame.f_code.co_name == "<module>"}
         own = {key: id(space) for space in (each.f_globals for each in frames[::-1]) for key in [*space]}
         found._look_at_globals(own)
         found._look_at_what_data_reads(own)
@@ -231,7 +239,8 @@ class Variables:
                 if type(held) is ModuleType and is_users_module(held.__name__):
                     self._codes.append((code, vars(held)))
                 elif key in space and name in self.texts:
-                    self.live.add(name)  # functions may read what the code of the module does not
+                    if code not in self._modules:
+                        self.live.add(name)  # functions may read what the code of the module does not
                 elif key in space:
                     self._look(held, name, space, key)
 

@@ -100,9 +100,9 @@ class LoopState:
         self._walks = 0
         """The number of loops over steps that have begun, over all resumes."""
 
-    def _look(self) -> Variables:
+    def _look(self, *, enters_loop: bool = False) -> Variables:
         callbacks = self.events.callbacks if self.events else ()
-        return Variables.of_loop(self._known, (*callbacks, *self._hooks()))
+        return Variables.of_loop(self._known, (*callbacks, *self._hooks()), enters_loop=enters_loop)
 
     def resume(self, stored: Mapping[str, Any], *, inside: bool) -> None:
         """Takes what ``capture`` returned. ``inside``: it was written while the batches of an epoch were read."""
@@ -114,7 +114,7 @@ class LoopState:
 
     def begin_epoch(self) -> None:
         """Restores the generators' states, once after a resume; called where ``run.epochs`` gives an epoch."""
-        found = self._look()
+        found = self._look(enters_loop=True)
         if self._stored and not self._in_epochs:
             _give(found, self._stored["at_epoch" if self._inside else "generators"])
             found.renew_floats(self._stored["saved"].keys())
@@ -123,9 +123,13 @@ class LoopState:
         self._in_epochs = True
         self._at_epoch = {name: encoded_state(each) for name, each in found.generators.items()}
 
-    def begin_steps(self) -> None:
-        """Notes the variables before the steps of an epoch; warns of those that a resumed run has lost."""
-        found, stored = self._look(), self._stored
+    def begin_steps(self, *, any_left: bool = False) -> None:
+        """Notes the variables before the steps of an epoch; warns of those that a resumed run has lost.
+
+        ``any_left``: at least one step is left, so that the loop will make a pass.
+        """
+        stored = self._stored
+        found = self._look(enters_loop=bool(stored) and any_left)
         if not self._first:
             self._taken = self._taken_from_run(found)
         if stored:
@@ -349,9 +353,9 @@ class LoopState:
         was, _, frames = self._resumed
         changed, stored = changed_since(frames, only_carried=True), self._stored
         now, then = (found.texts, stored["start"]) if self._inside else (was.texts, stored["saved"])
-        names = found.texts.keys() - found.local
+        names = found.texts.keys() - (found.local - (was.live & was.texts.keys()))
         differ = [each for each in names if now.get(each) != then.get(each, now.get(each))]
-        owned = {name for name in differ if not changed.isdisjoint(_owners(name))}
+        owned = {name for name in differ if not changed.isdisjoint(_owners(name, name in found.local))}
         fewer = {name for name in differ if _count(found.texts[name]) < _count(then[name])}
         return owned | {name for name in fewer if f"{_words(name)[0][-1]}+" in changed}
 
@@ -393,9 +397,11 @@ class LoopState:
         }
 
 
-def _owners(name: str) -> set[str]:
+def _owners(name: str, is_variable: bool) -> set[str]:
     """The names that code may have for a value, or for an object that holds it; see ``_Effects.carries``."""
     words, keys = _words(name)
+    if is_variable:
+        return {words[-1], f"{words[-1]}="}
     return {*words[-1:], *keys[-1:], f"{words[0]}.", *(f".{word}" for word in words + keys)}
 
 
