@@ -95,12 +95,15 @@ def note_data(error: Exception, batch: Batch, model: nn.Module) -> None:
     explain_operator(error, model)
     explain_compiler(error)
     if USED_UP.is_in(str(error)):
-        raise ConfigError(
+        used_up = ConfigError(
             "The backward pass of a micro-batch reached the graph of an earlier one, which is used up. The forward "
             "pass or the loss keeps a tensor from one micro-batch to the next, such as a hidden state or the potential "
             "of a spiking neuron: reset it at the beginning of forward=. Or it reads a tensor that the loop has "
             "computed from parameters: compute it in the loss."
-        ) from error
+        )
+        for said in getattr(error, "__notes__", ()):  # of micro-batches that are computed at one time
+            used_up.add_note(said)
+        raise used_up from error
     if isinstance(error, LockstepError) or not batch.micro_batches:
         return
     called = [
