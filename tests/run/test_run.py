@@ -1,5 +1,6 @@
 """Refusals of the handle, with their words."""
 
+import os
 import random
 from functools import partial
 
@@ -383,6 +384,16 @@ def test_a_run_goes_on_from_a_run_folder(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match=r"There is no checkpoint at .*empty. Give .* or a run folder"):
         begin(resume=str(tmp_path / "empty"))
+
+
+def test_a_run_folder_that_checkpoints_could_not_be_read_from_is_refused(tmp_path):
+    """They were written there, and no resumed run could read them."""
+    odd = os.fsdecode(os.fsencode(tmp_path) + b"/odd\xff")
+    with pytest.raises(ConfigError, match="is not in UTF-8, and safetensors reads no file there"):
+        begin(directory=odd)
+    run, *_ = begin()
+    with pytest.raises(ConfigError, match="is not in UTF-8"):
+        run.save(directory=odd)
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,9 @@ class Run:
         if (group := self._session.group) is not None:
             agreement.require_equal_settings(options.as_text(), group, self.device)
         if options.directory is not None:  # from here on the script may go to another folder
-            self.options = replace(self.options, directory=Path(options.directory).absolute())
+            self.options = replace(
+                self.options, directory=save.require_readable(Path(options.directory).absolute())
+            )
         self._precision = Precision.of(options, self.device)
         self._precision.configure_backend()
         self.is_portable = make_portable(options, world, self.device)

@@ -337,7 +337,7 @@ class Writer:
         """
         if problem := file_path(directory):
             raise ConfigError(f"The directory of run.save {problem}")
-        directory = Path(directory).expanduser()
+        directory = require_readable(Path(directory).expanduser())
         is_main, wait = self._world.is_main, wait or not self._options.save_in_background
         if not is_main and run.strategy.replicated:
             return None
@@ -407,6 +407,19 @@ def _mention_earlier_training(directory: Path) -> None:
             "their place. To go on from there give resume='auto'; to keep both, another directory=.",
             *(directory, paths[-1].name),
         )
+
+
+def require_readable(directory: Path) -> Path:
+    """The folder as it is given; ``ConfigError`` where no checkpoint in it could be read again."""
+    path = str(directory.absolute())
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(
+            f"The path of the run folder, {path!r}, is not in UTF-8, and safetensors reads no file there. Give another "
+            "directory=."
+        ) from None
+    return directory
 
 
 def mention_nothing_left(epochs: int, done: int) -> None:
