@@ -252,6 +252,36 @@ def test_a_loss_that_depends_on_the_rank_is_refused():
     run_ranks(of_its_rank, 2)
 
 
+def sums_over_ranks(number, model, optimizer, x, loss, accelerator):
+    torch.distributed.all_reduce(number := torch.tensor(float(len(x))))
+    return loss * number / 12
+
+
+def times_ranks(number, model, optimizer, x, loss, accelerator):
+    return loss * torch.distributed.get_world_size()
+
+
+def asking(world):
+    with pytest.raises(
+        ConfigError, match=r"all_reduce is called in the loop's body \(test_accelerate.py:\d+\)"
+    ):
+        body_that(sums_over_ranks)
+
+
+def told(world):
+    said, handler = [], logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("lockstep").addHandler(handler)
+    body_that(times_ranks)
+    return sum("get_world_size()). What is computed" in each for each in said)
+
+
+def test_a_body_that_asks_for_the_number_of_processes_is_told_and_one_that_exchanges_is_refused():
+    """The first trained with another loss on each number of processes, and the second waited forever on three."""
+    run_ranks(asking, 2)
+    assert run_ranks(told, 2) == [1, 0]
+
+
 def draws(number, model, optimizer, x, loss, accelerator):
     return loss * float(np.random.rand()) * random.random()
 

@@ -336,6 +336,11 @@ class Stored(Classifier):
         checkpoint["mine"] = 1
 
 
+class Gathering(Classifier):
+    def training_step(self, batch, batch_idx):
+        return self.all_gather(super().training_step(batch, batch_idx)).mean()
+
+
 class Calling(Classifier):
     def configure_callbacks(self):
         return []
@@ -354,6 +359,8 @@ def refused(world):
     ):
         with pytest.raises(ConfigError, match=words):
             trainer.fit(module, *loaders())
+    with pytest.raises(ConfigError, match=r"all_gather.* would gather the micro-batches"):
+        LightningTrainer(global_batch=12, micro_batches=4, max_epochs=1).fit(Gathering(), *loaders())
     with pytest.raises(ConfigError, match="one DataLoader"):
         trainer.fit(Classifier(), loaders()[0], [loaders()[1]])
     with pytest.raises(ConfigError, match=r"come after trainer\.fit"):

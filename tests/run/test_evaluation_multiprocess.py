@@ -154,6 +154,40 @@ def test_an_evaluation_that_carries_state_is_refused_on_every_rank(own_forward, 
     assert carrying(World(), own_forward, False, False) == ""
 
 
+class OwnStatistics(nn.Module):
+    """Normalises by its batch in evaluation, too, and notes its statistics then."""
+
+    def __init__(self, training, cached=False):
+        super().__init__()
+        self.out, self.always = nn.Linear(6, 3), training
+        self.register_buffer("mean", torch.zeros(6), persistent=not cached)
+        self.register_buffer("var", torch.ones(6), persistent=not cached)
+
+    def forward(self, x):
+        training = self.always or self.training
+        return self.out(nn.functional.batch_norm(x, self.mean, self.var, training=training))
+
+
+def evaluated(world, training, cached=False):
+    torch.manual_seed(0)
+    named = [] if cached else ["mean", "var"]
+    run, *_ = begin(OwnStatistics(training, cached), running_buffers=named)
+    try:
+        return run.evaluate(dataset(), nn.functional.cross_entropy), run.predict(dataset()) is None, ""
+    except ConfigError as error:
+        return None, False, str(error)
+    finally:
+        run.close()
+
+
+def test_an_evaluation_that_changes_buffers_is_refused_on_every_rank():
+    """The next steps began with other running statistics on each process, and ended in other ones without a word."""
+    for _, _, said in [evaluated(World(), True), *run_ranks(evaluated, 2, True)]:
+        assert "an evaluation changes buffers ('mean', 'var')" in said, said
+    for loss, _, said in [evaluated(World(), False), evaluated(World(), True, True)]:
+        assert loss and not said, said
+
+
 def after_close(world):
     run, *_ = begin()
     run.close()

@@ -63,7 +63,8 @@ class Drawing(Block):
         self.register_buffer("seen", torch.zeros(width))
 
     def forward(self, x):
-        self.seen.mul_(0.9).add_(x.detach().mean((0, 2, 3)), alpha=0.1)
+        if self.training:
+            self.seen.mul_(0.9).add_(x.detach().mean((0, 2, 3)), alpha=0.1)
         y = nn.functional.dropout(super().forward(self.instance(x)), 0.1, self.training)
         return self.norm(y) + 0.1 * torch.rand_like(y)
 

@@ -13,7 +13,7 @@ updated, and the model is put back.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from lockstep.config.strategy_options import Level
 from lockstep.data.batch import Batch, MicroBatch
 from lockstep.errors import ConfigError
 from lockstep.numerics.hidden_state import Kind
-from lockstep.run.checks.calls import warn_of_settings
+from lockstep.run.checks.calls import warn_of_settings, watching_calls
 from lockstep.run.checks.means import deviation_of_parts, has_rows, leaves_of, own_rows, together
 from lockstep.run.checks.short_step import (
     Findings,
@@ -167,6 +167,8 @@ class LoopRehearsal:
         self._compute: RehearsalCompute
         self._waiting: MicroBatch | None = None
         self._is_judged = False
+        self._asked: list[str] | None = None
+        """What the pass that is watched asks of the processes; None in the others."""
         self._losses: list[int] = []
         self._value = (0.0, 0.0)
 
@@ -193,8 +195,10 @@ class LoopRehearsal:
         short, self._compute = shortened(self._batch, self._opened.compute, strategy.share, 1)
         try:
             with put_back(strategy, watched, run._events):
+                self._asked = findings.asked
                 with noting_mistakes(prepared, watched, strategy, findings):
                     first = yield from self._pass(short)
+                self._asked = None
                 after = watched.now()
                 watched.buffers.restore()
                 second = yield from self._pass(short)
@@ -232,7 +236,9 @@ class LoopRehearsal:
     def _given(self, micro_batch: MicroBatch) -> Generator[MicroBatch, None, None]:
         """Gives one micro-batch to the loop's body, on data of its own: the body may write into them."""
         self._waiting = with_own_data(micro_batch)
-        with self._compute.autocast():
+        asked = self._asked
+        watching = nullcontext() if asked is None else watching_calls(asked, "the loop's body")
+        with self._compute.autocast(), watching:
             yield self._waiting
         if self._waiting is not None:
             raise ConfigError(

@@ -177,9 +177,9 @@ class Rehearsals:
         ``compute`` gives the output; None on a process without a micro-batch.
 
         Raises:
-            ConfigError: the second output has other bits, or values are exchanged with other processes.
+            ConfigError: the second output has other bits, buffers change, or processes exchange values.
         """
-        found: list[Any] = [False, {}]
+        found: list[Any] = [False, {}, []]
         asked: list[str] = []
         if compute is not None:
             watched = Watched({"": model, "forward=": forward}, (model,))
@@ -187,10 +187,18 @@ class Rehearsals:
                 with watching_calls(asked, "the forward pass of an evaluation"):
                     first = content_of(compute())
                 after = watched.now()
-                found = [content_of(compute()) != first, watched.before.changed(after)]
+                moved = watched.buffers.moved(model)
+                found = [content_of(compute()) != first, watched.before.changed(after), moved]
         self._warn_of_asked(asked, "The forward pass of an evaluation")
         everyone = self._strategy.gather_records(found)
-        changed = next((each for differs, each in everyone if differs), None)
+        changed = next((each for differs, each, _ in everyone if differs), None)
+        if changed is None and self.is_on and (names := next((each for *_, each in everyone if each), None)):
+            raise ConfigError(
+                f"The forward pass of an evaluation changes buffers ({shorten(map(repr, names), _MOST)}). Each process "
+                "evaluates some of the samples, so they would depend on their number. Let layers use their running "
+                "statistics there, as BatchNorm does in evaluation mode (training=self.training), or copies of the "
+                f"buffers. {OFF}"
+            )
         if changed is not None and self._is_for_resume:
             if changed and all(map(held_places(model), changed)):
                 return

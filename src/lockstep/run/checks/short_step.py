@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from lockstep.core.fingerprint import sum_of_bits
+from lockstep.core.fingerprint import digest_tensor, sum_of_bits
 from lockstep.core.plan import Share
 from lockstep.data.batch import Batch, MicroBatch, map_leaves
 from lockstep.data.keyed import generators_kept
@@ -207,6 +207,17 @@ class Buffers:
     def tensors(self) -> list[Tensor]:
         """The buffers as they stand."""
         return [each for holder, _ in self._kept for each in holder.values() if each is not None]
+
+    def moved(self, model: nn.Module) -> list[str]:
+        """The names of a model's buffers whose values are others now, of those that its state has."""
+        kept = {id(holder): values for holder, values in self._kept}
+        return [
+            f"{prefix}.{key}".lstrip(".")
+            for prefix, module in model.named_modules()
+            for key, (_, values) in kept.get(id(module._buffers), {}).items()
+            if key not in module._non_persistent_buffers_set and values is not None
+            if (now := module._buffers.get(key)) is None or digest_tensor(now) != digest_tensor(values)
+        ]
 
     def restore(self) -> None:
         """Restores the tensors and their values."""
