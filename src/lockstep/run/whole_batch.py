@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
+from lockstep.core.fingerprint import digest_tensor
 from lockstep.core.plan import StepPlan
 from lockstep.data.batch import Batch, MicroBatch
 from lockstep.errors import ConfigError
@@ -70,6 +71,11 @@ class SurrogateCompute(StepCompute):
     """The loss of the whole batch."""
     gradients: Sequence[Sequence[Tensor | None]] = ()
     """By each tensor of the output of each micro-batch."""
+
+    def digests(self) -> list[str]:
+        """Those of the loss and of its gradients, which are the same on every rank that has a micro-batch."""
+        gradients = [each for each in chain(*self.gradients) if each is not None]
+        return [digest_tensor(each) for each in (self.total, *gradients)]
 
     def loss(self, output: Any, target: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """The value and the weight count for micro-batch 0 alone, so that the loss of the step is that of the batch."""

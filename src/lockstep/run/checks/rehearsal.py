@@ -19,7 +19,6 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from types import CodeType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,7 +28,7 @@ from torch.nn.utils import parametrize
 
 from lockstep.config.options import RunOptions
 from lockstep.config.strategy_options import Level
-from lockstep.core.fingerprint import checksums, digest_tensor
+from lockstep.core.fingerprint import checksums
 from lockstep.data.batch import Batch
 from lockstep.data.keyed import content_of, encoded_states, generators_kept
 from lockstep.errors import ConfigError
@@ -56,6 +55,7 @@ from lockstep.run.checks.short_step import (
     noting_mistakes,
     on_all_ranks,
     put_back,
+    refuse_evaluation,
     shortened,
     taken_gradients,
     with_own_data,
@@ -192,15 +192,8 @@ class Rehearsals:
         self._warn_of_asked(asked, "The forward pass of an evaluation")
         everyone = self._strategy.gather_records(found)
         changed = next((each for differs, each, _ in everyone if differs), None)
-        if changed is None and self.is_on and (names := next((each for *_, each in everyone if each), None)):
-            raise ConfigError(
-                f"The forward pass of an evaluation changes buffers ({shorten(map(repr, names), _MOST)}). Each process "
-                "evaluates some of the samples, so they would depend on their number. Let layers use their running "
-                "statistics there, as BatchNorm does in evaluation mode (training=self.training), or copies of the "
-                f"buffers. {OFF}"
-            )
-        if changed is not None and self._is_for_resume:
-            if changed and all(map(held_places(model), changed)):
+        if self._is_for_resume:
+            if changed is None or (changed and all(map(held_places(model), changed))):
                 return
             what = told(changed, _MOST) if changed else "something that was not found, such as an iterator"
             raise ConfigError(
@@ -208,15 +201,7 @@ class Rehearsals:
                 f"hold it, so this run would evaluate otherwise than without the stop. {_STORE_IT} With "
                 "checks='off' the run goes on anyway."
             )
-        if changed is not None:
-            raise ConfigError(
-                "The output for one micro-batch of the evaluation, computed twice under the same keys, has other bits "
-                "the second time, since the forward pass keeps something from one call to the next"
-                + (f". It changed {told(changed, _MOST)}" if changed else ", such as a buffer or an iterator")
-                + ". Micro-batches are evaluated by different processes, so each number of them would give another "
-                "result. Begin with a fresh state in every call, with samples that hold whole sequences; or call the "
-                f"model in a loop of your own over all the data, on every rank. {OFF}"
-            )
+        refuse_evaluation(changed, next((buffers for *_, buffers in everyone if buffers), ()))
 
     def begin(
         self,
@@ -519,8 +504,7 @@ class Rehearsals:
         with watching_calls(asked, WHOLE_BATCH):
             found = surrogate(compute, batch, self._strategy)
         self._warn_of_asked(asked)
-        tensors = [found.total, *(each for each in chain(*found.gradients) if each is not None)]
-        mine = [*map(digest_tensor, tensors)] if batch.micro_batches else []
+        mine = found.digests() if batch.micro_batches else []
         everyone = [each for each in self._strategy.gather_records(mine) if each]
         if any(each != everyone[0] for each in everyone):
             places = self._strategy.gather_records(self._places)

@@ -342,6 +342,31 @@ def on_all_ranks(
     return Batch(plan, parts), replace(compute, plan=plan, numbers=numbers)
 
 
+def refuse_evaluation(changed: Mapping[str, tuple[str, str]] | None, buffers: Sequence[str]) -> None:
+    """Raises ``ConfigError`` for a forward pass of an evaluation that keeps something, or changes buffers.
+
+    Args:
+        changed: what a call has changed where a second one gave another output; None where the output was the same.
+        buffers: the names of the buffers that it has changed.
+    """
+    if changed is not None:
+        raise ConfigError(
+            "The output for one micro-batch of the evaluation, computed twice under the same keys, has other bits "
+            "the second time, since the forward pass keeps something from one call to the next"
+            + (f". It changed {told(changed, _MOST)}" if changed else ", such as a buffer or an iterator")
+            + ". Micro-batches are evaluated by different processes, so each number of them would give another "
+            "result. Begin with a fresh state in every call, with samples that hold whole sequences; or call the "
+            f"model in a loop of your own over all the data, on every rank. {OFF}"
+        )
+    if buffers:
+        raise ConfigError(
+            f"The forward pass of an evaluation changes buffers ({shorten(map(repr, buffers), _MOST)}). Each process "
+            "evaluates some of the samples, so they would depend on their number. Let layers use their running "
+            "statistics there, as BatchNorm does in evaluation mode (training=self.training), or copies of the "
+            f"buffers. {OFF}"
+        )
+
+
 def with_own_data(micro_batch: MicroBatch) -> MicroBatch:
     """The micro-batch with a copy of its data, into which a forward pass may write."""
     return replace(micro_batch, data=map_leaves(micro_batch.data, _copied))
