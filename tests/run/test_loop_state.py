@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from lockstep.data.keyed import encoded_state
 from lockstep.errors import ConfigError
+from lockstep.run import frame_variables
 from lockstep.run.code_analysis import changed_by_reading, live_names
 from lockstep.run.frame_variables import Variables
 from lockstep.run.loop_state import LoopState
@@ -756,6 +757,18 @@ def test_what_checkpoints_hold_is_not_looked_at():
     assert [name for name in before if before[name] != after[name]] == [
         f"{test_what_checkpoints_hold_is_not_looked_at.__qualname__}: beside"
     ]
+
+
+def test_of_a_replay_buffer_few_entries_are_read(monkeypatch):
+    """They were 256, each with all its tensors, several times in an epoch: of one step, in reinforcement learning."""
+    read = []
+    monkeypatch.setattr(frame_variables, "digest_tensor", lambda tensor: read.append(id(tensor)) or "0" * 16)
+    buffer = [tuple(torch.full((4,), number + each / 8) for each in range(8)) for number in range(5000)]
+    own = {id(each) for entry in buffer for each in entry}
+    Variables.of_loop(frozenset())
+    found = [each for each in read if each in own]
+    assert 8 * 30 <= len(found) <= 8 * 33
+    assert found[7] == id(buffer[0][7])
 
 
 def test_values_of_every_kind_have_texts():

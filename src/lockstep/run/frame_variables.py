@@ -361,7 +361,7 @@ class Variables:
         has_tensors = is_long and _begins_with_tensors(entries)
         if is_long and (has_tensors or not is_foreign):
             every = entries if is_dict else value
-            some = copied(itertools.islice(every, 0, None, 1 + len(value) // _MOST_SAMPLES))
+            some = copied(itertools.islice(every, 0, None, 1 + len(value) // _samples_of(every)))
             self._whole(value, name, some, depth, f"{len(value)} entries{content}")
             self.with_values |= {name} if content or has_tensors else set()
         elif is_told or not only_tensors:
@@ -544,6 +544,14 @@ def _content_of(entries: Any, least: int) -> tuple[str, bool]:
     plain = [part if part is None or is_plain(part) else "..." for part in parts]
     is_told = any(part is not None and is_plain(part) for part in parts)
     return f" of digest {short_digest(repr(plain).encode())}", is_told
+
+
+def _samples_of(entries: Any) -> int:
+    """How many of a long list's entries are looked at: fewer where each has many parts, as in a replay buffer."""
+    if len(entries) <= _MOST_SAMPLES:
+        return _MOST_SAMPLES
+    parts = max(1, *(len(_parted(each)) for each in copied(itertools.islice(entries, 1))))
+    return max(_MOST_SAMPLES // 8, _MOST_SAMPLES // parts)
 
 
 def _begins_with_tensors(entries: Iterable[tuple[Any, Any]]) -> bool:
