@@ -14,7 +14,7 @@ from lockstep.core.plan import Indices, StepPlan
 from lockstep.errors import ConfigError
 
 DeviceTransform = Callable[[Tensor], Tensor]
-"""What a data set does with a whole input on the device, before the model."""
+"""Changes a whole input on the device, before the model, as a data set asks for."""
 
 
 def map_leaves(data: Any, change: Callable[[Any], Any]) -> Any:

@@ -59,7 +59,7 @@ def leaves_files(script: Script) -> bool:
 
 
 def runs_of(script: Script) -> list[str]:
-    """What the runs of Lockstep are called that the file begins; ``run`` where it does not say."""
+    """The names of the runs of Lockstep that the file begins; ``run`` where it does not say."""
     begun = script.calls_of("lockstep.init")
     named = {node.value: script.text(node.targets[0]) for node in script.find(ast.Assign)}
     named |= {

@@ -91,7 +91,7 @@ class OpenEvaluation:
     own_forward: Callable[[Any], Any] | None
     """A function of the user's that gives outputs, from the data of a micro-batch as they are."""
     device_transform: DeviceTransform | None
-    """What the data set does with inputs on the device."""
+    """The data set's change of inputs on the device."""
     stop: EvaluationStop | None
     """How the ranks agree to stop early; None: they stay to the end."""
     is_new: bool

@@ -168,7 +168,7 @@ class LoopRehearsal:
         self._waiting: MicroBatch | None = None
         self._is_judged = False
         self._asked: list[str] | None = None
-        """What the pass that is watched asks of the processes; None in the others."""
+        """Places where the pass that is watched asks for the number of processes; None in the others."""
         self._losses: list[int] = []
         self._value = (0.0, 0.0)
 

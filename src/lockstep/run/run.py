@@ -351,14 +351,14 @@ class Run:
         is_due = plan.epoch > due.after_epoch and plan.step >= due.from_step
         if due.at_latest is not None:
             is_due |= plan.step >= due.at_latest or self._loop.is_last_step(plan)
+        rehearses = rehearse and is_due
         try:
-            if rehearse and is_due:
+            if rehearses:
                 rehearsed = replace(compute, function=stand_in) if whole_batch else compute
                 with events.span("rehearsal"):
                     self.rehearsals.begin(prepared, rehearsed, batch, loss, opened.scale)
             if whole_batch:
-                looks = rehearse and is_due
-                opened.compute = self.rehearsals.of_whole_batch(compute, batch, looks=looks)
+                opened.compute = self.rehearsals.of_whole_batch(compute, batch, looks=rehearses)
             for begins in events.backward_begin:
                 begins(batch, opened.scale)
             yield opened

@@ -111,7 +111,7 @@ def warn_if_begun(stepped: Sequence[str]) -> None:
 
 
 def world_of_process() -> World:
-    """What the environment says of this process; ``ConfigError`` where torch's process group has more processes."""
+    """The world as the environment has it; ``ConfigError`` where torch's process group has more processes."""
     world = World.from_environment()
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > world.world_size == 1:
         raise ConfigError(

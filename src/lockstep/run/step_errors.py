@@ -281,7 +281,7 @@ def _wrong_probabilities(output: Any, target: Any) -> str:
 
 
 def _no_target(target: Any) -> str:
-    """What a loss is told whose target holds tensors and is none; else empty."""
+    """The advice for a loss whose target holds tensors and is none; else empty."""
     if isinstance(target, Tensor) or not any(isinstance(each, Tensor) for each in tree_leaves(target)):
         return ""
     part = f"data[{list(target)[-1]!r}]" if isinstance(target, Mapping) else "data[1]"

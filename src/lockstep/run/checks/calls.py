@@ -142,8 +142,16 @@ ASKED = (
 )
 
 
-WHOLE_BATCH = "the loss of the whole batch"
-"""What is called with ``whole_batch=True``."""
+_IN_PARTS = (
+    ". It would combine the micro-batches that the processes compute at one time, others on each number of processes, "
+    "and wait forever where one has more of them. A loss that compares all samples of the batch takes "
+    "whole_batch=True; one that is divided by a count returns the pair (sum, count), and the run divides by the count "
+    "of all. Where it is for a log, give also= of run.backward a function, or call run.evaluate."
+)
+OF_WHOLE_BATCH = (
+    ", which is given the outputs and the targets of all samples on every process: leave the call out."
+)
+"""The reason why a loss of the whole batch exchanges nothing."""
 
 
 @contextmanager
@@ -158,7 +166,12 @@ def watching_once(where: str, *, looks: bool) -> Iterator[None]:
 
 @contextmanager
 def watching_calls(
-    found: list[str], where: str, *, ranks: bool = False, variables_too: bool = False
+    found: list[str],
+    where: str,
+    *,
+    ranks: bool = False,
+    variables_too: bool = False,
+    no_exchange: str = _IN_PARTS,
 ) -> Iterator[None]:
     """Notes where this thread, in the block, asks for the number of processes in the user's code.
 
@@ -170,6 +183,7 @@ def watching_calls(
         where: what is called, as in "the loss".
         ranks: note also where it asks for its rank, which no other process shows that computes the same.
         variables_too: note also functions that read that number from a variable, or from the run.
+        no_exchange: why values are not exchanged there, as the end of the sentence that names the call.
 
     Raises:
         ConfigError: where a process exchanges values with others, before it waits for them.
@@ -193,17 +207,8 @@ def watching_calls(
         elif code.co_name in functions and (place := _place(frame)):
             found.append(f"{place}: torch.distributed.{code.co_name}()")
         elif _EXCHANGES.match(code.co_name) and (place := _place(frame, installed=True)):
-            if where == WHOLE_BATCH:
-                raise ConfigError(
-                    f"torch.distributed.{code.co_name} is called in {where} ({place}), which is given the outputs and "
-                    f"the targets of all samples on every process: leave the call out. {OFF}"
-                )
             raise ConfigError(
-                f"torch.distributed.{code.co_name} is called in {where} ({place}). It would combine the micro-batches "
-                "that the processes compute at one time, others on each number of processes, and wait forever where "
-                "one has more of them. A loss that compares all samples of the batch takes whole_batch=True; one that "
-                "is divided by a count returns the pair (sum, count), and the run divides by the count of all. Where "
-                f"it is for a log, give also= of run.backward a function, or call run.evaluate. {OFF}"
+                f"torch.distributed.{code.co_name} is called in {where} ({place}){no_exchange} {OFF}"
             )
 
     if sys.getprofile() is not None or not dist.is_initialized():

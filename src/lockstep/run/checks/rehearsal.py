@@ -39,8 +39,8 @@ from lockstep.run.attributes import held_places, reference
 from lockstep.run.checks.agreement import compared_replicas
 from lockstep.run.checks.calls import (
     ASKED,
+    OF_WHOLE_BATCH,
     OFF,
-    WHOLE_BATCH,
     counts_read,
     gather_agreed,
     warn_of_settings,
@@ -501,7 +501,7 @@ class Rehearsals:
         if not (looks and self.is_on):
             return surrogate(compute, batch, self._strategy)
         asked: list[str] = []
-        with watching_calls(asked, WHOLE_BATCH):
+        with watching_calls(asked, "the loss of the whole batch", no_exchange=OF_WHOLE_BATCH):
             found = surrogate(compute, batch, self._strategy)
         self._warn_of_asked(asked)
         mine = found.digests() if batch.micro_batches else []
