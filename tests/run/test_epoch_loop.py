@@ -1,6 +1,7 @@
 """Where a run stands, whatever its loops do; no process and no model needed."""
 
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
 from types import SimpleNamespace
 
 import pytest
@@ -67,6 +68,22 @@ def test_a_loop_that_would_have_no_step_since_the_one_before_left_the_last_is_re
     assert [list(steps(course)) for _ in course.epochs(1)] == [
         []
     ]  # what follows the steps is still to be done
+
+
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_a_backward_pass_beside_a_thread_that_reads_the_batches_is_refused_on_several_processes(is_alone):
+    course = EpochLoop(is_alone=is_alone)
+    batches = course.steps(read, lambda: None)
+    with ThreadPoolExecutor(1) as thread:
+        plan = thread.submit(next, batches).result().plan
+        with (
+            nullcontext()
+            if is_alone
+            else pytest.raises(ConfigError, match="another thread reads run.batches")
+        ):
+            course.begin_backward(plan)
+        thread.submit(list, batches).result()
+    course.begin_backward(plan)  # the thread has read all
 
 
 @pytest.mark.parametrize(("epoch", "warnings"), [(0, 0), (2, 1)])

@@ -50,6 +50,43 @@ def test_a_record_names_the_users_line_that_the_exception_came_from(tmp_path):
     assert record_of(caught.value, rank=0, beat=None).place == "train.py:5"
 
 
+def step_with(loss):
+    """Calls ``loss`` as a step of a run does, and returns the record of its exception."""
+    options = RunOptions(global_batch=4, micro_batches=1)
+    with Run(options, World()) as run, pytest.raises(Exception) as caught:
+        model = torch.nn.Linear(2, 2)
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        (batch,) = run.batches([(torch.zeros(2), torch.zeros(2))] * 4)
+        run.backward(batch, loss)
+    return record_of(caught.value, rank=0, beat=None)
+
+
+def test_frames_of_lockstep_between_those_of_other_code_are_one_line():
+    def loss(output, target):
+        try:
+            return [output, target][2]
+        except IndexError as error:
+            raise ValueError("no such output") from error
+
+    record = step_with(loss)
+    shown = re.sub(r"\d+", "N", record.shown)
+    assert re.findall(r"in (\w+)|(\[N frames of Lockstep\])", shown) == [
+        ("loss", ""),  # of the cause
+        ("step_with", ""),
+        ("", "[N frames of Lockstep]"),
+        ("loss", ""),
+    ]
+    assert "in backward_by" in record.traceback
+    assert record.leaves_frames_out
+
+
+def test_of_an_exception_that_lockstep_raises_all_frames_are_shown():
+    record = step_with(lambda output: output.sum())
+    assert record.kind == "TypeError"
+    assert "in backward_by" in record.shown
+    assert not record.leaves_frames_out
+
+
 @pytest.mark.fault("T2")
 def test_a_record_that_no_file_takes_is_on_its_page_with_long_texts_cut(tmp_path):
     record = record_of(raised(DataError("é" * 100_000)), rank=3, beat=None)

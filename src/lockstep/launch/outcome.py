@@ -207,6 +207,8 @@ def _cause(cause: RankEnd, verdict: Verdict, logs: Path) -> Iterator[str]:
         where = f"{place}{_samples(record.samples)} (host {record.host}, pid {cause.pid})"
         yield f"rank {cause.rank} failed first{where}:"
         yield from record.shown.rstrip("\n").split("\n")
+        if record.leaves_frames_out:
+            yield f"The whole traceback: {_file(cause, logs)}"
         if record.kind == _OUT_OF_MEMORY:
             yield _LESS_MEMORY
         if PEER_IS_LATE.is_in(record.message):

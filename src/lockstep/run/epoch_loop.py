@@ -23,6 +23,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from inspect import CO_GENERATOR, GEN_CLOSED, getgeneratorstate
 from numbers import Integral
+from threading import get_ident
 from types import GeneratorType
 from typing import Any
 
@@ -139,8 +140,8 @@ class EpochLoop:
     _is_finalizing = staticmethod(sys.is_finalizing)
     """Bound here: by then the globals of modules may be gone."""
 
-    def __init__(self, events: StepEvents = NO_EVENTS) -> None:
-        self.position, self._events = Position(), events
+    def __init__(self, events: StepEvents = NO_EVENTS, *, is_alone: bool = True) -> None:
+        self.position, self._events, self._is_alone = Position(), events, is_alone
         self._variables: LoopState | None = None
         self._key: Callable[[str, int], None] = lambda place, number: None
         self._current: Batch | None = None
@@ -158,6 +159,8 @@ class EpochLoop:
         """True where the position comes from a checkpoint, until the first loop over steps."""
         self._walk = self._epoch_loops = 0
         """The number of loops over steps, and over epochs, that have begun."""
+        self._reading_thread: int | None = None
+        """The thread that reads the newest loop over steps, until that loop is over."""
         self._newest_steps: Callable[[], Generator[Batch] | None] = lambda: None
         """Gives the steps of the newest loop, while they exist."""
         self.in_epochs = False
@@ -270,6 +273,7 @@ class EpochLoop:
         self._walk += 1
         walk = self._walk
         position.inside, self._left_early, self._back = True, False, None
+        self._reading_thread = get_ident()
         try:
             for batch in read(position.epoch, position.done):
                 self._require_newest(walk)
@@ -291,6 +295,7 @@ class EpochLoop:
             if walk == self._walk and not self._is_finalizing():
                 self.count_step()
                 self._is_rest = True
+                self._reading_thread = None
                 if self.in_epochs:
                     position.inside, self._left_early = False, True
                 self._end_steps()
@@ -304,6 +309,7 @@ class EpochLoop:
                 *(position.epoch + 1, shorten(unset, 4)),
             )
         self._end_steps()
+        self._reading_thread = None
         self._back = replace(position, inside=True)
         position.inside, self._finished_epoch = False, position.epoch
         self._key("epoch end", position.epoch)
@@ -372,6 +378,12 @@ class EpochLoop:
 
     def begin_backward(self, plan: StepPlan, waiting: object = ()) -> int:
         """The number of this pass over its step, from 0; ``waiting``: gradients to which it adds, if there are any."""
+        if not self._is_alone and self._reading_thread not in (None, get_ident()):
+            raise ConfigError(
+                "run.backward was called while another thread reads run.batches. On several processes both exchange "
+                "values, which must happen in one order. Call both in one thread; run.batches reads ahead in processes "
+                "of its own (see prefetch and workers)."
+            )
         place = plan.epoch, plan.position
         if place >= self._unused_from:
             current = self._current

@@ -100,7 +100,10 @@ class Run:
         self.extra: dict[str, Any] = {}
         """Stored in checkpoints and given back on resume; must survive JSON."""
         self.rehearsals = Rehearsals(options, self.strategy, self._events, is_main=self.is_main)
-        self._loop, self._loaders = EpochLoop(self._events), LoaderCache(options, self.strategy)
+        self._loop, self._loaders = (
+            EpochLoop(self._events, is_alone=group is None),
+            LoaderCache(options, self.strategy),
+        )
         self._prepared: PreparedRun | None = None
         self._initial_values = InitialValues(options.seed)
         self._writer = Writer(options, world, self._loop)

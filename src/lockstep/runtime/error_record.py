@@ -14,6 +14,7 @@ import sys
 import sysconfig
 import time
 import traceback
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from lockstep.runtime.control import map_file
 from lockstep.runtime.heartbeat import Beat
 from lockstep.runtime.stack_dump import Mark, mark_of
 from lockstep.runtime.torch_internals import LOST_PEER, NO_SCALE, FrameKind, kind_of_frame
+from lockstep.text import plural
 
 _RUNPY = "<frozen runpy>"
 _INSTALLED = sysconfig.get_path("purelib") + os.sep
@@ -63,10 +65,12 @@ class ErrorRecord:
     """True if it is one of Lockstep's own errors, whose message says what to do."""
     traceback: str
     shown: str
-    """The traceback without the launcher's own frames."""
+    """The traceback without the launcher's own frames, and without rows of Lockstep's between those of other code."""
     time: float
     """``time.monotonic()`` when the exception reached the top."""
     exit_code: int
+    leaves_frames_out: bool = False
+    """True if ``shown`` has a row of frames left out."""
     place: str = ""
     """The line of the user's own files that the exception came from, as in ``train.py:41``; empty if there is none."""
 
@@ -155,6 +159,45 @@ def about_own_backward(error: BaseException, beat: Beat | None) -> str:
     )
 
 
+class _UsersStack(traceback.StackSummary):
+    """The frames of a traceback, with one line in place of each row of Lockstep's own."""
+
+    def __init__(self, frames: Iterable[traceback.FrameSummary]) -> None:
+        super().__init__(frames)
+        self._rows: dict[int, int] = {}
+        """The length of each row by its first frame, and 0 for its other frames."""
+        row: list[traceback.FrameSummary] = []
+        called: list[
+            traceback.FrameSummary
+        ] = []  # of Python and packages, part of the row if they call Lockstep again
+        for frame in self:
+            if frame.filename.startswith(_PACKAGE):
+                row += [*called, frame]
+                called = []
+                self._rows |= {id(each): 0 for each in row} | ({id(row[0]): len(row)} if len(row) > 1 else {})
+            elif row and not is_users_file(frame.filename):
+                called.append(frame)
+            else:
+                row, called = [], []
+
+    def format_frame_summary(self, frame_summary: traceback.FrameSummary, **named: Any) -> str:
+        row = self._rows.get(id(frame_summary))
+        if row is None:
+            return super().format_frame_summary(frame_summary, **named)
+        return f"  [{plural(row, 'frame')} of Lockstep]\n" if row else ""
+
+
+def _without_own_frames(error: traceback.TracebackException) -> traceback.TracebackException:
+    """Leaves rows of Lockstep's frames out of a traceback and of its causes' where other code raised the error."""
+    parts: list[traceback.TracebackException | None] = [error]
+    for part in parts:
+        if part is not None:
+            if part.stack and not part.stack[-1].filename.startswith(_PACKAGE):
+                part.stack = _UsersStack(part.stack)
+            parts += [part.__cause__, part.__context__]
+    return error
+
+
 _WITHOUT_SAMPLES = ("prepare", "data", "save", "load", "wait", "end", "script")
 """Phases in which the samples of a heartbeat are those of an earlier one."""
 
@@ -166,6 +209,7 @@ def record_of(error: BaseException, *, rank: int, beat: Beat | None) -> ErrorRec
         error.__cause__ = cause
     part = _users_part(error.__traceback__)
     own = _users_frames(part)
+    shown = "".join(_without_own_frames(traceback.TracebackException(type(error), error, part)).format())
     return ErrorRecord(
         rank=rank,
         host=host_name(),
@@ -178,7 +222,8 @@ def record_of(error: BaseException, *, rank: int, beat: Beat | None) -> ErrorRec
         message=str(error),
         on_purpose=isinstance(error, LockstepError),
         traceback="".join(traceback.format_exception(error)),
-        shown="".join(traceback.format_exception(type(error), error, part)),
+        shown=shown,
+        leaves_frames_out=shown != "".join(traceback.format_exception(type(error), error, part)),
         time=time.monotonic(),
         exit_code=error.exit_code if isinstance(error, LockstepError) else EXIT_RANK,
         place=f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else "",
