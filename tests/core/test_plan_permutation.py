@@ -1,5 +1,6 @@
 """A keyed order of any number of samples, one at a time, in no memory."""
 
+import hashlib
 import time
 import tracemalloc
 
@@ -37,6 +38,14 @@ def test_the_order_of_ten_is_what_it_was():
     """Golden values: another order would change every run that was ever recorded."""
     assert Permutation(10, key=0)(np.arange(10)).tolist() == GOLDEN_TEN
     assert Permutation(10**9, key=123)([0, 1, 999_999_999]).tolist() == GOLDEN_BILLION
+
+
+def test_the_orders_of_small_sizes_are_what_they_were():
+    orders = hashlib.sha256()
+    for size in range(1, 101):
+        for key in (0, 1, 2**64 - 1):
+            orders.update(Permutation(size, key)(np.arange(size)).astype("<i8").tobytes())
+    assert orders.hexdigest() == "d172098c98b9b6b4e4a817ba4a8766b005d2b5159ce95678f988e5f42fe20aa2"
 
 
 def test_a_part_of_the_order_is_the_same_as_in_the_whole():

@@ -56,7 +56,7 @@ def nodes_within(start: int, stop: int, leaves: int) -> list[Node]:
         left, right = children(node)
         return tile(left) + tile(right)
 
-    return tile(Node(0, leaves)) if leaves and start < stop else []
+    return tile(Node(0, leaves))
 
 
 class TreeStack(Generic[T]):
