@@ -220,6 +220,7 @@ COMMANDS = {
 --debug-port
 --nnodes --node-rank --master --interface --token-file --start-limit --rendezvous --profile
 -m/--module script arguments""",
+    "port": """script --json""",
     "lint": """scripts --json --select --ignore --rules""",
     "slurm": """job --nodes --gpus-per-node --tasks-per-node --cpus-per-task --time --partition --warn --restarts
 --sbatch --output --submit --data --strategy --mesh --precision --epochs --threads --set""",

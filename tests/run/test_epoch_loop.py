@@ -76,11 +76,7 @@ def test_a_backward_pass_beside_a_thread_that_reads_the_batches_is_refused_on_se
     batches = course.steps(read, lambda: None)
     with ThreadPoolExecutor(1) as thread:
         plan = thread.submit(next, batches).result().plan
-        with (
-            nullcontext()
-            if is_alone
-            else pytest.raises(ConfigError, match="another thread reads")
-        ):
+        with nullcontext() if is_alone else pytest.raises(ConfigError, match="another thread reads"):
             course.begin_backward(plan)
         thread.submit(list, batches).result()
     course.begin_backward(plan)  # the thread has read all

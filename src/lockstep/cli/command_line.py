@@ -140,6 +140,7 @@ _COMMANDS = {
     "new": ("lockstep.cli.new", "write a job file and a script for your own images, table, text or tensors"),
     "train": ("lockstep.cli.train", "train a job: a TOML file, a built-in name or a folder of images"),
     "run": ("lockstep.cli.run", "start your own script on every device of one or several hosts"),
+    "port": ("lockstep.cli.port", "list the lines of a script that change when it trains with Lockstep"),
     "lint": ("lockstep.cli.lint", "check training scripts for known mistakes of distributed training"),
     "slurm": ("lockstep.cli.slurm", "write or submit the SLURM batch script of a job"),
     "kubernetes": ("lockstep.cli.kubernetes", "write or apply the Kubernetes manifest of a job"),

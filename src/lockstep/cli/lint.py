@@ -54,14 +54,14 @@ def _print(found: list[Finding], mistakes: list[str], as_json: bool) -> None:
         sys.stdout.write(json.dumps(report, indent=2) + "\n")
     else:
         for finding in found:
-            sys.stdout.write(_printable(finding.text()) + "\n")
+            sys.stdout.write(for_terminal(finding.text()) + "\n")
         if found or not mistakes:
             sys.stdout.write(f"{plural(len(found), 'finding') if found else 'No finding'}.\n")
     for sentence in mistakes:
-        sys.stderr.write(f"lockstep: {_printable(sentence)}\n")
+        sys.stderr.write(f"lockstep: {for_terminal(sentence)}\n")
 
 
-def _printable(text: str) -> str:
+def for_terminal(text: str) -> str:
     """The text as this terminal can show it; lone surrogates and control characters of file names are escaped."""
     encoding = sys.stdout.encoding or "utf-8"
     return printable(text.encode(encoding, "backslashreplace").decode(encoding))

@@ -1,0 +1,447 @@
+"""The lines of a script that change when it trains with Lockstep: ``lockstep port train.py``.
+
+``changes`` asks each finder below for the lines of one kind and what to write there; the rows are those of
+docs/moving.md. Finders go by the names of calls, so that what they say is advice, not a proof.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from lockstep.errors import ConfigError
+from lockstep.lint.ranks import callers_of, on_one_rank
+from lockstep.lint.script import (
+    FUNCTIONS,
+    LOOPS,
+    Loop,
+    Script,
+    argument,
+    constant,
+    last_name,
+    method,
+    parse,
+    read_text,
+    receiver,
+)
+from lockstep.lint.wrappers import DDP, DP, FSDP, runs_of, wraps
+
+
+@dataclass(frozen=True)
+class Change:
+    """What to do about one line, or about several alike."""
+
+    section: str
+    lines: tuple[int, ...]
+    """Counted from 1."""
+    source: str
+    """The code of the first of them."""
+    advice: str
+
+
+_Found = tuple[ast.expr | ast.stmt, str]
+
+_ADAPTERS = {
+    "accelerate": "from lockstep.integrations.accelerate import Accelerator; Accelerator(global_batch=...)",
+    "lightning": "from lockstep.integrations.lightning import LightningTrainer; LightningTrainer(global_batch=...)",
+    "transformers": "from lockstep.integrations.transformers import TransformersTrainer; "
+    "TransformersTrainer(lockstep.init(global_batch=...), model=..., args=...)",
+}
+"""What replaces the trainer of a library."""
+_ADAPTERS["pytorch_lightning"] = _ADAPTERS["lightning"]
+_TRAINERS = ("Accelerator", "Trainer", "LightningModule")
+_DATA = re.compile(r"load|data|set|dl|batch|iter|val|test", re.IGNORECASE)
+"""Names of what an evaluation reads."""
+
+_SETTING = (
+    "leave out: bits depend on it; lockstep.init has the options threads=, precision= and deterministic="
+)
+_VALUES_OF_ALL = "leave out: run.backward and run.evaluate return the values over all processes"
+_FOR_LOGS = (
+    "for logs only: run.world.world_size, run.world.rank, run.is_main; the recipe must not depend on them"
+)
+_GROUP = "leave out: lockstep.init opens the process group and chooses the device"
+_TORCH_CALLS = {
+    "Setup": {
+        "torch.manual_seed": "stays, above the model; seed= of lockstep.init seeds the order of samples and dropout",
+        "torch.set_num_threads": _SETTING,
+        "torch.set_float32_matmul_precision": _SETTING,
+        "torch.use_deterministic_algorithms": _SETTING,
+        "torch.compile": "stays, or lockstep.init(compile=True), which compiles each block",
+        "torch.*.autocast": 'leave out: lockstep.init(precision="bf16") or "fp16"',
+        "torch.*.GradScaler": 'leave out: lockstep.init(precision="fp16") scales the loss',
+        "torch.*.convert_sync_batchnorm": "leave out: lockstep.init(sync_batch_norm=True)",
+    },
+    "Data": {
+        "torch.*.DistributedSampler": "leave out, with its set_epoch, and give the DataLoader shuffle=True. Its batch "
+        "size was that of one process; global_batch is that of all N",
+    },
+    "Output and files": {
+        "torch.load": 'a checkpoint to resume from: lockstep.init(directory="runs/a", resume="auto"). Data stay, and '
+        "pretrained weights, above run.prepare",
+    },
+    "Processes": {
+        "torch.*.init_process_group": _GROUP,
+        "torch.*.destroy_process_group": _GROUP,
+        "torch.*.set_device": _GROUP,
+        "torch.*.spawn": "leave out: lockstep run --devices N, or torchrun, starts the processes",
+        "torch.distributed.barrier": "leave out",
+        "torch.distributed.all_reduce": _VALUES_OF_ALL,
+        "torch.distributed.reduce": _VALUES_OF_ALL,
+        "torch.distributed.all_gather": _VALUES_OF_ALL,
+        "torch.distributed.all_gather_object": _VALUES_OF_ALL,
+        "torch.distributed.get_world_size": _FOR_LOGS,
+        "torch.distributed.get_rank": _FOR_LOGS,
+    },
+}
+"""Advice on calls of torch, by section and name; ``*`` stands for the modules between."""
+_WRITES = {
+    "print": "run.print(...), which prints on the main process only",
+    "torch.save": "run.save() to resume; for weights: state = run.state_dict(), then torch.save under if run.is_main:",
+    "wandb.init": "under if run.is_main:",
+    "wandb.log": "under if run.is_main:",
+    "mlflow.log_metric": "under if run.is_main:",
+}
+"""Advice on what each process would write, unless the script lets one of them do so already."""
+
+
+def changes_in(path: str) -> list[Change]:
+    """The changes of a file, by section and line. Raises ``ConfigError`` as ``changes`` does, and for other files."""
+    return changes(read_text(path), path)
+
+
+def changes(text: str, path: str = "script.py") -> list[Change]:
+    """The changes of a text, by section and line; ``path`` is its name in errors.
+
+    Raises:
+        ConfigError: the text is not Python, uses Lockstep already, or has neither a training loop nor a trainer of a
+            library with an adapter.
+    """
+    script, lines = parse(text, path), text.splitlines()
+    if runs_of(script):
+        raise ConfigError(
+            f"{path} calls lockstep.init already. Check it: lockstep lint {path}; lockstep verify --script {path}."
+        )
+    sections = {"Setup": [_adapters]} if any(_adapters(script)) else _SECTIONS
+    if sections is _SECTIONS and not _backwards(script):
+        raise ConfigError(
+            f"{path} calls no loss.backward(): its training loop must be in another file. Give that file."
+        )
+    made: list[Change] = []
+    for section, finders in sections.items():
+        places: dict[str, list[int]] = {}
+        for finder in finders:
+            for node, advice in finder(script):
+                places.setdefault(advice, []).append(node.lineno)
+        found = [(tuple(sorted(set(at))), advice) for advice, at in places.items()]
+        made += [Change(section, at, lines[at[0] - 1].strip(), advice) for at, advice in sorted(found)]
+    return made
+
+
+def _adapters(script: Script) -> Iterator[_Found]:
+    """Trainers of libraries that have an adapter."""
+    used: list[tuple[ast.expr | ast.stmt, ast.expr]] = [(call, call.func) for call in script.calls]
+    used += [(each, base) for each in script.find(ast.ClassDef) for base in each.bases]
+    for node, what in used:
+        package, _, rest = script.name(what).partition(".")
+        if package in _ADAPTERS and rest.rpartition(".")[2] in _TRAINERS:
+            yield (
+                node,
+                f"{_ADAPTERS[package]}. The rest of the script mostly stays: moving.md has a section on it",
+            )
+
+
+def _preparation(script: Script) -> Iterator[_Found]:
+    """The import, and below the last optimizer or scheduler the beginning of the run."""
+    imports = [
+        node for node in script.find(ast.Import, ast.ImportFrom) if "__future__" not in script.text(node)
+    ]
+    yield min(imports, key=lambda node: node.lineno, default=script.tree.body[-1]), "add: import lockstep"
+    made = [call for call in script.calls if _is_optimizer(script, call)]
+    if not made:
+        return
+    last = max(made, key=lambda call: call.lineno)
+    models = list(dict.fromkeys(model for call in made for model in _models_of(script, call)))
+    steps = [f"run = lockstep.init(global_batch={_batch_size(script)})"]
+    prepared = models[0] if len(models) == 1 else "models" if models else "model"
+    if len(models) > 1:
+        steps.append(f"models = nn.ModuleDict({{{', '.join(f'{name!r}: {name}' for name in models)}}})")
+    given = ", ".join(dict.fromkeys([prepared, *(_target(script, call) for call in made)]))
+    steps.append(f"{given} = run.prepare({given})")
+    if any(not script.same_function(call, last) for call in _backwards(script)):
+        steps.append("functions that use run get it as an argument")
+    yield last, f"below: {'; '.join(steps)}"
+
+
+def _is_optimizer(script: Script, call: ast.Call) -> bool:
+    """True for an optimizer or scheduler that is given a name."""
+    name = script.name(call)
+    of_torch = name.startswith("torch.optim.") and "swa_utils" not in name
+    of_others = last_name(call.func)[:1].isupper() and bool(_models_of(script, call))
+    return bool(_target(script, call)) and (of_torch or of_others)
+
+
+def _target(script: Script, call: ast.Call) -> str:
+    """The name that the value of a call is assigned to; empty where there is none."""
+    statement = script.statement(call)
+    is_assigned = (
+        isinstance(statement, ast.Assign) and statement.value is call and len(statement.targets) == 1
+    )
+    return script.text(statement.targets[0]) if isinstance(statement, ast.Assign) and is_assigned else ""
+
+
+def _models_of(script: Script, call: ast.Call) -> list[str]:
+    """The models whose parameters a call is given: ``net`` for ``Optimizer(net.head.parameters())``."""
+    parts = script.sources(call.args[0]) if call.args else ()
+    owners = [
+        script.owner(each) for each in parts if isinstance(each, ast.Call) and method(each) == "parameters"
+    ]
+    return [".".join(each.split(".")[: 2 if each.startswith("self.") else 1]) for each in owners]
+
+
+def _batch_size(script: Script) -> str:
+    """The batch size of a step: of the first DataLoader that shuffles, else of any; ``B`` where it is not said."""
+    loaders = script.torch_calls("DataLoader")
+    shuffling = [call for call in loaders if constant(argument(call, "shuffle")) is True]
+    sizes = [argument(call, "batch_size", 1) for call in [*shuffling, *loaders]]
+    for settings in script.find(ast.Dict):  # DataLoader(data, **settings)
+        sizes += [
+            value for key, value in zip(settings.keys, settings.values) if constant(key) == "batch_size"
+        ]
+    size = next((script.text(each) for each in sizes if each is not None), "B")
+    return f"{size} * N" if script.torch_calls("DistributedSampler") else size
+
+
+def _devices(script: Script) -> Iterator[_Found]:
+    for call in script.method_calls("to", "cuda"):
+        given = " ".join(map(script.text, [*call.args, *(each.value for each in call.keywords)])).lower()
+        is_move = method(call) == "cuda" or any(word in given for word in ("device", "cuda", "gpu", "rank"))
+        if is_move and not script.name(call).startswith("torch."):
+            yield (
+                call,
+                "leave out the move to a device: run.prepare moves the model, run.backward the micro-batches. "
+                "run.device is for tensors of your own",
+            )
+    for call in script.calls_of("torch.device"):
+        if constant(argument(call, "device", 0)) != "meta":
+            yield call, "leave out, or run.device, below lockstep.init"
+    for node in script.find(ast.Assign):
+        if any("backends.cu" in script.text(target) for target in node.targets):
+            yield node, _SETTING
+
+
+def _loaders(script: Script) -> Iterator[_Found]:
+    for call in script.torch_calls("DataLoader"):
+        if argument(call, "batch_sampler") is not None:
+            yield (
+                call,
+                "a batch sampler of your own is refused: order the samples in each epoch (moving.md, Data)",
+            )
+        elif argument(call, "sampler") is None:
+            yield call, "stays; the batch size of a step, for all devices together, is that of lockstep.init"
+
+
+def _backwards(script: Script) -> list[ast.Call]:
+    """The calls of ``loss.backward()``, ``scaler.scale(loss).backward()`` and ``engine.backward(loss)``."""
+    found = script.method_calls("backward")
+    return [call for call in found if len(call.args) <= 1 and script.owner(call) not in ("self", "super()")]
+
+
+def _loops_around(script: Script, node: ast.AST, depth: int = 3) -> list[Loop]:
+    """The loops that a node runs in, from the inside out, through the calls of its function in this file."""
+    found = list(script.around(node, LOOPS))
+    function = next(script.around(node, FUNCTIONS), None)
+    for caller in callers_of(script, function) if function is not None and depth else ():
+        if outer := _loops_around(script, caller, depth - 1):
+            return found + outer
+    return found
+
+
+def _read(node: ast.expr) -> list[ast.expr]:
+    """What a loop reads, out of ``enumerate``, ``tqdm`` and ``zip``."""
+    while isinstance(node, ast.Call) and node.args and last_name(node.func) in ("enumerate", "tqdm", "iter"):
+        node = node.args[0]
+    if isinstance(node, ast.Call) and last_name(node.func) == "zip":
+        return [each for part in node.args for each in _read(part)]
+    return [node]
+
+
+def _range(loop: Loop) -> ast.Call | None:
+    """The ``range(...)`` that a loop counts in; None for other loops."""
+    node = _read(loop.iter)[:1] if isinstance(loop, ast.For) else []
+    is_range = (
+        node and isinstance(node[0], ast.Call) and last_name(node[0].func) in ("range", "trange", "count")
+    )
+    return node[0] if is_range and isinstance(node[0], ast.Call) else None
+
+
+def _loops(script: Script) -> Iterator[_Found]:
+    """The loops over batches and epochs around each backward pass."""
+    for call in _backwards(script):
+        around = _loops_around(script, call)
+        over_batches = next((each for each in around if isinstance(each, ast.For) and not _range(each)), None)
+        if over_batches is not None:
+            yield over_batches, _over_batches(script, over_batches)
+            for loop in around[around.index(over_batches) + 1 :][:1]:
+                yield loop, _over_epochs(script, loop)
+        elif around:
+            yield (
+                around[0],
+                "for epoch in run.epochs(N): for batch in run.batches(data); make a data set of what the loop takes "
+                "its batches from, such as TensorDataset(x, y)",
+            )
+
+
+def _over_batches(script: Script, loop: ast.For) -> str:
+    read = [script.text(each) for each in _read(loop.iter)]
+    given = read[0] if len(read) == 1 else f"({', '.join(read)})"
+    over, target = f"run.batches({given})", "batch"
+    if len(read) == 1 and isinstance(loop.iter, ast.Call):
+        over = script.text(loop.iter).replace(given, over, 1)
+    if "enumerate(" in over and isinstance(loop.target, ast.Tuple):
+        target = f"{script.text(loop.target.elts[0])}, batch"
+    return f"for {target} in {over}:  # a step of all processes together, of len(batch) samples"
+
+
+def _over_epochs(script: Script, loop: Loop) -> str:
+    counted = _range(loop)
+    if counted is None or not counted.args:
+        return "for epoch in run.epochs(N):"
+    name = (
+        script.text(loop.target)
+        if isinstance(loop, ast.For) and isinstance(loop.target, ast.Name)
+        else "epoch"
+    )
+    start, end = (None, counted.args[0]) if len(counted.args) == 1 else counted.args[:2]
+    first, last = constant(start), constant(end)
+    if not (isinstance(first, int) and first):
+        return f"for {name} in run.epochs({script.text(end)}):  # from where a resumed run stands"
+    if isinstance(end, ast.BinOp) and isinstance(end.op, ast.Add) and constant(end.right) == first:
+        number = script.text(end.left)
+    else:
+        number = str(last - first) if isinstance(last, int) else f"{script.text(end)} - {first}"
+    return f"for {name} in run.epochs({number}):  # which counts from 0, not from {first}"
+
+
+def _passes(script: Script) -> Iterator[_Found]:
+    """The backward passes, each of which becomes one call with the forward pass and the loss."""
+    calls = _backwards(script)
+    for call in calls:
+        owner = receiver(call)
+        is_engine = call.args and isinstance(owner, ast.Name) and "loss" not in owner.id.lower()
+        loss = call.args[0] if is_engine else owner
+        scaled = (
+            loss.args[0] if isinstance(loss, ast.Call) and method(loss) == "scale" and loss.args else loss
+        )
+        name = scaled.id if isinstance(scaled, ast.Name) else "loss"
+        yield call, _backward(script, name, _source(script, scaled))
+    if len({script.scope(call) for call in calls}) < len(calls):
+        yield (
+            calls[0],
+            "several backward passes: add the losses of one step in one function; a GAN has a run.backward with "
+            "forward= for each of its models (moving.md, Setup)",
+        )
+
+
+def _source(script: Script, node: ast.expr | None) -> ast.expr | None:
+    """The expression that a loss comes from: ``f(output, y)`` of ``loss = f(output, y) / parts``."""
+    for _ in range(4):
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
+            node = node.left
+        elif isinstance(node, ast.Name):
+            values = script.values(node)
+            node = values[0] if len(values) == 1 else None
+    return node
+
+
+def _backward(script: Script, name: str, loss: ast.expr | None) -> str:
+    """The call that makes a backward pass, from the name of its loss and the expression that it comes from."""
+    rest = "leave out the model's call and the loss"
+    if isinstance(loss, ast.Attribute) and loss.attr == "loss":
+        call = "run.backward(batch, lambda output, data: output.loss)"
+        return f"{name} = {call}, once means.md has told whether it is a mean over samples; {rest}"
+    if isinstance(loss, ast.Call) and len(loss.args) == 2 and not loss.keywords and script.name(loss):
+        return f"{name} = run.backward(batch, {script.text(loss.func)}); {rest}"
+    return f"{name} = run.backward(batch, loss_fn), where loss_fn(output, target) returns the loss; {rest}"
+
+
+def _steps(script: Script) -> Iterator[_Found]:
+    for call in script.calls:
+        if last_name(call.func) == "clip_grad_norm_":
+            norm = argument(call, "max_norm", 1)
+            yield call, f"run.clip_gradients({script.text(norm) if norm is not None else 'max_norm'})"
+    for call in script.method_calls("step"):
+        parts = [part for test in script.tests_around(call) for part in ast.walk(test)]
+        if any(isinstance(part, ast.Mod) for part in parts) and _loops_around(script, call):
+            yield (
+                call,
+                "if this accumulates gradients: in each step, with a larger global_batch and more micro_batches",
+            )
+    for call in script.method_calls("item"):
+        parent = script.parent(call)
+        if (
+            isinstance(parent, ast.BinOp)
+            and isinstance(parent.op, ast.Mult)
+            and "loss" in script.text(call).lower()
+        ):
+            yield call, "loss.item() * len(batch): the samples of the step over all processes"
+
+
+def _evaluations(script: Script) -> Iterator[_Found]:
+    """Loops over data in which gradients are off."""
+    for node in script.find(ast.With, *FUNCTIONS):
+        contexts = (
+            [each.context_expr for each in node.items] if isinstance(node, ast.With) else node.decorator_list
+        )
+        names = [last_name(each.func if isinstance(each, ast.Call) else each) for each in contexts]
+        if not {"no_grad", "inference_mode"} & set(names):
+            continue
+        for loop in (each for each in ast.walk(node) if isinstance(each, ast.For)):
+            data = _read(loop.iter)[0]
+            if isinstance(data, ast.Name | ast.Attribute) and _DATA.search(last_name(data)):
+                yield (
+                    loop,
+                    f"instead of the loop: run.evaluate({script.text(data)}, metric), the mean of metric(output, "
+                    "target) over all samples",
+                )
+
+
+def _outputs(script: Script) -> Iterator[_Found]:
+    for call in script.calls:
+        advice = _WRITES.get(script.name(call))
+        if last_name(call.func) == "SummaryWriter":
+            advice = "under if run.is_main:"
+        if advice is not None and not on_one_rank(script, call):
+            yield call, advice
+
+
+def _wrappers(script: Script) -> Iterator[_Found]:
+    for wrap in wraps(script, DDP, DP, FSDP):
+        strategy = '; lockstep.init(strategy="fsdp")' if wrap.kind == FSDP else ""
+        yield wrap.call, f"leave out, and .module: run.prepare places the model{strategy}"
+
+
+def _torch_calls(section: str) -> Callable[[Script], Iterator[_Found]]:
+    """A finder of the calls of torch in a section of the table."""
+
+    def find(script: Script) -> Iterator[_Found]:
+        for name, advice in _TORCH_CALLS[section].items():
+            within, _, last = name.rpartition(".")
+            for call in script.torch_calls(last, within=f"{within.removesuffix('.*')}."):
+                if within.endswith("*") or script.name(call) == name:
+                    yield call, advice
+
+    return find
+
+
+_SECTIONS: dict[str, list[Callable[[Script], Iterator[_Found]]]] = {
+    "Setup": [_preparation, _devices, _torch_calls("Setup")],
+    "Data": [_loaders, _torch_calls("Data")],
+    "The loop": [_loops, _passes, _steps],
+    "Evaluation": [_evaluations],
+    "Output and files": [_outputs, _torch_calls("Output and files")],
+    "Processes": [_wrappers, _torch_calls("Processes")],
+}
+"""The finders of each section, in the order in which changes are told."""

@@ -1,0 +1,270 @@
+"""The lines of a script that change when it is ported, of scripts as people write them."""
+
+import difflib
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from lockstep.errors import ConfigError
+from lockstep.lint import changes, changes_in
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def advice(text):
+    """What is said about each line, as {line: [advice]}."""
+    found = {}
+    for change in changes(textwrap.dedent(text)):
+        for line in change.lines:
+            found.setdefault(line, []).append(change.advice)
+    return found
+
+
+def test_the_example_on_one_device_changes_where_the_next_one_differs():
+    before, after = (
+        (EXAMPLES / name).read_text().splitlines() for name in ("01_single_device.py", "02_lockstep.py")
+    )
+    blocks = difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes()
+    differ = {
+        line + 1 for tag, first, last, _, _ in blocks if tag == "replace" for line in range(first, last)
+    }
+    told = {line for change in changes_in(str(EXAMPLES / "01_single_device.py")) for line in change.lines}
+    title, evaluation = 1, 35  # of the whole set at once, which no loop shows
+    assert differ - told == {title, evaluation}
+    advised = " ".join(change.advice for change in changes_in(str(EXAMPLES / "01_single_device.py")))
+    for line in (
+        "run = lockstep.init(global_batch=128)",
+        "model, optimizer, scheduler = run.prepare(model, optimizer, scheduler)",
+        "for _ in run.epochs(10):",
+        "for batch in run.batches(loader):",
+        "run.backward(batch, loss_fn)",
+    ):
+        assert line in advised
+        assert any(line in each for each in after)
+
+
+def test_loops_are_found_through_the_functions_that_hold_them():
+    found = advice(
+        """
+        import torch, torch.nn.functional as F
+        from tqdm import tqdm
+        def train(model, loader, opt):
+            for i, (x, y) in enumerate(tqdm(loader, desc="train")):
+                loss = F.cross_entropy(model(x), y) / 4
+                scaler.scale(loss).backward()
+        def main():
+            opt = torch.optim.SGD(model.parameters(), 0.1)
+            for epoch in range(1, args.epochs + 1):
+                train(model, loader, opt)
+        """
+    )
+    assert found[5][0].startswith("for i, batch in enumerate(tqdm(run.batches(loader), desc='train')):")
+    assert found[7][0].startswith("loss = run.backward(batch, F.cross_entropy);")
+    assert found[9][0].startswith(
+        "below: run = lockstep.init(global_batch=B); model, opt = run.prepare(model, opt);"
+    )
+    assert found[9][0].endswith("functions that use run get it as an argument")
+    assert found[10] == ["for epoch in run.epochs(args.epochs):  # which counts from 0, not from 1"]
+
+
+@pytest.mark.parametrize(
+    ("loop", "said"),
+    [
+        ("for e in range(5):", "for e in run.epochs(5):  # from where a resumed run stands"),
+        ("for e in range(start, 5):", "for e in run.epochs(5):  # from where a resumed run stands"),
+        ("for e in range(0, 5):", "for e in run.epochs(5):  # from where a resumed run stands"),
+        ("for e in range(2, 5):", "for e in run.epochs(3):  # which counts from 0, not from 2"),
+        ("for e in range(1, n):", "for e in run.epochs(n - 1):  # which counts from 0, not from 1"),
+        ("for e in tqdm(range(5)):", "for e in run.epochs(5):  # from where a resumed run stands"),
+        ("while True:", "for epoch in run.epochs(N):"),
+    ],
+)
+def test_loops_over_epochs(loop, said):
+    found = advice(f"import torch\n{loop}\n    for x, y in loader:\n        f(model(x), y).backward()\n")
+    assert found[2] == [said]
+    assert found[4][0].startswith("loss = run.backward(batch, f)")
+
+
+def test_a_loop_that_cuts_its_batches_itself_needs_a_data_set():
+    found = advice(
+        "import torch\nfor i in range(0, len(x), 32):\n    f(model(x[i:i+32]), y[i:i+32]).backward()\n"
+    )
+    assert "TensorDataset(x, y)" in found[2][0]
+
+
+def test_data_sets_read_together():
+    found = advice("import torch\nfor a, b in zip(one, other):\n    loss(model(a, b), b).backward()\n")
+    assert found[2][0].startswith("for batch in run.batches((one, other)):")
+
+
+def test_a_loss_of_more_than_output_and_target_becomes_a_function():
+    found = advice("import torch\nfor x, y in data:\n    loss = f(model(x), y, mask)\n    loss.backward()\n")
+    assert found[4][0].startswith("loss = run.backward(batch, loss_fn), where loss_fn(output, target)")
+
+
+def test_a_loss_that_the_model_returns():
+    found = advice("import torch\nfor x in data:\n    total = model(**x).loss\n    total.backward()\n")
+    assert found[4][0].startswith(
+        "total = run.backward(batch, lambda output, data: output.loss), once means.md"
+    )
+
+
+def test_two_models_are_prepared_in_one_module_dict():
+    found = advice(
+        """
+        import torch
+        opt_d = torch.optim.Adam(net_d.parameters())
+        opt_g = torch.optim.Adam(net_g.parameters())
+        for x, y in torch.utils.data.DataLoader(data, batch_size=16):
+            f(net_d(x), y).backward()
+            f(net_g(x), y).backward()
+        """
+    )
+    assert "models = nn.ModuleDict({'net_d': net_d, 'net_g': net_g})" in found[4][0]
+    assert "models, opt_d, opt_g = run.prepare(models, opt_d, opt_g)" in found[4][0]
+    assert any("a GAN" in each for each in found[6])
+
+
+def test_a_model_is_found_through_lists_of_parameters():
+    found = advice(
+        """
+        import torch
+        params = list(decoder.parameters()) + list(encoder.head.parameters())
+        optimizer = torch.optim.Adam(params)
+        plain = Muon([{"params": self.net.body.parameters()}])
+        unseen = torch.optim.SGD(groups)
+        for x, y in loader:
+            f(model(x), y).backward()
+        """
+    )
+    models = "nn.ModuleDict({'decoder': decoder, 'encoder': encoder, 'self.net': self.net})"
+    assert models in found[6][0]
+    assert "models, optimizer, plain, unseen = run.prepare(models, optimizer, plain, unseen)" in found[6][0]
+
+
+def test_what_ddp_needs_is_left_out():
+    found = advice(
+        """
+        import os
+        import torch, torch.distributed as dist
+        from torch.nn.parallel import DistributedDataParallel as DDP
+        dist.init_process_group("nccl")
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        model = DDP(torch.nn.SyncBatchNorm.convert_sync_batchnorm(net.cuda()))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        sampler = torch.utils.data.DistributedSampler(data)
+        loader = torch.utils.data.DataLoader(data, batch_size=8, sampler=sampler)
+        for x, y in loader:
+            loss = f(model(x.cuda()), y)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            dist.all_reduce(loss)
+            if dist.get_rank() == 0:
+                print(loss)
+            print("all")
+        dist.barrier()
+        torch.save(model.state_dict(), "m.pt")
+        """
+    )
+    assert "opens the process group" in found[5][0] and found[5] == found[6]
+    assert any(".module" in each for each in found[7])
+    assert any("sync_batch_norm=True" in each for each in found[7])
+    assert "global_batch=8 * N" in found[8][0]
+    assert "shuffle=True" in found[9][0]
+    assert 10 not in found  # the DataLoader stays; its sampler does not
+    assert found[14] == ["run.clip_gradients(1.0)"]
+    assert found[15] == ["leave out: run.backward and run.evaluate return the values over all processes"]
+    assert 17 not in found  # one process prints already
+    assert found[18] == ["run.print(...), which prints on the main process only"]
+    assert found[19] == ["leave out"]
+    assert found[20][0].startswith("run.save() to resume")
+
+
+def test_evaluations_are_loops_over_data_without_gradients():
+    found = advice(
+        """
+        import torch
+        for x, y in train:
+            f(model(x), y).backward()
+        @torch.no_grad()
+        def test(loader):
+            for x, y in loader:
+                total += f(model(x), y).item() * len(x)
+        with torch.inference_mode():
+            for i, (x, y) in enumerate(self.val_loader):
+                pass
+            for k in topk:
+                pass
+        """
+    )
+    assert found[7][0].startswith("instead of the loop: run.evaluate(loader, metric)")
+    assert found[10][0].startswith("instead of the loop: run.evaluate(self.val_loader, metric)")
+    assert 12 not in found
+
+
+def test_gradient_accumulation_and_precision():
+    found = advice(
+        """
+        import torch
+        scaler = torch.cuda.amp.GradScaler()
+        for i, (x, y) in enumerate(train):
+            with torch.autocast("cuda", dtype=torch.float16):
+                loss = f(model(x), y)
+            scaler.scale(loss).backward()
+            total += loss.item() * x.size(0)
+            if (i + 1) % 4 == 0:
+                scaler.step(optimizer)
+        """
+    )
+    assert "precision=" in found[3][0] and "precision=" in found[5][0]
+    assert found[7][0].startswith("loss = run.backward(batch, f)")
+    assert found[8] == ["loss.item() * len(batch): the samples of the step over all processes"]
+    assert "micro_batches" in found[10][0]
+
+
+@pytest.mark.parametrize(
+    ("text", "adapter"),
+    [
+        (
+            "from accelerate import Accelerator\na = Accelerator()\na.backward(loss)\n",
+            "integrations.accelerate",
+        ),
+        ("import lightning as L\nt = L.Trainer(max_epochs=1)\n", "integrations.lightning"),
+        (
+            "import pytorch_lightning as pl\nclass M(pl.LightningModule):\n    pass\n",
+            "integrations.lightning",
+        ),
+        ("from transformers import Trainer\nt = Trainer(model=m)\n", "integrations.transformers"),
+    ],
+)
+def test_a_trainer_with_an_adapter_is_replaced_and_nothing_else(text, adapter):
+    (change,) = changes(text)
+    assert change.lines == (2,)
+    assert adapter in change.advice
+
+
+def test_a_model_of_transformers_in_a_loop_of_ones_own_is_no_trainer():
+    text = "from transformers import AutoModel\nfor x, y in data:\n    f(AutoModel()(x), y).backward()\n"
+    assert [change.section for change in changes(text)] == ["Setup", "The loop", "The loop"]
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("import lockstep\nrun = lockstep.init(global_batch=8)\n", "calls lockstep.init already"),
+        ("import torch\nprint(1)\n", "calls no loss.backward"),
+        ("", "calls no loss.backward"),
+        ("for x in", "is not valid Python 3"),
+    ],
+)
+def test_what_needs_no_port_is_refused(text, match):
+    with pytest.raises(ConfigError, match=match):
+        changes(text)
+
+
+def test_lockstep_is_imported_below_what_must_come_first():
+    found = advice(
+        '"""Title."""\nfrom __future__ import annotations\nimport torch\nf(model(x), y).backward()\n'
+    )
+    assert found[3] == ["add: import lockstep"]
