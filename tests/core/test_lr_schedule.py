@@ -32,6 +32,12 @@ def test_warm_up_rises_evenly_to_one_and_the_shape_begins_after_it(kind):
     assert schedule.factor(5) == 1.0
 
 
+@pytest.mark.parametrize("kind", ["cosine", "linear"])
+def test_what_follows_a_warm_up_is_halfway_down_in_its_middle_and_ends_at_the_final_factor(kind):
+    schedule = Schedule(kind=kind, steps=50, warmup_steps=10, final_factor=0.2)
+    assert [schedule.factor(step) for step in (9, 10, 30, 50, 70)] == pytest.approx([1, 1, 0.6, 0.2, 0.2])
+
+
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_factors_stay_between_zero_and_one_and_never_rise_after_the_warm_up(kind):
     schedule = Schedule(kind=kind, steps=97, warmup_steps=7, final_factor=0.03, step_every=13)

@@ -33,6 +33,11 @@ def test_devices_of_one_process_take_no_ranks():
     assert mesh.coordinate("layers", 1) == 0
 
 
+def test_an_axis_of_size_one_is_one():
+    mesh = Mesh.parse("data=1,pipeline=2")
+    assert (mesh.size("data"), mesh.size("pipeline"), mesh.ranks) == (1, 2, 2)
+
+
 def test_an_axis_the_mesh_lacks_has_size_one():
     mesh = Mesh.single("data", 4)
     assert mesh.size("pipeline") == 1

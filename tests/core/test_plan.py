@@ -134,6 +134,17 @@ def test_a_step_can_be_planned_without_the_ones_before_it():
         assert [part.tolist() for part in again.step(3, position).indices] == expected[position]
 
 
+def test_steps_planned_together_are_those_planned_one_by_one():
+    plan = SamplePlan(samples=53, shape=BatchShape(global_batch=8, micro_batches=4), seed=3)
+    together, alone = plan.steps(2, 3, plan.steps_per_epoch), [plan.step(2, n) for n in range(3, 7)]
+    assert [(each.step, each.position, each.packed) for each in together] == [
+        (each.step, each.position, each.packed) for each in alone
+    ]
+    for one, other in zip(together, alone, strict=True):
+        assert [part.tolist() for part in one.indices] == [part.tolist() for part in other.indices]
+        assert one.packed == np.concatenate(one.indices).tobytes()
+
+
 def test_epochs_and_seeds_have_unrelated_orders():
     orders = [all_samples(epoch_of(plan_of(64, seed=seed), epoch)) for seed in range(3) for epoch in range(3)]
     for one in range(len(orders)):
