@@ -1,8 +1,19 @@
 """Where the time of a step goes, from moments."""
 
+import json
+
 import pytest
 
-from lockstep.scale.measured import PhaseClock, exchange_and_waiting, mean_phases, slowest_rank, work
+from lockstep.scale.measured import (
+    PhaseClock,
+    Round,
+    Spread,
+    exchange_and_waiting,
+    mean_phases,
+    row,
+    slowest_rank,
+    work,
+)
 
 
 def test_every_second_of_a_step_is_in_exactly_one_phase():
@@ -68,3 +79,42 @@ def test_exchange_is_split_into_communication_and_waiting():
     communication, waiting = exchange_and_waiting(RANKS)
     assert communication == 0.5
     assert waiting == pytest.approx(1.0)
+
+
+def test_a_round_is_read_from_the_files_of_its_ranks(tmp_path):
+    for rank, seconds in enumerate((2.5, 4.0)):
+        steps = [{"forward": 1.0 + rank}, {"forward": 2.0 + rank, "data": 0.5}]
+        record = {
+            "seconds": seconds,
+            "samples": 28,
+            "steps": steps,
+            "steps_per_epoch": 7,
+            "parameter_bytes": 40,
+        }
+        record |= {"micro_batches": 8, "micro_batch_size": 2}
+        (tmp_path / f"rank-{rank}.json").write_text(json.dumps(record))
+    assert Round.read(tmp_path, 2) == Round(
+        seconds_per_step=2.0,  # of the slower rank
+        samples_per_step=14.0,
+        ranks=({"forward": 1.5, "data": 0.25}, {"forward": 2.5, "data": 0.25}),
+        steps_per_epoch=7,
+        parameter_bytes=40,
+        micro_batches=8,
+        micro_batch_size=2,
+    )
+
+
+def test_a_row_sums_up_its_rounds_beside_those_of_one_device():
+    def a_round(seconds, *ranks):
+        return Round(seconds, 16.0, ranks, 5, 40, 8, 2)
+
+    two = [a_round(0.5, *RANKS[:2]), a_round(1.0, *RANKS[:2]), a_round(0.8, *RANKS[:2])]
+    found = row("ddp on 2", "ddp", 2, two, [a_round(each, {"forward": 4.0}) for each in (1.0, 1.0, 2.0)])
+    assert found.step == Spread(0.8, 0.5, 1.0)
+    assert found.epoch == Spread(4.0, 2.5, 5.0)
+    assert found.samples_per_second == Spread(20.0, 16.0, 32.0)
+    assert found.speed_up == Spread(2.0, 1.0, 2.5)  # of each round over the same one of one device
+    assert found.efficiency == Spread(1.0, 0.5, 1.25)
+    assert found.phases == {"forward": 3.25, "exchange": 1.75}
+    assert (found.communication, found.waiting) == (0.5, 1.25)
+    assert (found.slowest, found.computing) == (1, 2)
