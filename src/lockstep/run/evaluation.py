@@ -29,6 +29,7 @@ from lockstep.data.batch import DeviceTransform, MicroBatch
 from lockstep.data.loader import EvaluationLoader
 from lockstep.errors import ConfigError, RankError
 from lockstep.numerics.compilation import fix_graphs
+from lockstep.numerics.precision import dtype_named
 from lockstep.run.checks.agreement import require_equal_models
 from lockstep.run.checks.short_step import unchanged, with_own_data
 from lockstep.run.save import save_and_stop
@@ -321,12 +322,6 @@ def _kept(opened: OpenEvaluation, keep: Callable[[Any], Any] | None, micro_batch
         "run.predict",
         "Take the part to keep with keep=, for example keep=lambda output: output['logits'].",
     )
-
-
-def dtype_named(name: str) -> torch.dtype:
-    """The dtype of a name such as "torch.float32"."""
-    found: torch.dtype = getattr(torch, name.removeprefix("torch."))
-    return found
 
 
 def require_rows(value: Any, samples: int, caller: str, remedy: str) -> Tensor:

@@ -18,6 +18,7 @@ from lockstep.core.plan import StepPlan
 from lockstep.core.summation_tree import fold_rows
 from lockstep.data.batch import MicroBatch
 from lockstep.errors import ConfigError
+from lockstep.numerics.precision import dtype_named
 from lockstep.run.checks.calls import require_same_names, watching_once
 from lockstep.run.checks.means import (
     UNTOLD,
@@ -34,7 +35,6 @@ from lockstep.run.checks.means import (
 )
 from lockstep.run.evaluation import (
     OpenEvaluation,
-    dtype_named,
     evaluation,
     gathered_in_order,
     predict,
