@@ -18,6 +18,7 @@ from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from traceback import walk_stack
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
@@ -492,15 +493,10 @@ def names_reached(codes: Iterable[CodeType], functions: Iterable[Callable[..., A
     return found
 
 
-def users_frames() -> Iterator[FrameType]:
+def users_frames() -> list[FrameType]:
     """The frames of the user's own code that are running in this thread, the outermost first."""
-    frames: list[FrameType] = []
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if is_users_code(frame.f_code, frame.f_globals.get("__name__", "")):
-            frames.append(frame)
-        frame = frame.f_back
-    return reversed(frames)
+    frames = (frame for frame, _ in walk_stack(sys._getframe(1)))
+    return [each for each in frames if is_users_code(each.f_code, each.f_globals.get("__name__", ""))][::-1]
 
 
 def owners_of(frames: Sequence[FrameType]) -> list[str]:
@@ -531,7 +527,7 @@ def read_in_loop(places: Iterable[str]) -> list[str]:
 
 def unset_names() -> list[str]:
     """The variables that the user's frames set, may read next, and do not have."""
-    frames = list(users_frames())
+    frames = users_frames()
     found = [live & _set_by(each.f_code) - {*each.f_locals} for each, live in zip(frames, live_in(frames))]
     return [name for names in found for name in sorted(names)]
 
@@ -551,7 +547,7 @@ def read_after_loops() -> set[str]:
 
 def changed_since(offsets: Mapping[FrameType, int], *, only_carried: bool = False) -> set[str]:
     """The names that the user's frames that are running may have changed since these ``offsets`` of instructions."""
-    frames = list(users_frames())
+    frames = users_frames()
     firsts = [offsets.get(each, -1) for each in frames]
     parts = [
         (each.f_code, first, each.f_lasti if first <= each.f_lasti else _ALL)  # else a loop has begun anew
@@ -565,7 +561,7 @@ def changed_by_loop() -> set[str]:
 
     Those are called by it, or handed on, as a loss is. What constructors set is not among them.
     """
-    frames = list(users_frames())
+    frames = users_frames()
     functions = _functions_of_frames(frames)
     for name in ("__call__", *CONSTRUCTORS):  # the first may be of a transform, which reading calls
         functions.pop(name, None)

@@ -148,7 +148,7 @@ class Variables:
 
         ``enters_loop``: a loop begins now, and will make a pass.
         """
-        found, frames = cls(known), list(users_frames())
+        found, frames = cls(known), users_frames()
         variables: list[tuple[str, Any, bool, Any]] = []
         for frame, live, owner in zip(frames, live_in(frames, enters_loop=enters_loop), owners_of(frames)):
             code, holder = frame.f_code, owner.removesuffix(": ") or frame.f_globals

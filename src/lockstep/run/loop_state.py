@@ -215,7 +215,7 @@ class LoopState:
         Objects are left out if ``Lost`` cannot tell whether a loss reads them, such as iterators.
         """
         variables, ahead, of_inner = self._look(), set[str](), set[str]()
-        frames = list(users_frames())
+        frames = users_frames()
         for frame, owner in zip(frames[::-1], owners_of(frames)[::-1]):
             code = frame.f_code
             named = names_ahead(code, frame.f_lasti) | of_inner & {*code.co_cellvars, *code.co_freevars}

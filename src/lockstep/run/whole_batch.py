@@ -25,6 +25,7 @@ from lockstep.core.fingerprint import digest_tensor
 from lockstep.core.plan import StepPlan
 from lockstep.data.batch import Batch, MicroBatch
 from lockstep.errors import ConfigError
+from lockstep.numerics.precision import dtype_named
 from lockstep.run.checks.short_step import with_own_data
 from lockstep.run.evaluation import gathered_in_order, require_exact
 from lockstep.run.step import StepCompute, wide
@@ -226,7 +227,7 @@ def _gathered(
     ordered = gathered_in_order(rows, plan.leaves, strategy.share, strategy)
     whole = []
     for (dtype, has_rows, shape), count, column in zip(form, numbers, torch.split(ordered, widths, 1)):
-        kind = getattr(torch, dtype)
+        kind = dtype_named(dtype)
         if has_rows:
             parts = [row[: size * count].view(size, *shape) for row, size in zip(column, sizes)]
             whole.append(torch.cat(parts).to(kind))
