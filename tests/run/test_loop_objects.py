@@ -1,4 +1,4 @@
-"""What the user's loop keeps in iterators, and in objects of Python's own, of NumPy's and of torch's, over a resume."""
+"""State of the user's loop in iterators, and in objects of Python, of NumPy and of torch, over a resume."""
 
 import array
 import collections
