@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Container, Iterable, Iterator,
 from dataclasses import dataclass
 from traceback import walk_stack
 from types import CodeType, FrameType, FunctionType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -221,6 +221,15 @@ def _set_by_inner(code: CodeType) -> frozenset[str]:
     return frozenset(found)
 
 
+class Carried(NamedTuple):
+    """A name that code gives a value which depends on the value before."""
+
+    name: str
+    what: Literal["value", "own", "attribute", "object", "entries"] = "value"
+    """The value of a variable, attribute or entry, or of a variable of the function's ``own``. Another object may have
+    the place of an ``attribute``, or of the ``object`` in a variable; there may be more ``entries`` in a container."""
+
+
 class _Effects(NamedTuple):
     """The effect of one instruction."""
 
@@ -228,11 +237,10 @@ class _Effects(NamedTuple):
     changes: frozenset[str]
     own: frozenset[str]
     """The variables of the function itself that it sets."""
-    carries: frozenset[str]
-    """Those of them that depend on what they were. A dot before the name of an attribute, or behind that of a variable,
-    says that another object has its place, a plus behind one that it may have more entries."""
-    own_carries: frozenset[str]
-    """Those of ``own`` that do, each with an equals sign behind it."""
+    carries: frozenset[Carried]
+    """What of ``changes`` depends on what it was."""
+    own_carries: frozenset[Carried]
+    """What of ``own`` does."""
     calls: frozenset[str]
     """The names of functions."""
     inner: CodeType | None
@@ -240,22 +248,36 @@ class _Effects(NamedTuple):
     """True where it makes ``changes`` anew, rather than parts of them."""
 
 
-def changed_names(
-    parts: Iterable[tuple[CodeType, float, float]],
-    functions: Mapping[str, Collection[CodeType]],
-    *,
-    only_carried: bool = False,
-    of_functions: bool = False,
-) -> set[str]:
+_Parts = Iterable[tuple[CodeType, float, float]]
+"""Code, and the offsets after the first and up to the second of which it runs."""
+_Functions = Mapping[str, Collection[CodeType]]
+"""Functions that code may call, by name."""
+
+
+def changed_names(parts: _Parts, functions: _Functions, *, of_functions: bool = False) -> set[str]:
     """The names of variables, attributes and entries that code may set, or change in place.
 
-    Args:
-        parts: code, and the offsets after the first and up to the second of which it runs.
-        functions: those that it may call, by name; what they set in variables of their own is not among the names.
-        of_functions: the parts are such functions, too.
-        only_carried: those whose new values depend on what they were.
+    What ``functions`` set in variables of their own is not among them. ``of_functions``: the parts are such, too.
     """
-    found, carried, anew = set[str](), set[str](), set[str]()
+    found = set[str]()
+    for each, is_running in _effects_of(parts, functions, of_functions=of_functions):
+        found |= each.changes | (each.own if is_running else set())
+    return found
+
+
+def carried_names(parts: _Parts, functions: _Functions) -> set[Carried]:
+    """Those of the names that code may change whose new values depend on what they were."""
+    found, anew = set[Carried](), set[str]()
+    for each, is_running in _effects_of(parts, functions):
+        found |= each.carries | (each.own_carries if is_running else set())
+        anew |= {name for name in each.changes if each.sets and Carried(name) not in each.carries}
+    return {each for each in found if each.what == "own" or each.name not in anew}
+
+
+def _effects_of(
+    parts: _Parts, functions: _Functions, *, of_functions: bool = False
+) -> Iterator[tuple[_Effects, bool]]:
+    """The effects of code and of the functions that it calls; True for those of code whose own variables count."""
     parts = list(parts)
     running = set() if of_functions else {code for code, _, _ in parts}
     named, todo = {"__call__"}, [*parts, *((each, -1, _ALL) for each in functions.get("__call__", ()))]
@@ -263,14 +285,11 @@ def changed_names(
         code, first, last = todo.pop()
         for each in _effects(code):
             if first < each.offset <= last:
-                found |= each.changes | (each.own if code in running else set())
-                carried |= each.carries | (each.own_carries if code in running else set())
-                anew |= each.changes - each.carries if each.sets else set()
+                yield each, code in running
                 todo += [(each.inner, -1, _ALL)] if each.inner else []
                 called = [own for name in each.calls - named for own in functions.get(name, ())]
                 todo += [(own, -1, _ALL) for own in called]
                 named |= each.calls
-    return {name for name in carried if name.strip(".+") not in anew} if only_carried else found
 
 
 @functools.cache
@@ -313,7 +332,7 @@ class _EffectsReader:
             own=frozenset(own),
             carries=frozenset(self._carried(each, base, known, changes)),
             own_carries=frozenset(
-                f"{name}=" for name in own if self._is_in_place or (line, name, known) in self._seen
+                Carried(name, "own") for name in own if self._is_in_place or (line, name, known) in self._seen
             ),
             calls=base if kind.startswith("CALL") else frozenset(),
             inner=each.argval if isinstance(each.argval, CodeType) else None,
@@ -346,21 +365,22 @@ class _EffectsReader:
 
     def _carried(
         self, each: dis.Instruction, base: Collection[str], known: frozenset[str], changes: Collection[str]
-    ) -> set[str]:
-        """Those of the changes that depend on what was there; see ``_Effects.carries``."""
+    ) -> set[Carried]:
+        """What of the changes depends on what was there."""
         kind, line = each.opname, each.positions and each.positions.lineno
         if kind.startswith("CALL"):
-            return {*changes}
+            return {*map(Carried, changes)}
         if kind in _LOADS_ATTRIBUTE and each.argval not in _SETTING:
             may_grow = each.argval in ("setdefault", "update")
-            return {f"{name}+" if may_grow else name for name in changes}
+            return {Carried(name, "entries" if may_grow else "value") for name in changes}
         if kind in _SETS:
             found = {name for name in changes if self._is_in_place or (line, name, known) in self._seen}
-            return found | {f".{name}" if kind == "STORE_ATTR" else f"{name}." for name in found}
+            replaced = {Carried(name, "attribute" if kind == "STORE_ATTR" else "object") for name in found}
+            return {*map(Carried, found)} | replaced
         if kind == "STORE_SUBSCR":
             on_line = [text for at, text in self._texts if at and at.lineno == line]
             found = {name for name in changes if self._is_in_place or on_line.count(name) > 1}
-            return found | {f"{name}+" for name in {*base} - found}
+            return {*map(Carried, found)} | {Carried(name, "entries") for name in {*base} - found}
         return set()
 
 
@@ -545,15 +565,24 @@ def read_after_loops() -> set[str]:
     return found
 
 
-def changed_since(offsets: Mapping[FrameType, int], *, only_carried: bool = False) -> set[str]:
+def changed_since(offsets: Mapping[FrameType, int]) -> set[str]:
     """The names that the user's frames that are running may have changed since these ``offsets`` of instructions."""
+    return changed_names(*_run_since(offsets))
+
+
+def carried_since(offsets: Mapping[FrameType, int]) -> set[Carried]:
+    """Those of them whose new values depend on what they were."""
+    return carried_names(*_run_since(offsets))
+
+
+def _run_since(offsets: Mapping[FrameType, int]) -> tuple[_Parts, _Functions]:
     frames = users_frames()
     firsts = [offsets.get(each, -1) for each in frames]
     parts = [
         (each.f_code, first, each.f_lasti if first <= each.f_lasti else _ALL)  # else a loop has begun anew
         for each, first in zip(frames, firsts)
     ]
-    return changed_names(parts, _functions_of_frames(frames), only_carried=only_carried)
+    return parts, _functions_of_frames(frames)
 
 
 def changed_by_loop() -> set[str]:

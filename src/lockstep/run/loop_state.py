@@ -22,7 +22,9 @@ from lockstep.data.keyed import encoded_state, set_encoded_state
 from lockstep.errors import ConfigError
 from lockstep.numerics.hidden_state import Snapshot
 from lockstep.run.code_analysis import (
+    Carried,
     Lost,
+    carried_since,
     changed_by_loop,
     changed_since,
     names_ahead,
@@ -351,13 +353,13 @@ class LoopState:
         """The variables that the start of an epoch computes from their own lost values, as ``self.scale *= 0.5``."""
         assert self._resumed is not None
         was, _, frames = self._resumed
-        changed, stored = changed_since(frames, only_carried=True), self._stored
+        carried, stored = carried_since(frames), self._stored
         now, then = (found.texts, stored["start"]) if self._inside else (was.texts, stored["saved"])
         names = found.texts.keys() - (found.local - (was.live & was.texts.keys()))
         differ = [each for each in names if now.get(each) != then.get(each, now.get(each))]
-        owned = {name for name in differ if not changed.isdisjoint(_owners(name, name in found.local))}
+        owned = {name for name in differ if not carried.isdisjoint(_owners(name, name in found.local))}
         fewer = {name for name in differ if _count(found.texts[name]) < _count(then[name])}
-        return owned | {name for name in fewer if f"{_words(name)[0][-1]}+" in changed}
+        return owned | {name for name in fewer if Carried(_words(name)[0][-1], "entries") in carried}
 
     def _is_noted(self, name: str, found: Variables) -> bool:
         """True if the variable has changed since the run began, or a resumed run may take it from another state."""
@@ -397,12 +399,13 @@ class LoopState:
         }
 
 
-def _owners(name: str, is_variable: bool) -> set[str]:
-    """The names that code may have for a value, or for an object that holds it; see ``_Effects.carries``."""
+def _owners(name: str, is_variable: bool) -> set[Carried]:
+    """The names that code may have for a value, or for an object that holds it."""
     words, keys = _words(name)
     if is_variable:
-        return {words[-1], f"{words[-1]}="}
-    return {*words[-1:], *keys[-1:], f"{words[0]}.", *(f".{word}" for word in words + keys)}
+        return {Carried(words[-1]), Carried(words[-1], "own")}
+    values = {Carried(word) for word in words[-1:] + keys[-1:]}
+    return values | {Carried(words[0], "object")} | {Carried(word, "attribute") for word in words + keys}
 
 
 def _words(name: str) -> tuple[list[str], list[str]]:

@@ -37,7 +37,7 @@ from lockstep.errors import CheckpointError, ConfigError, LockstepError
 from lockstep.models.weights import compare
 from lockstep.run.attributes import words_of
 from lockstep.run.checks.calls import gather_agreed
-from lockstep.run.code_analysis import changed_since, read_after_loops, users_frames
+from lockstep.run.code_analysis import Carried, carried_since, changed_since, read_after_loops, users_frames
 from lockstep.run.epoch_loop import EpochLoop
 from lockstep.run.optimizer_step import has_gradients
 from lockstep.run.prepare import Parts, PreparedModel, frozen_parameters, hyperparameters
@@ -145,8 +145,8 @@ class Resumption:
         """Entries of ``run.extra`` that the start of the epoch has made of what they were: not what it sets anew."""
         now = _texts(run.extra)
         differ = [key for key in {**self._extra, **now} if self._extra.get(key) != now.get(key)]
-        carried = changed_since(self._noted[1], only_carried=True) if differ else set()
-        return [f"run.extra[{key!r}]" for key in differ if carried & {key, "extra"}]
+        carried = carried_since(self._noted[1]) if differ else set()
+        return [f"run.extra[{key!r}]" for key in differ if carried & {Carried(key), Carried("extra")}]
 
     def _note_attributes(self, run: RunState) -> None:
         self._noted = run.held_attributes(), {frame: frame.f_lasti for frame in users_frames()}
