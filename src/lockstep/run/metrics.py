@@ -245,21 +245,24 @@ def evaluate_set_metrics(
         border = math.prod(shape)
         outputs = rows[:, :border].to(dtype_named(dtype)).view(-1, *shape)
         targets = rows[:, border:].to(dtype_named(target_dtype)).view(-1, *target_shape)
-        size = opened.loader.micro_batch_size
+        parts = [*zip(*(each.split(opened.loader.micro_batch_size) for each in (outputs, targets)))]
         for name, metric in metrics.items():
-            # torchmetrics, also in a collection, would wait for the other ranks, which have no part.
-            for each in metric.modules() if isinstance(metric, nn.Module) else (metric,):
-                for key in ("sync_on_compute", "_to_sync"):  # the second, a copy of it, decides
-                    if hasattr(each, key):
-                        vars(each)[key] = False
+            _keep_alone(metric)
             with opened.noting_failure():
                 metric.reset()
-                for begin in range(0, len(rows), size):
-                    part = slice(begin, begin + size)
-                    metric.update(outputs[part].clone(), targets[part].clone())
+                for output, target in parts:
+                    metric.update(output.clone(), target.clone())
                 values[name] = _numbers(name, metric.compute())
     shared: dict[str, dict[str, float]] = next(filter(None, strategy.gather_records(values)))
     return shared
+
+
+def _keep_alone(metric: SetMetric) -> None:
+    """Keeps torchmetrics, also in a collection, from waiting for the other ranks, which have no part."""
+    for each in metric.modules() if isinstance(metric, nn.Module) else (metric,):
+        for key in ("sync_on_compute", "_to_sync"):  # the second, a copy of it, decides
+            if hasattr(each, key):
+                vars(each)[key] = False
 
 
 def _numbers(name: str, value: Any) -> dict[str, float]:
