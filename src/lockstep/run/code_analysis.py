@@ -15,18 +15,15 @@ import itertools
 import re
 import sys
 from bisect import bisect_right
-from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from traceback import walk_stack
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
 from torch import Tensor
 
-from lockstep.numerics.hidden_state import Place, Snapshot, is_users_code
-from lockstep.numerics.value_text import is_plain, text_of_plain
+from lockstep.numerics.hidden_state import is_users_code
 from lockstep.runtime.error_record import is_users_module
 
 
@@ -604,59 +601,3 @@ def changed_by_loop() -> set[str]:
 
 def _functions_of_frames(frames: Iterable[FrameType]) -> dict[str, list[CodeType]]:
     return functions_by_name([space for each in frames for space in (each.f_globals, each.f_locals)])
-
-
-class Entry(NamedTuple):
-    """A plain value, and where it is."""
-
-    holder: Any
-    """The dict or list; of a variable of a function, the qualified name of that."""
-    key: Any
-    value: Any
-
-    @property
-    def place(self) -> Place:
-        """See ``Place``."""
-        return (self.holder if isinstance(self.holder, str) else id(self.holder)), self.key
-
-
-@dataclass(frozen=True)
-class Lost:
-    """A variable of a resumed run that is not what it was at the checkpoint."""
-
-    held: list[Any]
-    """A tensor, a module and its tensors, an array, or a container."""
-    plain: Entry | None
-    state: str
-    """See ``state_of``; where the steps begin."""
-
-    def is_read_by(self, found: Snapshot, changed: Container[str], names: set[str]) -> bool:
-        """True where a loss reads it, and the step is not known to have set it anew.
-
-        Args:
-            found: what was looked at in a step.
-            changed: the names of what the loss and the model have changed themselves in it.
-            names: all that their code has.
-        """
-        if state_of(self.held) == self.state:
-            words = [word for each in self.held if (word := found.name_of(each)) and word not in changed]
-            if any(names.issuperset(re.findall(_ATTRIBUTE, word)) for word in words):
-                return True
-        if self.plain is None or self.plain.place not in found.places:
-            return False
-        word, now = found.places[self.plain.place]
-        value = self.plain.value
-        if isinstance(self.plain.holder, str):  # a live variable: nothing sets it before it is read
-            return now is value or (is_plain(now) and text_of_plain(now) == text_of_plain(value))
-        # Others that are equal may be one object.
-        return now is value and type(now) is float and names.issuperset(re.findall(_ATTRIBUTE, word))
-
-
-_ATTRIBUTE = r"attribute '(\w+)'"
-
-
-def state_of(held: Collection[Any]) -> str:
-    """A text that tells whether what is held was changed in place."""
-    versions = [each._version if isinstance(each, Tensor) and not each.is_inference() else 0 for each in held]
-    arrays = [hash(each.tobytes()) for each in held if isinstance(each, np.ndarray)]
-    return repr([versions, arrays, *(len(each) for each in held if isinstance(each, list | dict | deque))])
