@@ -245,7 +245,8 @@ def evaluate_set_metrics(
         border = math.prod(shape)
         outputs = rows[:, :border].to(dtype_named(dtype)).view(-1, *shape)
         targets = rows[:, border:].to(dtype_named(target_dtype)).view(-1, *target_shape)
-        parts = [*zip(*(each.split(opened.loader.micro_batch_size) for each in (outputs, targets)))]
+        size = opened.loader.micro_batch_size
+        parts = [*zip(torch.split(outputs, size), torch.split(targets, size))]
         for name, metric in metrics.items():
             _keep_alone(metric)
             with opened.noting_failure():
