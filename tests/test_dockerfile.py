@@ -28,7 +28,7 @@ def texts(name):
 
 
 def is_sent(path):
-    """Whether a path is in the builder's context."""
+    """True if a path is in the builder's context."""
     rules = [rule for rule in (ROOT / ".dockerignore").read_text().splitlines() if rule and rule[0] != "#"]
     sent = True
     for rule in rules:

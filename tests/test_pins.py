@@ -1,4 +1,4 @@
-"""What is pinned, what is compared with hashes, and what an audit of it says."""
+"""Packages are pinned and compared with hashes, and an audit of them is read."""
 
 import json
 import re

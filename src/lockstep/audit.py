@@ -29,15 +29,13 @@ from lockstep import checkpoint
 from lockstep.checkpoint import CheckpointState
 from lockstep.checkpoint.manifest import MANIFEST, canonical, encode
 from lockstep.core.fingerprint import differing, digest_tensors
-from lockstep.core.world import World
 from lockstep.data.batch import Batch
 from lockstep.errors import CheckpointError, ConfigError, LockstepError
-from lockstep.job.assemble import assemble
 from lockstep.job.run_folder import read_starts, recipe_digest
-from lockstep.replay import find_origin, require_context, single_process_config
+from lockstep.replay import find_origin, require_context, trainer_at
 from lockstep.run import Run
 from lockstep.runtime import Callback
-from lockstep.text import plural, shorten
+from lockstep.text import labelled, plural, shorten
 from lockstep.trainer import Trainer
 from lockstep.trainer.audit_record import FILE, Chain, digest_batch, digest_file, read_chain
 from lockstep.trainer.gradient_record import GradientDigest, digest_gradients
@@ -237,20 +235,17 @@ def recompute(
 ) -> AuditFinding | None:
     """Trains an interval again on one device; the first difference, or None. Raises as ``audit`` does."""
     origin = find_origin(folder, interval.first)
-    resume = str(origin.checkpoint) if origin.checkpoint is not None else ""
-    config = single_process_config(origin.start.job, resume=resume, force_context=force_context)
     try:
-        trainer = assemble(config, World.alone())
+        trainer = trainer_at(origin, force_context=force_context)
     except CheckpointError as error:
         return AuditFinding(where=origin.label, what=f"it cannot be loaded: {error}")
     try:
-        trainer.run._agreed_data.refuses_others = False
         if not force_context:
             require_context(trainer.run, origin)
         comparer = _Comparer(trainer.run, chain)
         trainer.run.add_callback(comparer)
         try:
-            _train(trainer, interval.end, config.training.epochs, comparer)
+            _train(trainer, interval.end, origin.start.job.training.epochs, comparer)
         except LockstepError as error:
             what = f"it cannot be computed again: {error}"
             return comparer.finding or AuditFinding(where=f"step {comparer.step}", what=what)
@@ -353,8 +348,7 @@ def describe(report: AuditReport) -> str:
     if chain.entries and chain.end is None:
         rows.append(("end", "not recorded: the run was stopped, or its last lines were removed"))
     if report.findings:
-        rows += [("differs", str(finding)) for finding in report.findings]
-        return "\n".join(f"{name:9} {text}" for name, text in rows)
+        return "\n".join(labelled([*rows, *(("differs", str(finding)) for finding in report.findings)]))
     done, whole = sum(i.end - i.first for i in checked), sum(i.end - i.first for i in every)
     which = "; ".join(map(str, checked))
     chosen = f"{len(checked)} of {plural(len(every), 'interval')}, chosen by seed {report.seed}"
@@ -364,7 +358,7 @@ def describe(report: AuditReport) -> str:
     percent = 100 if found == 1 else min(99, round(100 * found))
     rows.append(("chance", f"{percent} % that a change within one interval would have been found"))
     rows.append(("result", "equal: everything that was checked has the recorded bits"))
-    return "\n".join(f"{name:9} {text}" for name, text in rows)
+    return "\n".join(labelled(rows))
 
 
 _NAMESPACE = "lockstep-audit"

@@ -33,7 +33,7 @@ from lockstep.job.run_folder import Start, read_starts
 from lockstep.run import Run
 from lockstep.runtime import Callback
 from lockstep.strategies import Compute, StepResult
-from lockstep.text import numbered, plural, shorten
+from lockstep.text import labelled, numbered, plural, shorten
 from lockstep.trainer import Trainer
 from lockstep.trainer.gradient_record import (
     GradientDigest,
@@ -121,6 +121,16 @@ def single_process_config(job: JobConfig, *, resume: str = "", force_context: bo
     )
 
 
+def trainer_at(origin: Origin, *, force_context: bool = False) -> Trainer:
+    """A trainer on one device with the state of ``origin``, whose data may differ from the recorded ones."""
+    resume = str(origin.checkpoint) if origin.checkpoint is not None else ""
+    trainer = assemble(
+        single_process_config(origin.start.job, resume=resume, force_context=force_context), World.alone()
+    )
+    trainer.run._agreed_data.refuses_others = False
+    return trainer
+
+
 def _newest(folder: Path, step: int) -> tuple[Path, int] | None:
     """The newest sound checkpoint at or before a step, and its step."""
     for path in reversed(checkpoint.committed(folder)):
@@ -177,18 +187,15 @@ def replay(request: ReplayRequest, origin: Origin) -> ReplayReport:
         CheckpointMismatch: software, device or threads differ from those of the run.
         NonFiniteError: this step, or one before it, has a loss or a gradient that is NaN or infinite.
     """
-    resume = str(origin.checkpoint) if origin.checkpoint is not None else ""
-    config = single_process_config(origin.start.job, resume=resume, force_context=request.force_context)
-    trainer = assemble(config, World.alone())
+    trainer = trainer_at(origin, force_context=request.force_context)
+    training = origin.start.job.training
     try:
-        run = trainer.run
-        run._agreed_data.refuses_others = False
         if not request.force_context:
-            require_context(run, origin)
-        _require_step(trainer, request, config.training.steps(trainer.steps_per_epoch))
-        comparer = GradientComparer(run, request)
-        run.add_callback(comparer)
-        plan, k = _train_to(trainer, request, config.training.epochs).plan, request.micro_batch
+            require_context(trainer.run, origin)
+        _require_step(trainer, request, training.steps(trainer.steps_per_epoch))
+        comparer = GradientComparer(trainer.run, request)
+        trainer.run.add_callback(comparer)
+        plan, k = _train_to(trainer, request, training.epochs).plan, request.micro_batch
         parts = range(plan.leaves) if k is None else (k,)
         return ReplayReport(
             folder=request.folder,
@@ -203,7 +210,7 @@ def replay(request: ReplayRequest, origin: Origin) -> ReplayReport:
             compared=comparer.compared[-1],
             earlier=comparer.compared[:-1],
             record=comparer.records.get(request.step),
-            is_missing=_is_missing(request.step, comparer.records, origin.start.job.training.record_every),
+            is_missing=_is_missing(request.step, comparer.records, training.record_every),
         )
     finally:
         trainer.run.close()
@@ -408,7 +415,7 @@ def describe(report: ReplayReport) -> str:
         ("digest", report.compared.gradient.digest),
         ("record", _verdict(report)),
     ]
-    return "\n".join(f"{name:9} {text}" for name, text in rows)
+    return "\n".join(labelled(rows))
 
 
 def _verdict(report: ReplayReport) -> str:

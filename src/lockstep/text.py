@@ -46,6 +46,17 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
 
 
+def labelled(rows: Iterable[tuple[str, str]]) -> list[str]:
+    """The lines of a report: a label of at most nine characters, and what it labels."""
+    return [f"{label:9} {text}" for label, text in rows]
+
+
+def at_most(limit: int, lines: Sequence[str]) -> list[str]:
+    """The first ``limit`` lines, then one that counts the others: ``and 3 more``."""
+    rest = len(lines) - limit
+    return [*lines[:limit], *([f"and {rest:,} more"] if rest > 0 else [])]
+
+
 def format_bytes(count: float, *, binary: bool = False) -> str:
     """Bytes with a unit and three digits: ``87.2 MB``, or ``83.2 MiB`` where ``binary``."""
     if count < 999.5:

@@ -10,7 +10,7 @@ RANKS = 3
 
 
 class Meeting:
-    """What ranks tell each other, where they are threads of one process."""
+    """An exchange between ranks that are threads of one process."""
 
     def __init__(self, ranks=RANKS):
         self.values, self.barrier = [None] * ranks, threading.Barrier(ranks, timeout=30)
@@ -29,7 +29,7 @@ class Meeting:
 
 
 def by_all(body, ranks=RANKS):
-    """What ``body(rank, exchange)`` gave, or raised, on each of the ranks."""
+    """The value of ``body(rank, exchange)``, or its error, on each of the ranks."""
     meeting, found = Meeting(ranks), [None] * ranks
 
     def run(rank):
@@ -48,7 +48,7 @@ def by_all(body, ranks=RANKS):
 
 
 def rows_of(state, rank, ranks=RANKS):
-    """What one rank holds: its rows, on rank 0 also what has none."""
+    """The state of one rank: its rows, on rank 0 also what has none."""
 
     def own(tensors):
         cut = {name: t.tensor_split(ranks)[rank] if t.dim() else t for name, t in tensors.items()}

@@ -142,7 +142,7 @@ def environment(found, index, token):
 
 
 def unfit(document):
-    """What is wrong with an object: fields that are unknown, absent or of another type."""
+    """The faults of an object: fields that are unknown, absent or of another type."""
     return list(_unfit(document, SCHEMAS[document["kind"]], document["kind"]))
 
 

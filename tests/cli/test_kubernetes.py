@@ -145,7 +145,7 @@ def test_the_schemas_of_kubernetes_and_kubeflow_take_the_manifests(command):
 
 
 def same(taken, written):
-    """Whether nothing that was written is missing from what a model of the API took."""
+    """True if a model of the API took all that was written."""
     if isinstance(written, dict):
         return all(name in taken and same(taken[name], each) for name, each in written.items())
     if isinstance(written, list):

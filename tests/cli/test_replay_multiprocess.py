@@ -123,7 +123,7 @@ def home(tmp_path_factory):
 
 
 def without_imports(errors):
-    """What was written to stderr, but for the lines that say which of the user's modules are imported from where."""
+    """The lines of stderr, but for the lines that say which of the user's modules are imported from where."""
     lines = errors.splitlines(keepends=True)
     return "".join(line for line in lines if not line.startswith("imports: replayed_parts from "))
 

@@ -100,7 +100,7 @@ class Cluster:
 
     @property
     def prefix(self):
-        """What a command on the first node begins with."""
+        """The first words of a command on the first node."""
         return self.nodes[0][3]
 
     def call(self, *words, cwd=None, prefix=None):

@@ -1,4 +1,4 @@
-"""What ``starter`` finds in data of the user's own, and the job files and scripts that it writes."""
+"""Findings of ``starter`` in data of the user's own, and the job files and scripts that it writes."""
 
 import tomllib
 

@@ -33,7 +33,7 @@ def blocks(text: str) -> list[tuple[str, str, str]]:
 
 @functools.cache
 def printed(command: str) -> str:
-    """What a command prints in the folder of the course's code, below the command; folders of logs have one name."""
+    """The output of a command in the folder of the course's code, below the command; folders of logs have one name."""
     path = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
     programs = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
     done = subprocess.run(

@@ -16,7 +16,7 @@ PAIRS = [
 
 
 def structure(text):
-    """What two languages of a page share: levels of headings, fenced blocks, figures, links, sizes of lists."""
+    """The parts that languages of a page share: levels of headings, fenced blocks, figures, links, sizes of lists."""
     text = text.replace("README.zh.md", "README.md").replace("docs/course/zh/", "docs/course/en/")
     prose = re.sub(r"```.*?```", "", text, flags=re.S)
     return {

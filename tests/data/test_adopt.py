@@ -150,7 +150,7 @@ class Numbers(IterableDataset):
 
 
 def read(stream, share, epoch, first=0):
-    """What a holder reads of the steps of an epoch, by sample."""
+    """The samples that a holder reads of the steps of an epoch."""
     plan = SamplePlan(samples=20, shape=BatchShape(global_batch=6, micro_batches=3), shuffle=False)
     steps = StepLoader(stream, plan, share=share).batches(epoch, first)
     parts = [part for batch in steps for part in batch.micro_batches]

@@ -37,7 +37,7 @@ def test_the_same_seed_gives_the_same_numbers_from_all_three_generators():
 
 
 def test_the_generators_of_opencv_polars_and_numba_are_seeded_where_they_are_imported(monkeypatch):
-    """What compiled code draws seldom differed with the number of processes, in silence."""
+    """Numbers that compiled code draws seldom differed with the number of processes, in silence."""
     found = []
     numba = SimpleNamespace(
         rnd_seed=lambda *given: found.append(given),

@@ -19,7 +19,7 @@ from lockstep.data import ImageFolder, RandomResizedCrop
 EPOCHS, STEPS, GLOBAL_BATCH = 2, 3, 10
 CACHED, PLAIN = True, False
 ALONE = [(CACHED, 0, 2), (PLAIN, 3, 1), (CACHED, 1, 1), (PLAIN, 0, 2), (CACHED, 3, 3), (PLAIN, 1, 2)]
-"""Whether the cache is used, how many workers read, and how many steps ahead."""
+"""True where the cache is used; the number of workers; the steps that they read ahead."""
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from lockstep.data.reader import Request, SampleReader
-from lockstep.data.worker_process import Failure, WorkerDataset, explain_loss, signals_held
+from lockstep.data.worker_process import Failure, WorkerDataset, explain_loss
 from lockstep.errors import RankError
 
 
@@ -31,13 +31,6 @@ def test_a_sample_that_cannot_be_read_is_returned_as_a_failure_with_its_tracebac
     assert isinstance(found, Failure)
     assert found.message == "Sample 3 cannot be read: ValueError: cannot identify image file"
     assert "Traceback" in found.trace
-
-
-def test_signals_are_blocked_within_the_block_only():
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    with signals_held():
-        assert {signal.SIGTERM, signal.SIGINT} <= signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
 
 
 @pytest.mark.parametrize(

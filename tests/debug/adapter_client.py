@@ -74,7 +74,7 @@ class DebugClient:
         return thread, self.request("stackTrace", threadId=thread)["stackFrames"][0]
 
     def value(self, expression, frame):
-        """What an expression gives in a frame, as text."""
+        """The value of an expression in a frame, as text."""
         return self.request("evaluate", expression=expression, frameId=frame["id"])["result"]
 
     def locals_of(self, frame):

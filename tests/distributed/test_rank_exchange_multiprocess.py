@@ -33,7 +33,7 @@ def row_of(rank, length, dtype):
 
 
 def exchanges(world, shared):
-    """What each rank gets of rows that all can compute; True where it is right."""
+    """Exchanges rows that all ranks can compute; True for each exchange that is right."""
     exchange, right = opened(shared), []
     for _ in range(3):
         for dtype in (torch.float32, torch.bfloat16, torch.complex128, torch.int64, torch.bool):

@@ -19,7 +19,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "traffic.svg": lambda: traffic_svg(explain_traffic()),
     "pipeline.svg": lambda: pipeline_svg(explain_pipeline(stages=4, micro_batches=8)),
 }
-"""What draws each figure, by file name."""
+"""The function that draws each figure, by file name."""
 
 
 def figures() -> dict[str, str]:

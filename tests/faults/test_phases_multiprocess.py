@@ -22,7 +22,7 @@ def command(tmp_path):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """What the run ends with that nothing happens to, on one process."""
+    """The output of a run on one process that nothing happens to."""
     one = Command(tmp_path_factory.mktemp("undisturbed"))
     assert one.start(SCRIPT, one.folder, devices="cpu:1").end() == (0, [])
     return one.stdout

@@ -30,7 +30,7 @@ _watching = []
 
 @dataclass
 class Explored:
-    """What came of many attempts."""
+    """The outcomes of many attempts."""
 
     outcomes: Counter = field(default_factory=Counter)
     findings: list = field(default_factory=list)

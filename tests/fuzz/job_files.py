@@ -36,7 +36,7 @@ def attempt(rng, folder):
 
 
 def asked(path, folder):
-    """What ``lockstep train JOB --dry-run`` says of a file: a plan, or one sentence with its exit code."""
+    """The answer of ``lockstep train JOB --dry-run`` to a file: a plan, or one sentence with its exit code."""
     before = sorted(folder.iterdir())
     said, wrong = io.StringIO(), io.StringIO()
     with contextlib.chdir(folder), contextlib.redirect_stdout(said), contextlib.redirect_stderr(wrong):

@@ -1,4 +1,4 @@
-"""What strangers send, and what processes of a run leave for each other, of any content: JSON and bytes."""
+"""Messages of strangers, and records that processes of a run leave for each other, of any content: JSON and bytes."""
 
 import json
 import shutil

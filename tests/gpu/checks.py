@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _BACK_SECONDS, _BACK_BYTES = 5.0, 64 << 20
 _TOO_LATE = ("ended with exit code -6", "timed out", "timeout")
-"""What is said of a rank that spins, by NCCL's watchdog in the rank that waits for it."""
+"""The words of NCCL's watchdog on a rank that spins, in the rank that waits for it."""
 DEEP = {
     "pipeline 4": (4, "pipeline", {}),
     "pipeline 4, gpipe": (4, "pipeline", {"pipeline": {"schedule": "gpipe"}}),
@@ -155,7 +155,7 @@ def _devices(kit: Kit, ranks: int) -> str:
 
 
 def _doctor(kit: Kit) -> tuple[str, str]:
-    """What the command finds on this machine, and between two ranks."""
+    """The command's findings on this machine, and between two ranks."""
     with tempfile.TemporaryDirectory() as folder:
         done = _command(kit, folder, "doctor", "--json", "--devices", _devices(kit, 2), seconds=90)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
@@ -337,7 +337,7 @@ def _fused_environment(kit: Kit, ranks: int) -> dict[str, str]:
 
 
 def _sums(kit: Kit, ranks: int, refused: list[str]) -> tuple[str, str]:
-    """What a rank sends in a second, by collectives and by the fused kernel; notes why that one is not taken."""
+    """Bytes per second of a rank, by collectives and by the fused kernel; notes why that one is not taken."""
     numbers = 1 << 14 if kit.simulated else 1 << 23
     found = kit.machine.run(tasks.sum_speeds, ranks, _fused_environment(kit, ranks), numbers, timeout=240.0)
     collectives, fused, _, said = found[0]

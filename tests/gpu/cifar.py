@@ -26,7 +26,7 @@ PADDING, EVALUATED = 4, 500
 
 @dataclass
 class Found:
-    """What came out of one loop."""
+    """The results of one loop."""
 
     accuracies: list[float] = field(default_factory=list)
     """On the 10,000 images for validation, after each epoch."""

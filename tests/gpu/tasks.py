@@ -1,4 +1,4 @@
-"""What ranks of the proof kit run. Each function is called with the rank's ``World`` first."""
+"""Functions that ranks of the proof kit run. Each is called with the rank's ``World`` first."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def _enable_sanitizer() -> None:
 
 
 def finds_a_race(world: Any) -> bool:
-    """Whether the sanitizer raises where a stream writes what another has just written, and nothing orders them."""
+    """True if the sanitizer raises where a stream writes what another has just written, and nothing orders them."""
     from torch.cuda._sanitizer import CUDASanitizerErrors
 
     _enable_sanitizer()

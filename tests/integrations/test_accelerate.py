@@ -667,7 +667,7 @@ def test_a_smaller_last_batch_counts_as_what_it_is():
 
 
 def logging_on_ranks(world):
-    """What a logger of accelerate writes on this process, and how many threads torch has."""
+    """The lines that a logger of accelerate writes on this process, and the number of torch's threads."""
     os.environ["MASTER_ADDR"] = "127.0.0.1"  # as launchers set it
     from accelerate.logging import get_logger
 
@@ -731,7 +731,7 @@ def test_a_loop_that_is_left_ends_the_epoch_and_its_gradients():
 
 
 def adding(world):
-    """What the loop's body adds up on this process, and the warnings of the adapter."""
+    """The sums of the loop's body on this process, and the warnings of the adapter."""
     warnings = []
     handler = logging.Handler()
     handler.emit = warnings.append

@@ -43,7 +43,7 @@ def missing():
 
 @pytest.fixture
 def scenario(tmp_path):
-    """What became of a scenario of ``tests/integrations/ray_cluster.py``: one object for each run."""
+    """The outcome of a scenario of ``tests/integrations/ray_cluster.py``: one object for each run."""
     if reason := missing():
         pytest.skip(reason)
 

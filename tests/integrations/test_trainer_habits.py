@@ -1,4 +1,4 @@
-"""What scripts for the Trainer of transformers do beside training: the numbers are those of the Trainer itself."""
+"""Habits of scripts for the Trainer of transformers beside training: the numbers are those of the Trainer itself."""
 
 import logging
 import os

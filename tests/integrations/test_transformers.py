@@ -245,7 +245,7 @@ def test_what_the_trainer_does_not_have_ends_in_a_sentence(tmp_path):
 
 
 def numbers(history):
-    """What a log holds, without how long things took."""
+    """The entries of a log, without durations."""
     times = ("_runtime", "_per_second", "_preparation_time", "total_flos")
     return [{name: value for name, value in each.items() if not name.endswith(times)} for each in history]
 

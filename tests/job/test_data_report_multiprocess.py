@@ -1,4 +1,4 @@
-"""What ``lockstep data`` says that a rank reads is what it reads."""
+"""A rank reads the samples that ``lockstep data`` names."""
 
 import pytest
 import torch

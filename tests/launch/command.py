@@ -116,7 +116,7 @@ class Command:
         wait_until(lambda: not self.processes(), timeout, f"processes {self.processes()} to end")
 
     def left_over(self):
-        """What lies in the runtime and temporary folders."""
+        """The entries of the runtime and temporary folders."""
         return sorted(path.name for name in ("tmp", "runtime") for path in (self.folder / name).iterdir())
 
     def clean_up(self):

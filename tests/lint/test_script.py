@@ -1,4 +1,4 @@
-"""Whatever is in a file, the answer is findings or one sentence."""
+"""The answer to any file is findings or one sentence."""
 
 import random
 import sysconfig

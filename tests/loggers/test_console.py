@@ -121,7 +121,7 @@ class Clock:
 
 
 def lines_of(monkeypatch, *epochs, epochs_in_all=4, **more):
-    """What the console writes of epochs of 4 steps, each given as (epoch, steps done before, last step, is_last)."""
+    """The console's lines on epochs of 4 steps, each given as (epoch, steps done before, last step, is_last)."""
     clock, stream = Clock(), io.StringIO()
     monkeypatch.setattr("lockstep.loggers.console.time", clock)
     console = Console(stream)

@@ -1,4 +1,4 @@
-"""What the command imports for itself, where the user's folder has a module of that name."""
+"""Modules that the command imports for itself, where the user's folder has one of that name."""
 
 import sys
 

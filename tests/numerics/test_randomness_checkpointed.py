@@ -13,7 +13,7 @@ from lockstep.numerics.randomness import KeyedRandomness
 
 
 def gradients(model, x, k=1):
-    """What one micro-batch's backward leaves, with the model's own keys."""
+    """The gradients of one micro-batch, with the model's own keys."""
     randomness = KeyedRandomness(model, 0, CPU)
     randomness.begin_micro_batch(0, k)
     output = model(x)

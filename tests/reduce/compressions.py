@@ -32,14 +32,14 @@ def step_of(reducer, world, step, leaves, shapes, value=leaf):
 
 
 def equal_everywhere(tensor):
-    """Whether all ranks hold the same bits."""
+    """True if all ranks hold the same bits."""
     parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, tensor.contiguous())
     return all(torch.equal(part, tensor) for part in parts)
 
 
 def bf16_steps(world):
-    """What was wrong over some steps, in words: bits that differ over ranks, or an error above the stated bound."""
+    """The faults of some steps, in words: bits that differ over ranks, or an error above the stated bound."""
     reducer = open_reducer("bf16", dist.group.WORLD, CPU, 30.0)
     shapes = [gradients(), gradients(torch.float64), gradients(torch.bfloat16)]
     reducer.allocate(shapes, HEADER, max(LEAVES))

@@ -133,7 +133,7 @@ def leave_out(world, absent, timeout):
 
 
 def traces(world, kind):
-    """What could outlive this rank: names in /dev/shm, and descriptors that programs inherit."""
+    """Things that could outlive this rank: names in /dev/shm, and descriptors that programs inherit."""
     reducer = open_one(kind, world)
     reducer.allocate(SHAPES, HEADER, world.world_size)
     dist.barrier()

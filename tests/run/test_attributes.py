@@ -1,4 +1,4 @@
-"""What optimizers and modules keep beside ``state_dict()``, over a checkpoint."""
+"""Attributes that optimizers and modules keep beside ``state_dict()``, over a checkpoint."""
 
 import array
 import json

@@ -1,4 +1,4 @@
-"""What a loop changes in a data set, or in what that reads: a resumed run has not lost it in silence."""
+"""Changes that a loop makes to a data set, or to what that reads: a resumed run has not lost them in silence."""
 
 import pytest
 from tests.run.jobs import Left, begin, dataset, leave, train_step

@@ -1,4 +1,4 @@
-"""What a loop changes in a data set by what its rank has seen: every rank would read other samples."""
+"""Changes that a loop makes to a data set by what its rank has seen: every rank would read other samples."""
 
 import pytest
 import torch

@@ -53,7 +53,7 @@ def network():
 
 
 def train(directory, ask_rank=-1, **layout):
-    """What is evaluated in each epoch, and the fingerprint; with why and where it was left, if it was."""
+    """The evaluations of each epoch, and the fingerprint; with why and where it was left, if it was."""
     run, _, optimizer = begin(
         network(), torch.optim.Adam, lr=0.01, directory=directory, resume="auto", **layout
     )

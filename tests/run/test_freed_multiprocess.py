@@ -1,4 +1,4 @@
-"""What a closed run held is freed: scripts that train several models, one after the other, need the memory of one."""
+"""Memory of a closed run is freed: scripts that train several models, one after the other, need the memory of one."""
 
 import gc
 import weakref
@@ -41,7 +41,7 @@ def trained(strategy, options):
 
 
 def left(world, strategy, options):
-    """What of it is there still."""
+    """The names of its parts that are there still."""
     found = trained(strategy, options)
     gc.collect()
     return [name for name, each in found.items() if each() is not None]

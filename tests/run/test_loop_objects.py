@@ -1,4 +1,4 @@
-"""What the user's loop keeps in iterators, and in objects of Python's own, of NumPy's and of torch's, over a resume."""
+"""State of the user's loop in iterators, and in objects of Python, of NumPy and of torch, over a resume."""
 
 import array
 import collections
@@ -27,7 +27,7 @@ from tests.run.jobs import Left, begin, correct, dataset, leave, train_step
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from lockstep.errors import ConfigError
-from lockstep.run.code_analysis import changed_names
+from lockstep.run.code_analysis import Carried, carried_names, changed_names
 from lockstep.run.loop_state import LoopState
 
 STEPS = 3
@@ -432,8 +432,10 @@ def test_what_code_makes_of_what_it_was_is_known():
         table["level"] = number
 
     parts = [(changes.__code__, -1, float("inf"))]
-    found = {name.strip(".") for name in changed_names(parts, {}, only_carried=True)}
-    assert found == {"scale", "rate", "table", "weight", "table+"}
+    values = {each.name for each in carried_names(parts, {}) if each.what == "value"}
+    assert values == {"scale", "rate", "table", "weight"}
+    replaced = {Carried("scale", "attribute"), Carried("rate", "attribute"), Carried("table", "entries")}
+    assert replaced <= carried_names(parts, {}) <= replaced | {*map(Carried, values)}
 
 
 def test_what_code_changes_is_known_where_one_instruction_loads_two_variables():
@@ -448,9 +450,9 @@ def test_what_code_changes_is_known_where_one_instruction_loads_two_variables():
         return value, other.append(index), [third.append(each) for each in table], add, total
 
     parts = [(changes.__code__, -1, float("inf"))]
-    carried = {name.strip(".") for name in changed_names(parts, {}, only_carried=True)}
     assert changed_names(parts, {}) >= {"table", "other", "third", "total"}
-    assert carried == {"other", "third", "total", "table+"}
+    replaced = {Carried("total", "object"), Carried("table", "entries")}
+    assert carried_names(parts, {}) == replaced | {*map(Carried, ("other", "third", "total"))}
 
 
 @pytest.mark.slow
@@ -458,7 +460,7 @@ def test_what_code_changes_is_known_where_python_leaves_out_columns():
     """As with PYTHONNODEBUGRANGES: then all names of the line count."""
     names = "{*'scale rate table weight index it total'.split()}"
     lines = (
-        "from lockstep.run.code_analysis import changed_names",
+        "from lockstep.run.code_analysis import carried_names, changed_names",
         "def changes(task, table, it, index, value):",
         "    task.scale *= 0.5",
         "    task.rate = task.rate * 0.5",
@@ -467,7 +469,7 @@ def test_what_code_changes_is_known_where_python_leaves_out_columns():
         "    next(it)",
         "    task.total = 0",
         "parts = [(changes.__code__, -1, float('inf'))]",
-        "carried = changed_names(parts, {}, only_carried=True)",
+        "carried = {each.name for each in carried_names(parts, {}) if each.what == 'value'}",
         f"assert changed_names(parts, {{}}) >= {names}, changed_names(parts, {{}})",
         "assert {'scale', 'rate', 'table', 'weight', 'it'} <= carried and 'total' not in carried, carried",
     )

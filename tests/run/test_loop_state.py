@@ -1,4 +1,4 @@
-"""What the user's loop keeps in variables: which of them it reads again, and what becomes of them over a resume."""
+"""Variables of the user's loop: which of them it reads again, and what becomes of them over a resume."""
 
 import copy
 import random

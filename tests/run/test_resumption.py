@@ -1,4 +1,4 @@
-"""What a loop does at the start of an epoch, or after a save, is not done twice in a resumed run, nor left out."""
+"""Work of a loop at the start of an epoch, or after a save, is not done twice in a resumed run, nor left out."""
 
 import time
 from contextlib import suppress

@@ -163,7 +163,7 @@ def evaluated():
 
 
 def random_in_evaluation():
-    """What a model draws while it is evaluated, and what the loop draws afterwards."""
+    """The draws of a model while it is evaluated, and of the loop afterwards."""
     run, model, _ = begin()
     noisy = run.evaluate(dataset(), cross_entropy, forward=None, model=Noisy(model))
     return noisy, torch.rand(1).item()

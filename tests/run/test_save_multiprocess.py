@@ -38,7 +38,7 @@ def train_all(world, folder, jobs):
 
 
 def contents(folder):
-    """What the manifest of each checkpoint says of its files."""
+    """The entries on files in the manifest of each checkpoint."""
     return {
         path.name: json.loads((path / "manifest.json").read_text())["body"]["files"]
         for path in committed(folder)

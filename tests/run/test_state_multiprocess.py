@@ -153,7 +153,7 @@ class Keeping(nn.Module):
 
 
 def memory_of_checkpoint(world):
-    """Whether a checkpoint's tensors share memory with those of the model, on rank 0."""
+    """True where a checkpoint's tensors share memory with those of the model, on rank 0."""
     run = Run(RunOptions.of(global_batch=24, micro_batches=8, strategy="pipeline"), world)
     model = nn.Sequential(nn.Linear(6, 40), Keeping(), nn.Linear(40, 3))
     keeping = model[1]

@@ -208,7 +208,7 @@ def writing(world, strategy="single"):
 
 
 def test_losses_and_metrics_may_write_into_what_they_are_given():
-    """What looks for the kind of mean calls them several times: the numbers depended on the number of processes."""
+    """The check of the kind of mean calls them several times: the numbers depended on the number of processes."""
     (alone,) = run_ranks(writing, 1)
     assert alone[-4:-2] == alone[-2:]
     assert run_ranks(writing, 2, "ddp") == [alone] * 2

@@ -280,7 +280,7 @@ def by_size(output, target):
 
 
 def said_of(world, loss):
-    """What a step with this loss is refused with, or warns of."""
+    """The refusal or the warnings of a step with this loss."""
     run, _, _ = begin(Towers())
     (step, *_), warned = run.batches(pairs()), []
     logging.getLogger("lockstep").addHandler(handler := logging.Handler())

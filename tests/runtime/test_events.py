@@ -69,7 +69,7 @@ def test_a_step_is_told_in_order(tmp_path):
 
 
 def rank_body(world):
-    """What a rank of ddp is told of one step, and the parameters."""
+    """The events of one step on a rank of ddp, and the parameters."""
     torch.manual_seed(0)
     model = torch.nn.Linear(6, 4)
     run = lockstep.init(global_batch=8, micro_batches=4, seed=0)

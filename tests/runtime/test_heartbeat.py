@@ -137,7 +137,7 @@ def test_a_mark_tells_the_place_the_time_and_the_process(world, tmp_path):
 
 @pytest.mark.parametrize("between", ["reduce", "evaluate", "save"])
 def test_the_work_of_a_step_counts_for_each_micro_batch(world, tmp_path, monkeypatch, between):
-    """What is between two passes does not count."""
+    """The time between two passes does not count."""
     now = iter(float(second) for second in range(100))
     monkeypatch.setattr("lockstep.runtime.heartbeat.monotonic", lambda: next(now))
     heartbeat = Heartbeat.open(world)

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from lockstep.runtime.stop_signals import stop_signals_held
+
 PROGRAM = """
 import os, signal, sys
 from lockstep.runtime import stop_signals
@@ -87,3 +89,10 @@ def test_an_ignored_signal_stays_ignored():
         check=False,
     )
     assert done.stdout == "NONE\n"
+
+
+def test_stop_signals_are_blocked_within_the_block_only():
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    with stop_signals_held():
+        assert {signal.SIGTERM, signal.SIGINT} <= signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before

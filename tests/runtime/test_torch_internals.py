@@ -119,7 +119,7 @@ def test_a_frame_is_known_by_its_file_and_its_function():
 
 
 def optimizers_and_groups(world, meeting):
-    """What is known before and after: an optimizer is made, a group of one rank is opened, and destroyed."""
+    """The marks of an optimizer and of groups, before and after they are made, and after another group is destroyed."""
     import torch.distributed as dist
 
     before = made_optimizers()

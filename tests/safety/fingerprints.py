@@ -151,7 +151,7 @@ COMMANDS = {
 
 @dataclass
 class Job:
-    """What is trained; made anew in every process. Each epoch ends with a smaller step."""
+    """A training; made anew in every process. Each epoch ends with a smaller step."""
 
     model: Any
     optimizer: Any
@@ -468,7 +468,7 @@ def _groups() -> dict[str, tuple[int, int, list[list[Any]]]]:
 
 
 def environment() -> dict[str, str]:
-    """What bits depend on beside the code."""
+    """The machine and software that bits depend on beside the code."""
     import torch
 
     try:

@@ -114,7 +114,7 @@ def draw(seed, without=()):
 
 
 def plain(program):
-    """What an ordinary program has in the place of each part."""
+    """The parts of an ordinary program, by their place."""
     return {
         "shape": "sequential",
         "data": "tensors",

@@ -47,7 +47,7 @@ LAYOUTS = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a program: digests by name, or an error."""
+    """The outcome of a program: digests by name, or an error."""
 
     digests: dict
     refusal: str = ""
@@ -57,7 +57,7 @@ class Outcome:
 
 
 def outcomes(programs, layout, timeout=120):
-    """What became of each program, one after the other in one world; refusals must be the same on every rank."""
+    """The outcome of each program, one after the other in one world; refusals must be the same on every rank."""
     chosen = LAYOUTS[layout]
     everyone = run_ranks(_run_all, chosen.world, programs, chosen.settings, timeout=timeout)
     for number, program in enumerate(programs):

@@ -27,7 +27,7 @@ class Part:
     kinds: str
     """Where it fits."""
     source: str
-    """What stands at its place, or the definition of it."""
+    """The text at its place, or the definition of it."""
     odd: bool = False
     recipe: tuple = ()
     """Options of the recipe that it cannot do without: pairs of name and value."""
@@ -89,4 +89,4 @@ CALLS = {
     "forward": "loss_on_data, forward=lambda batch_data: trained(batch_data[0])",
     "adversarial": "loss_on_data, forward=lambda batch_data: trained['judge'](trained['maker'](batch_data[0]))",
 }
-"""What stands in ``run.backward(batch, ...)`` where it is not ``loss_fn``."""
+"""The arguments of ``run.backward(batch, ...)`` where they are not ``loss_fn``."""

@@ -148,7 +148,7 @@ def _same(other, verdict):
 
 @dataclasses.dataclass
 class Tally:
-    """What came out of many programs."""
+    """The outcomes of many programs."""
 
     programs: int = 0
     pairs: int = 0

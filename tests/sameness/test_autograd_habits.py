@@ -352,7 +352,7 @@ class InBf16(Block):
 
 
 def contexts():
-    """What is called under a context manager is called so also where the model is cut."""
+    """Modules that are called under a context manager are called so also where the model is cut."""
     return Program(nn.Sequential(nn.Linear(6, WIDTH), InBf16(), nn.Tanh(), InBf16(), nn.Linear(WIDTH, 4)))
 
 
@@ -417,7 +417,7 @@ WHOLE = (
     many_arguments,
     keywords_only,
 )
-"""What no chain of modules is, or cannot be cut."""
+"""Programs whose model is no chain of modules, or cannot be cut."""
 
 
 @cache

@@ -200,7 +200,7 @@ def test_a_generator_that_is_seeded_for_each_sample_is_fine():
 
 
 def refused(world):
-    """What a rank says to a stream that counts where nobody looks."""
+    """The message of a rank on a stream that counts where nobody looks."""
     with pytest.raises(DataError) as found:
         train(Grows(), world=world)
     return str(found.value)

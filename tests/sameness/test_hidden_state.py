@@ -272,7 +272,7 @@ def train(world, odd, make_loss, **options):
 
 
 def all_cases(world, names, options):
-    """What became of each case on this rank, by name: digests, or a refusal."""
+    """The outcome of each case on this rank, by name: digests, or a refusal."""
     postpone_compiler()
     logging.getLogger("lockstep").setLevel(logging.ERROR)
     cases, found = {**{n: c[:2] for n, c in REFUSED.items()}, **EQUAL}, {}
@@ -302,7 +302,7 @@ MORE = [
 
 @pytest.fixture(scope="module")
 def alone():
-    """What one process gives, in order."""
+    """The outcomes on one process, in order."""
     return run_ranks(all_cases, 1, [*REFUSED, *EQUAL], {"strategy": "single"}, timeout=120)[0]
 
 

@@ -174,7 +174,7 @@ def expected():
 
 
 def is_quick(layout, change):
-    """What servers refuse is told by the same exchange as what stages do."""
+    """The refusals of servers are told by the same exchange as those of stages."""
     return (layout, change) in (("pipeline", scale_all), ("pipeline", clear_gradients), ("servers", freeze))
 
 

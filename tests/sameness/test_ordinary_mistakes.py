@@ -385,7 +385,7 @@ REFUSED = {
 
 
 def refused_ones(world, settings):
-    """What is said in each case."""
+    """The message in each case."""
     found = {}
     for name, (_, arguments) in REFUSED.items():
         given = dict(arguments)

@@ -1,4 +1,4 @@
-"""What a loop has changed before a stop is there after it, on every layout, or the run is refused."""
+"""Changes that a loop made before a stop are there after it, on every layout, or the run is refused."""
 
 import dataclasses
 
@@ -197,7 +197,7 @@ def test_what_the_loop_has_changed_in_modules_is_kept_over_a_stop(phases):
     ],
 )
 def test_what_transforms_and_layers_note_of_their_last_call_refuses_no_resume(phases):
-    """What an augmentation drew last, in objects that it makes anew: nothing depends on it."""
+    """Nothing depends on the last draw of an augmentation, in objects that it makes anew."""
     text = BEGIN + IDLE + TRAIN
     expected = run_trial(text, [SINGLE], 40, WORLDS)
     verdict = compare(expected, run_trial(text, phases, 40, WORLDS), phases[-1])

@@ -461,7 +461,7 @@ def numbers(workflow, loop):
 
 
 def ends(world, settings):
-    """What became of each workflow on this rank: numbers and weights, or the sentence of a refusal."""
+    """The outcome of each workflow on this rank: numbers and weights, or the sentence of a refusal."""
     warnings.simplefilter("ignore")  # of torch, about schedulers and graphs
     postpone_compiler()
     logging.getLogger("lockstep").setLevel(logging.ERROR)

@@ -40,7 +40,7 @@ def rows(count=24):
 
 @dataclass
 class Program:
-    """What a user wrote."""
+    """A user's program."""
 
     model: nn.Module
     loss: Callable = F.cross_entropy
@@ -82,7 +82,7 @@ def train(world, make, settings):
 
 
 def train_all(world, makes, settings):
-    """What every program gives, by name; empty but on rank 0."""
+    """The results of every program, by name; empty but on rank 0."""
     postpone_compiler()
     logging.getLogger("lockstep").setLevel(logging.ERROR)
     found = {}
@@ -96,7 +96,7 @@ def train_all(world, makes, settings):
 
 
 def under(layout, *makes):
-    """What programs give under a layout, by name; in this process where the layout has one."""
+    """The results of programs under a layout, by name; in this process where the layout has one."""
     ranks, settings = layout
     if ranks == 1:
         logger = logging.getLogger("lockstep")

@@ -46,7 +46,7 @@ class Ended:
 
     how: str
     found: list = field(default_factory=list)
-    """What ``train`` returned on each rank."""
+    """The values that ``train`` returned on each rank."""
     message: str = ""
     traceback: str = ""
     own: bool = False

@@ -75,7 +75,7 @@ class Page:
 
     @property
     def complaints(self):
-        """What stands in the console, whoever wrote it, and exceptions."""
+        """The lines of the console, whoever wrote them, and exceptions."""
         found = []
         for event in self._events:
             if event["method"] == "Log.entryAdded":

@@ -25,7 +25,7 @@ ROWS = 2
 
 @dataclass
 class Counted:
-    """What happened on one rank in ``STEPS`` steps."""
+    """Counts of one rank in ``STEPS`` steps."""
 
     launches: Counter[str] = field(default_factory=Counter)
     """Launches of each operator and copy, without those of other processes."""

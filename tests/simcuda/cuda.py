@@ -27,7 +27,7 @@ _observer: Any = None
 
 @dataclass
 class Seen:
-    """What was observed."""
+    """The observations of a run."""
 
     races: Counter[tuple[str, str]] = field(default_factory=Counter)
     """Accesses that nothing orders, with the place in the program."""

@@ -52,7 +52,7 @@ class Machine:
         self._process.communicate()
 
     def run(self, body: Callable[..., Any], ranks: int, *args: Any, timeout: float = 120.0) -> list[Any]:
-        """What ``body(world, *args)`` returned on each rank; raises a rank's exception, with its traceback."""
+        """The value of ``body(world, *args)`` on each rank; raises a rank's exception, with its traceback."""
         if self.deadline is not None:
             timeout = max(1.0, min(timeout, self.deadline - time.monotonic()))
         request = f"{body.__module__}:{body.__qualname__}", ranks, args, timeout

@@ -153,7 +153,7 @@ def _stream(pair: str, group: Any, device: torch.device) -> torch.cuda.Stream:
 
 
 class Work:
-    """What an asynchronous collective returns."""
+    """The handle that an asynchronous collective returns."""
 
     def __init__(
         self, stream: torch.cuda.Stream, device: torch.device, finish: Callable[[], None] = lambda: None

@@ -1,4 +1,4 @@
-"""What a step of ``ddp`` launches, sends and holds on simulated devices, beside torch's DistributedDataParallel.
+"""Launches, bytes and memory of a step of ``ddp`` on simulated devices, beside torch's DistributedDataParallel.
 
 The model is a ResNet-50, 2 samples of 32 x 32 a process, K = W.
 """

@@ -266,7 +266,7 @@ def settings(world):
 
 
 def settings_of_loaded_compiler(world):
-    """Whether the compiler, imported before the runs, chooses kernels by rules that do not look at their speed."""
+    """True where the compiler, imported before the runs, chooses kernels by rules that do not look at their speed."""
     import torch._inductor.config as compiler
 
     found = []
@@ -277,7 +277,7 @@ def settings_of_loaded_compiler(world):
 
 
 def changed_settings(world, change):
-    """What is said of a setting that user code changes between two steps."""
+    """The message on a setting that user code changes between two steps."""
     try:
         for _ in steps_of(open_run(world, "single"), "perceptron", 1):
             if change == "benchmark":
@@ -345,7 +345,7 @@ def test_the_compiler_chooses_no_kernel_by_its_speed(machine):
 
 
 def norm_launches(world):
-    """What is launched for the squares of a gradient's rows, and whether rows have the bits of the whole."""
+    """The launches for the squares of a gradient's rows, and whether rows have the bits of the whole."""
     from lockstep.core.summation_tree import row_squares
 
     gradient = torch.randn(6, 5, 3, generator=torch.Generator().manual_seed(0)).cuda()
@@ -362,7 +362,7 @@ def test_squares_of_rows_are_added_one_by_one_on_a_device(machine):
 
 
 def normalising(world):
-    """What the host waits for where a synchronised BatchNorm computes, forward and backward."""
+    """The waits of the host where a synchronised BatchNorm computes, forward and backward."""
     from lockstep.numerics.sync_batch_norm import convert_sync_batch_norm
 
     norm = convert_sync_batch_norm(torch.nn.BatchNorm1d(3)).cuda()
@@ -377,7 +377,7 @@ def test_the_host_does_not_wait_in_a_synchronised_batch_norm(machine):
 
 
 def computing(world):
-    """What the host waits for in losses, by what they return, and in normalising photos; not in the first call."""
+    """The waits of the host in losses, by what they return, and in normalising photos; not in the first call."""
     from lockstep.data import Normalize
     from lockstep.run.step import sum_and_weight, with_exact_mean
 

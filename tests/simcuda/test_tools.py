@@ -142,7 +142,7 @@ def test_a_device_without_memory_is_told_with_the_data_and_what_needs_less(machi
 
 
 def examined(world):
-    """What the doctor finds, and the exchanges it measures."""
+    """The doctor's findings, and the exchanges it measures."""
     from lockstep.doctor import look_at_software, measure
 
     os.environ.update(LOCAL_WORLD_SIZE=str(world.world_size), LOCKSTEP_RENDEZVOUS=world.rendezvous)
@@ -326,7 +326,7 @@ def test_samples_may_be_on_the_device(machine, ranks, strategy, place):
 
 
 def compiled_by_hand(world, mode):
-    """What run.prepare says of a model with a compiled layer."""
+    """The message of run.prepare on a model with a compiled layer."""
     run = open_run(world, "single")
     model, _, _ = job_of("perceptron")
     model[0] = torch.compile(model[0], mode=mode)

@@ -1,4 +1,4 @@
-"""What ranks run on the simulated devices."""
+"""Functions that ranks run on the simulated devices."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _STEPS, _FIRST = 8, 3
 
 @dataclass
 class Trained:
-    """What came out on one rank."""
+    """The outcome on one rank."""
 
     fingerprint: str
     races: dict[tuple[str, str], int]

@@ -30,7 +30,7 @@ def nothing_returns():
 
 
 class Forked:
-    """What ``subprocess.Popen`` is to the supervisor, for a fork server that is forked."""
+    """Stands in for the supervisor's ``subprocess.Popen``, with a fork server that is forked."""
 
     def __init__(self, arguments, *, env, pass_fds, start_new_session):
         assert start_new_session

@@ -20,7 +20,7 @@ STEPS = 12
 
 @dataclass
 class Job:
-    """What is trained for 12 steps; the last step of each epoch is ragged."""
+    """A training of 12 steps; the last step of each epoch is ragged."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer

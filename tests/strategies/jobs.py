@@ -18,7 +18,7 @@ from lockstep.models.resnet import BasicBlock
 
 @dataclass
 class Job:
-    """What a training needs; made anew in every process."""
+    """A training's model, optimizer and data; made anew in every process."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer

@@ -46,7 +46,7 @@ class Walk(Task):
 
 
 def walk(*places, errors=()):
-    """What tasks with these places did; ``errors`` by task."""
+    """A log of the steps of tasks with these places; ``errors`` by task."""
     log, threads = [], TaskThreads(1, torch.device("cpu"))
     tasks = [Walk(n, each, log, threads, dict(errors).get(n)) for n, each in enumerate(places)]
 

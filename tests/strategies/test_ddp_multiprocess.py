@@ -146,7 +146,7 @@ def as_tuple(case, world_size):
 
 @cache
 def trained(world_size, cases):
-    """What each rank of a world has after these cases, by name."""
+    """The state of each rank of a world after these cases, by name."""
     threads = 1
     plain = [(name, job, dict(options), workers) for name, job, options, workers in cases]
     return run_ranks(train_all, world_size, plain, threads=threads, timeout=300)

@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 
 def train(replicas, make, *given, **options):
-    """What a training gives under so many replicas; 0: under ``single``."""
+    """The results of a training under so many replicas; 0: under ``single``."""
     strategy = {"strategy": "dp", "dp": {"replicas": replicas}} if replicas else {}
     return in_process.train(make, *given, **strategy, **options)
 
@@ -340,7 +340,7 @@ def blocks():
 
 
 def compiled(world):
-    """What differs between one compiled model and compiled replicas, for a model of blocks and one without."""
+    """The differences between one compiled model and compiled replicas, for a model of blocks and one without."""
     found = []
     for make in (blocks, quiet):
         expected = train(0, make, compile=True, epochs=1)

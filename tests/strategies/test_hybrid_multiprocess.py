@@ -82,7 +82,7 @@ def live_bytes():
 
 
 def hold(world):
-    """What a rank holds before, after and between steps; gradients of two backward passes; outputs and metrics."""
+    """The parts of a rank before, after and between steps; gradients of two backward passes; outputs and metrics."""
     logging.getLogger("lockstep").setLevel(logging.ERROR)
     settings = MESH if world.world_size > 1 else {"strategy": "single"}
     run = Run(RunOptions.of(global_batch=8, micro_batches=4, threads=1, **settings), world)

@@ -265,7 +265,7 @@ def test_a_split_is_either_given_or_found(options, table):
 
 
 def in_two_processes(world):
-    """What this rank was told by rank 0's clock, under pipeline and layers, and what is said of mistakes."""
+    """The times on rank 0's clock that this rank was told, under pipeline and layers, and the messages on mistakes."""
     logging.getLogger("lockstep").setLevel(logging.ERROR)
     found = []
     for options in (

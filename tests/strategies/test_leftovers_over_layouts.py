@@ -1,4 +1,4 @@
-"""What is there when a run stops is there in whatever layout it goes on: gradients, numbers that are attributes."""
+"""Leftovers of a stopped run are there in whatever layout it goes on: gradients, numbers that are attributes."""
 
 import logging
 

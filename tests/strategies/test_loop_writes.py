@@ -1,4 +1,4 @@
-"""What is noticed of writes to tensors that are here, and how ranks are compared."""
+"""Writes to tensors that are here are noticed, and ranks are compared."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""What optimizers need to see at once, found out by trying: bits decide, not classes."""
+"""The needs of optimizers are found out by trying: bits decide, not classes."""
 
 import pytest
 import torch

@@ -186,7 +186,7 @@ def test_groups_with_rates_of_their_own_and_the_loss_scale_are_named(tmp_path):
 
 
 def sent(world, folder, checks):
-    """What is counted as sent per step, and in all."""
+    """The bytes that are counted as sent, per step and in all."""
     job = trainer(world, folder / checks, epochs=1, checks=checks)
     job.fit()
     return job._most_of_a_rank()[0], job.run.strategy.all_bytes_sent

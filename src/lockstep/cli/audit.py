@@ -9,10 +9,9 @@ import sys
 from pathlib import Path
 
 from lockstep.cli.command_line import Parser
-from lockstep.cli.replay import prepare_process, refuse_folder_of_others
+from lockstep.cli.replay import prepare_process
 from lockstep.cli.shared_options import add_options, print_origins
 from lockstep.errors import EXIT_DONE, ConfigError
-from lockstep.job.run_folder import read_starts
 from lockstep.runtime.output import log_to_terminal
 
 EXIT_DIFFERENT = 1
@@ -49,17 +48,12 @@ def main(arguments: argparse.Namespace) -> int:
         print(f"signed    {sign(folder, Path(arguments.sign))}")
         return EXIT_DONE
     log_to_terminal(logging.ERROR)
-    if not arguments.trust:
-        refuse_folder_of_others(folder)
-    starts = read_starts(folder)
+    start = prepare_process(folder, arguments)
+    from lockstep.audit import audit, describe, verify_signature
+
     if arguments.signer:
-        from lockstep.audit import verify_signature
-
         verify_signature(folder, Path(arguments.signer))
-    print_origins(starts[-1].job)
-    prepare_process(starts[-1])
-    from lockstep.audit import audit, describe
-
+    print_origins(start.job)
     report = audit(
         folder,
         seed=secrets.randbelow(10**9) if arguments.seed is None else arguments.seed,

@@ -9,10 +9,11 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+from io import BytesIO
 from pathlib import Path
 
 from lockstep.cli.command_line import Parser
-from lockstep.cli.shared_options import add_options, add_train_options, require_files
+from lockstep.cli.shared_options import add_options, add_train_options, require_files, write_file
 from lockstep.cli.train import overrides, resolve_devices
 from lockstep.config.job_file import load_job
 from lockstep.core.world import World
@@ -54,16 +55,12 @@ def main(arguments: argparse.Namespace) -> int:
         for name, each in sets.items()
     ]
     print(data_report.describe(found, step))
-    try:
-        if arguments.json:
-            Path(arguments.json).write_text(json.dumps(data_report.as_table(found, step), indent=1) + "\n")
-        if arguments.sheet:
-            batch = data_report.batch_of(config, training, arguments.epoch, arguments.step)
-            data_report.sheet(batch, known_classes(training)).save(arguments.sheet, "PNG")
-    except OSError as error:
-        raise ConfigError(
-            f"{error.filename or arguments.sheet} cannot be written: {error.strerror}."
-        ) from error
+    if arguments.json:
+        write_file(arguments.json, json.dumps(data_report.as_table(found, step), indent=1) + "\n")
+    if arguments.sheet:
+        batch, picture = data_report.batch_of(config, training, arguments.epoch, arguments.step), BytesIO()
+        data_report.sheet(batch, known_classes(training)).save(picture, "PNG")
+        write_file(arguments.sheet, picture.getvalue())
     return EXIT_UNREADABLE if any(each.unreadable for each in found) else EXIT_DONE
 
 

@@ -13,7 +13,6 @@ import argparse
 import json
 import re
 import shlex
-from pathlib import Path
 from typing import Any
 
 from lockstep.cli import train
@@ -21,16 +20,16 @@ from lockstep.cli.command_line import Parser
 from lockstep.cli.shared_options import (
     add_options,
     add_train_options,
+    deliver,
+    node_options,
     require_files,
     require_positive,
-    submit,
-    write_file,
 )
 from lockstep.config.checks import refuse
 from lockstep.config.job import JobConfig
 from lockstep.config.job_file import load_job
 from lockstep.config.rules import machine_problems
-from lockstep.errors import EXIT_CONFIG, EXIT_DATA, EXIT_DONE, EXIT_NON_FINITE, EXIT_PREEMPTED, ConfigError
+from lockstep.errors import EXIT_CONFIG, EXIT_DATA, EXIT_NON_FINITE, EXIT_PREEMPTED, ConfigError
 from lockstep.text import plural
 
 Table = dict[str, Any]
@@ -61,10 +60,7 @@ def add_arguments(parser: Parser) -> None:
         ("--image", "IMAGE", "", "container image with Lockstep and your code"),
         ("--claim", "NAME", "", "PersistentVolumeClaim that all pods share: it gets the run folder"),
         ("--mount", "PATH", "/shared", "where the pods see that volume"),
-        ("--nodes", "N", 1, "number of hosts, one pod each"),
-        ("--gpus-per-node", "N", 0, "GPUs of each host, one rank each; 0: ranks on CPUs"),
-        ("--tasks-per-node", "N", int, "ranks of each host, on CPUs (default: 1)"),
-        ("--cpus-per-task", "N", int, "cores of each rank (default: --threads)"),
+        *node_options("number of hosts, one pod each"),
         ("--memory", "SIZE", "", "memory of each pod, such as 16Gi"),
         ("--secret", "NAME", "lockstep-token", "Secret whose key 'token' the hosts know each other by"),
         ("--user", "UID", 1000, "number of the user that the pods run as"),
@@ -81,16 +77,8 @@ def add_arguments(parser: Parser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Writes or applies the manifest and returns the exit status."""
     require_files(arguments, ("output",))
-    text = manifest(arguments)
-    if arguments.output:
-        path = Path(arguments.output)
-        write_file(path, text)
-        print(f"Wrote {path}. Start it with: kubectl apply -f {path}")
-    if arguments.submit:
-        print(submit(["kubectl", "apply", "-f", "-"], text))
-    elif not arguments.output:
-        print(text, end="")
-    return EXIT_DONE
+    apply = "kubectl apply -f {}"
+    return deliver(arguments, manifest(arguments), apply.format("-").split(), f"Start it with: {apply}")
 
 
 def manifest(arguments: argparse.Namespace) -> str:

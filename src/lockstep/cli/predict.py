@@ -142,6 +142,3 @@ def _out(folder: Path, asked: str | None) -> Path:
     if path.suffix.lower() == ".parquet" and find_spec("pyarrow") is None:
         raise ConfigError("--out in Parquet needs pyarrow. Install it (pip install pyarrow), or write .csv.")
     return path
-
-
-COMMANDS = {"predict": (add_arguments, main)}

@@ -34,9 +34,7 @@ def add_arguments(parser: Parser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Replays the step and prints the comparison; returns 1 if it differs, 130 if the debugger was quit, else 0."""
     folder = Path(arguments.run)
-    if not arguments.trust:
-        refuse_folder_of_others(folder)
-    prepare_process(read_starts(folder)[-1])
+    prepare_process(folder, arguments)
     from lockstep.replay import ReplayRequest, describe, find_origin, replay
 
     log_to_terminal(logging.WARNING)
@@ -57,22 +55,24 @@ def main(arguments: argparse.Namespace) -> int:
     return 1 if report.differs else EXIT_DONE
 
 
-def prepare_process(start: Start) -> None:
-    """Prepares this process, which has not imported torch, to compute what a run computed on its kind of device."""
-    if start.device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        if start.job.training.portable:
-            make_environment_portable()
+def prepare_process(folder: Path, arguments: argparse.Namespace) -> Start:
+    """Prepares this process, which has not imported torch, to compute what a run computed; returns its last start.
 
-
-def refuse_folder_of_others(folder: Path) -> None:
-    """Raises ``ConfigError`` for a run folder that another user may have written."""
+    Raises:
+        ConfigError: the run does not exist, or another user may have written it and ``--trust`` was not given.
+    """
     for path in (folder, folder / FILE):
-        if path.exists() and path.stat().st_uid != os.getuid():
+        if not arguments.trust and path.exists() and path.stat().st_uid != os.getuid():
             raise ConfigError(
                 f"'{path}' belongs to user {path.stat().st_uid}, and the job in it names code that would run as you. "
                 "Give --trust if you trust them."
             )
+    start = read_starts(folder)[-1]
+    if start.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        if start.job.training.portable:
+            make_environment_portable()
+    return start
 
 
 def _pause() -> None:

@@ -7,11 +7,10 @@ import logging
 from pathlib import Path
 
 from lockstep.cli.command_line import Parser
-from lockstep.cli.replay import prepare_process, refuse_folder_of_others
+from lockstep.cli.replay import prepare_process
 from lockstep.cli.shared_options import add_options, print_origins, require_files
 from lockstep.core.atomic import write_whole
 from lockstep.errors import EXIT_DONE, ConfigError
-from lockstep.job.run_folder import read_starts
 from lockstep.runtime.output import log_to_terminal
 
 
@@ -30,10 +29,7 @@ def main(arguments: argparse.Namespace) -> int:
     """Writes the page and names it; returns the exit status."""
     require_files(arguments, ["html"])
     folder = Path(arguments.run)
-    if not arguments.trust:
-        refuse_folder_of_others(folder)
-    start = read_starts(folder)[-1]
-    prepare_process(start)
+    start = prepare_process(folder, arguments)
     from lockstep.explain.run_report import run_page
 
     log_to_terminal(logging.WARNING)

@@ -25,7 +25,7 @@ from lockstep.config.checks import file_path
 from lockstep.config.components import origins
 from lockstep.config.strategy_options import PRECISIONS, STRATEGIES
 from lockstep.core.world import RENDEZVOUS, World, master_of_step
-from lockstep.errors import ConfigError
+from lockstep.errors import EXIT_DONE, ConfigError
 from lockstep.launch import LaunchOptions
 from lockstep.launch.debugger import DEFAULT_PORT, take_part_in_debugging, with_debugger
 from lockstep.launch.hosts import HostOptions, Joined, join_hosts, read_token
@@ -111,21 +111,46 @@ def require_positive(arguments: argparse.Namespace, *options: str) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}, and must be {limit}.")
 
 
-def submit(words: Sequence[str], text: str) -> str:
-    """Gives a cluster's own command a script or manifest, and returns what it says.
+def node_options(number: str) -> list[tuple[str, str, Any, str]]:
+    """The options on the hosts of a cluster; ``number`` is the help of how many there are."""
+    return [
+        ("--nodes", "N", 1, number),
+        ("--gpus-per-node", "N", 0, "GPUs of each host, one rank each; 0: ranks on CPUs"),
+        ("--tasks-per-node", "N", int, "ranks of each host, on CPUs (default: 1)"),
+        ("--cpus-per-task", "N", int, "cores of each rank (default: --threads)"),
+    ]
+
+
+def deliver(arguments: argparse.Namespace, text: str, words: Sequence[str], advice: str) -> int:
+    """Writes a script or manifest to ``--output``, submits it, or prints it where neither was asked for.
+
+    Args:
+        arguments: of the cluster's command.
+        text: the script or manifest.
+        words: submit what they read from standard input.
+        advice: what to do with the file, whose name is put in the place of ``{}``.
 
     Raises:
-        ConfigError: the command is not installed here, or refuses it.
+        ConfigError: the file cannot be written, or the words' program is not installed here or refuses the text.
     """
-    program = shutil.which(words[0])
-    if program is None:
-        raise ConfigError(
-            f"{words[0]} was not found on this host. Write a file with --output FILE and submit it on another."
-        )
-    done = subprocess.run([program, *words[1:]], input=text, capture_output=True, text=True)
-    if done.returncode:
-        raise ConfigError(f"{words[0]} refused the job: {done.stderr.strip()}")
-    return done.stdout.strip()
+    if path := arguments.output:
+        write_file(path, text)
+        if text.startswith("#!"):
+            Path(path).chmod(0o755)
+        print(f"Wrote {path}. {advice.format(path)}")
+    if arguments.submit:
+        program = shutil.which(words[0])
+        if program is None:
+            raise ConfigError(
+                f"{words[0]} was not found on this host. Write a file with --output FILE and submit it on another."
+            )
+        done = subprocess.run([program, *words[1:]], input=text, capture_output=True, text=True)
+        if done.returncode:
+            raise ConfigError(f"{words[0]} refused the job: {done.stderr.strip()}")
+        print(done.stdout.strip())
+    elif not path:
+        print(text, end="")
+    return EXIT_DONE
 
 
 SHORTCUTS = {

@@ -8,22 +8,21 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
-from pathlib import Path
 
 from lockstep.cli import train
 from lockstep.cli.command_line import Parser
 from lockstep.cli.shared_options import (
     add_options,
     add_train_options,
+    deliver,
+    node_options,
     require_files,
     require_positive,
-    submit,
-    write_file,
 )
 from lockstep.config.checks import refuse
 from lockstep.config.job_file import load_job
 from lockstep.config.rules import machine_problems
-from lockstep.errors import EXIT_DONE, ConfigError
+from lockstep.errors import ConfigError
 
 _SCRIPT = """\
 #!/bin/bash
@@ -54,10 +53,7 @@ def add_arguments(parser: Parser) -> None:
     add_options(
         parser,
         ("job", "JOB", str, "a TOML file, or the name of a built-in job"),
-        ("--nodes", "N", 1, "number of hosts"),
-        ("--gpus-per-node", "N", 0, "GPUs of each host, one rank each; 0: ranks on CPUs"),
-        ("--tasks-per-node", "N", int, "ranks of each host, on CPUs (default: 1)"),
-        ("--cpus-per-task", "N", int, "cores of each rank (default: --threads)"),
+        *node_options("number of hosts"),
         ("--time", "H:MM:SS", "", "time limit of one run, after which it resumes in another"),
         ("--partition", "NAME", "", "partition of the cluster"),
         ("--warn", "SECONDS", 120, "time to save before the limit"),
@@ -72,17 +68,7 @@ def add_arguments(parser: Parser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Writes or submits the script and returns the exit status."""
     require_files(arguments, ("output",))
-    script = batch_script(arguments)
-    if arguments.output:
-        path = Path(arguments.output)
-        write_file(path, script)
-        path.chmod(0o755)
-        print(f"Wrote {path}. Submit it with: sbatch {path}")
-    if arguments.submit:
-        print(submit(["sbatch"], script))
-    elif not arguments.output:
-        print(script, end="")
-    return EXIT_DONE
+    return deliver(arguments, batch_script(arguments), ["sbatch"], "Submit it with: sbatch {}")
 
 
 def batch_script(arguments: argparse.Namespace) -> str:

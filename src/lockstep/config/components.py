@@ -211,23 +211,29 @@ def argument_problems(
             yield Problem((*path, key), f"is not an argument of {target}.{nearest_name(key, names)}")
         else:
             parameter = next((p for p in by_name if p.name == key), Parameter(key, Parameter.KEYWORD_ONLY))
-            default = parameter.default
-            default = default.value if isinstance(default, ast.Constant) else default
-            problem = _boolean_as_text(args[key], default)
-            is_number = _is_number(parameter) or (path == ("optimizer",) and type(default) in (int, float))
-            is_other = _is_plain_text(args[key]) or isinstance(args[key], bool)
-            if is_number and is_other and not problem and not isinstance(default, str | bool):
-                found = f"the text {args[key]!r}" if isinstance(args[key], str) else str(args[key]).lower()
-                example = "1" if "int" in _annotation(parameter) else "0.1"
-                problem = f"is {found}, and {target} takes a number, such as {example}."
-            if not problem and (known := _literals(parameter)) and _is_plain_text(args[key]):
-                problem = None if args[key] in known else f"is {args[key]!r}, which {target} does not know."
-                problem = problem and problem + nearest(args[key], known)
-            if problem:
+            if problem := _value_problem(parameter, args[key], target, of_optimizer=path == ("optimizer",)):
                 yield Problem((*path, key), problem)
     for each in by_name:
         if each.default is each.empty and each.name in names and each.name not in args:
             yield Problem((*path, each.name), f"is missing: {target} needs it.")
+
+
+def _value_problem(parameter: Parameter, value: Any, target: str, *, of_optimizer: bool) -> str | None:
+    """The words for a value of another kind than its parameter takes, as far as annotation and default tell that."""
+    default = parameter.default
+    default = default.value if isinstance(default, ast.Constant) else default
+    if problem := _boolean_as_text(value, default):
+        return problem
+    is_number = _is_number(parameter) or (of_optimizer and type(default) in (int, float))
+    is_other = _is_plain_text(value) or isinstance(value, bool)
+    if is_number and is_other and not isinstance(default, str | bool):
+        found = f"the text {value!r}" if isinstance(value, str) else str(value).lower()
+        example = "1" if "int" in _annotation(parameter) else "0.1"
+        return f"is {found}, and {target} takes a number, such as {example}."
+    known = _literals(parameter)
+    if known and _is_plain_text(value) and value not in known:
+        return f"is {value!r}, which {target} does not know.{nearest(value, known)}"
+    return None
 
 
 def _is_number(parameter: Parameter) -> bool:

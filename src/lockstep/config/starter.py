@@ -229,8 +229,8 @@ def _look_at_images(data: Path, target: str, goal: str) -> DataSummary:
     )
 
 
-def _look_at_table(data: Path, target: str, goal: str) -> DataSummary:
-    delimiter = "\t" if data.suffix.lower() == ".tsv" else ","
+def _read_table(data: Path, delimiter: str) -> dict[str, list[str]]:
+    """The values of each column, by the names in the first line; ``ConfigError`` where that is no such table."""
     try:
         with data.open(encoding="utf-8-sig", newline="") as file:
             rows = [row for row in csv.reader(file, delimiter=delimiter) if row]
@@ -239,15 +239,20 @@ def _look_at_table(data: Path, target: str, goal: str) -> DataSummary:
     header = [name.strip() for name in rows[0]] if rows else []
     if len(set(header)) < max(2, len(header)):
         raise ConfigError(f"'{data}' needs a first line that names at least two columns, each once.")
-    if target and target not in header:
-        raise ConfigError(f"--target {target!r} is not a column of '{data}'.{nearest(target, header)}")
-    label = target or header[-1]
     uneven = next((number for number, row in enumerate(rows, 1) if len(row) != len(header)), None)
     if uneven is not None:
         raise ConfigError(
             f"'{data}', row {uneven}: {len(rows[uneven - 1])} values for {len(header)} columns."
         )
-    columns = {name: [row[place].strip() for row in rows[1:]] for place, name in enumerate(header)}
+    return {name: [row[place].strip() for row in rows[1:]] for place, name in enumerate(header)}
+
+
+def _look_at_table(data: Path, target: str, goal: str) -> DataSummary:
+    delimiter = "\t" if data.suffix.lower() == ".tsv" else ","
+    columns = _read_table(data, delimiter)
+    if target and target not in columns:
+        raise ConfigError(f"--target {target!r} is not a column of '{data}'.{nearest(target, columns)}")
+    label = target or list(columns)[-1]
     wanted = columns.pop(label)
     empty = [number for number, text in enumerate(wanted, 2) if not text]
     if empty:
@@ -326,24 +331,39 @@ def _look_at_text(data: Path, target: str, goal: str) -> DataSummary:
     )
 
 
-def _look_at_tensors(data: Path, target: str, goal: str) -> DataSummary:
+def _read_tensors(data: Path) -> tuple[Any, Any, str]:
+    """The arrays x and y, and the lines of a script that read them."""
     import numpy as np
 
-    try:
-        if data.is_dir():
-            x, y = (np.load(data / name, mmap_mode="r", allow_pickle=False) for name in ("x.npy", "y.npy"))
-            read = 'x, y = (np.load(DATA / name) for name in ("x.npy", "y.npy"))'
-        elif data.suffix.lower() == ".npz":
-            with np.load(data, allow_pickle=False) as arrays:
-                x, y = arrays["x"], arrays["y"]
-            read = 'arrays = np.load(DATA)\n    x, y = arrays["x"], arrays["y"]'
-        else:
-            import torch
+    if data.is_dir():
+        x, y = (np.load(data / name, mmap_mode="r", allow_pickle=False) for name in ("x.npy", "y.npy"))
+        return x, y, 'x, y = (np.load(DATA / name) for name in ("x.npy", "y.npy"))'
+    if data.suffix.lower() == ".npz":
+        with np.load(data, allow_pickle=False) as arrays:
+            return arrays["x"], arrays["y"], 'arrays = np.load(DATA)\n    x, y = arrays["x"], arrays["y"]'
+    import torch
 
-            tensors = torch.load(data, weights_only=True)
-            known = (torch.as_tensor(tensors[name]) for name in ("x", "y"))
-            x, y = ((each.float() if each.dtype == torch.bfloat16 else each).numpy() for each in known)
-            read = 'tensors = torch.load(DATA, weights_only=True)\n    x, y = tensors["x"], tensors["y"]'
+    tensors = torch.load(data, weights_only=True)
+    known = (torch.as_tensor(tensors[name]) for name in ("x", "y"))
+    x, y = ((each.float() if each.dtype == torch.bfloat16 else each).numpy() for each in known)
+    return x, y, 'tensors = torch.load(DATA, weights_only=True)\n    x, y = tensors["x"], tensors["y"]'
+
+
+def _require_finite(name: str, values: Any) -> None:
+    import numpy as np
+
+    for first in range(0, len(values), 4096):
+        part = values[first : first + 4096]
+        rows = np.isfinite(part).reshape(len(part), -1).all(1)
+        if not rows.all():
+            raise ConfigError(
+                f"Row {first + int(rows.argmin())} of {name} is NaN or infinite. Fill or remove such rows."
+            )
+
+
+def _look_at_tensors(data: Path, target: str, goal: str) -> DataSummary:
+    try:
+        x, y, read = _read_tensors(data)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise ConfigError(f"'{data}' does not hold tensors named x and y: {error}") from error
     if x.ndim < 2 or y.ndim < 1 or len(x) != len(y) or {x.dtype.kind, y.dtype.kind} - {*"iuf"}:
@@ -351,19 +371,15 @@ def _look_at_tensors(data: Path, target: str, goal: str) -> DataSummary:
             f"x is {x.dtype} of shape {list(x.shape)} and y {y.dtype} of shape {list(y.shape)}. Both need as many rows "
             "of numbers, and x at least one number in each."
         )
-    for name, values in (("x", x), ("y", y)):
-        for first in range(0, len(values), 4096):
-            part = values[first : first + 4096]
-            rows = np.isfinite(part).reshape(len(part), -1).all(1)
-            if not rows.all():
-                raise ConfigError(
-                    f"Row {first + int(rows.argmin())} of {name} is NaN or infinite. Fill or remove such rows."
-                )
+    _require_finite("x", x)
+    _require_finite("y", y)
     whole = y.ndim == 1 and y.dtype.kind in "iu"
     goal = goal or ("classes" if whole else "numbers")
     if goal == "classes" and (not whole or int(y.min()) < 0):
-        raise ConfigError(f"Classes are whole numbers from 0 in a y of one dimension, and y is {y.dtype} of shape "
-                          f"{list(y.shape)}. Use --goal numbers.")  # fmt: skip
+        raise ConfigError(
+            f"Classes are whole numbers from 0 in a y of one dimension, and y is {y.dtype} of shape {list(y.shape)}. "
+            "Use --goal numbers."
+        )
     outputs = int(y.max()) + 1 if goal == "classes" else math.prod(y.shape[1:])
     shown = plural(outputs, "class" if goal == "classes" else "number")
     return DataSummary(

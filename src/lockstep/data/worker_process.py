@@ -12,8 +12,8 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -73,16 +73,6 @@ class WorkerStacks:
             elif has_mark(stack, Mark.READS_SAMPLES):
                 told += f"\nWorker {number} (pid {worker.pid}) reads; {stack.strip()}"
         return told
-
-
-@contextmanager
-def signals_held() -> Iterator[None]:
-    """Blocks signals while workers are forked, until each has set its own handlers."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED | {signal.SIGTERM})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def unwatch(iterator: Any) -> None:

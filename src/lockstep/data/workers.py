@@ -27,11 +27,11 @@ from lockstep.data.worker_process import (
     WorkerDataset,
     WorkerStacks,
     explain_loss,
-    signals_held,
     unwatch,
 )
 from lockstep.errors import ConfigError, DataError, StallError
 from lockstep.runtime.stack_dump import Mark, stack_marker
+from lockstep.runtime.stop_signals import stop_signals_held
 from lockstep.runtime.torch_internals import LOADER_TIMED_OUT, MANY_WORKERS
 from lockstep.text import shorten
 
@@ -136,7 +136,7 @@ class WorkerReading:
                 self.close()
                 self._requests.replace(requests)
         self._reads.open(self._loader.num_workers, self._buffers_each, self._gpus)
-        with _hints_silenced(), signals_held():
+        with _hints_silenced(), stop_signals_held():  # until each worker has set its own handlers
             iterator = iter(self._loader)
             unwatch(iterator)
         return iterator

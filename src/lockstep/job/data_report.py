@@ -29,7 +29,7 @@ from lockstep.data.wrappers.wrapping import Wrapping
 from lockstep.errors import ConfigError
 from lockstep.job.assemble import collated, sample_plan
 from lockstep.job.instantiate import importable_from, instantiate
-from lockstep.text import numbered, plural, shorten
+from lockstep.text import at_most, numbered, plural, shorten
 
 _ADDRESS = re.compile(r"<(?:[\w.<>]+\.)?(\w+) object at 0x[0-9a-f]+>")
 """The text that Python gives an object without one of its own."""
@@ -246,9 +246,7 @@ def describe(sets: Sequence[SetFacts], step: StepFacts) -> str:
         if each.unreadable is not None:
             found = f"{len(each.unreadable):,} of {each.read:,}" if each.unreadable else "none"
             lines += [f"  unreadable: {found}"]
-            lines += [f"    {sentence}" for sentence in each.unreadable[:_MOST_BROKEN]]
-            if (rest := len(each.unreadable) - _MOST_BROKEN) > 0:
-                lines.append(f"    and {rest:,} more")
+            lines += [f"    {sentence}" for sentence in at_most(_MOST_BROKEN, each.unreadable)]
         lines.append("")
     lines.append(
         f"step {step.position} of {step.steps_per_epoch:,} in epoch {step.epoch}, both counted from 0"

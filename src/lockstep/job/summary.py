@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from lockstep.config.job import JobConfig, ScheduleConfig
 from lockstep.config.rules import planned_shares
 from lockstep.core.plan import BatchShape, SamplePlan, Share, StepPlan
-from lockstep.text import plural, shorten
+from lockstep.text import labelled, plural, shorten
 
 _PLOT_WIDTH = 60
 _PLOT_HEIGHT = 8
@@ -68,7 +68,7 @@ def _work(config: JobConfig, facts: Facts, ranks: int) -> list[str]:
     if plan.dropped_samples:
         why = "of the batch that is not full" if plan.drop_last else "too few for BatchNorm in a micro-batch"
         rows.append(("left out", f"{plural(plan.dropped_samples, 'sample')} per epoch, {why}"))
-    return [f"{name:9} {text}" for name, text in rows]
+    return labelled(rows)
 
 
 def _level(config: JobConfig) -> str:

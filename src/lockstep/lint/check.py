@@ -15,6 +15,7 @@ from lockstep.errors import ConfigError, nearest
 from lockstep.lint.finding import Finding, Hit, LintRule
 from lockstep.lint.rules import collectives, gradients, launching, models, naming, sampling, saving
 from lockstep.lint.script import parse, read_text
+from lockstep.text import comma_separated
 
 _GROUPS = (sampling, launching, collectives, gradients, models, saving, naming)
 RULES: tuple[LintRule, ...] = tuple(
@@ -87,7 +88,7 @@ def _one_line(text: str) -> str:
 
 def _named(text: str, option: str) -> set[LintRule]:
     found: set[LintRule] = set()
-    for word in filter(None, map(str.strip, text.split(","))):
+    for word in comma_separated(text):
         meant = [rule for rule in RULES if word == rule.name or rule.number.startswith(word.upper())]
         if not meant or word.upper() == "L":
             known = [rule.number for rule in RULES] + [rule.name for rule in RULES]

@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import argparse
 import functools
-import hashlib
 import io
 import itertools
 import logging
 import os
-import pickle
 import queue
 import random
 import threading
@@ -45,6 +43,7 @@ from torch.distributions import Distribution
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep.core.fingerprint import digest_tensor
+from lockstep.data.keyed import encoded_state, set_encoded_state
 from lockstep.numerics.value_text import (
     class_name,
     is_plain,
@@ -52,6 +51,7 @@ from lockstep.numerics.value_text import (
     parts_of_tensor,
     position_of,
     set_octets,
+    short_digest,
     short_text,
     text_of_array,
     text_of_octets,
@@ -209,9 +209,9 @@ class Snapshot:
             self._array(value, name)
         elif _is_global_generator(value):
             self.draws_globally = True
-        elif (state := _generator_state(value)) is not None:
-            self._note(name, f"state {state[0]}", Kind.GENERATOR)
-            self._remember(state[1])
+        elif (state := encoded_state(value)) is not None:
+            self._note(name, f"state {short_digest(repr(state).encode())}", Kind.GENERATOR)
+            self._remember(functools.partial(set_encoded_state, value, state))
         elif isinstance(value, list | deque | dict | set):
             self._container(value, name)
         elif isinstance(value, tuple | frozenset):
@@ -440,32 +440,6 @@ def _is_global_generator(value: Any) -> bool:
     """True for the generators that ``random.random()`` and the like draw from, whose state is keyed in a step."""
     known = (random._inst, np.random.mtrand._rand, torch.default_generator, *torch.cuda.default_generators)
     return any(value is each for each in known)
-
-
-def _generator_state(value: Any) -> tuple[str, Callable[[], None]] | None:
-    """A digest of a generator's state, and what puts it back; None for anything else."""
-    if isinstance(value, torch.Generator):
-        state = value.get_state()
-        return digest_tensor(state)[:8], functools.partial(_set_state, value, state)
-    if isinstance(value, np.random.Generator):
-        bits = value.bit_generator
-        kept = bits.state
-        return _digest(kept), lambda: setattr(bits, "state", kept)
-    if isinstance(value, np.random.RandomState):
-        legacy = value.get_state(legacy=False)
-        return _digest(legacy), lambda: value.set_state(legacy)
-    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):  # which has no state
-        python = value.getstate()
-        return _digest(python), lambda: value.setstate(python)
-    return None
-
-
-def _set_state(generator: torch.Generator, state: Tensor) -> None:
-    generator.set_state(state)
-
-
-def _digest(state: Any) -> str:
-    return hashlib.sha256(pickle.dumps(state)).hexdigest()[:8]
 
 
 def _set_tensor(tensor: Tensor, put: Callable[[Any], object], values: Tensor) -> None:

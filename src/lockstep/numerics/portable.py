@@ -44,14 +44,15 @@ def make_portable(options: RunOptions, world: World, device: torch.device) -> bo
         ConfigError: ``portable=True``, and the CPU, torch or the environment of this process cannot give such bits.
     """
     asked = options.portable or world.is_portable
-    if not asked:
+    obstacle = ""
+    if asked:
+        environment = os.environ if world.is_portable else _environment_at_start()
+        obstacle = _obstacle(options, device, environment)
+    if obstacle and asked != "auto":
+        raise ConfigError(f"portable=True {obstacle}")
+    if obstacle or not asked:
         _replace_operators.cache_clear()  # of a run before this one
         return False
-    if obstacle := _obstacle(options, device, os.environ if world.is_portable else _environment_at_start()):
-        if asked == "auto":
-            _replace_operators.cache_clear()
-            return False
-        raise ConfigError(f"portable=True {obstacle}")
     _replace_operators()
     return True
 

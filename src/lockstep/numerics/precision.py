@@ -224,6 +224,13 @@ def _require_unscaled_types(model: nn.Module) -> None:
             )
 
 
+def dtype_named(name: str) -> torch.dtype:
+    """The dtype of a name such as "torch.float32"."""
+    found = getattr(torch, name.removeprefix("torch."))
+    assert isinstance(found, torch.dtype)
+    return found
+
+
 def all_finite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     """Tells whether every entry of all tensors is finite, as a 0-dim bool on ``device``; does not wait for it.
 

@@ -10,7 +10,7 @@ that saving and restoring them is one copy; where the layers lie on several devi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -143,42 +143,18 @@ def find(model: nn.Module, declared: Sequence[str]) -> FoundBuffers:
     Raises:
         ConfigError: a pattern of ``declared`` matches nothing, or the types of the buffers differ.
     """
-    groups: list[BufferGroup] = []
-    counters: list[BufferLocation] = []
-    summed: list[BufferLocation] = []
     buffers = {location.name: location for location in _buffers(model)}
-    for prefix, module in model.named_modules():
-        path = f"{prefix}." if prefix else ""
-        keys = ("running_mean", "running_var", "num_batches_tracked")
-        mean, variance, counter = (buffers.get(path + key) for key in keys)
-        if isinstance(module, _NormBase) and mean is not None and variance is not None:
-            counters += [counter] if counter is not None else []
-            groups.append(
-                BufferGroup([mean, variance], counter if type(module).forward in _COUNTING else None)
-            )
-        iterated = [buffers[path + key] for key in _power_iteration(module) if path + key in buffers]
-        if iterated:
-            groups.append(BufferGroup(iterated))
-    found = FoundBuffers(groups, counters, summed).names
+    found = _known_buffers(model, buffers)
+    known = found.names
     for pattern in declared:
-        matched = [name for name in buffers if fnmatchcase(name, pattern)]
-        if not matched:
-            raise ConfigError(f"running_buffers: no buffer of the model matches {pattern!r}.")
-        for name in matched:
-            path, _, key = name.rpartition(".")
-            if key in model.get_submodule(path)._non_persistent_buffers_set:
-                raise ConfigError(
-                    f"running_buffers has {name!r}, which was registered with persistent=False: neither fingerprint "
-                    "nor checkpoint would hold it, and a resumed run would go on from its first value. Register it "
-                    "with persistent=True."
-                )
-        for location in (buffers[name] for name in matched if name not in found):
+        matched = _declared_names(model, pattern, buffers)
+        for location in (buffers[name] for name in matched if name not in known):
             if location.buffer.is_floating_point() or location.buffer.is_complex():
-                groups.append(BufferGroup([location]))
+                found.groups.append(BufferGroup([location]))
             else:
-                summed.append(_summable(location))
-        found.update(matched)
-    averaged = [location for group in groups for location in group.locations]
+                found.summed.append(_summable(location))
+        known.update(matched)
+    averaged = [location for group in found.groups for location in group.locations]
     wide = torch.float64 if averaged and averaged[0].buffer.dtype == torch.float64 else torch.float32
     for location in averaged:
         if location.buffer.dtype != wide:
@@ -186,7 +162,42 @@ def find(model: nn.Module, declared: Sequence[str]) -> FoundBuffers:
                 f"The running buffer {location.name!r} is {location.buffer.dtype}, but running buffers must be all "
                 "float32 or all float64. Convert them to one type."
             )
-    return FoundBuffers(groups, counters, summed)
+    return found
+
+
+def _known_buffers(model: nn.Module, buffers: Mapping[str, BufferLocation]) -> FoundBuffers:
+    """Those of torch's own modules: statistics of normalisation, and vectors of spectral normalisation."""
+    found = FoundBuffers([], [], [])
+    for prefix, module in model.named_modules():
+        path = f"{prefix}." if prefix else ""
+        keys = ("running_mean", "running_var", "num_batches_tracked")
+        mean, variance, counter = (buffers.get(path + key) for key in keys)
+        if isinstance(module, _NormBase) and mean is not None and variance is not None:
+            if counter is not None:
+                found.counters.append(counter)
+            found.groups.append(
+                BufferGroup([mean, variance], counter if type(module).forward in _COUNTING else None)
+            )
+        iterated = [buffers[path + key] for key in _power_iteration(module) if path + key in buffers]
+        if iterated:
+            found.groups.append(BufferGroup(iterated))
+    return found
+
+
+def _declared_names(model: nn.Module, pattern: str, buffers: Collection[str]) -> list[str]:
+    """The names of the buffers that a declared pattern matches; ``ConfigError`` where a checkpoint would lack one."""
+    matched = [name for name in buffers if fnmatchcase(name, pattern)]
+    if not matched:
+        raise ConfigError(f"running_buffers: no buffer of the model matches {pattern!r}.")
+    for name in matched:
+        path, _, key = name.rpartition(".")
+        if key in model.get_submodule(path)._non_persistent_buffers_set:
+            raise ConfigError(
+                f"running_buffers has {name!r}, which was registered with persistent=False: neither fingerprint "
+                "nor checkpoint would hold it, and a resumed run would go on from its first value. Register it "
+                "with persistent=True."
+            )
+    return matched
 
 
 def _power_iteration(module: nn.Module) -> list[str]:

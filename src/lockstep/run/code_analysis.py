@@ -15,17 +15,15 @@ import itertools
 import re
 import sys
 from bisect import bisect_right
-from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from traceback import walk_stack
 from types import CodeType, FrameType, FunctionType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-import numpy as np
 from torch import Tensor
 
-from lockstep.numerics.hidden_state import Place, Snapshot, is_users_code
-from lockstep.numerics.value_text import is_plain, text_of_plain
+from lockstep.numerics.hidden_state import is_users_code
 from lockstep.runtime.error_record import is_users_module
 
 
@@ -220,6 +218,15 @@ def _set_by_inner(code: CodeType) -> frozenset[str]:
     return frozenset(found)
 
 
+class Carried(NamedTuple):
+    """A name that code gives a value which depends on the value before."""
+
+    name: str
+    what: Literal["value", "own", "attribute", "object", "entries"] = "value"
+    """The value of a variable, attribute or entry, or of a variable of the function's ``own``. Another object may have
+    the place of an ``attribute``, or of the ``object`` in a variable; there may be more ``entries`` in a container."""
+
+
 class _Effects(NamedTuple):
     """The effect of one instruction."""
 
@@ -227,11 +234,10 @@ class _Effects(NamedTuple):
     changes: frozenset[str]
     own: frozenset[str]
     """The variables of the function itself that it sets."""
-    carries: frozenset[str]
-    """Those of them that depend on what they were. A dot before the name of an attribute, or behind that of a variable,
-    says that another object has its place, a plus behind one that it may have more entries."""
-    own_carries: frozenset[str]
-    """Those of ``own`` that do, each with an equals sign behind it."""
+    carries: frozenset[Carried]
+    """What of ``changes`` depends on what it was."""
+    own_carries: frozenset[Carried]
+    """What of ``own`` does."""
     calls: frozenset[str]
     """The names of functions."""
     inner: CodeType | None
@@ -239,22 +245,36 @@ class _Effects(NamedTuple):
     """True where it makes ``changes`` anew, rather than parts of them."""
 
 
-def changed_names(
-    parts: Iterable[tuple[CodeType, float, float]],
-    functions: Mapping[str, Collection[CodeType]],
-    *,
-    only_carried: bool = False,
-    of_functions: bool = False,
-) -> set[str]:
+_Parts = Iterable[tuple[CodeType, float, float]]
+"""Code, and the offsets after the first and up to the second of which it runs."""
+_Functions = Mapping[str, Collection[CodeType]]
+"""Functions that code may call, by name."""
+
+
+def changed_names(parts: _Parts, functions: _Functions, *, of_functions: bool = False) -> set[str]:
     """The names of variables, attributes and entries that code may set, or change in place.
 
-    Args:
-        parts: code, and the offsets after the first and up to the second of which it runs.
-        functions: those that it may call, by name; what they set in variables of their own is not among the names.
-        of_functions: the parts are such functions, too.
-        only_carried: those whose new values depend on what they were.
+    What ``functions`` set in variables of their own is not among them. ``of_functions``: the parts are such, too.
     """
-    found, carried, anew = set[str](), set[str](), set[str]()
+    found = set[str]()
+    for each, is_running in _effects_of(parts, functions, of_functions=of_functions):
+        found |= each.changes | (each.own if is_running else set())
+    return found
+
+
+def carried_names(parts: _Parts, functions: _Functions) -> set[Carried]:
+    """Those of the names that code may change whose new values depend on what they were."""
+    found, anew = set[Carried](), set[str]()
+    for each, is_running in _effects_of(parts, functions):
+        found |= each.carries | (each.own_carries if is_running else set())
+        anew |= {name for name in each.changes if each.sets and Carried(name) not in each.carries}
+    return {each for each in found if each.what == "own" or each.name not in anew}
+
+
+def _effects_of(
+    parts: _Parts, functions: _Functions, *, of_functions: bool = False
+) -> Iterator[tuple[_Effects, bool]]:
+    """The effects of code and of the functions that it calls; True for those of code whose own variables count."""
     parts = list(parts)
     running = set() if of_functions else {code for code, _, _ in parts}
     named, todo = {"__call__"}, [*parts, *((each, -1, _ALL) for each in functions.get("__call__", ()))]
@@ -262,14 +282,11 @@ def changed_names(
         code, first, last = todo.pop()
         for each in _effects(code):
             if first < each.offset <= last:
-                found |= each.changes | (each.own if code in running else set())
-                carried |= each.carries | (each.own_carries if code in running else set())
-                anew |= each.changes - each.carries if each.sets else set()
+                yield each, code in running
                 todo += [(each.inner, -1, _ALL)] if each.inner else []
                 called = [own for name in each.calls - named for own in functions.get(name, ())]
                 todo += [(own, -1, _ALL) for own in called]
                 named |= each.calls
-    return {name for name in carried if name.strip(".+") not in anew} if only_carried else found
 
 
 @functools.cache
@@ -312,7 +329,7 @@ class _EffectsReader:
             own=frozenset(own),
             carries=frozenset(self._carried(each, base, known, changes)),
             own_carries=frozenset(
-                f"{name}=" for name in own if self._is_in_place or (line, name, known) in self._seen
+                Carried(name, "own") for name in own if self._is_in_place or (line, name, known) in self._seen
             ),
             calls=base if kind.startswith("CALL") else frozenset(),
             inner=each.argval if isinstance(each.argval, CodeType) else None,
@@ -345,21 +362,22 @@ class _EffectsReader:
 
     def _carried(
         self, each: dis.Instruction, base: Collection[str], known: frozenset[str], changes: Collection[str]
-    ) -> set[str]:
-        """Those of the changes that depend on what was there; see ``_Effects.carries``."""
+    ) -> set[Carried]:
+        """What of the changes depends on what was there."""
         kind, line = each.opname, each.positions and each.positions.lineno
         if kind.startswith("CALL"):
-            return {*changes}
+            return {*map(Carried, changes)}
         if kind in _LOADS_ATTRIBUTE and each.argval not in _SETTING:
             may_grow = each.argval in ("setdefault", "update")
-            return {f"{name}+" if may_grow else name for name in changes}
+            return {Carried(name, "entries" if may_grow else "value") for name in changes}
         if kind in _SETS:
             found = {name for name in changes if self._is_in_place or (line, name, known) in self._seen}
-            return found | {f".{name}" if kind == "STORE_ATTR" else f"{name}." for name in found}
+            replaced = {Carried(name, "attribute" if kind == "STORE_ATTR" else "object") for name in found}
+            return {*map(Carried, found)} | replaced
         if kind == "STORE_SUBSCR":
             on_line = [text for at, text in self._texts if at and at.lineno == line]
             found = {name for name in changes if self._is_in_place or on_line.count(name) > 1}
-            return found | {f"{name}+" for name in {*base} - found}
+            return {*map(Carried, found)} | {Carried(name, "entries") for name in {*base} - found}
         return set()
 
 
@@ -492,15 +510,10 @@ def names_reached(codes: Iterable[CodeType], functions: Iterable[Callable[..., A
     return found
 
 
-def users_frames() -> Iterator[FrameType]:
+def users_frames() -> list[FrameType]:
     """The frames of the user's own code that are running in this thread, the outermost first."""
-    frames: list[FrameType] = []
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if is_users_code(frame.f_code, frame.f_globals.get("__name__", "")):
-            frames.append(frame)
-        frame = frame.f_back
-    return reversed(frames)
+    frames = (frame for frame, _ in walk_stack(sys._getframe(1)))
+    return [each for each in frames if is_users_code(each.f_code, each.f_globals.get("__name__", ""))][::-1]
 
 
 def owners_of(frames: Sequence[FrameType]) -> list[str]:
@@ -531,7 +544,7 @@ def read_in_loop(places: Iterable[str]) -> list[str]:
 
 def unset_names() -> list[str]:
     """The variables that the user's frames set, may read next, and do not have."""
-    frames = list(users_frames())
+    frames = users_frames()
     found = [live & _set_by(each.f_code) - {*each.f_locals} for each, live in zip(frames, live_in(frames))]
     return [name for names in found for name in sorted(names)]
 
@@ -549,15 +562,24 @@ def read_after_loops() -> set[str]:
     return found
 
 
-def changed_since(offsets: Mapping[FrameType, int], *, only_carried: bool = False) -> set[str]:
+def changed_since(offsets: Mapping[FrameType, int]) -> set[str]:
     """The names that the user's frames that are running may have changed since these ``offsets`` of instructions."""
-    frames = list(users_frames())
+    return changed_names(*_run_since(offsets))
+
+
+def carried_since(offsets: Mapping[FrameType, int]) -> set[Carried]:
+    """Those of them whose new values depend on what they were."""
+    return carried_names(*_run_since(offsets))
+
+
+def _run_since(offsets: Mapping[FrameType, int]) -> tuple[_Parts, _Functions]:
+    frames = users_frames()
     firsts = [offsets.get(each, -1) for each in frames]
     parts = [
         (each.f_code, first, each.f_lasti if first <= each.f_lasti else _ALL)  # else a loop has begun anew
         for each, first in zip(frames, firsts)
     ]
-    return changed_names(parts, _functions_of_frames(frames), only_carried=only_carried)
+    return parts, _functions_of_frames(frames)
 
 
 def changed_by_loop() -> set[str]:
@@ -565,7 +587,7 @@ def changed_by_loop() -> set[str]:
 
     Those are called by it, or handed on, as a loss is. What constructors set is not among them.
     """
-    frames = list(users_frames())
+    frames = users_frames()
     functions = _functions_of_frames(frames)
     for name in ("__call__", *CONSTRUCTORS):  # the first may be of a transform, which reading calls
         functions.pop(name, None)
@@ -579,59 +601,3 @@ def changed_by_loop() -> set[str]:
 
 def _functions_of_frames(frames: Iterable[FrameType]) -> dict[str, list[CodeType]]:
     return functions_by_name([space for each in frames for space in (each.f_globals, each.f_locals)])
-
-
-class Entry(NamedTuple):
-    """A plain value, and where it is."""
-
-    holder: Any
-    """The dict or list; of a variable of a function, the qualified name of that."""
-    key: Any
-    value: Any
-
-    @property
-    def place(self) -> Place:
-        """See ``Place``."""
-        return (self.holder if isinstance(self.holder, str) else id(self.holder)), self.key
-
-
-@dataclass(frozen=True)
-class Lost:
-    """A variable of a resumed run that is not what it was at the checkpoint."""
-
-    held: list[Any]
-    """A tensor, a module and its tensors, an array, or a container."""
-    plain: Entry | None
-    state: str
-    """See ``state_of``; where the steps begin."""
-
-    def is_read_by(self, found: Snapshot, changed: Container[str], names: set[str]) -> bool:
-        """True where a loss reads it, and the step is not known to have set it anew.
-
-        Args:
-            found: what was looked at in a step.
-            changed: the names of what the loss and the model have changed themselves in it.
-            names: all that their code has.
-        """
-        if state_of(self.held) == self.state:
-            words = [word for each in self.held if (word := found.name_of(each)) and word not in changed]
-            if any(names.issuperset(re.findall(_ATTRIBUTE, word)) for word in words):
-                return True
-        if self.plain is None or self.plain.place not in found.places:
-            return False
-        word, now = found.places[self.plain.place]
-        value = self.plain.value
-        if isinstance(self.plain.holder, str):  # a live variable: nothing sets it before it is read
-            return now is value or (is_plain(now) and text_of_plain(now) == text_of_plain(value))
-        # Others that are equal may be one object.
-        return now is value and type(now) is float and names.issuperset(re.findall(_ATTRIBUTE, word))
-
-
-_ATTRIBUTE = r"attribute '(\w+)'"
-
-
-def state_of(held: Collection[Any]) -> str:
-    """A text that tells whether what is held was changed in place."""
-    versions = [each._version if isinstance(each, Tensor) and not each.is_inference() else 0 for each in held]
-    arrays = [hash(each.tobytes()) for each in held if isinstance(each, np.ndarray)]
-    return repr([versions, arrays, *(len(each) for each in held if isinstance(each, list | dict | deque))])

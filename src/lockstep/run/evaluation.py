@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, repeat
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from lockstep.data.batch import DeviceTransform, MicroBatch
 from lockstep.data.loader import EvaluationLoader
 from lockstep.errors import ConfigError, RankError
 from lockstep.numerics.compilation import fix_graphs
+from lockstep.numerics.precision import dtype_named
 from lockstep.run.checks.agreement import require_equal_models
 from lockstep.run.checks.short_step import unchanged, with_own_data
 from lockstep.run.save import save_and_stop
@@ -282,12 +283,8 @@ def predict(
             output = None if micro_batch is None else rows_of(micro_batch)
         form = None if output is None else [str(output.dtype), list(output.shape[1:])]
         if place == 0:  # a process without a micro-batch learns here what a row is
-            forms = [each for each in strategy.gather_records(form) if each is not None]
-            if not forms:
-                raise RankError(
-                    "The outputs of the first micro-batch are lost with the process that had them."
-                )
-            dtype, shape = forms[0]
+            forms = filter(None, strategy.gather_records(form))
+            dtype, shape = next(forms, None) or _lost("the first micro-batch")
             row = row.new_zeros(1 + loader.micro_batch_size * math.prod(shape))
         if form not in (None, [dtype, shape]):
             raise ConfigError(
@@ -302,14 +299,14 @@ def predict(
         for holder, values in enumerate(gathered.cpu() if has_all else ()):
             held = share.of(loader.count, holder)[place : place + 1]
             if held and held[0] < loader.count:
-                rows = int(values[0])
-                if not rows:
-                    raise RankError(
-                        f"The outputs of micro-batch {held[0]} are lost with the process that had them."
-                    )
+                rows = int(values[0]) or _lost(f"micro-batch {held[0]}")
                 numbers = values[1 : 1 + rows * math.prod(shape)].view(rows, *shape)
                 found[held[0]] = numbers.to(dtype_named(dtype), copy=True)
     return torch.cat(found) if has_all else None
+
+
+def _lost(what: str) -> NoReturn:
+    raise RankError(f"The outputs of {what} are lost with the process that had them.")
 
 
 def _kept(opened: OpenEvaluation, keep: Callable[[Any], Any] | None, micro_batch: MicroBatch) -> Tensor:
@@ -321,12 +318,6 @@ def _kept(opened: OpenEvaluation, keep: Callable[[Any], Any] | None, micro_batch
         "run.predict",
         "Take the part to keep with keep=, for example keep=lambda output: output['logits'].",
     )
-
-
-def dtype_named(name: str) -> torch.dtype:
-    """The dtype of a name such as "torch.float32"."""
-    found: torch.dtype = getattr(torch, name.removeprefix("torch."))
-    return found
 
 
 def require_rows(value: Any, samples: int, caller: str, remedy: str) -> Tensor:

@@ -39,6 +39,7 @@ from lockstep.core.fingerprint import digest_tensor
 from lockstep.data.keyed import encoded_state
 from lockstep.numerics.hidden_state import (
     NAMESPACES,
+    Place,
     attributes_of,
     is_closed,
     is_users_code,
@@ -48,7 +49,6 @@ from lockstep.numerics.hidden_state import (
 from lockstep.numerics.value_text import class_name, is_plain, parts_of_tensor, short_digest, text_of_plain
 from lockstep.run.code_analysis import (
     CONSTRUCTORS,
-    Entry,
     changed_by_reading,
     changed_names,
     homes_of,
@@ -76,6 +76,20 @@ _OF_TORCH = (
     "torch.utils.data.sampler",
 )
 """Modules of torch whose objects hold what a loop changes."""
+
+
+class Entry(NamedTuple):
+    """A plain value, and where it is."""
+
+    holder: Any
+    """The dict or list; of a variable of a function, the qualified name of that."""
+    key: Any
+    value: Any
+
+    @property
+    def place(self) -> Place:
+        """See ``Place``."""
+        return (self.holder if isinstance(self.holder, str) else id(self.holder)), self.key
 
 
 class _Held(NamedTuple):
@@ -148,7 +162,7 @@ class Variables:
 
         ``enters_loop``: a loop begins now, and will make a pass.
         """
-        found, frames = cls(known), list(users_frames())
+        found, frames = cls(known), users_frames()
         variables: list[tuple[str, Any, bool, Any]] = []
         for frame, live, owner in zip(frames, live_in(frames, enters_loop=enters_loop), owners_of(frames)):
             code, holder = frame.f_code, owner.removesuffix(": ") or frame.f_globals

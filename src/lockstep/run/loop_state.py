@@ -13,24 +13,30 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
+
+import numpy as np
+from torch import Tensor
 
 from lockstep.data.keyed import encoded_state, set_encoded_state
 from lockstep.errors import ConfigError
 from lockstep.numerics.hidden_state import Snapshot
+from lockstep.numerics.value_text import is_plain, text_of_plain
 from lockstep.run.code_analysis import (
-    Lost,
+    Carried,
+    carried_since,
     changed_by_loop,
     changed_since,
     names_ahead,
     owners_of,
-    state_of,
     users_frames,
 )
-from lockstep.run.frame_variables import Variables
+from lockstep.run.frame_variables import Entry, Variables
 from lockstep.runtime.events import StepEvents
 from lockstep.text import shorten
 
@@ -40,6 +46,54 @@ _VARIABLE = re.compile(r"\.(?!<)(?![^ ]*: )|\[")
 """Where the name of a variable of a frame ends, and that of an attribute or entry begins."""
 _VERSION = re.compile(r"version \d+,? ?")
 _DIGEST = re.compile(r" of digest \w+")
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A variable of a resumed run that is not what it was at the checkpoint."""
+
+    held: list[Any]
+    """A tensor, a module and its tensors, an array, or a container."""
+    plain: Entry | None
+    state: str
+    """See ``state_of``; where the steps begin."""
+
+    @classmethod
+    def of(cls, found: Variables, name: str) -> Lost:
+        """A variable, as the steps begin."""
+        held = found.held(name)
+        return cls(held, found.plain.get(name), state_of(held))
+
+    def is_read_by(self, found: Snapshot, changed: Container[str], names: set[str]) -> bool:
+        """True where a loss reads it, and the step is not known to have set it anew.
+
+        Args:
+            found: what was looked at in a step.
+            changed: the names of what the loss and the model have changed themselves in it.
+            names: all that their code has.
+        """
+        if state_of(self.held) == self.state:
+            words = [word for each in self.held if (word := found.name_of(each)) and word not in changed]
+            if any(names.issuperset(re.findall(_ATTRIBUTE, word)) for word in words):
+                return True
+        if self.plain is None or self.plain.place not in found.places:
+            return False
+        word, now = found.places[self.plain.place]
+        value = self.plain.value
+        if isinstance(self.plain.holder, str):  # a live variable: nothing sets it before it is read
+            return now is value or (is_plain(now) and text_of_plain(now) == text_of_plain(value))
+        # Others that are equal may be one object.
+        return now is value and type(now) is float and names.issuperset(re.findall(_ATTRIBUTE, word))
+
+
+_ATTRIBUTE = r"attribute '(\w+)'"
+
+
+def state_of(held: Collection[Any]) -> str:
+    """A text that tells whether what is held was changed in place."""
+    versions = [each._version if isinstance(each, Tensor) and not each.is_inference() else 0 for each in held]
+    arrays = [hash(each.tobytes()) for each in held if isinstance(each, np.ndarray)]
+    return repr([versions, arrays, *(len(each) for each in held if isinstance(each, list | dict | deque))])
 
 
 class LoopState:
@@ -144,7 +198,7 @@ class LoopState:
             lost = self._lost(found)
             self._require_generators(found, lost)
             self._require_data(lost)
-            self.lost = {name: _lost_of(found, name) for name in lost if self._is_certain(name)}
+            self.lost = {name: Lost.of(found, name) for name in lost if self._is_certain(name)}
             if lost and self._is_main:
                 words = [
                     f"{name} (other values)"
@@ -215,7 +269,7 @@ class LoopState:
         Objects are left out if ``Lost`` cannot tell whether a loss reads them, such as iterators.
         """
         variables, ahead, of_inner = self._look(), set[str](), set[str]()
-        frames = list(users_frames())
+        frames = users_frames()
         for frame, owner in zip(frames[::-1], owners_of(frames)[::-1]):
             code = frame.f_code
             named = names_ahead(code, frame.f_lasti) | of_inner & {*code.co_cellvars, *code.co_freevars}
@@ -351,13 +405,13 @@ class LoopState:
         """The variables that the start of an epoch computes from their own lost values, as ``self.scale *= 0.5``."""
         assert self._resumed is not None
         was, _, frames = self._resumed
-        changed, stored = changed_since(frames, only_carried=True), self._stored
+        carried, stored = carried_since(frames), self._stored
         now, then = (found.texts, stored["start"]) if self._inside else (was.texts, stored["saved"])
         names = found.texts.keys() - (found.local - (was.live & was.texts.keys()))
         differ = [each for each in names if now.get(each) != then.get(each, now.get(each))]
-        owned = {name for name in differ if not changed.isdisjoint(_owners(name, name in found.local))}
+        owned = {name for name in differ if not carried.isdisjoint(_owners(name, name in found.local))}
         fewer = {name for name in differ if _count(found.texts[name]) < _count(then[name])}
-        return owned | {name for name in fewer if f"{_words(name)[0][-1]}+" in changed}
+        return owned | {name for name in fewer if Carried(_words(name)[0][-1], "entries") in carried}
 
     def _is_noted(self, name: str, found: Variables) -> bool:
         """True if the variable has changed since the run began, or a resumed run may take it from another state."""
@@ -397,12 +451,13 @@ class LoopState:
         }
 
 
-def _owners(name: str, is_variable: bool) -> set[str]:
-    """The names that code may have for a value, or for an object that holds it; see ``_Effects.carries``."""
+def _owners(name: str, is_variable: bool) -> set[Carried]:
+    """The names that code may have for a value, or for an object that holds it."""
     words, keys = _words(name)
     if is_variable:
-        return {words[-1], f"{words[-1]}="}
-    return {*words[-1:], *keys[-1:], f"{words[0]}.", *(f".{word}" for word in words + keys)}
+        return {Carried(words[-1]), Carried(words[-1], "own")}
+    values = {Carried(word) for word in words[-1:] + keys[-1:]}
+    return values | {Carried(words[0], "object")} | {Carried(word, "attribute") for word in words + keys}
 
 
 def _words(name: str) -> tuple[list[str], list[str]]:
@@ -415,11 +470,6 @@ def _count(text: str) -> int:
     """The number of entries in the text of a container; 0 in any other."""
     found = re.match(r"(\d+) entries", text)
     return int(found[1]) if found else 0
-
-
-def _lost_of(found: Variables, name: str) -> Lost:
-    held = found.held(name)
-    return Lost(held, found.plain.get(name), state_of(held))
 
 
 def _give(found: Variables, states: Mapping[str, Any]) -> None:

@@ -18,6 +18,7 @@ from lockstep.core.plan import StepPlan
 from lockstep.core.summation_tree import fold_rows
 from lockstep.data.batch import MicroBatch
 from lockstep.errors import ConfigError
+from lockstep.numerics.precision import dtype_named
 from lockstep.run.checks.calls import require_same_names, watching_once
 from lockstep.run.checks.means import (
     UNTOLD,
@@ -34,7 +35,6 @@ from lockstep.run.checks.means import (
 )
 from lockstep.run.evaluation import (
     OpenEvaluation,
-    dtype_named,
     evaluation,
     gathered_in_order,
     predict,
@@ -246,20 +246,24 @@ def evaluate_set_metrics(
         outputs = rows[:, :border].to(dtype_named(dtype)).view(-1, *shape)
         targets = rows[:, border:].to(dtype_named(target_dtype)).view(-1, *target_shape)
         size = opened.loader.micro_batch_size
+        parts = [*zip(torch.split(outputs, size), torch.split(targets, size))]
         for name, metric in metrics.items():
-            # torchmetrics, also in a collection, would wait for the other ranks, which have no part.
-            for each in metric.modules() if isinstance(metric, nn.Module) else (metric,):
-                for key in ("sync_on_compute", "_to_sync"):  # the second, a copy of it, decides
-                    if hasattr(each, key):
-                        vars(each)[key] = False
+            _keep_alone(metric)
             with opened.noting_failure():
                 metric.reset()
-                for begin in range(0, len(rows), size):
-                    part = slice(begin, begin + size)
-                    metric.update(outputs[part].clone(), targets[part].clone())
+                for output, target in parts:
+                    metric.update(output.clone(), target.clone())
                 values[name] = _numbers(name, metric.compute())
     shared: dict[str, dict[str, float]] = next(filter(None, strategy.gather_records(values)))
     return shared
+
+
+def _keep_alone(metric: SetMetric) -> None:
+    """Keeps torchmetrics, also in a collection, from waiting for the other ranks, which have no part."""
+    for each in metric.modules() if isinstance(metric, nn.Module) else (metric,):
+        for key in ("sync_on_compute", "_to_sync"):  # the second, a copy of it, decides
+            if hasattr(each, key):
+                vars(each)[key] = False
 
 
 def _numbers(name: str, value: Any) -> dict[str, float]:

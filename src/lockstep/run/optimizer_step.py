@@ -85,6 +85,21 @@ class GradientState:
                 # also leaves the first momentum as it found the memory. Now the scaler looks, as for other optimizers.
                 optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]  # torch's, set in __init__
 
+    def wrap(
+        self, members: Sequence[list[list[str]]], parameters: Mapping[str, Tensor]
+    ) -> dict[int, PreparedOptimizer]:
+        """Wraps the optimizers, by the ids of the user's own, in their order. Collective.
+
+        Args:
+            members: the names of the parameters in each group of each.
+            parameters: of the prepared model, by name.
+        """
+        shared = [
+            SharedGroups.of(optimizer, own, parameters, self._strategy)
+            for optimizer, own in zip(self._optimizers, members)
+        ]
+        return {id(each): PreparedOptimizer(each, self, own) for each, own in zip(self._optimizers, shared)}
+
     def __bool__(self) -> bool:
         """True while some optimizer that was not stepped in this batch holds gradients."""
         return any(has_gradients(o) and id(o) not in self._stepped for o in self._held)

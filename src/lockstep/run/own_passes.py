@@ -115,10 +115,7 @@ class OwnPasses:
             with self._pass.compute.autocast():
                 yield micro_batch
             if self._waiting is not None:
-                raise ConfigError(
-                    f"The loop's body ended without backward(loss) for micro-batch {micro_batch.k} of step "
-                    f"{self._batch.plan.step}. Call it once for each; to evaluate, call model.eval() before the loop."
-                )
+                raise _without_backward(f"micro-batch {micro_batch.k}", self._batch)
 
     def backward(self, loss: Any) -> None:
         """Runs the backward pass of the current micro-batch. Collective with the last one.
@@ -241,10 +238,7 @@ class LoopRehearsal:
         with self._compute.autocast(), watching:
             yield self._waiting
         if self._waiting is not None:
-            raise ConfigError(
-                "The loop's body ended without backward(loss) for the first micro-batch of step "
-                f"{self._batch.plan.step}. Call it once for each; to evaluate, call model.eval() before the loop."
-            )
+            raise _without_backward("the first micro-batch", self._batch)
 
     def _pass(self, batch: Batch) -> Generator[MicroBatch, None, dict[str, Any]]:
         """Gives the micro-batch of a short step; returns what came of it, by the words for it."""
@@ -291,6 +285,13 @@ class LoopRehearsal:
         whole, again, first, second = found
         most = 0.1 if torch.is_autocast_enabled(self._strategy.device.type) else 1e-4
         return "" if whole != again else deviation_of_parts(whole, first, second, most).reason
+
+
+def _without_backward(micro_batch: str, batch: Batch) -> ConfigError:
+    return ConfigError(
+        f"The loop's body ended without backward(loss) for {micro_batch} of step {batch.plan.step}. Call it once for "
+        "each; to evaluate, call model.eval() before the loop."
+    )
 
 
 def _keeps(what: str, first: Any, second: Any) -> ConfigError:

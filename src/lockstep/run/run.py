@@ -33,7 +33,7 @@ from lockstep.run.epoch_loop import EpochLoop, EpochSteps, Position
 from lockstep.run.evaluation import evaluation, predict_in_order
 from lockstep.run.loaders import LoaderCache, counting_skipped, smallest_micro_batch
 from lockstep.run.metrics import Metric, SetMetric, StepMetrics, evaluate
-from lockstep.run.optimizer_step import GradientState, PreparedOptimizer
+from lockstep.run.optimizer_step import GradientState
 from lockstep.run.prepare import Parts, context_of_run, prepare_model, stepped_before
 from lockstep.run.save import Writer
 from lockstep.run.session import (
@@ -43,7 +43,6 @@ from lockstep.run.session import (
     warn_if_unseeded,
     world_of_process,
 )
-from lockstep.run.shared_groups import SharedGroups
 from lockstep.run.state import PreparedRun, RunState
 from lockstep.run.step import (
     BackwardPass,
@@ -160,6 +159,28 @@ class Run:
         if self.is_main:
             save.clean_up(self.options.directory)
             timeline.make_file(self.options)
+        self._prepared = prepared = self._place(parts, values_from_main)
+        placed = prepared.state.model
+        self._loop.attach(prepared.state.loop, placed.randomness.key_loop)
+        self._writer.join(prepared.state)
+        if not self._resume(prepared) and self.is_main:
+            warn_if_unseeded(parts.model, self._unseeded)
+            warn_if_begun(stepped)
+        if isinstance(self.strategy, IndependentStrategy):
+            self._leave_process_group(self.strategy)
+        if self.options.profile:
+            profiled = timeline.open_timeline(self.options, self.world, self.device)
+            self._loaders.traces = profiled.traces
+            profiled.handle = self.add_callback(profiled)
+        for call in self._events.prepare_end:
+            call(self)
+        returned = {**prepared.wrapped_optimizers, **placed.averages}
+        if not others:
+            return placed.module
+        return placed.module, *(returned.get(id(each), each) for each in others)
+
+    def _place(self, parts: Parts, values_from_main: bool) -> PreparedRun:
+        """Compares the parts over the ranks, and places them as the strategy needs them. Collective."""
         context = context_of_run(self.options, self._session, parts.optimizers, portable=self.is_portable)
         if (group := self._session.group) is not None:
             agreement.agree(parts, context, group, self.device, values_from_main)
@@ -175,42 +196,25 @@ class Run:
         gradients = GradientState(
             parts.optimizers, self.strategy, self._precision, placed.parameters, parts.frozen
         )
-        wrapped = {
-            id(each): PreparedOptimizer(
-                each, gradients, SharedGroups.of(each, own, placed.parameters, self.strategy)
-            )
-            for each, own in zip(parts.optimizers, placed.members)
-        }
-        state.add_group = [wrapped[id(each)].add_param_group for each in parts.optimizers]
-        self._prepared = PreparedRun(state, forward_pass, gradients, wrapped)
+        wrapped = gradients.wrap(placed.members, placed.parameters)
+        state.add_group = [each.add_param_group for each in wrapped.values()]
         state.loop.events = self._events
-        self._loop.attach(state.loop, placed.randomness.key_loop)
-        self._writer.join(state)
+        return PreparedRun(state, forward_pass, gradients, wrapped)
+
+    def _resume(self, prepared: PreparedRun) -> bool:
+        """Loads the checkpoint that the options name, if there is one; returns whether there was. Collective."""
+        state, gradients = prepared.state, prepared.gradients
         with gradients.setting_values():
             how = {"restarted": self.world.restart > 0, "is_main": self.is_main}
-            resumes = save.resume(state, self.options, self.fingerprint, **how)
-        if resumes:
-            self.extra.clear()  # it may have a name in the script
-            self.extra.update(state.extra)
-            state.extra = self.extra
-            gradients.resume()
-            self._writer.resumption.begin(state)
-            self._agreed_data.resume(state.data)
-        elif self.is_main:
-            warn_if_unseeded(parts.model, self._unseeded)
-            warn_if_begun(stepped)
-        if isinstance(self.strategy, IndependentStrategy):
-            self._leave_process_group(self.strategy)
-        if self.options.profile:
-            profiled = timeline.open_timeline(self.options, self.world, self.device)
-            self._loaders.traces = profiled.traces
-            profiled.handle = self.add_callback(profiled)
-        for call in self._events.prepare_end:
-            call(self)
-        returned = {**wrapped, **placed.averages}
-        if not others:
-            return placed.module
-        return placed.module, *(returned.get(id(each), each) for each in others)
+            if not save.resume(state, self.options, self.fingerprint, **how):
+                return False
+        self.extra.clear()  # it may have a name in the script
+        self.extra.update(state.extra)
+        state.extra = self.extra
+        gradients.resume()
+        self._writer.resumption.begin(state)
+        self._agreed_data.resume(state.data)
+        return True
 
     def epochs(self, count: int) -> Iterator[int]:
         """The numbers of the epochs from where the run stands (0, or where it was resumed) to ``count - 1``."""

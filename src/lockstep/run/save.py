@@ -37,8 +37,8 @@ from lockstep.errors import CheckpointError, ConfigError, LockstepError
 from lockstep.models.weights import compare
 from lockstep.run.attributes import words_of
 from lockstep.run.checks.calls import gather_agreed
-from lockstep.run.code_analysis import changed_since, read_after_loops, users_frames
-from lockstep.run.epoch_loop import EpochLoop
+from lockstep.run.code_analysis import Carried, carried_since, changed_since, read_after_loops, users_frames
+from lockstep.run.epoch_loop import EpochLoop, Position
 from lockstep.run.optimizer_step import has_gradients
 from lockstep.run.prepare import Parts, PreparedModel, frozen_parameters, hyperparameters
 from lockstep.run.session import returning_freed_memory
@@ -145,8 +145,8 @@ class Resumption:
         """Entries of ``run.extra`` that the start of the epoch has made of what they were: not what it sets anew."""
         now = _texts(run.extra)
         differ = [key for key in {**self._extra, **now} if self._extra.get(key) != now.get(key)]
-        carried = changed_since(self._noted[1], only_carried=True) if differ else set()
-        return [f"run.extra[{key!r}]" for key in differ if carried & {key, "extra"}]
+        carried = carried_since(self._noted[1]) if differ else set()
+        return [f"run.extra[{key!r}]" for key in differ if carried & {Carried(key), Carried("extra")}]
 
     def _note_attributes(self, run: RunState) -> None:
         self._noted = run.held_attributes(), {frame: frame.f_lasti for frame in users_frames()}
@@ -509,22 +509,28 @@ def resume(
             "another checkpoint."
         )
     if is_main:
-        between = position.epoch and not position.inside
-        epoch = f"after epoch {position.epoch}" if between else f"epoch {position.epoch + 1}"
-        note("Resumed from %s: %s, step %d.", path, epoch, position.step)
-        if options.resume == "auto" and path.parent.resolve() in _ENDED:
-            logger.warning(
-                "%s was written by an earlier run of this program, which has ended, and this run goes on from it. If "
-                "each is a training of its own, as in cross-validation, give it another directory=.",
-                path,
-            )
-        if changed := [name for name in now if before.get(name, now[name]) != now[name]]:
-            logger.warning(
-                "The program is not the one that wrote the checkpoint: the %s has changed, so it may compute something "
-                "else from here on.",
-                shorten(changed, 3),
-            )
+        changed = [name for name in now if before.get(name, now[name]) != now[name]]
+        _mention_resumed(path, position, changed, is_found=options.resume == "auto")
     return True
+
+
+def _mention_resumed(path: Path, position: Position, changed: Sequence[str], *, is_found: bool) -> None:
+    """Notes where a run goes on; warns of what has ``changed`` in the program, and of another run's folder."""
+    between = position.epoch and not position.inside
+    epoch = f"after epoch {position.epoch}" if between else f"epoch {position.epoch + 1}"
+    note("Resumed from %s: %s, step %d.", path, epoch, position.step)
+    if is_found and path.parent.resolve() in _ENDED:
+        logger.warning(
+            "%s was written by an earlier run of this program, which has ended, and this run goes on from it. If "
+            "each is a training of its own, as in cross-validation, give it another directory=.",
+            path,
+        )
+    if changed:
+        logger.warning(
+            "The program is not the one that wrote the checkpoint: the %s has changed, so it may compute something "
+            "else from here on.",
+            shorten(changed, 3),
+        )
 
 
 def _restore(

@@ -23,7 +23,7 @@ from lockstep.core.fingerprint import Context
 from lockstep.data.images.decoding import jpeg_decoder
 from lockstep.distributed.collectives import gather_json
 from lockstep.errors import CheckpointError, CheckpointMismatch, ConfigError
-from lockstep.numerics.precision import Precision, torch_settings
+from lockstep.numerics.precision import Precision, dtype_named, torch_settings
 from lockstep.run.attributes import Attributes, unsaved_tensors, words_of
 from lockstep.run.checks.agreement import made_otherwise, source_digests
 from lockstep.run.epoch_loop import Position
@@ -34,7 +34,7 @@ from lockstep.run.step import ForwardPass
 from lockstep.strategies import IndependentStrategy, Strategy
 from lockstep.strategies.absent import AbsentParameter
 from lockstep.strategies.sharding import is_elementwise, quantised
-from lockstep.text import shorten
+from lockstep.text import at_most, shorten
 
 logger = logging.getLogger(__name__)
 _GRADIENT = "gradient|"
@@ -93,7 +93,7 @@ def _shared_state(
     if rows is not None:
         own = {key: part for key, part in parts.items() if key.partition("|")[0] in rows}
         return own | (others if keep else {}), whole
-    dtypes = {key: _dtype(name) for key, name in _union(everyone, "dtypes").items()}
+    dtypes = {key: dtype_named(name) for key, name in _union(everyone, "dtypes").items()}
     return others | _gathered(strategy, parts, dtypes, keep=keep), whole
 
 
@@ -113,12 +113,6 @@ def _union(everyone: list[Any], kind: str) -> dict[str, Any]:
     return dict(sorted({key: value for each in everyone for key, value in each[kind].items()}.items()))
 
 
-def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name.removeprefix("torch."))
-    assert isinstance(found, torch.dtype)
-    return found
-
-
 def _as_json(key: str, tensor: Tensor) -> list[Any]:
     if tensor.numel() > _MOST_NUMBERS:
         raise ConfigError(
@@ -130,7 +124,7 @@ def _as_json(key: str, tensor: Tensor) -> list[Any]:
 
 def _from_json(value: list[Any]) -> Tensor:
     dtype, shape, numbers = value
-    return torch.tensor(numbers, dtype=_dtype(dtype)).reshape(shape)
+    return torch.tensor(numbers, dtype=dtype_named(dtype)).reshape(shape)
 
 
 @dataclass
@@ -520,11 +514,9 @@ class RunState:
         ]
         if not others:
             return
-        more = f"\n  and {len(others) - _MOST_LINES} more" if len(others) > _MOST_LINES else ""
         said = (
             "The optimizer or a scheduler was made with other settings than in the checkpoint's run:\n  "
-            + "\n  ".join(others[:_MOST_LINES])
-            + more
+            + "\n  ".join(at_most(_MOST_LINES, others))
         )
         if restarted:
             if self.strategy.share.holder == 0:

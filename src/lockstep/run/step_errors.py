@@ -8,6 +8,7 @@ here is called in a step that succeeds.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from traceback import walk_tb
 from types import FrameType
 from typing import Any
 
@@ -225,11 +226,7 @@ def _arguments(error: BaseException, codes: Sequence[Any]) -> tuple[Any, Any] | 
 
 def _frames(error: BaseException) -> list[FrameType]:
     """The frames of the traceback; the one that raised the error is the last."""
-    frames, part = [], error.__traceback__
-    while part is not None:
-        frames.append(part.tb_frame)
-        part = part.tb_next
-    return frames
+    return [frame for frame, _ in walk_tb(error.__traceback__)]
 
 
 def _wrong_classes(output: Any, target: Any) -> str:

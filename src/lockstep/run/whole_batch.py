@@ -25,6 +25,7 @@ from lockstep.core.fingerprint import digest_tensor
 from lockstep.core.plan import StepPlan
 from lockstep.data.batch import Batch, MicroBatch
 from lockstep.errors import ConfigError
+from lockstep.numerics.precision import dtype_named
 from lockstep.run.checks.short_step import with_own_data
 from lockstep.run.evaluation import gathered_in_order, require_exact
 from lockstep.run.step import StepCompute, wide
@@ -119,16 +120,7 @@ def surrogate(compute: StepCompute, batch: Batch, strategy: Strategy) -> Surroga
     texts = [found for each in everyone for _, _, found in each]
     sizes = [len(each) for each in plan.indices]
     form = _form(shapes[0], sizes[0])
-    for k, found in sorted(shapes.items()):
-        expected = [[dtype, [sizes[k]] * rows + shape] for dtype, rows, shape in form]
-        if found != expected:
-            other = next(pair for pair in zip_longest(found, expected) if pair[0] != pair[1])
-            here, first = ("no tensor" if each is None else "{} {}".format(*each) for each in other)
-            raise ConfigError(
-                "With whole_batch=True the outputs and targets of all micro-batches are put together, and they do not "
-                f"fit: micro-batch {k} has {here} instead of {first}. Give outputs and targets "
-                "one shape for each sample: pad lists of boxes or tokens to one length in the collate function."
-            )
+    _require_form(form, shapes, sizes)
     gathered = _gathered([each for _, each in held], form, sizes, plan, strategy)
     if not computed:  # a process without a micro-batch has nothing that a gradient would be for
         return SurrogateCompute.taking(compute, total=torch.zeros((), device=strategy.device))
@@ -143,6 +135,20 @@ _Form = list[tuple[str, int, list[int]]]
 def _form(shapes: list[Any], samples: int) -> _Form:
     found = [(dtype, shape, int(shape[:1] == [samples])) for dtype, shape in shapes]
     return [(dtype, rows, shape[rows:]) for dtype, shape, rows in found]
+
+
+def _require_form(form: _Form, shapes: Mapping[int, list[Any]], sizes: Sequence[int]) -> None:
+    """Raises ``ConfigError`` where the tensors of a micro-batch have another form than those of the first."""
+    for k, found in sorted(shapes.items()):
+        expected = [[dtype, [sizes[k]] * rows + shape] for dtype, rows, shape in form]
+        if found != expected:
+            other = next(pair for pair in zip_longest(found, expected) if pair[0] != pair[1])
+            here, first = ("no tensor" if each is None else "{} {}".format(*each) for each in other)
+            raise ConfigError(
+                "With whole_batch=True the outputs and targets of all micro-batches are put together, and they do not "
+                f"fit: micro-batch {k} has {here} instead of {first}. Give outputs and targets "
+                "one shape for each sample: pad lists of boxes or tokens to one length in the collate function."
+            )
 
 
 @dataclass(frozen=True)
@@ -226,7 +232,7 @@ def _gathered(
     ordered = gathered_in_order(rows, plan.leaves, strategy.share, strategy)
     whole = []
     for (dtype, has_rows, shape), count, column in zip(form, numbers, torch.split(ordered, widths, 1)):
-        kind = getattr(torch, dtype)
+        kind = dtype_named(dtype)
         if has_rows:
             parts = [row[: size * count].view(size, *shape) for row, size in zip(column, sizes)]
             whole.append(torch.cat(parts).to(kind))
@@ -247,6 +253,26 @@ def _surrogate(
         each.requires_grad_() if number < first.of_output and each.is_floating_point() else each
         for number, each in enumerate(whole)
     ]
+    total = _total_loss(compute, first, inputs)
+    _require_outputs_only(total, inputs, compute.forward_pass.model)
+    trained = [each for each in inputs if each.requires_grad]
+    found = dict(zip(map(id, trained), torch.autograd.grad(total, trained, allow_unused=True)))
+    columns: list[list[Tensor | None]] = []
+    for number, each in enumerate(inputs[: first.of_output]):
+        gradient = found.get(id(each))
+        if gradient is None:
+            columns.append([None] * len(sizes))
+        elif form[number][1]:
+            columns.append(list(torch.split(wide(gradient), list(sizes))))
+        else:  # of what is the same for all, as if micro-batch 0 alone had it
+            gradient = wide(gradient)
+            columns.append([gradient, *[torch.zeros_like(gradient)] * (len(sizes) - 1)])
+    gradients = [list(column) for column in zip(*columns)]
+    return SurrogateCompute.taking(compute, total=total.detach(), gradients=gradients)
+
+
+def _total_loss(compute: StepCompute, first: _Output, inputs: Sequence[Tensor]) -> Tensor:
+    """The loss of the whole batch, of copies of ``inputs`` in the form of the ``first`` output and target."""
     waiting = (each.clone() for each in inputs)  # the loss may write into them
     leaves = [next(waiting) if isinstance(each, Tensor) else each for each in first.leaves]
     output, target = tree_unflatten(leaves, first.spec)
@@ -273,21 +299,7 @@ def _surrogate(
     compute.randomness.leave()
     if not total.requires_grad:
         raise no_gradient(output)
-    _require_outputs_only(total, inputs, compute.forward_pass.model)
-    trained = [each for each in inputs if each.requires_grad]
-    found = dict(zip(map(id, trained), torch.autograd.grad(total, trained, allow_unused=True)))
-    columns: list[list[Tensor | None]] = []
-    for number, each in enumerate(inputs[: first.of_output]):
-        gradient = found.get(id(each))
-        if gradient is None:
-            columns.append([None] * len(sizes))
-        elif form[number][1]:
-            columns.append(list(torch.split(wide(gradient), list(sizes))))
-        else:  # of what is the same for all, as if micro-batch 0 alone had it
-            gradient = wide(gradient)
-            columns.append([gradient, *[torch.zeros_like(gradient)] * (len(sizes) - 1)])
-    gradients = [list(column) for column in zip(*columns)]
-    return SurrogateCompute.taking(compute, total=total.detach(), gradients=gradients)
+    return total
 
 
 def _require_outputs_only(total: Tensor, inputs: Sequence[Tensor], model: nn.Module) -> None:

@@ -18,7 +18,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
@@ -56,12 +56,26 @@ def install(control: Control, *, alone: bool = False) -> None:
             raise Ended
         control.request_stop(REASONS[signal.Signals(number)])
 
-    former = {number: signal.getsignal(number) for number in REASONS}
-    handled = {number: old for number, old in former.items() if old is not signal.SIG_IGN}
-    for number in handled:
-        signal.signal(number, handle)
-    _keep_from_children(handled)
+    _keep_from_children(_handle(REASONS, handle))
     sys.unraisablehook = _UnraisableHook()
+
+
+def _handle(
+    numbers: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], None]
+) -> dict[signal.Signals, Any]:
+    """Sets the handler of signals but the ignored ones, which stay so (as by ``nohup``); returns the former handlers.
+
+    Outside of the main thread, where Python allows no handlers, signals keep their effect.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return {}
+    handled = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+    return {number: signal.signal(number, handler) for number in handled}
+
+
+def _restore(former: Mapping[signal.Signals, Any]) -> None:
+    for number, handler in former.items():
+        signal.signal(number, handler)
 
 
 _OUT_OF_DESTRUCTOR = 0.05
@@ -100,8 +114,7 @@ def _keep_from_children(former: Mapping[signal.Signals, Any]) -> None:
 
     def restore() -> None:
         signal.set_wakeup_fd(-1)
-        for number, handler in former.items():
-            signal.signal(number, handler)
+        _restore(former)
         release()
 
     os.register_at_fork(before=hold, after_in_parent=release, after_in_child=restore)
@@ -117,17 +130,11 @@ def stop_signals_raise() -> Iterator[None]:
     def stop(number: int, frame: FrameType | None) -> None:
         raise Stopped(REASONS[signal.Signals(number)])
 
-    former: dict[int, Any] = {}
-    if threading.current_thread() is threading.main_thread():
-        former = {number: signal.getsignal(number) for number in REASONS if number != signal.SIGINT}
-    handled = {number: old for number, old in former.items() if old is not signal.SIG_IGN}
-    for number in handled:
-        signal.signal(number, stop)
+    former = _handle(REASONS.keys() - {signal.SIGINT}, stop)
     try:
         yield
     finally:
-        for number, handler in handled.items():
-            signal.signal(number, handler)
+        _restore(former)
 
 
 @contextmanager
@@ -149,11 +156,7 @@ def nonblocking_pipe() -> tuple[int, int]:
 
 
 class SignalInbox:
-    """Collects the stop signals while open, and restores the former handlers when closed.
-
-    A signal that was ignored before (as by ``nohup``) stays ignored. Outside of the main thread, where Python
-    allows no handlers, signals keep their effect.
-    """
+    """Collects the stop signals while open, and restores the former handlers when closed."""
 
     def __init__(self) -> None:
         self._taken: list[signal.Signals] = []
@@ -164,14 +167,11 @@ class SignalInbox:
     def __enter__(self) -> SignalInbox:
         if threading.current_thread() is threading.main_thread():
             self._former_wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-            for number in REASONS:
-                if signal.getsignal(number) is not signal.SIG_IGN:
-                    self._former[number] = signal.signal(number, self._take)
+            self._former = _handle(REASONS, self._take)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._former.items():
-            signal.signal(number, handler)
+        _restore(self._former)
         if self._former:
             signal.set_wakeup_fd(self._former_wakeup)
         os.close(self._reader)

@@ -107,28 +107,30 @@ def _waiting(many: Row, machine: Resources) -> str:
     )
 
 
+_ADVICE = {
+    "data": (
+        "waiting for data ({part}). Raise data.workers above {workers} where cores are free, or read decoded data."
+    ),
+    "communication": (
+        "communication that is not hidden by computing ({part}). Let each device compute more between two exchanges "
+        '(a larger global_batch), send fewer bytes (reduce = "bf16"), or use a faster link.'
+    ),
+    "optimizer": (
+        "the optimizer, which every device runs over all parameters ({part}). Raise global_batch, use a fused "
+        'optimizer, or shard the parameters (strategy "fsdp").'
+    ),
+    "between steps": (
+        "what is done between steps ({part}): replicas are compared, and the first steps of epochs rehearsed. That is "
+        'less in longer epochs, with a larger training.fingerprint_every or checks = "off".'
+    ),
+}
+"""The sentences on causes of lost time, where they need no more than the time and the number of workers."""
+
+
 def _advice(cause: str, part: str, many: Row, machine: Resources) -> str:
     """The cause in words and what to change; ``part`` is the time that it takes."""
-    if cause == "data":
-        return (
-            f"waiting for data ({part}). Raise data.workers above {machine.workers} where cores are free, or read "
-            "decoded data."
-        )
-    if cause == "communication":
-        return (
-            f"communication that is not hidden by computing ({part}). Let each device compute more between two "
-            'exchanges (a larger global_batch), send fewer bytes (reduce = "bf16"), or use a faster link.'
-        )
-    if cause == "optimizer":
-        return (
-            f"the optimizer, which every device runs over all parameters ({part}). Raise global_batch, use a fused "
-            'optimizer, or shard the parameters (strategy "fsdp").'
-        )
-    if cause == "between steps":
-        return (
-            f"what is done between steps ({part}): replicas are compared, and the first steps of epochs rehearsed. "
-            'That is less in longer epochs, with a larger training.fingerprint_every or checks = "off".'
-        )
+    if cause in _ADVICE:
+        return _ADVICE[cause].format(part=part, workers=machine.workers)
     if cause == "servers":
         return (
             f"that {many.devices - many.computing} of {many.devices} devices hold the parameters and compute nothing "

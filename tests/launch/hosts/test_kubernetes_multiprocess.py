@@ -39,7 +39,7 @@ def begin(hosts, command, variables):
 
 
 def probe(host):
-    """What the probe of a pod says; a pod sees no run of another one."""
+    """The answer of the probe of a pod; a pod sees no run of another one."""
     alone = ["bash", "-c", 'mount -t tmpfs none /dev/shm && exec "$@"', "probe"]
     places = {"TMPDIR": str(host.folder / "tmp"), "XDG_RUNTIME_DIR": str(host.folder / "runtime")}
     return subprocess.run(

@@ -22,7 +22,7 @@ from lockstep.run.checks.agreement import require_equal_code, source_digests
 
 
 def messages(body, world_size, *args):
-    """What each rank's ``body`` raised; every rank must have raised, or the world would wait."""
+    """The error of each rank's ``body``; every rank must have raised one, or the world would wait."""
     return run_ranks(body, world_size, *args)
 
 
@@ -144,7 +144,7 @@ def other_models(rank, other):
 
 
 def other_code(world, directory):
-    """What each rank is told of each model; then with a module that one rank alone has, and with a changed one."""
+    """The message to each rank on each model; then with a module that one rank alone has, and with a changed one."""
     run, other, device = lockstep.init(global_batch=8, micro_batches=4), world.rank == 2, torch.device("cpu")
     told = {}
 
@@ -399,7 +399,7 @@ def test_ranks_with_other_samples_are_refused(evaluated):
 
 
 def changed_on_one(world, what):
-    """What is said where rank 1 alone changes something between two evaluations."""
+    """The message where rank 1 alone changes something between two evaluations."""
     run, model, _ = begin()
     beside, data = network(), dataset()
     kept = list(range(20))
@@ -436,7 +436,7 @@ def test_what_one_rank_alone_has_changed_is_not_evaluated(what, said):
 
 
 def called_otherwise(world, folder, call, where):
-    """What each rank raises where the main process alone makes a call, before all make another one."""
+    """The error of each rank where the main process alone makes a call, before all make another one."""
     run, _, optimizer = begin(directory=folder)
     calls = {
         "evaluate": lambda: run.evaluate(dataset(), nn.functional.cross_entropy),
@@ -480,7 +480,7 @@ def test_a_call_that_only_some_ranks_make_is_named_with_the_others(call, where, 
 
 
 def left_early(world):
-    """What each rank raises where one leaves the loop before its last step, which is rehearsed."""
+    """The error of each rank where one leaves the loop before its last step, which is rehearsed."""
     run, _, optimizer = begin()
     last = 2 * run.steps_per_epoch(dataset()) - 1
     try:

@@ -204,7 +204,7 @@ ORDINARY = ({"loss": speaking}, {"layer": scaled_by_other})
 
 
 def train_all(world, strategy, programs):
-    """What was said about each program."""
+    """The messages on each program."""
     return [train(world, strategy, **program) for program in programs]
 
 
@@ -263,7 +263,7 @@ SAID = ("computes settings", "share of these samples", "changes a loss of run.ba
 
 
 def run_script(world, text):
-    """What is said of the settings of a script whose loop is in another file of the same name."""
+    """The messages on the settings of a script whose loop is in another file of the same name."""
     postpone_compiler()
     said, space = listened(), {"__name__": "script"}
     for file, code in (("script.py", text), ("loops/script.py", FIT)):

@@ -101,7 +101,7 @@ def warned(world):
 
 
 def test_a_metric_that_counts_by_itself_is_named_on_the_main_rank_in_an_evaluation_and_in_steps():
-    """What it counts is of one rank's samples; the mean that it returns is of all."""
+    """A metric counts one rank's samples; the mean that it returns is of all."""
     (first, everything), others = run_ranks(warned, 2)
     assert others == ([], []) and (len(first), len(everything)) == (1, 2), everything
     assert "the attribute 'hits' of the metric 'hits' (from " in first[0] and "'accuracy'" not in first[0]
@@ -358,7 +358,7 @@ def test_metrics_of_flattened_outputs_are_told_apart_too(in_training):
 
 
 def joined_boxes(world):
-    """What is said of a mean over boxes, and of one over images, where a tensor has the boxes of all images."""
+    """The messages on a mean over boxes, and on one over images, where a tensor has the boxes of all images."""
     torch.manual_seed(0)
     run = Run(RunOptions.of(global_batch=8, micro_batches=2, threads=1), world)
     model = nn.Linear(3, 1)
@@ -433,7 +433,7 @@ class Penalised(nn.Linear):
 
 
 def said_of(world, model, per_micro_batch, joined, loss, metric):
-    """What is said of a loss and of a metric in two steps."""
+    """The messages on a loss and on a metric in two steps."""
     torch.manual_seed(0)
     options = RunOptions.of(global_batch=8, micro_batches=8 // per_micro_batch, threads=1)
     run = Run(options, world)
@@ -527,7 +527,7 @@ def test_what_cannot_be_tested_is_said_where_the_output_has_no_row_for_each_samp
 
 
 def unknown_means(world, strategy, returns_pair):
-    """What is said of a mean over unmasked tokens as a loss and as metrics, and the value or the refusal."""
+    """The messages on a mean over unmasked tokens as a loss and as metrics, and the value or the refusal."""
     torch.manual_seed(0)
     run = Run(RunOptions.of(global_batch=8, micro_batches=4, threads=1, strategy=strategy), world)
     model = WithItsLoss()

@@ -318,7 +318,7 @@ class InPlace(Model):
 
 
 def errors(world, strategy):
-    """What each mistake raises."""
+    """The error of each mistake."""
     postpone_compiler()
     found = {}
     for name, make, change in (
@@ -354,7 +354,7 @@ def test_mistakes_are_refused_with_the_name_of_the_parameter():
 
 
 def called_before(world, collective, with_gradients):
-    """What a call of the model on rank 0 alone raises, where the others go on to a collective method of the run."""
+    """The error of a call of the model on rank 0 alone, where the others go on to a collective method of the run."""
     postpone_compiler()
     torch.manual_seed(1)
     run = Run(RunOptions(global_batch=8, micro_batches=4, seed=3, strategy="fsdp"), world)
@@ -423,7 +423,7 @@ def test_an_encoder_that_leaves_out_padding_on_one_device_is_refused():
 
 
 def changed_on_one_rank(world, what):
-    """What is said where rank 0 alone changes what it has of the parameters, or of their gradients."""
+    """The messages where rank 0 alone changes its part of the parameters, or of their gradients."""
     logging.getLogger("lockstep").setLevel(logging.ERROR)
     run = Run(RunOptions(global_batch=8, micro_batches=4, seed=3, strategy="fsdp"), world)
     model = nn.Sequential(nn.Linear(6, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 4))

@@ -54,7 +54,7 @@ def trained(options, make=network, optimizer=torch.optim.SGD, samples=53, resume
 
 
 def all_cases(world, folder):
-    """What this rank has of each case; a world of one computes what is expected."""
+    """This rank's results of each case; a world of one computes the expected ones."""
     postpone_compiler()
     logging.getLogger("lockstep").setLevel(logging.ERROR)
     alone = world.world_size == 1

@@ -19,7 +19,7 @@ def wide():
 
 
 def held_and_sent(world, servers, make=network):
-    """What each rank's optimizer holds, and what it has sent after three steps."""
+    """The state of each rank's optimizer, and the bytes that it has sent, after three steps."""
     postpone_compiler()
     logging.getLogger("lockstep").setLevel(logging.ERROR)
     model = make()
@@ -166,7 +166,7 @@ def test_a_world_of_servers_only_is_refused():
 
 
 def added_to(world, servers):
-    """What is said of the user's own backward passes, onto cleared, then onto kept gradients."""
+    """The messages on the user's own backward passes, onto cleared, then onto kept gradients."""
     settings = {"strategy": "parameter_server", "parameter_server": {"servers": servers}}
     run, model, optimizer = begin(wide(), torch.optim.AdamW, **settings)
     said = []

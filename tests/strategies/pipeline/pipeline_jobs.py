@@ -17,7 +17,7 @@ from lockstep.models.resnet import BasicBlock
 
 @dataclass
 class Job:
-    """What is trained, made anew in every process."""
+    """A training, made anew in every process."""
 
     model: nn.Module
     data: Dataset

@@ -1,4 +1,4 @@
-"""What a loss can read is found from its code, and a change of it is refused."""
+"""The variables that a loss can read are found from its code, and a change of one is refused."""
 
 import re
 import types
@@ -42,7 +42,7 @@ class Criterion(nn.Module):
 
 
 def changes(loss, change):
-    """Whether a change is refused; the name in the message."""
+    """The name in the message with which a change is refused."""
     reads = LossReads(loss)
     change()
     try:

@@ -200,7 +200,7 @@ REFUSED = {
 
 
 OF_LOOP = ("forward", "average", "decay", "again", "replaced", "patched", "skipped")
-"""What the loop does differently; all else is an option."""
+"""Changes of the loop; all else is an option."""
 
 
 LATE = (

@@ -27,7 +27,7 @@ def written(order):
 
 
 def torch_order(schedule, rank, ranks, stages_per_rank, count):
-    """What torch's schedule says for a rank, without building stages."""
+    """The actions of torch's schedule for a rank, without building stages."""
     from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B  # takes 1 s
 
     if schedule == "interleaved":
@@ -113,7 +113,7 @@ def test_what_is_sent_over_one_channel_is_received_in_the_same_order():
 
 
 def received(order, last, forward, around, rank, ranks):
-    """What a rank takes from its neighbour, in order."""
+    """The micro-batches that a rank takes from its neighbour, in order."""
     border = rank == 0 if forward else rank == ranks - 1
     if around != border:
         return []

@@ -1,4 +1,4 @@
-"""Whatever lies between stages, on either side of it the bits are those of one device."""
+"""The bits on either side of a stage's border are those of one device, whatever crosses it."""
 
 import logging
 import pickle
@@ -33,7 +33,7 @@ def parameters():
 
 
 def is_quick(layout, job):
-    """What gpipe and the hybrid do between stages is that of 1f1b, and left to ``make test-all``.
+    """Transfers between stages are the same in gpipe and the hybrid as in 1f1b, and left to ``make test-all``.
 
     So are images, of the same network as others and with a frozen start, and two jobs that take long.
     """
@@ -51,7 +51,7 @@ def test_the_bits_are_those_of_one_device(layout, job):
 
 @cache
 def trained(layout, quick):
-    """What a layout's rank 0 has after its jobs, by job; after the quick ones alone where those alone are asked for."""
+    """The results of a layout's rank 0, by job; of the quick ones alone where those alone are asked for."""
     world_size, settings = LAYOUTS.get(layout, (1, {"strategy": "single"}))
     jobs = [job for each, job in CASES if each == layout] or list(JOBS)
     if quick:

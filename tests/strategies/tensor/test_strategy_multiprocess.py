@@ -242,7 +242,7 @@ def test_mistakes_end_in_one_sentence_on_every_rank():
 
 
 def drift(world):
-    """What is said when a whole parameter is changed on one rank alone."""
+    """The message when a whole parameter is changed on one rank alone."""
     postpone_compiler()
     job = JOBS["features"](torch.float32)
     run, optimizer = start(world, job.model)
@@ -292,7 +292,7 @@ def test_an_overflow_in_the_part_of_one_rank_skips_the_step_on_all():
 
 
 def loop_uses(world):
-    """What ordinary code of a loop gets of a split parameter, by name: a value, or the sentence of a refusal."""
+    """The answers of a split parameter to ordinary code of a loop, by name: a value, or the sentence of a refusal."""
     postpone_compiler()
     torch.manual_seed(1)
     model = TwoLayers()

@@ -16,7 +16,7 @@ class Fault:
     ranks: int
     cause: Cause
     is_in_reference: bool = False
-    """Whether the reference has the mistake too, since one process suffices for it."""
+    """True if the reference has the mistake too, since one process suffices for it."""
 
     @property
     def reference(self) -> type[Loop]:
@@ -84,7 +84,7 @@ FAULTS = (
 
 @dataclass(frozen=True)
 class Result:
-    """What verify says about a loop."""
+    """The verdict of verify on a loop."""
 
     fault: Fault
     found: Diagnosis | None
@@ -95,7 +95,7 @@ class Result:
 
     @property
     def is_found(self) -> bool:
-        """Whether the mistake was told from rounding."""
+        """True if the mistake was told from rounding."""
         return self.found is not None and self.found.cause is not Cause.REDUCTION_ORDER
 
     @property

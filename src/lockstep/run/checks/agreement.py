@@ -40,7 +40,7 @@ from lockstep.run.epoch_loop import Position
 from lockstep.run.loop_state import LoopState
 from lockstep.run.prepare import EVALUATING, FREEZING, Parts, frozen_parameters, hyperparameters
 from lockstep.strategies import Strategy, one_sided_writes
-from lockstep.text import shorten
+from lockstep.text import at_most, shorten
 
 if TYPE_CHECKING:
     from lockstep.run.state import RunState
@@ -134,7 +134,7 @@ def require_equal_code(models: Sequence[nn.Module], group: dist.ProcessGroup, de
     for number, model in enumerate(models):
         mine |= {f"{key} of module {number}" if number else key: v for key, v in described(model).items()}
     lines = [
-        f"  {key}: {by_rank([_cut(value) for value in values])}"
+        f"{key}: {by_rank([_cut(value) for value in values])}"
         for key, values in _differences(mine, group, device).items()
         # One rank alone may need more modules, for example to draw or to write.
         if not key.startswith(_SOURCE) or len({*values} - {"absent"}) > 1
@@ -143,10 +143,9 @@ def require_equal_code(models: Sequence[nn.Module], group: dist.ProcessGroup, de
         hidden = (
             " Modules belong into nn.ModuleList and tensors into register_buffer: rank 0's values go to all."
         )
-        more = [f"  and {len(lines) - _MOST_NAMES} more"] if len(lines) > _MOST_NAMES else []
         raise ConfigError(
-            "The ranks do not run the same code, so their results would not belong together:\n"
-            + "\n".join([*lines[:_MOST_NAMES], *more])
+            "The ranks do not run the same code, so their results would not belong together:\n  "
+            + "\n  ".join(at_most(_MOST_NAMES, lines))
             + "\nGive all hosts the same files, and build the model alike on every rank. An attribute that has to "
             "differ, such as a rank, belongs outside of the model."
             + hidden

@@ -218,15 +218,8 @@ class Rehearsals:
         Raises:
             ConfigError: the result would depend on the number of processes.
         """
-        code = code_of(loss)
-        epoch, step = batch.plan.epoch, batch.plan.step
-        self.done[code] = done = self.done.get(code, 0) + 1
-        if done < self.times:
-            self.due[code] = Due(after_epoch=epoch - 1)
-        elif self.is_on:
-            self.due[code] = Due(epoch, 0 if epoch < _EARLY else step + _APART, max(_LATER, 2 * step))
-        else:
-            self.due[code] = Due(after_epoch=math.inf)
+        code, step = code_of(loss), batch.plan.step
+        done = self._count(code, batch.plan.epoch, step)
         if done == 1 and draws_globally(loss, compute.forward):
             compute.randomness.key_global_generators()
         if isinstance(self._strategy, IndependentStrategy) or self._strategy.level is Level.STATISTICAL:
@@ -256,6 +249,17 @@ class Rehearsals:
             everyone = self._strategy.gather_records(self._places)
             raise other_on_ranks(everyone, OFF)
         self._require_equal_variables(done)
+
+    def _count(self, code: Any, epoch: int, step: int) -> int:
+        """The number of rehearsals of a loss with this one, after which it sets when the next is due."""
+        self.done[code] = done = self.done.get(code, 0) + 1
+        if done < self.times:
+            self.due[code] = Due(after_epoch=epoch - 1)
+        elif self.is_on:
+            self.due[code] = Due(epoch, 0 if epoch < _EARLY else step + _APART, max(_LATER, 2 * step))
+        else:
+            self.due[code] = Due(after_epoch=math.inf)
+        return done
 
     def _note_variables(self, found: Snapshot, changed: Iterable[str]) -> None:
         self._moved |= _bases(changed)
