@@ -264,7 +264,11 @@ def counts_read(found: Snapshot, codes: Iterable[CodeType], ranks: int) -> list[
     return [*read, "an attribute world_size"] if is_of_run else read
 
 
-_REMEDIES = {"LS059": "Give all samples to run.evaluate", "LS069": "Print it as it is returned"}
+_REMEDIES = {
+    "LS059": "Give all samples to run.evaluate",
+    "LS069": "Print it as it is returned",
+    "LS070": "Make the metric with sync_on_compute=False, or give it to run.evaluate",
+}
 """The remedy for the findings of a rule, by its number."""
 
 
