@@ -149,7 +149,8 @@ _IN_PARTS = (
     "of all. Where it is for a log, give also= of run.backward a function, or call run.evaluate."
 )
 OF_WHOLE_BATCH = (
-    ", which is given the outputs and the targets of all samples on every process: leave the call out."
+    ", which is given the outputs and the targets of all samples on every process: leave the call out. A loss of a "
+    "library may have an option for it, such as gather_distributed=False; otherwise override the method that calls."
 )
 """The reason why a loss of the whole batch exchanges nothing."""
 
