@@ -178,6 +178,19 @@ def test_attributes_of_modules_have_their_names_and_parameters_are_left_alone():
     assert (model[0].calls, model[0].cache, hasattr(model[1][0], "late")) == (0, None, False)
 
 
+def test_what_a_hook_keeps_on_a_parameter_is_found_and_taken_away():
+    """As the gradients of single samples that Opacus and BackPACK leave there."""
+    layer = nn.Linear(2, 2)
+    layer.bias.seen = 1
+    before = Snapshot({"": nn.Sequential(layer)})
+    layer.weight.grad_sample, layer.bias.seen = torch.ones(3, 2, 2), 2
+    changed = before.changed(Snapshot({"": nn.Sequential(layer)}, restorable=False))
+    assert changed["the attribute 'seen' of the parameter 'bias' of 0"] == ("1", "2")
+    assert changed["the attribute 'grad_sample' of the parameter 'weight' of 0"][0] == "nothing"
+    before.restore()
+    assert (layer.bias.seen, vars(layer.weight)) == (1, {})
+
+
 def test_two_names_that_change_places_are_seen():
     owner = Meter()
     owner.one, owner.other = torch.zeros(2), torch.ones(2)

@@ -329,6 +329,32 @@ def test_a_method_of_torch_may_be_an_attribute(tmp_path):
     begin(model, directory=tmp_path, resume="auto")[0].close()
 
 
+class Irreps(tuple):
+    """As those of e3nn, which have no length of their own."""
+
+    def __len__(self):
+        raise NotImplementedError
+
+
+def test_a_tuple_without_a_length_goes_through_a_checkpoint(tmp_path):
+    irreps, held = Irreps([Irreps([8, 0])]), []
+    for last_step in (1, 2):
+        model = network()
+        model[2].irreps, model[2].last = irreps, Irreps([1, 2])
+        run, model, optimizer = begin(model, directory=tmp_path, resume="auto")
+        for _ in run.epochs(1):
+            for batch in run.batches(dataset()):
+                assert tuple(tuple.__iter__(irreps[0])) == (8, 0)  # a variable of the loop, too
+                train_step(run, batch, optimizer)
+                held.append(tuple(tuple.__iter__(model[2].last)))
+                model[2].last = Irreps([batch.plan.step, 2])
+                if batch.plan.step == last_step:
+                    run.save(wait=True)
+                    break
+        run.close()
+    assert held == [(1, 2), (0, 2), (1, 2)]
+
+
 @pytest.mark.parametrize("name", ODD)
 def test_what_the_loop_changes_and_no_checkpoint_holds_is_not_resumed(name, tmp_path):
     change, said = ODD[name]

@@ -47,6 +47,21 @@ def test_prepare_takes_a_plain_model_once():
         run.prepare(network())
 
 
+class Functional:
+    """As an optimizer of TorchOpt."""
+
+    def state_dict(self):
+        return ()
+
+    def load_state_dict(self, state):
+        raise AssertionError
+
+
+def test_an_optimizer_of_another_library_is_refused_by_its_name():
+    with pytest.raises(ConfigError, match=r"given a tests\.\S+\.Functional, whose state_dict\(\) is a tuple\. It"):
+        lockstep.init(global_batch=GLOBAL_BATCH).prepare(network(), Functional())
+
+
 # torch's own, on the compiler's import
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
 def test_what_the_compiler_chooses_by_speed_is_refused():

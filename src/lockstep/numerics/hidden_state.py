@@ -305,6 +305,11 @@ class Snapshot:
         for key, buffer in module._buffers.items():
             if buffer is not None:
                 self._value(buffer, f"the buffer {key!r} of {words}")
+        for key, parameter in module._parameters.items():  # a hook of the backward pass may keep something there
+            if parameter is not None:
+                own = [each for each in type(parameter).__mro__ if each.__module__.startswith("lockstep.")]
+                kept = [name for each in own for name in vars(each).get("__annotations__", ())]
+                self._slots(vars(parameter), f"the parameter {key!r} of {words}", leave_out=kept)
         hooks = [each for kind in _HOOKS for each in vars(module).get(kind, {}).values()]
         own = [each for each in hooks if is_users_module(getattr(each, "__module__", None) or "")]
         self._note(f"the hooks of {words}", repr([getattr(each, "__qualname__", "") for each in own]))
@@ -488,6 +493,14 @@ def slots_of(value: Any) -> dict[str, Any]:
 def entries_of(container: dict[Any, Any]) -> Iterable[tuple[Any, Any]]:
     """The entries as they are stored: a class of the user's may make something else of them when it is asked."""
     return OrderedDict.items(container) if isinstance(container, OrderedDict) else dict.items(container)
+
+
+def as_stored(container: Any) -> Any:
+    """The container; of a tuple whose class answers otherwise when it is asked, as e3nn's, what it holds."""
+    kind = type(container)
+    if not issubclass(kind, tuple) or (kind.__len__, kind.__iter__) == (tuple.__len__, tuple.__iter__):
+        return container
+    return tuple(tuple.__iter__(container))
 
 
 def refill(container: Any, entries: Any) -> None:

@@ -33,7 +33,14 @@ from lockstep.core.fingerprint import checksum, sum_of_bits
 from lockstep.data.keyed import encoded_state, set_encoded_state
 from lockstep.distributed.collectives import gather_json
 from lockstep.errors import ConfigError
-from lockstep.numerics.hidden_state import attributes_of, entries_of, is_users_object, refill, slots_of
+from lockstep.numerics.hidden_state import (
+    as_stored,
+    attributes_of,
+    entries_of,
+    is_users_object,
+    refill,
+    slots_of,
+)
 from lockstep.numerics.value_text import octets_of, set_octets
 from lockstep.run.prepare import Parts
 from lockstep.strategies import Strategy
@@ -184,10 +191,10 @@ class Values:
         return ["array", array.dtype.str, list(array.shape), self._tensor(numbers, path)]
 
     def _container(self, value: Any, path: str, depth: int) -> JSON:
+        kind, value = type(value).__qualname__, as_stored(value)
         self._entries += len(value)
         if self._entries > _MOST_ENTRIES or depth > _MOST_DEPTH:
             return self._unheld()
-        kind = type(value).__qualname__
         pairs = list(entries_of(value) if isinstance(value, dict) else enumerate(value))
         entries = [each for _, each in pairs]
         keys: list[JSON] = []
@@ -269,7 +276,7 @@ class _Restoring:
             case ["set", kind, keys]:
                 return self._filled(kind, [decode(each) for each in keys], own, is_new)
             case ["list", kind, entries]:
-                held = list(own) if isinstance(own, list | tuple | deque) else []
+                held = list(as_stored(own)) if isinstance(own, list | tuple | deque) else []
                 held += [_MISSING] * (len(entries) - len(held))
                 found = self._parts(range(len(entries)), entries, held, path)
                 return self._filled(kind, [each for each in found if each is not _MISSING], own, is_new)

@@ -40,6 +40,7 @@ from lockstep.data.keyed import encoded_state
 from lockstep.numerics.hidden_state import (
     NAMESPACES,
     Place,
+    as_stored,
     attributes_of,
     is_closed,
     is_users_code,
@@ -340,7 +341,7 @@ class Variables:
         elif issubclass(kind, type):
             self._class(value, depth, only_tensors)
         elif issubclass(kind, list | tuple | deque | dict):
-            self._container(value, name, depth, only_tensors)
+            self._container(as_stored(value), name, depth, only_tensors)
             self._attributes(value, name, depth, only_tensors)
         elif issubclass(kind, DataLoader):
             for key in ("dataset", "sampler", "generator", "collate_fn"):

@@ -85,6 +85,12 @@ class Parts:
                     f"run.prepare takes a model, optimizers, schedulers, and modules to keep beside the model; a "
                     f"{type(each).__name__} is none of them. Give data sets to run.batches and run.evaluate."
                 )
+            if not isinstance(state := each.state_dict(), Mapping):
+                raise ConfigError(
+                    f"run.prepare was given a {type(each).__module__}.{type(each).__qualname__}, whose state_dict() is "
+                    f"a {type(state).__name__}. It takes optimizers of the class torch.optim.Optimizer, and schedulers "
+                    "and the like whose state_dict() is a dict: use torch's own optimizer, or derive yours from it."
+                )
         _require_own_parameters(optimizers, list(model.parameters()))
         _require_trainable(model, optimizers)
         _require_own_optimizers(schedulers, optimizers)

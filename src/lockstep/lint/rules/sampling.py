@@ -10,7 +10,16 @@ from lockstep.lint.finding import Hit, rule
 from lockstep.lint.ranks import lower_name, mentions_rank, on_one_rank
 from lockstep.lint.rules.gradients import divisors
 from lockstep.lint.rules.launching import COUNTS
-from lockstep.lint.script import Script, argument, arguments, constant, is_open, last_name, parameters
+from lockstep.lint.script import (
+    Script,
+    argument,
+    arguments,
+    constant,
+    is_open,
+    last_name,
+    parameters,
+    receiver,
+)
 from lockstep.lint.wrappers import DDP, is_distributed, is_managed, reduces, starts_group, wraps
 
 _EVALUATION = re.compile(r"(?<![a-z])(val|valid|validation|test|eval|dev)(?![a-z])|(val|test)_?(set|data|ds)")
@@ -215,6 +224,44 @@ def of_one_share(script: Script) -> Iterator[Hit]:
             "holds for one share.",
             "torch.distributed.all_reduce(correct); torch.distributed.all_reduce(count)  # then correct / count",
         )
+
+
+@rule(
+    "LS070",
+    "A metric of torchmetrics that every process gives the same samples is summed over them by compute().",
+)
+def metric_of_all_combined(script: Script) -> Iterator[Hit]:
+    """Of a loop on Lockstep, where one function updates and computes it, and not with `sync_on_compute=False`."""
+    if "lockstep" not in script.imported_roots or _divides_samples(script):
+        return
+    for compute in script.method_calls("compute"):
+        name = script.owner(compute)
+        metrics = [
+            value
+            for value in script.values(receiver(compute))
+            if isinstance(value, ast.Call) and script.name(value).startswith("torchmetrics.")
+        ]
+        updates = [
+            call
+            for call in script.calls
+            if script.text(call.func) in (name, f"{name}.update", f"{name}.forward")
+            and script.same_function(call, compute)
+            and not any(script.around(call, ast.Lambda, within_function=True))
+        ]
+        if updates and metrics and not any("sync_on_compute" in script.text(made) for made in metrics):
+            yield Hit(
+                compute,
+                f"in {script.text(compute)} the processes add up what each of them holds, and here each has seen the "
+                "same samples: a count or a sum comes out multiplied by their number.",
+                "make the metric with sync_on_compute=False, or give it to run.evaluate",
+            )
+
+
+def _divides_samples(script: Script) -> bool:
+    """Returns True where a file divides samples between processes, by a sampler or the rank."""
+    return script.mentions("distributedsampler", "split_dataset_by_node", "num_replicas") or any(
+        _shares_by_rank(script)
+    )
 
 
 @rule("LS008", "The split into training and validation data is drawn without a seed that the ranks share.")

@@ -149,7 +149,8 @@ _IN_PARTS = (
     "of all. Where it is for a log, give also= of run.backward a function, or call run.evaluate."
 )
 OF_WHOLE_BATCH = (
-    ", which is given the outputs and the targets of all samples on every process: leave the call out."
+    ", which is given the outputs and the targets of all samples on every process: leave the call out. A loss of a "
+    "library may have an option for it, such as gather_distributed=False; otherwise override the method that calls."
 )
 """The reason why a loss of the whole batch exchanges nothing."""
 
@@ -264,7 +265,11 @@ def counts_read(found: Snapshot, codes: Iterable[CodeType], ranks: int) -> list[
     return [*read, "an attribute world_size"] if is_of_run else read
 
 
-_REMEDIES = {"LS059": "Give all samples to run.evaluate", "LS069": "Print it as it is returned"}
+_REMEDIES = {
+    "LS059": "Give all samples to run.evaluate",
+    "LS069": "Print it as it is returned",
+    "LS070": "Make the metric with sync_on_compute=False, or give it to run.evaluate",
+}
 """The remedy for the findings of a rule, by its number."""
 
 
