@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lockstep.models import digits_net, lstm, resnet18, transformer
-from lockstep.strategies.pipeline.chain import chain
+from lockstep.strategies.pipeline.chain import attributes_of, chain, reading
 
 
 def names(model):
@@ -71,8 +71,18 @@ def shortcut(x):
         shortcut,
         lambda x: x if x.sum() > 0 else -x,
         lambda x: x.to(torch.float64).float(),
+        lambda x: F.relu(x) if isinstance(x, torch.Tensor) else x,
+        lambda x: F.relu(x) if torch.is_tensor(x) else x,
+        lambda x: F.relu(x) if hasattr(x, "shape") else x,
+        lambda x: x if x.dtype is torch.float64 else F.relu(x),
+        lambda x: F.relu(x) if torch.is_grad_enabled() else x,
+        lambda x: F.relu(x) if torch.is_autocast_enabled("cpu") else x,
+        lambda x: F.softmax(x, 1 if torch.is_grad_enabled() else 0),
     ],
-    ids=["dropout", "torch random", "python random", "arithmetic", "branch", "unknown method"],
+    ids=[
+        *("dropout", "torch random", "python random", "arithmetic", "branch", "unknown method"),
+        *("isinstance", "is_tensor", "hasattr", "dtype", "gradients", "autocast", "an argument"),
+    ],
 )
 def test_a_forward_that_does_more_stays_whole(between):
     model = nn.Sequential(Straight(between), nn.ReLU())
@@ -182,6 +192,40 @@ class Keeps(nn.Module):
         self.seen.append(x)
         self.features = self.first(x)
         return self.last(self.features)
+
+
+def test_what_a_forward_sets_is_set_while_it_is_read():
+    model = Keeps()
+    with reading(model, training=True) as links:
+        assert len(links) == 2
+        assert (model.calls, len(model.seen), isinstance(model.features, torch.Tensor)) == (1, 1, False)
+    assert not hasattr(model, "features")
+
+
+class Settings:
+    is_deep = True
+
+
+class ByClass(Straight):
+    """Looks at an attribute of its class, at an object that it holds, and at one of its file."""
+
+    is_deep, settings = True, Settings()
+
+    def forward(self, x):
+        is_deep = self.is_deep and self.settings.is_deep and IN_FILE.is_deep
+        return self.second(self.first(x)) if is_deep else self.second(x)
+
+
+IN_FILE = Settings()
+
+
+@pytest.mark.parametrize("owner", [ByClass, ByClass.settings, IN_FILE])
+def test_what_a_forward_may_look_at_is_more_than_its_own_attributes(owner, monkeypatch):
+    model = ByClass()
+    before = attributes_of(model)
+    assert attributes_of(model) == before
+    monkeypatch.setattr(owner, "is_deep", False)
+    assert attributes_of(model) != before
 
 
 def test_reading_a_forward_leaves_no_trace():

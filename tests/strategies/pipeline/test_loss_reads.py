@@ -10,7 +10,7 @@ from torch import nn
 
 from lockstep.errors import ConfigError
 from lockstep.run.step import with_exact_mean
-from lockstep.strategies.pipeline.loss_reads import LossReads
+from lockstep.strategies.pipeline.loss_reads import LossReads, StagesRead
 
 KEPT = {}
 ONES = torch.ones(3)
@@ -112,3 +112,27 @@ def test_the_sentence_names_the_stage_and_the_remedy():
         ConfigError, match=r"The loss reads 'KEPT'.*begins with 'layer2.0'.*strategy 'ddp' or 'fsdp'"
     ):
         reads.require_unchanged("layer2.0")
+
+
+class Gated(nn.Module):
+    """Reads what another module of the model sets."""
+
+    def __init__(self, shared):
+        super().__init__()
+        self.shared, self.own = shared, {}
+
+    def forward(self, x):
+        return x * self.shared.gate
+
+
+def test_what_modules_of_another_stage_can_read_is_refused_where_it_changes():
+    shared, notes = types.SimpleNamespace(gate=1.0, unread=[]), {}
+    module = Gated(shared)
+    module.register_forward_hook(lambda module, given, found: notes.setdefault("x", found))
+    reads = StagesRead({"3": module})
+    notes["y"] = 1  # by a hook, for the loop
+    reads.require_unchanged("0")
+    shared.gate = torch.ones(2)
+    said = r"changes the attribute 'gate' of the attribute 'shared' of 3 in the stage that begins with '0'.*in a tuple"
+    with pytest.raises(ConfigError, match=said):
+        reads.require_unchanged("0")

@@ -111,6 +111,37 @@ class Changes(nn.Module):
         return whole + part.sum(1, keepdim=True)
 
 
+class Shared(nn.Module):
+    """Sets something for the modules that come after it, or reads it."""
+
+    def __init__(self, kept, sets):
+        super().__init__()
+        self.kept, self.sets = kept, sets
+
+    def forward(self, x):
+        if self.sets:
+            self.kept["scale"] = x.mean()
+        return x * self.kept.get("scale", 1.0)
+
+
+class Noting(nn.Module):
+    """A chain that keeps something for the loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last, self.features = nn.Linear(4, 4), nn.Linear(4, 2), None
+
+    def forward(self, x):
+        self.features = self.first(x)
+        return self.last(self.features)
+
+
+def shared(kept):
+    return nn.Sequential(
+        nn.Linear(4, 4), Shared(kept, True), nn.Linear(4, 4), Shared(kept, False), nn.Linear(4, 2)
+    )
+
+
 class Opaque(nn.Module):
     """Gives something that cannot be sent."""
 
@@ -168,6 +199,16 @@ REFUSED = {
         {"pipeline": {"split": ["2"]}},
         r"begins with '2' changes a tensor in place that it is given together with a view of it",
     ),
+    "for another stage": (
+        lambda: shared({}),
+        {"pipeline": {"split": ["3"]}},
+        r"changes the attribute 'kept' of 3 in the stage that begins with '0', and modules of another stage can read",
+    ),
+    "for the loss": (
+        Noting,
+        {"noted": True},
+        r"The loss reads 'model.features', which .* changes in the model. Under a pipeline the loss runs in another",
+    ),
     "loss of the model": (
         layers,
         {"decay": True},
@@ -199,7 +240,7 @@ REFUSED = {
 }
 
 
-OF_LOOP = ("forward", "average", "decay", "again", "replaced", "patched", "skipped")
+OF_LOOP = ("forward", "average", "decay", "noted", "again", "replaced", "patched", "skipped")
 """Changes of the loop; all else is an option."""
 
 
@@ -207,6 +248,7 @@ LATE = (
     "a view and its base",
     "other shapes",
     "no tensors",
+    "for another stage",
     "loss of the model",
     "model in the loss",
     "own forward",
@@ -252,6 +294,8 @@ def one_step(world, case):
     loss = nn.CrossEntropyLoss()
     if given.get("decay"):
         loss = lambda output, target: output.square().mean() + original[0].weight.square().sum()  # noqa: E731
+    if given.get("noted"):
+        loss = lambda output, target: output.square().mean() + model.features.square().mean()  # noqa: E731
     if given.get("again"):
         loss = lambda output, target: output.square().mean() + model(torch.ones(2, 4)).square().mean()  # noqa: E731
     if given.get("replaced"):

@@ -12,7 +12,9 @@ calls its children under ``torch.no_grad``, ``torch.autocast`` or hooks on saved
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sized
+import sys
+from collections.abc import Callable, Iterator, Sequence, Sized
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from inspect import isfunction
@@ -36,6 +38,8 @@ _METHODS = (
     *("relu", "tanh", "mean", "flatten", "squeeze"),
     *("view", "reshape", "permute", "transpose", "contiguous"),
 )
+
+_DEVICES = ("cpu", "cuda")
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,11 +86,11 @@ def _inner(module: nn.Module) -> list[ChainLink] | None:
         return None  # it runs something else than the forward of its class
     if type(module).forward is nn.Sequential.forward:
         return [ChainLink(name, child) for name, child in module._modules.items() if child is not None]
-    if draws_without_key(module):
+    if draws_without_key(module) or "type" in names_in(type(module).forward.__code__):
         return None
     links = _traced(module, training=True)
     other = _traced(module, training=False)
-    if links is None or other is None or [each.name for each in links] != [each.name for each in other]:
+    if links is None or other is None or _calls(links) != _calls(other):
         return None
     called = {each.module for each in links}
     idle = [child for child in module.children() if child not in called]
@@ -98,9 +102,9 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), list, tuple, dict)
 
 
 def attributes_of(module: nn.Module) -> dict[str, Any]:
-    """The attributes of a module and its children, and the plain variables of its file, that its forward may look at.
+    """What a forward may look at: attributes of the module and its children, of its class and objects, and variables.
 
-    What is not a plain value stands for itself.
+    What is not a plain value stands for itself, and for what a snapshot finds in it.
     """
     cls: Any = type(module)
     named, variables = _names_in(cls)
@@ -108,12 +112,25 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
     for prefix, each in (("", module), *((f"{name}.", child) for name, child in module.named_children())):
         own = vars(each)
         found |= {f"{prefix}{key}": own[key] for key in named & own.keys() - _OF_EVERY_MODULE}
-    return {
+    texts = {
         key: repr(value)
         if isinstance(value, _PLAIN) and not (isinstance(value, Sized) and len(value) > 1000)
         else id(value)
         for key, value in found.items()
     }
+    return texts | Snapshot({"": without_parts(module)}, restorable=False).texts
+
+
+def without_parts(module: nn.Module) -> nn.Module:
+    """A module with the class and the attributes of another, but without its children, tensors and hooks."""
+    kept = {
+        key: value
+        for key, value in vars(module).items()
+        if key in ("_parameters", "training") or not (isinstance(value, Tensor) or key in _OF_EVERY_MODULE)
+    }
+    alone = object.__new__(type(module))
+    vars(alone).update({**vars(nn.Module()), **kept})
+    return alone
 
 
 @cache
@@ -128,8 +145,10 @@ def _names_in(cls: type) -> tuple[frozenset[str], dict[str, Any]]:
 def what_it_calls(module: nn.Module) -> list[tuple[Any, ...]] | None:
     """The calls that the forward of an opened module makes now, in an order that can be compared."""
     links = _traced(module, training=module.training)
-    if links is None:
-        return None
+    return None if links is None else _calls(links)
+
+
+def _calls(links: Sequence[ChainLink]) -> list[tuple[Any, ...]]:
     return [
         (each.name, *(vars(each.module)[key] for key in ("_function", "_arguments", "_named")))
         if isinstance(each.module, FunctionLink)
@@ -164,11 +183,43 @@ def is_watched(module: nn.Module) -> bool:
     return any(getattr(hook, "__module__", "") != "lockstep.numerics.randomness" for hook in hooks)
 
 
+class _Given(fx.Proxy):
+    """Stands for a value that a forward is given or that a child returns, whose kind is not known."""
+
+    tracer: _OneLevel
+
+    @property
+    def __class__(self) -> type:
+        """Its own class for torch.fx; a forward that asks for it would do something else with the value."""
+        if self.tracer.is_done or _asked_by_torch():
+            return _Given
+        raise fx.proxy.TraceError("this forward looks at the class of a value")
+
+    @__class__.setter
+    def __class__(self, kind: type) -> None:
+        raise fx.proxy.TraceError("this forward changes the class of a value")
+
+    def __getattr__(self, key: str) -> fx.proxy.Attribute:
+        if key in _METHODS or self.tracer.is_done or _asked_by_torch():
+            return super().__getattr__(key)
+        raise fx.proxy.TraceError("this forward looks at an attribute of a value")
+
+
+def _asked_by_torch() -> bool:
+    """True where torch.fx asks the caller, or an assignment to an attribute of a module does."""
+    asking = sys._getframe(2)
+    while asking.f_code.co_name == "__instancecheck__" and asking.f_back is not None:
+        asking = asking.f_back
+    is_assignment = asking.f_code is nn.Module.__setattr__.__code__
+    return is_assignment or asking.f_globals.get("__name__", "").startswith("torch.fx.")
+
+
 class _OneLevel(fx.Tracer):
     """Reads one forward; its children stay calls, which must be made as the forward itself is called."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
+        self.is_done = False
         self._conditions = _conditions()
         self._children = dict(module.named_children())
         self._kept, self._tensors = Snapshot(self._children, restorable=False), self._tensors_now()
@@ -184,6 +235,16 @@ class _OneLevel(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return True
 
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Given(node, self)
+
+    def nodes(self, module: nn.Module) -> list[fx.Node]:
+        """What the forward calls; afterwards its stand-ins may be looked at."""
+        try:
+            return list(self.trace(module).nodes)
+        finally:
+            self.is_done = True
+
     def create_proxy(self, kind: str, *args: Any, **kwargs: Any) -> fx.Proxy:
         if kind in ("call_module", "call_function", "call_method") and _conditions() != self._conditions:
             raise fx.proxy.TraceError("a context manager is around a part of this forward")
@@ -197,13 +258,12 @@ class _OneLevel(fx.Tracer):
 
 def _conditions() -> tuple[object, ...]:
     """The modes that context managers of torch set for the operations within them."""
-    devices = ("cpu", "cuda")
     backends = torch.backends
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
-        *(torch.is_autocast_enabled(device) for device in devices),
-        *(torch.get_autocast_dtype(device) for device in devices),
+        *(torch.is_autocast_enabled(device) for device in _DEVICES),
+        *(torch.get_autocast_dtype(device) for device in _DEVICES),
         torch._C._autograd._top_saved_tensors_default_hooks(False),
         torch._C._autograd._saved_tensors_hooks_get_disabled_error_message(),
         torch.get_default_dtype(),
@@ -225,22 +285,48 @@ def _conditions() -> tuple[object, ...]:
 
 def _traced(module: nn.Module, *, training: bool) -> list[ChainLink] | None:
     """The chain that a forward is in this mode; None if it is none, or if it draws while it is read."""
+    with reading(module, training=training) as links:
+        return links
+
+
+@contextmanager
+def reading(module: nn.Module, *, training: bool) -> Iterator[list[ChainLink] | None]:
+    """Reads a forward in this mode: gives its chain; None if it is none, or if it draws while it is read.
+
+    Evaluation is read without gradients and with autocast, so that a forward that looks at these is none. Inside the
+    context is as it is what the forward has set; afterwards that is as before.
+    """
     before, numbers, draws = Snapshot({"": module}), torch.get_rng_state(), random.getstate()
     legacy = np.random.get_state(legacy=False)
     module.training = training
     try:
-        nodes = list(_OneLevel(module).trace(module).nodes)
-    except Exception:
-        # The user's forward may fail in any way when it is read with stand-ins; it is then no chain.
-        return None
-    finally:
+        try:
+            with torch.set_grad_enabled(training), _autocast(not training):
+                nodes = _OneLevel(module).nodes(module)
+        except Exception:
+            # The user's forward may fail in any way when it is read with stand-ins; it is then no chain.
+            nodes = []
         drew = random.getstate() != draws or not torch.equal(torch.get_rng_state(), numbers)
         drew = drew or str(np.random.get_state(legacy=False)) != str(legacy)
+        yield None if drew or not nodes else _as_chain(module, nodes)
+    finally:
         before.restore()
         torch.set_rng_state(numbers)
         np.random.set_state(legacy)
         random.setstate(draws)
-    return None if drew else _as_chain(module, nodes)
+
+
+@contextmanager
+def _autocast(enabled: bool) -> Iterator[None]:
+    """Autocast switched on or off, as far as a forward can see, on every kind of device."""
+    before = {device: torch.is_autocast_enabled(device) for device in _DEVICES}
+    try:
+        for device in _DEVICES:
+            torch.set_autocast_enabled(device, enabled)
+        yield
+    finally:
+        for device in _DEVICES:
+            torch.set_autocast_enabled(device, before[device])
 
 
 def _as_chain(module: nn.Module, nodes: list[fx.Node]) -> list[ChainLink] | None:

@@ -1,16 +1,17 @@
-"""Values that a loss function reads beside its arguments, and whether another process's stage has just changed them.
+"""Values that a loss, or a stage, reads beside its arguments, and whether another process's stage has changed them.
 
     hook on stage 0     kept["x"] = output        in the process of stage 0
     loss                ... + kept["x"].norm()     in the process of the last stage, whose ``kept`` is another
 
-Python has one ``kept`` in each process, so such a loss would read nothing, or something old. What a function can read
-is found from its code: closures, globals and attributes that it mentions, and what lies in dictionaries and lists.
+Python has one ``kept`` in each process, so such a loss would read nothing, or something old; so would a forward of
+another stage. What a function can read is found from its code: closures, globals and attributes that it mentions, and
+what lies in dictionaries and lists.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
@@ -18,7 +19,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from lockstep.errors import ConfigError
-from lockstep.numerics.hidden_state import names_in
+from lockstep.numerics.hidden_state import Snapshot, names_in
+from lockstep.strategies.pipeline.chain import without_parts
 
 _DEEPEST, _MOST = 6, 2000
 """How far, and how many values, are looked at."""
@@ -43,17 +45,51 @@ class LossReads:
         """Raises ``ConfigError`` where a forward pass changed something since this was made.
 
         Args:
-            stage: the name of the module that the pass began with.
+            stage: the name of the module that the pass began with; "" for the model.
         """
         after = _readable(self._function)
         changed = [name for name in {**self._before, **after} if not _is_same(self._before, after, name)]
         if changed:
+            where = f"the stage that begins with {stage!r}" if stage else "the model"
             raise ConfigError(
-                f"The loss reads {changed[0]!r}, which a hook or a module's forward changes in the stage that begins "
-                f"with {stage!r}. Under a pipeline the loss runs in another process, whose {changed[0]!r} stays as it "
-                "is. Return what the loss needs from the forward of the model, cut the model with pipeline.split so "
-                "that the module is in the last stage, or use strategy 'ddp' or 'fsdp'."
+                f"The loss reads {changed[0]!r}, which a hook or a module's forward changes in {where}. Under a "
+                f"pipeline the loss runs in another process, whose {changed[0]!r} stays as it is. Return what the loss "
+                "needs from the forward of the model, cut the model with pipeline.split so that the module is in the "
+                "last stage, or use strategy 'ddp' or 'fsdp'."
             )
+
+
+class StagesRead:
+    """The values that the forwards of other processes' stages can read beside what they are given.
+
+    Hooks are left out: many keep something for the loop, each under a key of its own.
+
+    Args:
+        modules: of these stages, by name.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self._modules = modules
+        self._before = self._found()
+
+    def require_unchanged(self, stage: str) -> None:
+        """Raises ``ConfigError`` where a forward pass of this process changed something since this was made.
+
+        Args:
+            stage: the name of the module that the pass began with.
+        """
+        changed = next(iter(self._before.changed(self._found())), None)
+        if changed is not None:
+            raise ConfigError(
+                f"A hook or a module's forward changes {changed} in the stage that begins with {stage!r}, and modules "
+                "of another stage can read that. Under a pipeline these run in another process, where it stays as it "
+                "is. Return what they need from the module before them, in a tuple or a dict with the activations, "
+                "cut the model with pipeline.split so that these modules are in one stage, or use strategy 'ddp' or "
+                "'fsdp'."
+            )
+
+    def _found(self) -> Snapshot:
+        return Snapshot({name: without_parts(each) for name, each in self._modules.items()}, restorable=False)
 
 
 def _is_same(before: dict[str, Any], after: dict[str, Any], name: str) -> bool:
@@ -94,6 +130,8 @@ def _reach(function: Callable[..., Any], names: set[str]) -> Iterator[tuple[str,
 
 
 def _inside(label: str, value: Any, names: set[str]) -> list[tuple[str, Any]]:
+    if isinstance(value, nn.Module) and type(value).__module__.startswith("lockstep."):
+        value = vars(value).get("_model", value)  # the user's, behind the prepared one
     if isinstance(value, MethodType):
         return [(label, value.__func__), (label.rpartition(".")[0] or "self", value.__self__)]
     if isinstance(value, partial):

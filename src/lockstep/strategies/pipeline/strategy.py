@@ -47,10 +47,10 @@ from lockstep.strategies.absent import (
 from lockstep.strategies.gradients import StepSums
 from lockstep.strategies.loop_writes import LoopWrites, setting_values
 from lockstep.strategies.optimizer_trial import Unit
-from lockstep.strategies.pipeline.chain import attributes_of, what_it_calls
+from lockstep.strategies.pipeline.chain import attributes_of, reading, what_it_calls
 from lockstep.strategies.pipeline.channels import PipelineChannel
 from lockstep.strategies.pipeline.links import OTHER_FREEZING
-from lockstep.strategies.pipeline.loss_reads import LossReads
+from lockstep.strategies.pipeline.loss_reads import LossReads, StagesRead
 from lockstep.strategies.pipeline.partition import Partition
 from lockstep.strategies.pipeline.schedule import Action, order_of
 from lockstep.strategies.pipeline.stage import Passes, PipelineChannels, Stage, refusing_backward
@@ -275,8 +275,16 @@ class Pipeline(Strategy):
             self._sums[number] = self._make_sums(stage, local)
         tensors = (*model.named_parameters(), *model.named_buffers())
         names_of = {id(tensor): name for name, tensor in tensors}
+        self._of_others: dict[str, nn.Module] = {}
+        """The modules of other processes' stages, by name."""
         for number, others in enumerate(modules):
             if number not in mine:
+                named = (
+                    (f"{link.name}.{name}".strip("."), inner)
+                    for link in parts[number]
+                    for name, inner in link.module.named_modules()
+                )
+                self._of_others |= named
                 absence = Absence(
                     self.name, f"rank {self._channels.ranks[number % channels.length]} has its stage"
                 )
@@ -329,6 +337,8 @@ class Pipeline(Strategy):
         self._freezing_changed = self._frozen != (frozen := self._frozen_now())
         self._frozen = frozen
         kinds = [("trained", self._frozen, *kind_of(each.data)) for each in batch.micro_batches]
+        if self._steps <= _CHECKED_STEPS:
+            self._require_unset(compute.function)
         begun: set[int] = set()
         for action, following in zip(order, (*order[1:], None)):
             micro_batch, kind = batch.micro_batches[action.place], kinds[action.place]
@@ -341,14 +351,15 @@ class Pipeline(Strategy):
             passes, sums = self._passes[action.stage], self._sums[action.stage]
             if action.forward:
                 sums.begin_forward()
-                reads = (
-                    LossReads(compute.function)
-                    if self._steps <= _CHECKED_STEPS and not passes.is_last
-                    else None
-                )
+                reads: list[LossReads | StagesRead] = []
+                if self._steps <= _CHECKED_STEPS:
+                    reads += [
+                        StagesRead(self._of_others),
+                        *[LossReads(compute.function)] * (not passes.is_last),
+                    ]
                 output, target = passes.run(micro_batch, kind, compute, received)
-                if reads is not None:
-                    reads.require_unchanged(passes.name)
+                for each in reads:
+                    each.require_unchanged(passes.name)
                 sums.end_forward(micro_batch.k)
                 if passes.is_last:
                     loss = self._end(action.place, len(mine), output, target, micro_batch, compute)
@@ -361,6 +372,14 @@ class Pipeline(Strategy):
                 if action.stage == min(self._passes):
                     for call in self.events.micro_batch_end:
                         call(micro_batch)
+
+    def _require_unset(self, loss: Callable[..., Any]) -> None:
+        """Raises ``ConfigError`` where a loss reads what the forward of an opened module, which is not run, sets."""
+        for name, module in self._opened.items():
+            if name in self._calls:
+                reads = LossReads(loss)
+                with reading(module, training=module.training):
+                    reads.require_unchanged(name)
 
     def _frozen_now(self) -> int:
         """A number for what is frozen now, equal on all ranks: it decides which activations need gradients."""
