@@ -159,9 +159,29 @@ def test_a_folder_with_nothing_but_broken_ones_is_an_error(tmp_path, state_of):
     for step in (1, 2):
         (write(tmp_path, state_of(step), step=step) / "state.json").unlink()
     with pytest.raises(
-        CheckpointError, match=r"(?s)Every checkpoint .* is broken.*step-00000002.*step-00000001"
+        CheckpointError, match=r"(?s)No checkpoint .* can be used.*step-00000002.*step-00000001"
     ):
         read_newest(tmp_path)
+
+
+def test_a_link_in_the_place_of_a_checkpoint_is_named_and_a_run_never_begins_anew_beside_it(
+    tmp_path, state_of, shown, caplog
+):
+    """Checkpoints that were moved to another disk and linked were taken for none at all."""
+    run, disk = tmp_path / "run", tmp_path / "disk"
+    disk.mkdir()
+    for step in (1, 2):
+        write(run, state_of(step), step=step)
+    (run / "step-00000002").rename(disk / "step-00000002")
+    (run / "step-00000002").symlink_to(disk / "step-00000002")
+    assert shown(read_newest(run).state) == 1
+    assert f"Checkpoint skipped: {run / 'step-00000002'} is a link" in caplog.text
+    assert shown(read(run / "step-00000002")) == 2  # where a user names it
+    assert write(run, state_of(2), step=2).name == "step-00000002-2"
+    shutil.rmtree(run / "step-00000001")
+    shutil.rmtree(run / "step-00000002-2")
+    with pytest.raises(CheckpointError, match=r"(?s)No checkpoint .* can be used.*step-00000002 is a link"):
+        read_newest(run)
 
 
 def test_verify_returns_what_the_checkpoint_consists_of(sound):

@@ -1,5 +1,7 @@
 """``lockstep``: finds the command, and says a mistake in one sentence."""
 
+import contextlib
+import os
 import platform
 import re
 import subprocess
@@ -17,6 +19,23 @@ def test_the_versions_are_told(command):
     assert status == 0
     packages = re.escape(f"torch {version('torch')}, Python {platform.python_version()}")
     assert re.fullmatch(rf"lockstep 0\.\S+ \(commit \S+, {packages}\)\n", output)
+
+
+@pytest.mark.parametrize("arguments", [("train", "digits"), ("run", __file__)])
+def test_a_folder_that_was_deleted_is_told_before_anything_starts(command, tmp_path, arguments):
+    """torch ends a process there with a message about MKL, and the job was a traceback."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    with contextlib.chdir(gone.parent):
+        os.chdir(gone)
+        gone.rmdir()
+        status, output, errors = command(*arguments)
+        found = command("ps")
+    assert (status, output) == (2, "")
+    assert (
+        errors == "lockstep: The current folder of this shell was deleted. Change to one that exists (cd).\n"
+    )
+    assert found[0] == 0
 
 
 def test_the_commit_of_a_wheel_comes_from_its_record_else_from_the_checkout_else_is_unknown(

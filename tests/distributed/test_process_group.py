@@ -182,10 +182,18 @@ def test_a_port_that_is_taken_is_a_sentence():
 @pytest.mark.fault("S2")
 def test_a_store_that_cannot_be_reached_is_a_sentence():
     world = World(
-        rank=1, world_size=2, local_rank=1, local_world_size=2, rendezvous=f"tcp://127.0.0.1:{free_port()}"
+        rank=1,
+        world_size=2,
+        local_rank=1,
+        local_world_size=2,
+        launcher="lockstep",
+        rendezvous=f"tcp://127.0.0.1:{free_port()}",
     )
-    with pytest.raises(RankError, match=r"Rank 1 could not connect to the store at 127\.0\.0\.1:"):
+    began = time.monotonic()
+    with pytest.raises(RankError, match=r"Rank 1 could not connect to the store at 127\.0\.0\.1:") as raised:
         open_store(world, 0.5)
+    assert time.monotonic() < began + 5, "torch by itself tries it twice, each time as long as it is told"
+    assert str(raised.value).endswith("unset RANK and WORLD_SIZE.")
 
 
 @pytest.mark.parametrize("rendezvous", ["http://here", "tcp://here", "tcp://here:port", "file://"])

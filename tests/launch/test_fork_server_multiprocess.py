@@ -16,17 +16,60 @@ def signal_pipe():
     os.close(writer)
 
 
-def test_a_server_that_cannot_import_torch_reports_the_traceback(tmp_path, signal_pipe):
-    (tmp_path / "torch.py").write_text("raise ImportError('a broken torch')\n")
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
-    order = {"preload": [], "target": {}, "log_directory": str(tmp_path), "ranks": []}
+def started(folder, signal_pipe, preloaded, *, ranks=0):
+    """A server with a module of this text, and the events until it has ended or says that it cannot go on."""
+    (folder / "poor.py").write_text(preloaded)
+    path = f"{folder}:{os.environ.get('PYTHONPATH', '')}"
+    environment = {**os.environ, "PYTHONPATH": path, "LOCKSTEP_RUN_DIRECTORY": str(folder)}
+    task = {"environment": {}, "log": "", "debug_port": None}
+    each = [{"rank": rank, **task} for rank in range(ranks)]
+    order = {"preload": ["poor"], "target": {}, "log_directory": str(folder), "ranks": each}
     events = []
     with ServerProcess(order, environment, signal_pipe) as server:
         while not events and not server.closed:
             select.select([server], [], [], 30.0)
             events += server.events()
-        pid = server.pid
-    assert [event["event"] for event in events] == ["broken"]
-    assert "a broken torch" in events[0]["message"]
     with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
+        os.kill(server.pid, 0)
+    return server, events
+
+
+def test_a_server_that_cannot_import_torch_reports_the_traceback(tmp_path, signal_pipe):
+    (tmp_path / "torch.py").write_text("raise ImportError('a broken torch')\n")
+    _, events = started(tmp_path, signal_pipe, "")
+    assert [event["event"] for event in events] == ["broken"]
+    assert events[0]["message"].startswith("No rank was started, because importing torch failed:\n")
+    assert "a broken torch" in events[0]["message"]
+
+
+@pytest.mark.slow
+def test_a_server_that_cannot_make_a_process_says_for_which_rank_and_what_to_do(tmp_path, signal_pipe):
+    """As under ``ulimit -u`` and the limits of a container: its error was a traceback of ours."""
+    poor = (
+        "import os\n"
+        "def fork():\n"
+        "    raise BlockingIOError(11, 'Resource temporarily unavailable')\n"
+        "os.fork = fork\n"
+    )
+    _, events = started(tmp_path, signal_pipe, poor, ranks=2)
+    assert [event["event"] for event in events] == ["broken"]
+    assert events[0]["message"] == (
+        "No process could be made for rank 0: Resource temporarily unavailable. Start fewer with --devices, or allow "
+        "more processes and memory (ulimit -u, ulimit -v, the limits of a container)."
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ending", "told"),
+    [
+        ("os.kill(os.getpid(), signal.SIGXCPU)", "was killed by SIGXCPU"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "was killed"),
+        ("os._exit(3)", "ended with exit code 3"),
+    ],
+)
+def test_the_end_of_a_server_is_told(tmp_path, signal_pipe, ending, told):
+    """It was said to be killed where it had ended with an error of its own."""
+    server, events = started(tmp_path, signal_pipe, f"import os, signal\n{ending}\n")
+    assert not events
+    assert server.end == told

@@ -1,10 +1,14 @@
 """The log folder of a run; no process needed."""
 
+import errno
+import tempfile
+
 import pytest
 
 from lockstep.core.world import HostLayout
 from lockstep.errors import ConfigError
 from lockstep.launch.options import LaunchOptions, parse_devices
+from lockstep.launch.runs import run_directories, run_directory
 from lockstep.launch.supervisor import open_log_folder
 
 
@@ -53,6 +57,23 @@ def test_a_temporary_folder_stays_only_where_it_says_something():
             file.unlink()
         if name:
             logs.path.rmdir()
+
+
+def test_a_host_without_a_temporary_folder_is_told_so_and_its_runs_are_still_found(tmp_path, monkeypatch):
+    def none():
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr(tempfile, "gettempdir", none)
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    options = LaunchOptions(devices=parse_devices("cpu:2"))
+    refused = pytest.raises(
+        ConfigError, match=r"Cannot create the log folder: No usable .* TMPDIR, or --logs"
+    )
+    with refused, open_log_folder(options, HostLayout(run_id="one", world_size=2)):
+        pass
+    with run_directory() as directory:
+        assert directory in run_directories()
 
 
 def test_a_folder_that_cannot_be_made_is_a_sentence(tmp_path):

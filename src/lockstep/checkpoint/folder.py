@@ -44,15 +44,20 @@ def name_of(directory: Path, step: int) -> Path:
 
 def committed(directory: Path) -> list[Path]:
     """The checkpoints of a run folder in the order in which they were written; links and anything else are left out."""
+    return [path for path in committed_or_linked(directory) if not path.is_symlink()]
+
+
+def committed_or_linked(directory: Path) -> list[Path]:
+    """The checkpoints of a run folder, and links that somebody has put in the place of one, in the same order."""
     if not directory.is_dir():
         return []
     found = [(key[::-1], path) for path in directory.iterdir() if (key := step_of(path)) is not None]
-    return [path for _, path in sorted(found) if path.is_dir() and not path.is_symlink()]
+    return [path for _, path in sorted(found) if path.is_dir() or path.is_symlink()]
 
 
 def newest_step(directory: Path) -> tuple[int, int]:
-    """Step and attempt of the checkpoint that was written last; -1 and 1 where there is none."""
-    paths = committed(directory)
+    """Step and attempt of the checkpoint that was written last, or of a link to it; -1 and 1 where there is none."""
+    paths = committed_or_linked(directory)
     return (step_of(paths[-1]) if paths else None) or (-1, 1)
 
 

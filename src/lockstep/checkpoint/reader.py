@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from safetensors import SafetensorError
 
-from lockstep.checkpoint.folder import committed, step_of
+from lockstep.checkpoint.folder import committed_or_linked, step_of
 from lockstep.checkpoint.manifest import MANIFEST, RECORD, Manifest, decode, load_tensors, tensor_files
 from lockstep.checkpoint.state import CheckpointState
 from lockstep.errors import CheckpointError
@@ -77,8 +77,8 @@ def read_progress(path: Path | str) -> dict[str, Any]:
 def read_newest(directory: Path | str, *, written_by: str = "") -> Restored | None:
     """Reads the newest checkpoint of a run folder that is sound; None where there is none at all.
 
-    A broken one is skipped with a warning. ``CheckpointError`` lists them where all are broken:
-    starting anew without a word would throw the run's work away.
+    A broken one, or a link in the place of one, is skipped with a warning. ``CheckpointError`` lists them where all
+    are: starting anew without a word would throw the run's work away.
 
     Args:
         directory: the run folder.
@@ -86,9 +86,9 @@ def read_newest(directory: Path | str, *, written_by: str = "") -> Restored | No
     """
     wait_for_critical_threads()
     refused: list[str] = []
-    for path in reversed(committed(Path(directory))):
+    for path in reversed(committed_or_linked(Path(directory))):
         try:
-            state = read(path)
+            state = read(_of_this_folder(path))
         except CheckpointError as error:
             logger.warning("Checkpoint skipped: %s", error)
             refused.append(str(error))
@@ -98,7 +98,16 @@ def read_newest(directory: Path | str, *, written_by: str = "") -> Restored | No
     if not refused:
         return None
     raise CheckpointError(
-        f"Every checkpoint in {directory} is broken:\n"
+        f"No checkpoint in {directory} can be used:\n"
         + "\n".join(f"  {reason}" for reason in refused)
         + "\nStart in another folder to train from the beginning."
     )
+
+
+def _of_this_folder(path: Path) -> Path:
+    """Returns the path of a checkpoint; ``CheckpointError`` where a link has taken its place."""
+    if path.is_symlink():
+        raise CheckpointError(
+            f"{path} is a link, and was not read. Put the folder itself there, or name it: resume={str(path)!r}."
+        )
+    return path

@@ -17,7 +17,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
@@ -187,6 +187,7 @@ def _run(words: Sequence[str]) -> int:
     try:
         arguments = _parser(words).parse_args(words)
         _check_local_rank(arguments.local_rank)
+        _check_current_folder(arguments.command_main)
         return int(arguments.command_main(arguments))
     except LockstepError as error:
         print(f"lockstep: {printable(str(error))}", file=sys.stderr)
@@ -220,6 +221,17 @@ def _check_local_rank(given: int | None) -> None:
             f"--local-rank {given} was given, and LOCAL_RANK is {found}. Leave it out: torch.distributed.launch sets "
             "both, and other launchers need none."
         )
+
+
+def _check_current_folder(command_main: Callable[[argparse.Namespace], int]) -> None:
+    """Raises ``ConfigError`` where it was deleted, as torch then ends the process; ``ps`` and ``stop`` work there."""
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        if command_main.__module__ != "lockstep.cli.runs":
+            raise ConfigError(
+                "The current folder of this shell was deleted. Change to one that exists (cd)."
+            ) from None
 
 
 def _parser(words: Sequence[str]) -> Parser:

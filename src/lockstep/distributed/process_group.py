@@ -32,7 +32,7 @@ from lockstep.core.mesh import OF_DEVICES, Mesh
 from lockstep.core.world import LOOPBACK, World, host_name
 from lockstep.distributed.authentication import PROOF_BYTES, read_rank_key, sign
 from lockstep.distributed.network import addresses, interface_towards
-from lockstep.distributed.rendezvous import meeting_address, open_store
+from lockstep.distributed.rendezvous import meeting_address, of_an_earlier_program, open_store
 from lockstep.errors import ConfigError, RankError
 from lockstep.runtime.control import Stopped
 from lockstep.runtime.devices import is_gpu
@@ -150,6 +150,7 @@ def roll_call(store: Store, world: World, limit: float) -> None:
         raise RankError(
             f"Not every rank connected within {limit:g} s. missing: {numbered('rank', missing)}; connected: "
             f"{ranges(arrived)}. Check why the missing ranks did not start, or raise the limit if they start slowly."
+            f"{of_an_earlier_program(world) if arrived == [world.rank] else ''}"
         ) from error
 
 

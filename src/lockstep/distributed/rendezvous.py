@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -19,6 +20,7 @@ from lockstep.errors import ConfigError, RankError
 from lockstep.runtime.stack_dump import Mark, stack_marker
 
 _DEFAULT_TIMEOUT = timedelta(minutes=5)
+_CONNECT_LIMIT, _PAUSE = 5.0, 0.1
 
 
 @stack_marker(Mark.WAITS_FOR_RENDEZVOUS)
@@ -68,7 +70,8 @@ def _from_environment() -> tuple[str, int]:
         raise ConfigError(
             f"The environment names ranks but no rendezvous: MASTER_ADDR is {host!r} and MASTER_PORT is "
             f"{port!r}. Set both to the address of rank 0 (mpirun: -x MASTER_ADDR=...), give --rendezvous "
-            "tcp://HOST:PORT, or start with `lockstep run` or torchrun."
+            "tcp://HOST:PORT, or start with `lockstep run` or torchrun. If no launcher is at work here, unset the "
+            "variables that name a rank (RANK, SLURM_PROCID, OMPI_COMM_WORLD_RANK)."
         )
     return host, int(port)
 
@@ -77,21 +80,48 @@ def _from_environment() -> tuple[str, int]:
 def _tcp_store(host: str, port: int, world: World, limit: float, *, served: bool) -> Store:
     serve = world.rank == 0 and not served
     listener = _listen(host, port) if serve else None
+    end = time.monotonic() + limit
     try:
+        if not serve:
+            _wait_until_reachable(host, port, end)
         return TCPStore(
             host,
             port,
             None,
             serve,
-            timedelta(seconds=limit),
+            timedelta(seconds=max(1.0, end - time.monotonic())),
             wait_for_workers=False,
             master_listen_fd=None if listener is None else listener.detach(),
         )
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, OSError) as error:
+        reason = (getattr(error, "strerror", None) or str(error).splitlines()[0]).rstrip(".")
         raise RankError(
-            f"Rank {world.rank} could not connect to the store at {host}:{port} within {limit:g} s: "
-            f"{str(error).splitlines()[0]}. Check that rank 0 runs there and that its port is reachable."
+            f"Rank {world.rank} could not connect to the store at {host}:{port} within {limit:g} s: {reason}. Check "
+            f"that rank 0 runs there and that its port is reachable.{of_an_earlier_program(world)}"
         ) from error
+
+
+def _wait_until_reachable(host: str, port: int, end: float) -> None:
+    """Waits until something listens there; ``OSError`` at the time ``end``. torch would wait twice as long as told."""
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=_CONNECT_LIMIT).close()
+        except OSError:
+            if time.monotonic() >= end:
+                raise
+            time.sleep(_PAUSE)
+        else:
+            return
+
+
+def of_an_earlier_program(world: World) -> str:
+    """A sentence on variables that may be left in the shell, where only they say that this is one rank of several."""
+    if world.run_directory or world.launcher != "lockstep":
+        return ""
+    return (
+        f" The environment says that this is rank {world.rank} of {world.world_size}: if an earlier program has left "
+        "that in your shell, unset RANK and WORLD_SIZE."
+    )
 
 
 def _listen(host: str, port: int) -> socket.socket:

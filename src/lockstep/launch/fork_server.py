@@ -83,6 +83,14 @@ class ServerProcess:
         return self._channel.fileno()
 
     @property
+    def end(self) -> str:
+        """How the server has ended, once it has: killed, or with an error of its own."""
+        code = self._process.returncode
+        if code is None or code >= 0:
+            return f"ended with exit code {code or 0}"
+        return "was killed" if code == -signal.SIGKILL else f"was killed by {signal.Signals(-code).name}"
+
+    @property
     def pid(self) -> int:
         """The server's process id."""
         return self._process.pid
@@ -149,7 +157,8 @@ def main() -> None:
     try:
         _import(order["preload"])
     except Exception:
-        _send(channel, {"event": "broken", "message": traceback.format_exc()})
+        text = f"No rank was started, because importing torch failed:\n{traceback.format_exc()}"
+        _send(channel, {"event": "broken", "message": text})
         return
     task = _Server(channel).serve(order, signal_pipe, supervisor)
     if task is not None:
@@ -189,7 +198,11 @@ class _Server:
         signal.set_wakeup_fd(self._wake.fileno())
         server = os.getpid()
         for rank in order["ranks"]:
-            process = os.fork()
+            try:
+                process = os.fork()
+            except OSError as error:
+                _send(self._channel, {"event": "broken", "message": _no_process(rank["rank"], error)})
+                self._end_everything()
             if process == 0:
                 self._forget()
                 return RankTask(
@@ -277,6 +290,13 @@ class _Server:
             rank = self._ranks.pop(process)
             code = os.waitstatus_to_exitcode(status)
             _send(self._channel, {"event": "ended", "rank": rank, "code": code, "time": time.monotonic()})
+
+
+def _no_process(rank: int, error: OSError) -> str:
+    return (
+        f"No process could be made for rank {rank}: {error.strerror}. Start fewer with --devices, or allow more "
+        "processes and memory (ulimit -u, ulimit -v, the limits of a container)."
+    )
 
 
 def _send_signal(process: int, number: signal.Signals) -> None:

@@ -175,7 +175,7 @@ class Watch:
         self.stall: Stall | None = None
         """Why the run was ended, if it stood still."""
         self.broken = ""
-        """Why no rank could be started: a traceback, or empty."""
+        """Why not every rank could be started: a sentence, with a traceback under it; or empty."""
         self.server_lost = False
         """True if the fork server ended before its ranks."""
 

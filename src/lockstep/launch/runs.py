@@ -57,9 +57,11 @@ def run_directory(base: Path | None = None, ranks: range = range(0)) -> Iterator
                 map_file(heartbeat_file(directory, rank), SIZE).close()
                 ErrorPage(directory, rank)
         except OSError as error:
+            place = base or tempfile.tempdir or "a temporary folder"
             raise ConfigError(
-                f"The files of the run cannot be made in {base or tempfile.gettempdir()}: {error.strerror or error}. "
-                f"Make room there, or set XDG_RUNTIME_DIR to a folder with {format_bytes(_room(len(ranks)))} of it."
+                f"The files of the run cannot be made in {place}: {error.strerror or error}. Make room there, or set "
+                f"XDG_RUNTIME_DIR to a folder with {format_bytes(_room(len(ranks)))} of it; a limit on the size of "
+                "files (ulimit -f) must allow that, too."
             ) from error
         yield directory
 
@@ -85,7 +87,9 @@ def is_in_use(directory: Path) -> bool:
 
 
 def _bases() -> list[Path]:
-    names = (os.environ.get("XDG_RUNTIME_DIR", ""), "/dev/shm", tempfile.gettempdir())
+    names = [os.environ.get("XDG_RUNTIME_DIR", ""), "/dev/shm"]
+    with suppress(FileNotFoundError):  # there need not be a folder for temporary files
+        names.append(tempfile.gettempdir())
     return [Path(name) for name in dict.fromkeys(names) if name and Path(name).is_dir()]
 
 

@@ -78,9 +78,10 @@ def open_log_folder(options: LaunchOptions, layout: HostLayout) -> Iterator[LogF
                 made = tempfile.mkdtemp(prefix=f"lockstep-logs-{layout.run_id}-")
                 logs = LogFolder(Path(made), is_kept=False)
         except OSError as error:
-            asked_for = options.log_directory or tempfile.gettempdir()
+            asked_for = options.log_directory or tempfile.tempdir  # None where there is no temporary folder
             raise ConfigError(
-                f"Cannot create the log folder {asked_for!r}: {error.strerror}. Choose a folder that is writable."
+                f"Cannot create the log folder{f' {asked_for!r}' if asked_for else ''}: {error.strerror}. Choose one "
+                "that is writable: TMPDIR, or --logs of lockstep run."
             ) from error
         try:
             yield logs
@@ -147,7 +148,7 @@ def run_world(target: Target, options: LaunchOptions, joined: Joined | None = No
         with ServerProcess(_order(target, options, layout, logs.path), environment, to_supervisor) as server:
             watch = Watch(server, control, directory, logs.path, options, layout.first_rank, coordinator)
             watch.wait_for_ranks(inbox, from_ranks)
-        outcome = replace(_outcome(watch, control, directory, logs.path), asked=control.reason)
+        outcome = replace(_outcome(watch, server, control, directory, logs.path), asked=control.reason)
         if coordinator is not None:
             failed_to_run = watch.broken or (watch.server_lost and not outcome.has_failed)
             fault = (outcome.code, outcome.lines) if failed_to_run else None
@@ -182,16 +183,17 @@ def _order(target: Target, options: LaunchOptions, layout: HostLayout, logs: Pat
     return {**order, "log_directory": str(logs), "ranks": ranks}
 
 
-def _outcome(watch: Watch, control: Control, directory: Path, logs: Path) -> WorldOutcome:
+def _outcome(
+    watch: Watch, server: ServerProcess, control: Control, directory: Path, logs: Path
+) -> WorldOutcome:
     if watch.broken:
-        lines = ("No rank was started, because importing torch failed:", *watch.broken.splitlines())
-        return WorldOutcome(code=EXIT_CONFIG, lines=lines)
+        return WorldOutcome(code=EXIT_CONFIG, lines=tuple(watch.broken.splitlines()))
     if watch.stall is not None:
         lines = tuple(report_stall(watch.stall.verdict, watch.stall.snapshots, logs))
         return WorldOutcome(code=EXIT_STALLED, lines=lines, has_failed=True)
     verdict = judge(watch.ends, control.reason)
     if watch.server_lost and verdict.cause is None:
-        lines = ("The process that forks the ranks was killed, and the ranks with it.",)
+        lines = (f"The process that forks the ranks {server.end}, and the ranks with it.",)
         lost = LostRanks(ranks=(), step=furthest_step(watch.ends))
         return WorldOutcome(code=EXIT_RANK, lines=lines, lost=lost)
     lines = tuple(report(verdict, watch.ends, control.reason, logs))
