@@ -305,7 +305,10 @@ class Snapshot:
         for key, buffer in module._buffers.items():
             if buffer is not None:
                 self._value(buffer, f"the buffer {key!r} of {words}")
-        for key, parameter in module._parameters.items():  # a hook of the backward pass may keep something there
+        for (
+            key,
+            parameter,
+        ) in module._parameters.items():  # a hook of the backward pass may keep something there
             if parameter is not None:
                 own = [each for each in type(parameter).__mro__ if each.__module__.startswith("lockstep.")]
                 kept = [name for each in own for name in vars(each).get("__annotations__", ())]
