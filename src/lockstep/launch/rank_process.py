@@ -298,8 +298,8 @@ def _leave(task: RankTask, world: World, heartbeat: Heartbeat) -> None:
         if is_outside and not opened_groups() and made_optimizers():
             print(
                 f"Warning: the script opened no process group, so each of the {world.world_size} processes trained a "
-                "model of its own, on all the data. To train one model on all of them, call lockstep.init() "
-                "(docs/own-loop.md), or torch.distributed.init_process_group().",
+                "model of its own, on all the data. To train one model on all of them, call lockstep.init(): lockstep "
+                "port SCRIPT lists the lines that change. Or call torch.distributed.init_process_group().",
                 file=sys.stderr,
             )
     _finish_program()
