@@ -93,6 +93,30 @@ def test_a_loop_that_cuts_its_batches_itself_needs_a_data_set():
     assert "TensorDataset(x, y)" in found[2][0]
 
 
+@pytest.mark.parametrize(
+    ("read", "said"),
+    [
+        (
+            "logger.log_every(data_loader, 10, header)",
+            "logger.log_every(run.batches(data_loader), 10, header)",
+        ),
+        ("tqdm(enumerate(self.train_dl), total=9)", "tqdm(enumerate(run.batches(self.train_dl)), total=9)"),
+        ("make_loader(dataset, 8)", "run.batches(make_loader(dataset, 8))"),
+        ("loaders['train']", "run.batches(loaders['train'])"),
+    ],
+)
+def test_what_a_loop_over_batches_reads(read, said):
+    found = advice(f"import torch\nfor x, y in {read}:\n    f(model(x), y).backward()\n")
+    assert f" in {said}:" in found[2][0]
+
+
+def test_a_count_of_batches_is_no_loop_over_them():
+    found = advice(
+        "import torch\nfor i in range(len(loader)):\n    x, y = next(it)\n    f(model(x), y).backward()\n"
+    )
+    assert found[2][0].startswith("for epoch in run.epochs(N): for batch in run.batches(data);")
+
+
 def test_data_sets_read_together():
     found = advice("import torch\nfor a, b in zip(one, other):\n    loss(model(a, b), b).backward()\n")
     assert found[2][0].startswith("for batch in run.batches((one, other)):")

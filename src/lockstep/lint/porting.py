@@ -54,6 +54,8 @@ _ADAPTERS["pytorch_lightning"] = _ADAPTERS["lightning"]
 _TRAINERS = ("Accelerator", "Trainer", "LightningModule")
 _DATA = re.compile(r"load|data|set|dl|batch|iter|val|test", re.IGNORECASE)
 """Names of what an evaluation reads."""
+_LOADER = re.compile(r"load|dl$|batches", re.IGNORECASE)
+"""Names of what a loop over batches reads, through any function."""
 
 _SETTING = (
     "leave out: bits depend on it; lockstep.init has the options threads=, precision= and deterministic="
@@ -260,8 +262,12 @@ def _loops_around(script: Script, node: ast.AST, depth: int = 3) -> list[Loop]:
 
 
 def _read(node: ast.expr) -> list[ast.expr]:
-    """What a loop reads, out of ``enumerate``, ``tqdm`` and ``zip``."""
-    while isinstance(node, ast.Call) and node.args and last_name(node.func) in ("enumerate", "tqdm", "iter"):
+    """What a loop reads, out of ``enumerate``, ``tqdm``, ``zip`` and what else is given a loader first."""
+    while isinstance(node, ast.Call) and node.args:
+        if last_name(node.func) not in ("enumerate", "tqdm", "iter") and not _LOADER.search(
+            last_name(node.args[0])
+        ):
+            break
         node = node.args[0]
     if isinstance(node, ast.Call) and last_name(node.func) == "zip":
         return [each for part in node.args for each in _read(part)]
