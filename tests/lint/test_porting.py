@@ -287,6 +287,11 @@ def test_what_needs_no_port_is_refused(text, match):
         changes(text)
 
 
+def test_lines_are_those_that_python_counts():
+    (first, *_) = changes("# \x0c \u2028\nimport torch\r\nf(model(x), y).backward()\n")
+    assert (first.lines, first.source) == ((2,), "import torch")
+
+
 def test_lockstep_is_imported_below_what_must_come_first():
     found = advice(
         '"""Title."""\nfrom __future__ import annotations\nimport torch\nf(model(x), y).backward()\n'

@@ -121,7 +121,7 @@ def changes(text: str, path: str = "script.py") -> list[Change]:
         ConfigError: the text is not Python, uses Lockstep already, or has neither a training loop nor a trainer of a
             library with an adapter.
     """
-    script, lines = parse(text, path), text.splitlines()
+    script, lines = parse(text, path), text.split("\n")
     if runs_of(script):
         raise ConfigError(
             f"{path} calls lockstep.init already. Check it: lockstep lint {path}; lockstep verify --script {path}."
@@ -187,11 +187,10 @@ def _is_optimizer(script: Script, call: ast.Call) -> bool:
 
 def _target(script: Script, call: ast.Call) -> str:
     """The name that the value of a call is assigned to; empty where there is none."""
-    statement = script.statement(call)
-    is_assigned = (
-        isinstance(statement, ast.Assign) and statement.value is call and len(statement.targets) == 1
-    )
-    return script.text(statement.targets[0]) if isinstance(statement, ast.Assign) and is_assigned else ""
+    match script.statement(call):
+        case ast.Assign(targets=[target], value=value) if value is call:
+            return script.text(target)
+    return ""
 
 
 def _models_of(script: Script, call: ast.Call) -> list[str]:
