@@ -61,10 +61,8 @@ def test_loops_are_found_through_the_functions_that_hold_them():
     )
     assert found[5][0].startswith("for i, batch in enumerate(tqdm(run.batches(loader), desc='train')):")
     assert found[7][0].startswith("loss = run.backward(batch, F.cross_entropy);")
-    assert found[9][0].startswith(
-        "below: run = lockstep.init(global_batch=B); model, opt = run.prepare(model, opt);"
-    )
-    assert found[9][0].endswith("functions that use run get it as an argument")
+    assert found[9] == ["below: run = lockstep.init(global_batch=B); model, opt = run.prepare(model, opt)"]
+    assert found[4] == found[11] == ["give run to this function"]
     assert found[10] == ["for epoch in run.epochs(args.epochs):  # which counts from 0, not from 1"]
 
 
@@ -108,6 +106,24 @@ def test_a_loop_that_cuts_its_batches_itself_needs_a_data_set():
 def test_what_a_loop_over_batches_reads(read, said):
     found = advice(f"import torch\nfor x, y in {read}:\n    f(model(x), y).backward()\n")
     assert f" in {said}:" in found[2][0]
+
+
+def test_sizes_of_what_the_loop_has_read_are_those_of_the_step():
+    found = advice(
+        """
+        import torch
+        for i, (x, y) in enumerate(loader):
+            loss = f(model(x), y)
+            loss.backward()
+            seen += len(x)
+            seen += y.size(0)
+            seen += y.shape[0]
+            length = x.size(1) + len(loader)
+        """
+    )
+    for line in (6, 7, 8):
+        assert found[line] == ["len(batch), where it counts samples: those of the step over all processes"]
+    assert 9 not in found
 
 
 def test_a_count_of_batches_is_no_loop_over_them():
@@ -243,7 +259,7 @@ def test_gradient_accumulation_and_precision():
     )
     assert "precision=" in found[3][0] and "precision=" in found[5][0]
     assert found[7][0].startswith("loss = run.backward(batch, f)")
-    assert found[8] == ["loss.item() * len(batch): the samples of the step over all processes"]
+    assert found[8][0].startswith("len(batch), where it counts samples")
     assert "micro_batches" in found[10][0]
 
 

@@ -107,6 +107,8 @@ _WRITES = {
     "mlflow.log_metric": "under if run.is_main:",
 }
 """Advice on what each process would write, unless the script lets one of them do so already."""
+_WRITERS = ("SummaryWriter", "add_scalar", "add_scalars", "add_image", "save_image", "savefig")
+"""Further calls that write, by their last names."""
 
 
 def changes_in(path: str) -> list[Change]:
@@ -172,9 +174,11 @@ def _preparation(script: Script) -> Iterator[_Found]:
         steps.append(f"models = nn.ModuleDict({{{', '.join(f'{name!r}: {name}' for name in models)}}})")
     given = ", ".join(dict.fromkeys([prepared, *(_target(script, call) for call in made)]))
     steps.append(f"{given} = run.prepare({given})")
-    if any(not script.same_function(call, last) for call in _backwards(script)):
-        steps.append("functions that use run get it as an argument")
     yield last, f"below: {'; '.join(steps)}"
+    for scope in dict.fromkeys(map(script.scope, _backwards(script))):
+        if isinstance(scope, FUNCTIONS) and scope is not script.scope(last):
+            for node in (scope, *callers_of(script, scope)):
+                yield node, "give run to this function"
 
 
 def _is_optimizer(script: Script, call: ast.Call) -> bool:
@@ -285,8 +289,7 @@ def _range(loop: Loop) -> ast.Call | None:
 def _loops(script: Script) -> Iterator[_Found]:
     """The loops over batches and epochs around each backward pass."""
     for call in _backwards(script):
-        around = _loops_around(script, call)
-        over_batches = next((each for each in around if isinstance(each, ast.For) and not _range(each)), None)
+        around, over_batches = _loops_around(script, call), _over(script, call)
         if over_batches is not None:
             yield over_batches, _over_batches(script, over_batches)
             for loop in around[around.index(over_batches) + 1 :][:1]:
@@ -384,14 +387,31 @@ def _steps(script: Script) -> Iterator[_Found]:
                 call,
                 "if this accumulates gradients: in each step, with a larger global_batch and more micro_batches",
             )
-    for call in script.method_calls("item"):
-        parent = script.parent(call)
-        if (
-            isinstance(parent, ast.BinOp)
-            and isinstance(parent.op, ast.Mult)
-            and "loss" in script.text(call).lower()
-        ):
-            yield call, "loss.item() * len(batch): the samples of the step over all processes"
+
+
+def _sizes(script: Script) -> Iterator[_Found]:
+    """Sizes of what a loop over batches has read: ``len(x)``, ``x.size(0)``, ``x.shape[0]``."""
+    for loop in dict.fromkeys(filter(None, (_over(script, call) for call in _backwards(script)))):
+        names = {each.id for each in ast.walk(loop.target) if isinstance(each, ast.Name)}
+        for node in (each for part in loop.body for each in ast.walk(part)):
+            match node:
+                case (
+                    ast.Call(func=ast.Name(id="len"), args=[ast.Name(id=name)])
+                    | ast.Call(
+                        func=ast.Attribute(value=ast.Name(id=name), attr="size"), args=[ast.Constant(value=0)]
+                    )
+                    | ast.Subscript(
+                        value=ast.Attribute(value=ast.Name(id=name), attr="shape"),
+                        slice=ast.Constant(value=0),
+                    )
+                ) if name in names:
+                    yield node, "len(batch), where it counts samples: those of the step over all processes"
+
+
+def _over(script: Script, call: ast.Call) -> ast.For | None:
+    """The loop over batches that a backward pass is in."""
+    around = _loops_around(script, call)
+    return next((each for each in around if isinstance(each, ast.For) and not _range(each)), None)
 
 
 def _evaluations(script: Script) -> Iterator[_Found]:
@@ -416,7 +436,7 @@ def _evaluations(script: Script) -> Iterator[_Found]:
 def _outputs(script: Script) -> Iterator[_Found]:
     for call in script.calls:
         advice = _WRITES.get(script.name(call))
-        if last_name(call.func) == "SummaryWriter":
+        if last_name(call.func) in _WRITERS:
             advice = "under if run.is_main:"
         if advice is not None and not on_one_rank(script, call):
             yield call, advice
@@ -444,7 +464,7 @@ def _torch_calls(section: str) -> Callable[[Script], Iterator[_Found]]:
 _SECTIONS: dict[str, list[Callable[[Script], Iterator[_Found]]]] = {
     "Setup": [_preparation, _devices, _torch_calls("Setup")],
     "Data": [_loaders, _torch_calls("Data")],
-    "The loop": [_loops, _passes, _steps],
+    "The loop": [_loops, _passes, _sizes, _steps],
     "Evaluation": [_evaluations],
     "Output and files": [_outputs, _torch_calls("Output and files")],
     "Processes": [_wrappers, _torch_calls("Processes")],
