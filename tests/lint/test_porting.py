@@ -183,6 +183,34 @@ def test_a_model_is_found_through_lists_of_parameters():
     assert "models, optimizer, plain, unseen = run.prepare(models, optimizer, plain, unseen)" in found[6][0]
 
 
+def test_an_optimizer_that_a_function_makes_is_known_by_what_is_called_of_it():
+    found = advice(
+        """
+        import torch
+        model = GPT(conf)
+        optimizer = model.configure_optimizers(0.1)
+        for x, y in loader:
+            model.zero_grad()
+            optimizer.zero_grad(set_to_none=True)
+            f(model(x), y).backward()
+        model.eval()
+        """
+    )
+    assert found[4] == [
+        "below: run = lockstep.init(global_batch=B); model, optimizer = run.prepare(model, optimizer)"
+    ]
+    assert 3 not in found
+
+
+def test_without_an_optimizer_in_the_file_the_run_begins_where_it_is_made():
+    found = advice(
+        "import torch\ndef train(net, opt):\n    for x, y in loader:\n        f(net(x), y).backward()\n"
+    )
+    assert found[1][1].startswith(
+        "where the optimizer is made: run = lockstep.init(global_batch=B); model, optimizer ="
+    )
+
+
 def test_what_ddp_needs_is_left_out():
     found = advice(
         """
@@ -286,7 +314,7 @@ def test_a_trainer_with_an_adapter_is_replaced_and_nothing_else(text, adapter):
 
 def test_a_model_of_transformers_in_a_loop_of_ones_own_is_no_trainer():
     text = "from transformers import AutoModel\nfor x, y in data:\n    f(AutoModel()(x), y).backward()\n"
-    assert [change.section for change in changes(text)] == ["Setup", "The loop", "The loop"]
+    assert [change.section for change in changes(text)] == ["Setup", "Setup", "The loop", "The loop"]
 
 
 @pytest.mark.parametrize(
@@ -312,4 +340,4 @@ def test_lockstep_is_imported_below_what_must_come_first():
     found = advice(
         '"""Title."""\nfrom __future__ import annotations\nimport torch\nf(model(x), y).backward()\n'
     )
-    assert found[3] == ["add: import lockstep"]
+    assert found[3][0] == "add: import lockstep"

@@ -10,6 +10,7 @@ import ast
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 
 from lockstep.errors import ConfigError
 from lockstep.lint.ranks import callers_of, on_one_rank
@@ -140,7 +141,10 @@ def changes(text: str, path: str = "script.py") -> list[Change]:
             for node, advice in finder(script):
                 places.setdefault(advice, []).append(node.lineno)
         found = [(tuple(sorted(set(at))), advice) for advice, at in places.items()]
-        made += [Change(section, at, lines[at[0] - 1].strip(), advice) for at, advice in sorted(found)]
+        made += [
+            Change(section, at, lines[at[0] - 1].strip(), advice)
+            for at, advice in sorted(found, key=itemgetter(0))
+        ]
     return made
 
 
@@ -162,19 +166,19 @@ def _preparation(script: Script) -> Iterator[_Found]:
     imports = [
         node for node in script.find(ast.Import, ast.ImportFrom) if "__future__" not in script.text(node)
     ]
-    yield min(imports, key=lambda node: node.lineno, default=script.tree.body[-1]), "add: import lockstep"
+    first = min(imports, key=lambda node: node.lineno, default=script.tree.body[-1])
+    yield first, "add: import lockstep"
     made = [call for call in script.calls if _is_optimizer(script, call)]
-    if not made:
-        return
-    last = max(made, key=lambda call: call.lineno)
+    last = max(made, key=lambda call: call.lineno, default=first)
     models = list(dict.fromkeys(model for call in made for model in _models_of(script, call)))
     steps = [f"run = lockstep.init(global_batch={_batch_size(script)})"]
     prepared = models[0] if len(models) == 1 else "models" if models else "model"
     if len(models) > 1:
         steps.append(f"models = nn.ModuleDict({{{', '.join(f'{name!r}: {name}' for name in models)}}})")
-    given = ", ".join(dict.fromkeys([prepared, *(_target(script, call) for call in made)]))
+    names = [_target(script, call) for call in made] or ["optimizer"]
+    given = ", ".join(dict.fromkeys([prepared, *names]))
     steps.append(f"{given} = run.prepare({given})")
-    yield last, f"below: {'; '.join(steps)}"
+    yield last, f"{'below' if made else 'where the optimizer is made'}: {'; '.join(steps)}"
     for scope in dict.fromkeys(map(script.scope, _backwards(script))):
         if isinstance(scope, FUNCTIONS) and scope is not script.scope(last):
             for node in (scope, *callers_of(script, scope)):
@@ -182,11 +186,13 @@ def _preparation(script: Script) -> Iterator[_Found]:
 
 
 def _is_optimizer(script: Script, call: ast.Call) -> bool:
-    """True for an optimizer or scheduler that is given a name."""
-    name = script.name(call)
+    """True for an optimizer or scheduler that is given a name, also by a function such as ``make_optimizer``."""
+    name, target = script.name(call), _target(script, call)
+    named = {script.owner(each) for each in script.method_calls("zero_grad")}
+    named -= {script.owner(each) for each in script.method_calls("parameters", "train", "eval")}
     of_torch = name.startswith("torch.optim.") and "swa_utils" not in name
     of_others = last_name(call.func)[:1].isupper() and bool(_models_of(script, call))
-    return bool(_target(script, call)) and (of_torch or of_others)
+    return bool(target) and (of_torch or of_others or target in named)
 
 
 def _target(script: Script, call: ast.Call) -> str:
