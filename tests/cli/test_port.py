@@ -20,7 +20,7 @@ def test_changes_are_told_by_section_with_the_lines_that_are_alike(command, tmp_
     status, output, errors = command("port", "train.py")
     assert (status, errors) == (0, "")
     lines = output.splitlines()
-    assert lines[0].startswith("train.py: 7 changes.")
+    assert lines[0].startswith("train.py: 7 places to look at.")
     assert [line for line in lines if line[:1].isalpha()][1:] == [
         "Setup",
         "The loop",
