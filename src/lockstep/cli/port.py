@@ -39,7 +39,8 @@ def main(arguments: argparse.Namespace) -> int:
         )
         return EXIT_DONE
     lines = [
-        f"{path}: {plural(len(found), 'place')} to look at. docs/moving.md explains each; what is not listed usually stays."
+        f"{path}: {plural(len(found), 'place')} to look at. docs/moving.md explains each; "
+        "what is not listed usually stays."
     ]
     section = ""
     for each in found:
