@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from dataclasses import asdict
 
@@ -50,7 +51,7 @@ def main(arguments: argparse.Namespace) -> int:
         others = f"  (and {shorten(each.lines[1:], _MOST_LINES)})" if each.lines[1:] else ""
         lines += [f"{each.lines[0]:>5}  {_cut(each.source)}{others}", f"       -> {each.advice}"]
     lines += ["", "Then check the port:"]
-    lines += [f"    {each} {path}" for each in _CHECKS]
+    lines += [f"    {each} {shlex.quote(path)}" for each in _CHECKS]
     sys.stdout.write("\n".join(map(for_terminal, lines)) + "\n")
     return EXIT_DONE
 
