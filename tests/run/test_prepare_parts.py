@@ -58,7 +58,9 @@ class Functional:
 
 
 def test_an_optimizer_of_another_library_is_refused_by_its_name():
-    with pytest.raises(ConfigError, match=r"given a tests\.\S+\.Functional, whose state_dict\(\) is a tuple\. It"):
+    with pytest.raises(
+        ConfigError, match=r"given a tests\.\S+\.Functional, whose state_dict\(\) is a tuple\. It"
+    ):
         lockstep.init(global_batch=GLOBAL_BATCH).prepare(network(), Functional())
 
 
