@@ -247,6 +247,7 @@ def metric_of_all_combined(script: Script) -> Iterator[Hit]:
             if script.text(call.func) in (name, f"{name}.update", f"{name}.forward")
             and script.same_function(call, compute)
             and not any(script.around(call, ast.Lambda, within_function=True))
+            and not _trains_by_micro_batches(script, call)
         ]
         if updates and metrics and not any("sync_on_compute" in script.text(made) for made in metrics):
             yield Hit(
@@ -255,6 +256,13 @@ def metric_of_all_combined(script: Script) -> Iterator[Hit]:
                 "same samples: a count or a sum comes out multiplied by their number.",
                 "make the metric with sync_on_compute=False, or give it to run.evaluate",
             )
+
+
+def _trains_by_micro_batches(script: Script, node: ast.AST) -> bool:
+    """Returns True in a loop of the Accelerate adapter, which each process runs for micro-batches of its own."""
+    loop = next(script.around(node, (ast.For, ast.While), within_function=True), None)
+    passes = [call for call in script.method_calls("backward") if len(arguments(call)) == 1]
+    return loop is not None and any(script.holds(loop, each) for each in passes)
 
 
 def _divides_samples(script: Script) -> bool:
