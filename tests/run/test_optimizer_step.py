@@ -110,6 +110,44 @@ def test_an_optimizer_without_the_init_of_its_base_class_is_stepped():
     assert run.fingerprint() == other.fingerprint()
 
 
+class Averaging(torch.optim.Optimizer):
+    """Has a state of its own, and that of the optimizer that it wraps."""
+
+    def __init__(self, inner):
+        self.inner, self.param_groups, self.state = inner, inner.param_groups, defaultdict(dict)
+        self.defaults = inner.defaults
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.inner.step(closure)
+        for parameter in (each for group in self.param_groups for each in group["params"]):
+            slow = self.state[parameter].setdefault("slow", parameter.clone())
+            parameter.copy_(slow.lerp_(parameter, 0.5))
+
+
+@pytest.mark.parametrize("kind", [Averaging, Lookahead])
+def test_the_state_of_a_wrapped_optimizer_goes_through_a_checkpoint(kind, tmp_path):
+    """As of the Lookahead of several libraries: a resumed run was refused."""
+
+    def trained(folder, last_steps):
+        for last_step in last_steps:
+            run, _, optimizer = begin(
+                make_optimizer=lambda parameters, lr: kind(torch.optim.Adam(parameters, lr)),
+                directory=tmp_path / folder,
+                resume="auto",
+            )
+            for batch in run.batches(dataset()):
+                train_step(run, batch, optimizer)
+                if batch.plan.step == last_step:
+                    run.save(wait=True)
+                    break
+            found = run.fingerprint()
+            run.close()
+        return found
+
+    assert trained("one", [2]) == trained("two", [0, 2])
+
+
 def plain(parameters, lr):
     return torch.optim.SGD(parameters, lr=lr)
 

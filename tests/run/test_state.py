@@ -180,7 +180,6 @@ class Preconditioned(torch.optim.SGD):
     ("kind", "said"),
     [
         (Velocity, "velocity[0] of Velocity"),
-        (Wrapping, "base.state[...]"),
         (Counted, "state['all'][0] of Counted"),
     ],
 )
@@ -240,7 +239,7 @@ def test_what_an_optimizer_keeps_goes_on_as_it_lay_in_memory(tmp_path):
     assert found(1, directory=tmp_path, resume="auto") == expected
 
 
-@pytest.mark.parametrize("kind", [Shared, Counting])
+@pytest.mark.parametrize("kind", [Wrapping, Shared, Counting])
 def test_an_optimizer_that_keeps_nothing_elsewhere_is_resumed(kind, tmp_path, caplog):
     def made(params, *_, **__):
         return kind(params, lr=0.1) if kind is Counting else kind(params)

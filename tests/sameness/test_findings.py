@@ -354,6 +354,20 @@ def test_a_shallow_copy_of_a_module_may_be_called(layout):
     assert verdict.what == "equal", (verdict.said, verdict.traceback)
 
 
+def test_a_copy_of_a_module_may_have_weights_that_are_computed():
+    """As an inner step of ``higher`` makes them; it was refused as a parameter that nobody sums."""
+    computed = SHALLOW.replace(
+        "        return copy.copy(self.inner)(x)",
+        "        fast = copy.copy(self.inner)\n"
+        "        fast._parameters = {name: each * 0.9 for name, each in self.inner.named_parameters()}\n"
+        "        return fast(x)",
+    )
+    text = text_of(plain_program()).replace("nn.Linear(D, D)", "Shallow()")
+    text = text.replace("data = Tensor", computed + "data = Tensor")
+    verdict = compare(run_trial(text, [SINGLE]), run_trial(text, [DDP]), DDP)
+    assert verdict.what == "equal", (verdict.said, verdict.traceback)
+
+
 PACKED = """
 RECIPE = {"global_batch": 8, "micro_batches": 4, "seed": 3, "threads": 1}
 EPOCHS = 1

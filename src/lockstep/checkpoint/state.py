@@ -177,13 +177,14 @@ _IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"}
 
 
 def optimizer_state(
-    optimizer: Optimizer, names: Mapping[Tensor, str]
+    optimizer: Optimizer, names: Mapping[Tensor, str], *, with_wrapped: bool = True
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Takes the state of a torch optimizer as named tensors and a JSON record.
 
     Args:
         optimizer: any whose state is made of tensors, numbers, strings, and lists or dicts of them.
         names: the name of every parameter it holds.
+        with_wrapped: takes the states of the optimizers that it wraps, too.
 
     Returns:
         Tensors as ``"<parameter name>|<state key>"`` (the optimizer's own, not copies), and the record:
@@ -211,7 +212,19 @@ def optimizer_state(
     usual = {name: parameter for parameter, name in names.items()}
     strides = {key: _strides(each, usual.get(key.partition("|")[0])) for key, each in tensors.items()}
     record["strides"] = {key: value for key, value in strides.items() if value}
+    for attribute, inner in wrapped_optimizers(optimizer).items() if with_wrapped else ():
+        own, of_inner = optimizer_state(inner, names)
+        record.setdefault("wrapped", {})[attribute] = of_inner
+        for key, tensor in own.items():
+            name, _, rest = key.partition("|")
+            tensors[f"{name}|{attribute}.{rest}"] = tensor
     return tensors, record
+
+
+def wrapped_optimizers(optimizer: Optimizer) -> dict[str, Optimizer]:
+    """The optimizers in the attributes of another, as Lookahead has one, by name; not those whose state is its own."""
+    held = {key: each for key, each in vars(optimizer).items() if isinstance(each, Optimizer)}
+    return {key: each for key, each in held.items() if each.state is not optimizer.state}
 
 
 def named_state(optimizer: Optimizer) -> dict[str, Any]:
@@ -267,6 +280,15 @@ def load_optimizer_state(
     whole = groups if members is None else [list(group) for group in members]
     _require_equal_names(hyperparameters, {name for group in whole for name in group})
     chosen = [_common_hyperparameters(group, hyperparameters) for group in whole]
+    for attribute, inner in wrapped_optimizers(optimizer).items() if "wrapped" in record else ():
+        if members is not None:
+            raise CheckpointMismatch(
+                f"The checkpoint holds the state of the {type(inner).__name__} in {_class_name(optimizer)}, which is "
+                "not shared out over the processes. Resume under strategy 'ddp', 'dp' or 'single'."
+            )
+        mark = f"|{attribute}."
+        own = {key.replace(mark, "|", 1): each for key, each in tensors.items() if mark in key}
+        load_optimizer_state(inner, names, own, record["wrapped"][attribute])
     state, strides = record["state"], record.get("strides", {})
     tensors = {key: with_strides(each, strides.get(key)) for key, each in tensors.items()}
     optimizer.state.clear()

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -145,9 +146,15 @@ class Stream(Dataset[Any]):
             except StopIteration:
                 self._iterator = None
                 own = "Correct __len__, or write Stream(dataset, samples=N)."
+                share = (
+                    " Where it gives each process its share of the files, let it read all of them, as "
+                    "WebDataset(urls, nodesplitter=lambda urls: urls) does."
+                    if dist.is_initialized() and dist.get_world_size() > 1
+                    else ""
+                )
                 raise DataError(
                     f"{type(self.dataset).__name__} ended after {self._next} samples, and an epoch should have "
-                    f"{self.samples}. {own if self._has_length else 'Give Stream a smaller samples=.'}"
+                    f"{self.samples}. {own if self._has_length else 'Give Stream a smaller samples=.'}{share}"
                 ) from None
             self._next += 1
             if self._next == 1:

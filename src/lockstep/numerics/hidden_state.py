@@ -305,11 +305,8 @@ class Snapshot:
         for key, buffer in module._buffers.items():
             if buffer is not None:
                 self._value(buffer, f"the buffer {key!r} of {words}")
-        for (
-            key,
-            parameter,
-        ) in module._parameters.items():  # a hook of the backward pass may keep something there
-            if parameter is not None:
+        for key, parameter in module._parameters.items():
+            if parameter is not None:  # a hook of the backward pass may keep something there
                 own = [each for each in type(parameter).__mro__ if each.__module__.startswith("lockstep.")]
                 kept = [name for each in own for name in vars(each).get("__annotations__", ())]
                 self._slots(vars(parameter), f"the parameter {key!r} of {words}", leave_out=kept)

@@ -28,7 +28,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.checkpoint.manifest import JSON, decode, encode
-from lockstep.checkpoint.state import ATTRIBUTE, has_extra_state, named_state, with_strides
+from lockstep.checkpoint.state import (
+    ATTRIBUTE,
+    has_extra_state,
+    named_state,
+    with_strides,
+    wrapped_optimizers,
+)
 from lockstep.core.fingerprint import checksum, sum_of_bits
 from lockstep.data.keyed import encoded_state, set_encoded_state
 from lockstep.distributed.collectives import gather_json
@@ -501,18 +507,22 @@ def words_of(holder: str, key: str) -> str:
     return f"the attribute {key!r} of {holder.removeprefix('module ') or 'the model'}"
 
 
-def unsaved_tensors(optimizer: Optimizer) -> dict[str, str]:
-    """Tensors that an optimizer of the user's own keeps where its ``state_dict()`` has none, by name, as texts.
+def unsaved_tensors(optimizer: Optimizer, is_whole: bool) -> dict[str, str]:
+    """Tensors that an optimizer of the user's own keeps where no checkpoint looks, by name, as texts.
 
-    Those in its attributes, in optimizers that it wraps, and in entries of ``state`` that belong to no parameter.
+    Those in its attributes, in entries of ``state`` that belong to no parameter, and in optimizers that it wraps, where
+    not each process holds them whole.
     """
     if type(optimizer).__module__.startswith("torch.optim"):
         return {}
     members = {id(p) for group in optimizer.param_groups for p in group["params"]}
     named = named_state(optimizer)
     saved = {id(state) for key, state in optimizer.state.items() if id(key) in members or key in named}
+    wrapped = wrapped_optimizers(optimizer) if is_whole else {}
     found: dict[str, str] = {}
     seen = members | saved | {id(optimizer), id(optimizer.state), id(optimizer.param_groups)}
+    found |= {name: each for inner in wrapped.values() for name, each in unsaved_tensors(inner, True).items()}
+    seen |= {id(each) for inner in wrapped.values() for each in (inner, inner.state)}
 
     def look(value: Any, name: str) -> None:
         if isinstance(value, bool | int | float | str | bytes | None) or id(value) in seen:

@@ -75,7 +75,7 @@ def _shared_state(
     ``names`` are those of the parameters that the optimizer holds here, ``members`` those of its groups in the whole
     model; ``rows`` and ``keep``: see ``RunState.capture``.
     """
-    tensors, record = optimizer_state(optimizer, names)
+    tensors, record = optimizer_state(optimizer, names, with_wrapped=False)
     shapes = {names[p]: p.shape for each in optimizer.param_groups for p in each["params"]}
     mine: dict[str, Any] = {key: record[key] for key in ("state", "strides")} | {"dtypes": {}, "values": {}}
     for key, tensor in tensors.items():
@@ -185,7 +185,8 @@ class RunState:
         }
         self._made_groups = [len(each.param_groups) for each in self.parts.optimizers]
         self._attributes = Attributes(self.parts, self.idle)
-        self._first_unsaved = [unsaved_tensors(each) for each in self.parts.optimizers]
+        is_whole = self.strategy.replicated
+        self._first_unsaved = [unsaved_tensors(each, is_whole) for each in self.parts.optimizers]
 
     def _step_hooks(self) -> list[object]:
         """The hooks of the optimizers' steps."""
@@ -283,7 +284,7 @@ class RunState:
         mine = [
             f"{name} of {type(optimizer).__name__}"
             for optimizer, first in zip(self.parts.optimizers, self._first_unsaved)
-            for name, value in unsaved_tensors(optimizer).items()
+            for name, value in unsaved_tensors(optimizer, self.strategy.replicated).items()
             if first.get(name) != value
         ]
         everyone = [mine] if self.strategy.replicated else self.strategy.gather_records(mine)

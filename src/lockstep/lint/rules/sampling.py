@@ -23,6 +23,10 @@ from lockstep.lint.script import (
 from lockstep.lint.wrappers import DDP, is_distributed, is_managed, reduces, starts_group, wraps
 
 _EVALUATION = re.compile(r"(?<![a-z])(val|valid|validation|test|eval|dev)(?![a-z])|(val|test)_?(set|data|ds)")
+_COUNTED = ("ConfusionMatrix", "MultiLabelConfusionMatrix", "VariableAccumulation")
+"""Metrics of ignite that give counts or sums."""
+_QUOTIENTS = ("iou", "dicecoefficient", "jaccardindex")
+"""What ignite computes of a matrix, however often it has counted each sample."""
 _SPLITTERS = ("sampler", "split_dataset_by_node", "shard", "num_replicas", "webdataset", "scatter")
 
 
@@ -228,12 +232,22 @@ def of_one_share(script: Script) -> Iterator[Hit]:
 
 @rule(
     "LS070",
-    "A metric of torchmetrics that every process gives the same samples is summed over them by compute().",
+    "A metric of torchmetrics or ignite that every process gives the same samples is summed over them.",
 )
 def metric_of_all_combined(script: Script) -> Iterator[Hit]:
-    """Of a loop on Lockstep, where one function updates and computes it, and not with `sync_on_compute=False`."""
+    """Of a loop on Lockstep. Of torchmetrics where one function updates and computes it, and not with
+    `sync_on_compute=False`; of ignite those that give counts, where no quotient is made of them."""
     if "lockstep" not in script.imported_roots or _divides_samples(script):
         return
+    for call in script.calls:
+        name = script.name(call).removeprefix("ignite.metrics.")
+        if name in _COUNTED and script.name(call) != name and not script.mentions(*_QUOTIENTS):
+            yield Hit(
+                call,
+                f"{name} of ignite is summed over the processes, and here an engine gives each of them the same "
+                "samples: a count or a sum comes out multiplied by their number.",
+                "run.evaluate(data, metric), or run.predict(data, everywhere=True)",
+            )
     for compute in script.method_calls("compute"):
         name = script.owner(compute)
         metrics = [
@@ -247,6 +261,7 @@ def metric_of_all_combined(script: Script) -> Iterator[Hit]:
             if script.text(call.func) in (name, f"{name}.update", f"{name}.forward")
             and script.same_function(call, compute)
             and not any(script.around(call, ast.Lambda, within_function=True))
+            and not _trains_by_micro_batches(script, call)
         ]
         if updates and metrics and not any("sync_on_compute" in script.text(made) for made in metrics):
             yield Hit(
@@ -255,6 +270,13 @@ def metric_of_all_combined(script: Script) -> Iterator[Hit]:
                 "same samples: a count or a sum comes out multiplied by their number.",
                 "make the metric with sync_on_compute=False, or give it to run.evaluate",
             )
+
+
+def _trains_by_micro_batches(script: Script, node: ast.AST) -> bool:
+    """Returns True in a loop of the Accelerate adapter, which each process runs for micro-batches of its own."""
+    loop = next(script.around(node, (ast.For, ast.While), within_function=True), None)
+    passes = [call for call in script.method_calls("backward") if len(arguments(call)) == 1]
+    return loop is not None and any(script.holds(loop, each) for each in passes)
 
 
 def _divides_samples(script: Script) -> bool:

@@ -93,8 +93,9 @@ def require_equal_data(digests: Mapping[str, str], group: dist.ProcessGroup, dev
             "Choose by numbers that all ranks have, as run.backward and run.evaluate give them: a loss or a metric "
             "keeps those of one rank's samples."
             if name.startswith(CHOICE)
-            else "Files must be the same on every host. What a loop or a loss changes in the data set must not come "
-            "from one rank's samples; run.predict(data, everywhere=True) gives all ranks the outputs for every sample."
+            else "Files must be the same on every host, and every rank reads all of them: leave out nodesplitter=, "
+            "split_dataset_by_node and the like. What a loop or a loss changes in the data set must not come from one "
+            "rank's samples; run.predict(data, everywhere=True) gives all ranks the outputs for every sample."
         )
         raise ConfigError(
             f"The ranks hold different data: {name} of the data set has the digest {by_rank(values)}. Random numbers "

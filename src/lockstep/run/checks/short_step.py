@@ -451,8 +451,8 @@ class CalledModules:
         if id(module) in self._kept or not torch.is_grad_enabled():
             return
         for key, each in module.named_parameters(recurse=False):
-            # A copy.copy of a module has the model's.
-            if each.requires_grad and id(each) not in self._parameters:
+            # A copy.copy of a module has the model's; what is computed, as by higher, passes its gradient on.
+            if each.requires_grad and each.is_leaf and id(each) not in self._parameters:
                 what = f"has parameters that require gradients ({key}), which nobody sums or updates"
                 self.wrong[name] = what
                 return
