@@ -6,6 +6,7 @@
     layers, parameters, files, data sets               left out: they are stored elsewhere, or no state
 
 Tensors of optimizers are not held here; ``unsaved_tensors`` names those that are in no ``state_dict()``.
+``UnheldPlaces`` watches what no checkpoint holds, such as globals that the model reads.
 """
 
 from __future__ import annotations

@@ -216,7 +216,7 @@ class Rehearsals:
             ConfigError: the result would depend on the number of processes.
         """
         code, step = code_of(loss), batch.plan.step
-        done = self._count(code, batch.plan.epoch, step)
+        done = self._schedule(code, batch.plan.epoch, step)
         if done == 1 and draws_globally(loss, compute.forward):
             compute.randomness.key_global_generators()
         if isinstance(self._strategy, IndependentStrategy) or self._strategy.level is Level.STATISTICAL:
@@ -247,7 +247,7 @@ class Rehearsals:
             raise other_on_ranks(everyone, OFF)
         self._require_equal_variables(done)
 
-    def _count(self, code: Any, epoch: int, step: int) -> int:
+    def _schedule(self, code: Any, epoch: int, step: int) -> int:
         """The number of rehearsals of a loss with this one, after which it sets when the next is due."""
         self.done[code] = done = self.done.get(code, 0) + 1
         if done < self.times:
