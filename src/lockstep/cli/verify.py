@@ -12,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -229,7 +229,8 @@ def _compare_all(
 
     ``start`` is given the layout, a folder, and further options. ``stop_after``: see ``How``.
     """
-    reference = start(one, folder / "reference", How())
+    judge = _Judge(partial(start, one), folder)
+    reference = judge.reference
     if reference.trace.in_training:
         return [Comparison(reference.trace, "")]
     if reference.trace.refused:
@@ -240,44 +241,70 @@ def _compare_all(
         raise ConfigError(
             f"--stop-after is {stop_after}, and the run has {plural(made, 'step')}. Give a smaller number."
         )
-
-    @cache
-    def again() -> Ran:
-        """One device a second time, which shows operators that are not deterministic."""
-        return start(one, folder / "again", How())
-
-    @cache
-    def moved(number: int) -> float:
-        """How far one device moves that rounds otherwise."""
-        nudged = start(one, folder / f"nudged-{number}", How(nudge=number))
-        if nudged.trace.refused:
-            raise ConfigError(nudged.trace.refused)
-        return largest_difference(reference.folder / FINAL, nudged.folder / FINAL)
-
-    def sensitivity(gap: float) -> float:
-        """The most of several changes, until they explain a gap: a step may turn on a single value that is nearly 0."""
-        most = 0.0
-        for number in range(1, _NUDGES + 1):
-            most = max(most, moved(number))
-            if is_enlarged(gap, most):
-                break
-        return most
-
     first = (
         reference.trace if reference.records is None else trace_of(reference.records, reference.trace.label)
     )
     comparisons = [Comparison(first, "A")]
     for number, (label, layout) in enumerate(others.items()):
         print(f"running {label} ({number + 1} of {len(others)})", file=sys.stderr)
-        ran = start(layout, folder / str(number), How())
-        comparisons.append(_judge(reference, ran, again, sensitivity))
+        comparisons.append(judge.compare(start(layout, folder / str(number), How())))
     if stop_after:
         proven = [each.trace for each in comparisons if not (each.trace.refused or each.trace.independent)]
         every = {first.label: one, **others}
-        for ran in _resumed(start, {each.label: every[each.label] for each in proven}, folder, stop_after):
-            since = dataclasses.replace(reference, trace=reference.trace.since(ran.trace.first))
-            comparisons.append(_judge(since, ran, again, sensitivity))
+        resumed = _resumed(start, {each.label: every[each.label] for each in proven}, folder, stop_after)
+        comparisons += [judge.compare(ran, since=ran.trace.first) for ran in resumed]
     return comparisons
+
+
+class _Judge:
+    """Compares runs with one of one device, which it runs again where that may explain a difference.
+
+    Args:
+        start: runs one device, in a folder and with further options.
+        folder: gets the folders of its runs.
+    """
+
+    def __init__(self, start: Callable[[Path, How], Ran], folder: Path) -> None:
+        self._start, self._folder = start, folder
+        self._moves: list[float] = []
+        self.reference = start(folder / "reference", How())
+
+    @cached_property
+    def _again(self) -> Ran:
+        """One device a second time, which shows operators that are not deterministic."""
+        return self._start(self._folder / "again", How())
+
+    def _moved(self, number: int) -> float:
+        """How far one device moves that rounds otherwise."""
+        nudged = self._start(self._folder / f"nudged-{number}", How(nudge=number))
+        if nudged.trace.refused:
+            raise ConfigError(nudged.trace.refused)
+        return largest_difference(self.reference.folder / FINAL, nudged.folder / FINAL)
+
+    def _sensitivity(self, gap: float) -> float:
+        """The most of several changes, until they explain a gap: a step may turn on a single value that is nearly 0."""
+        for number in range(1, _NUDGES + 1):
+            if number > len(self._moves):
+                self._moves.append(self._moved(number))
+            if is_enlarged(gap, max(self._moves[:number])):
+                break
+        return max(self._moves[:number])
+
+    def compare(self, other: Ran, since: int | None = None) -> Comparison:
+        """Compares a run, ``since`` the step in which it begins."""
+        if other.trace.refused:
+            return Comparison(other.trace, "")
+        if self.reference.records is not None or other.records is not None:
+            mine, theirs = _records(self.reference), _records(other)
+            return compare_plain(mine, theirs, other.trace.label, again=_records(self._again))
+        expected = self.reference.trace if since is None else self.reference.trace.since(since)
+        gap = largest_difference(self.reference.folder / FINAL, other.folder / FINAL)
+        found = compare(expected, other.trace, gap)
+        if found.diagnosis is None or self._again.trace.refused:
+            return found
+        repeats = compare(expected, self._again.trace.since(expected.first), 0.0).diagnosis is None
+        moves = self._sensitivity(gap) if found.needs_sensitivity else None
+        return compare(expected, other.trace, gap, repeats=repeats, sensitivity=moves)
 
 
 def _resumed(
@@ -298,23 +325,6 @@ def _resumed(
             ran.trace, label=label, level=max(level, ran.trace.level), in_training=refused
         )
         yield dataclasses.replace(ran, trace=trace)
-
-
-def _judge(
-    reference: Ran, other: Ran, again: Callable[[], Ran], sensitivity: Callable[[float], float]
-) -> Comparison:
-    if other.trace.refused:
-        return Comparison(other.trace, "")
-    if reference.records is not None or other.records is not None:
-        return compare_plain(_records(reference), _records(other), other.trace.label, again=_records(again()))
-    gap = largest_difference(reference.folder / FINAL, other.folder / FINAL)
-    found = compare(reference.trace, other.trace, gap)
-    if found.diagnosis is None or again().trace.refused:
-        return found
-    same = again().trace.since(reference.trace.first)
-    repeats = compare(reference.trace, same, 0.0).diagnosis is None
-    moves = sensitivity(gap) if found.needs_sensitivity else None
-    return compare(reference.trace, other.trace, gap, repeats=repeats, sensitivity=moves)
 
 
 def _run_job(config: JobConfig, steps: int, layout: Layout, folder: Path, how: How) -> Ran:

@@ -552,6 +552,11 @@ def _set(owner: Any, key: str, value: Any) -> None:
         setattr(owner, key, value)
 
 
+def without_key(place: str) -> str:
+    """The words of a place without the key of an entry: ``the attribute 'table' of the model``."""
+    return place.partition("[")[0]
+
+
 def told(changes: Mapping[str, tuple[str, str]], most: int = 3) -> str:
     """Changes for a message: each place with its value before and after."""
     return shorten([f"{name} (from {before} to {after})" for name, (before, after) in changes.items()], most)

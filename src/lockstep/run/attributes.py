@@ -6,6 +6,7 @@
     layers, parameters, files, data sets               left out: they are stored elsewhere, or no state
 
 Tensors of optimizers are not held here; ``unsaved_tensors`` names those that are in no ``state_dict()``.
+``UnheldPlaces`` watches what no checkpoint holds, such as globals that the model reads.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+import logging
 import math
 import re
 import weakref
@@ -20,7 +22,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -40,18 +42,27 @@ from lockstep.data.keyed import encoded_state, set_encoded_state
 from lockstep.distributed.collectives import gather_json
 from lockstep.errors import ConfigError
 from lockstep.numerics.hidden_state import (
+    ALIAS,
+    Snapshot,
     as_stored,
     attributes_of,
     entries_of,
     is_users_object,
     refill,
     slots_of,
+    without_key,
 )
 from lockstep.numerics.value_text import octets_of, set_octets
 from lockstep.run.prepare import Parts
 from lockstep.strategies import Strategy
 from lockstep.strategies.absent import AbsentTensor
 from lockstep.strategies.sharding import has_no_gaps
+from lockstep.text import shorten
+
+if TYPE_CHECKING:
+    from lockstep.run.state import RunState
+
+logger = logging.getLogger(__name__)
 
 Place = tuple[str, str]
 """An object, as ``"module layers.0"``, and its attribute."""
@@ -66,6 +77,8 @@ _MOST_NUMBERS, _LEAST_BYTES = 4_096, 64 << 20
 """Of a tensor that is held as text; of all others together, if the model has fewer."""
 _MOST_ENTRIES, _MOST_DEPTH = 100_000, 20
 """Of what an attribute holds."""
+_MOST_NAMES = 3
+"""In a message."""
 _STRIDES = "strides of its tensors"
 """In the place of an attribute: how a module's parameters and buffers lie in memory. Bits of products depend on it."""
 _LEFT_OUT: JSON = ["left out"]
@@ -562,6 +575,70 @@ def held_places(model: nn.Module) -> Callable[[str], bool]:
         attribute = _ATTRIBUTE.fullmatch(name)
         if attribute is not None and attribute[1] in places:
             return True
-        return name.partition("[")[0].rpartition(" of ")[2] in owners
+        return without_key(name).rpartition(" of ")[2] in owners
 
     return is_held
+
+
+_SWITCH = re.compile(r"True|False|None|-?\d+|['\"].*", re.DOTALL)
+"""The text of a value that a loop may switch to another one and back."""
+
+
+class UnheldPlaces:
+    """The places that the model and the loss read and no checkpoint holds: globals, variables of functions, attributes
+    of classes, functions and hooks. A checkpoint notes those that the loop has changed.
+
+    A resumed run has lost such a place if its value is again that of the run's beginning.
+    """
+
+    def __init__(self, is_main: bool) -> None:
+        self._is_main = is_main
+        self._roots: dict[str, Callable[[], Any]] = {}
+        self._first: dict[str, str] = {}
+        """The texts at the first rehearsal of all, over all resumes."""
+        self._start: dict[str, str] = {}
+        """The texts at the newest rehearsal after the first epoch."""
+        self._moved: set[str] = set()
+        """The places that calls themselves change, without the keys of entries."""
+
+    def look(self, state: RunState, roots: Mapping[str, Any], found: Snapshot, moved: set[str]) -> list[str]:
+        """Takes what a rehearsal has looked at; returns what a stop has lost, and warns of what it may have lost."""
+        state.capture_places = self.changed
+        self._roots |= {name: reference(root) for name, root in roots.items()}
+        self._moved |= moved
+        lost: list[str] = []
+        uncertain: list[str] = []
+        for name in sorted(state.places.keys() & found.texts.keys()):
+            first, saved, start = state.places.pop(name)
+            self._first[name] = first
+            is_set_anew = not state.was_inside and start == first  # where an epoch begins
+            if found.texts[name] == first and not is_set_anew and without_key(name) not in self._moved:
+                # A step may set a switch anew, such as one of every second step, to what it was at first.
+                is_certain = state.was_inside and not _SWITCH.fullmatch(first)
+                (lost if is_certain else uncertain).append(f"{name} ({first}, was {saved})")
+        self._first = {**found.texts, **self._first}
+        if state.position.epoch:
+            self._start = found.texts
+        if uncertain and self._is_main:
+            logger.warning(
+                "The model or the loss reads %s, which is what it was at the start of the run and not what it was at "
+                "the checkpoint. Unless that is right, keep it in run.extra and give it back before run.batches.",
+                shorten(uncertain, _MOST_NAMES),
+            )
+        return lost
+
+    def changed(self, state: RunState) -> dict[str, list[str]]:
+        """By place: what it was at first, what it is, and what it was at the start of an epoch, if that is known."""
+        roots = {name: root for name, each in self._roots.items() if (root := each()) is not None}
+        known = [each for model in (state.parts.model, state.model.module) for each in model.buffers()]
+        now = Snapshot(roots, known, restorable=False)
+        found = {
+            name: [self._first[name], text, self._start.get(name, "")]
+            for name, text in now.texts.items()
+            if self._first.get(name, text) != text and without_key(name) not in self._moved
+            if not (text.startswith(ALIAS) or self._first[name].startswith(ALIAS))  # it has another name, too
+        }
+        if not found:
+            return {}
+        is_held, of_loop = held_places(state.parts.model), state.loop.seen_in(now)
+        return {name: each for name, each in found.items() if name not in of_loop and not is_held(name)}

@@ -235,9 +235,9 @@ class _Effects(NamedTuple):
     own: frozenset[str]
     """The variables of the function itself that it sets."""
     carries: frozenset[Carried]
-    """What of ``changes`` depends on what it was."""
+    """The parts of ``changes`` that do."""
     own_carries: frozenset[Carried]
-    """What of ``own`` does."""
+    """The parts of ``own`` that do."""
     calls: frozenset[str]
     """The names of functions."""
     inner: CodeType | None
@@ -363,7 +363,7 @@ class _EffectsReader:
     def _carried(
         self, each: dis.Instruction, base: Collection[str], known: frozenset[str], changes: Collection[str]
     ) -> set[Carried]:
-        """What of the changes depends on what was there."""
+        """The changes that depend on what was there."""
         kind, line = each.opname, each.positions and each.positions.lineno
         if kind.startswith("CALL"):
             return {*map(Carried, changes)}

@@ -35,6 +35,7 @@ from lockstep.core.plan import SamplePlan
 from lockstep.data.changes import BEGINNING, CHOICE
 from lockstep.distributed.collectives import broadcast_tensors
 from lockstep.errors import CheckpointMismatch, ConfigError, ReplicaError
+from lockstep.numerics.hidden_state import without_key
 from lockstep.run.checks.calls import by_rank, gather_agreed, watching_once
 from lockstep.run.epoch_loop import Position
 from lockstep.run.loop_state import LoopState
@@ -498,7 +499,7 @@ class AgreedData:
         changed, ranks = loop.changed_in_data(), self._strategy.all_ranks
         found = _differences(changed, ranks, self._strategy.device, absent="unchanged")
         if found:
-            name, held = min(found), sorted({name.partition("[")[0] for name in found})
+            name, held = min(found), sorted({*map(without_key, found)})
             raise ConfigError(
                 f"The loop, or the loss, has changed {shorten(held, _MOST_NAMES)} in a data set, or what it "
                 f"reads, and not to the same values on all ranks: {name} is {by_rank(found[name])}. What a step leaves "

@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,9 +32,9 @@ from lockstep.data.batch import Batch
 from lockstep.data.keyed import content_of, encoded_states, generators_kept
 from lockstep.errors import ConfigError
 from lockstep.numerics.compilation import fix_graphs
-from lockstep.numerics.hidden_state import ALIAS, Kind, Snapshot, draws_globally, told
+from lockstep.numerics.hidden_state import Kind, Snapshot, draws_globally, told, without_key
 from lockstep.numerics.randomness import KeyedRandomness
-from lockstep.run.attributes import held_places, reference
+from lockstep.run.attributes import UnheldPlaces, held_places
 from lockstep.run.checks.agreement import compared_replicas
 from lockstep.run.checks.calls import (
     ASKED,
@@ -86,8 +85,6 @@ _COUNTED = 8
 _VALUES = (Kind.NUMBER, Kind.TENSOR)
 _GENERATORS = ("torch", "NumPy", "random")
 _STORE_IT = "Make it a registered buffer, or let its module's get_extra_state and set_extra_state store it."
-_SWITCH = re.compile(r"True|False|None|-?\d+|['\"].*", re.DOTALL)
-"""The text of a value that a loop may switch to another one and back."""
 _TIMES = {"first": 2, "always": math.inf, "off": 1}
 """For each setting of ``checks``, how often each loss function is rehearsed, or at least looked at."""
 
@@ -219,7 +216,7 @@ class Rehearsals:
             ConfigError: the result would depend on the number of processes.
         """
         code, step = code_of(loss), batch.plan.step
-        done = self._count(code, batch.plan.epoch, step)
+        done = self._schedule(code, batch.plan.epoch, step)
         if done == 1 and draws_globally(loss, compute.forward):
             compute.randomness.key_global_generators()
         if isinstance(self._strategy, IndependentStrategy) or self._strategy.level is Level.STATISTICAL:
@@ -250,7 +247,7 @@ class Rehearsals:
             raise other_on_ranks(everyone, OFF)
         self._require_equal_variables(done)
 
-    def _count(self, code: Any, epoch: int, step: int) -> int:
+    def _schedule(self, code: Any, epoch: int, step: int) -> int:
         """The number of rehearsals of a loss with this one, after which it sets when the next is due."""
         self.done[code] = done = self.done.get(code, 0) + 1
         if done < self.times:
@@ -262,7 +259,7 @@ class Rehearsals:
         return done
 
     def _note_variables(self, found: Snapshot, changed: Iterable[str]) -> None:
-        self._moved |= _bases(changed)
+        self._moved.update(map(without_key, changed))
         texts = [(n, text) for n, text in found.texts.items() if found.kinds[n] in _VALUES]
         self._read = {n: text for n, text in texts if n.startswith(("the global variable", "the variable"))}
 
@@ -273,8 +270,8 @@ class Rehearsals:
         first = everyone[0][0]
         names = [name for name in first if any(each.get(name) != first[name] for each, _ in everyone)]
         if done == 1 or len(everyone) != self._strategy.share.holders:  # others do not call the loss
-            self._moved |= _bases(names)
-        if unequal := [name for name in names if name.partition("[")[0] not in self._moved]:
+            self._moved.update(map(without_key, names))
+        if unequal := [name for name in names if without_key(name) not in self._moved]:
             raise ConfigError(
                 f"The loss or the model reads {shorten(unequal, _MOST)}, which was the same on all ranks before and is "
                 "not any more. What a step leaves on its rank is of that rank's samples only: take such numbers from "
@@ -389,11 +386,11 @@ class Rehearsals:
         if is_early and is_called and (lost := state.loop.lost):
             names = names_reached(codes, before.functions)
             findings.lost = [name for name, each in lost.items() if each.is_read_by(before, noted, names)]
-        moved = _bases({**noted, **counting})
+        moved = {*map(without_key, {**noted, **counting})}
         findings.lost += self._unheld.look(state, roots, before, moved)
         state.idle -= moved
         if not (findings.losses_differ or findings.gradients):
-            state.idle |= _bases(noted) - _bases(counting)
+            state.idle |= {*map(without_key, noted)}.difference(map(without_key, counting))
         if any(each.differs(passes.first) for each in passes.from_start):
             now = {name: (text, before.texts.get(name, "nothing")) for name, (text, _) in starts.items()}
             findings.changed = {name: pair for name, pair in now.items() if pair[0] != pair[1]}
@@ -469,8 +466,8 @@ class Rehearsals:
                     loss,
                     found.deviation,
                 )
-        new = {n: pair for n, pair in found.changed.items() if n.partition("[")[0] not in self._warned}
-        self._warned |= _bases(new)
+        new = {n: pair for n, pair in found.changed.items() if without_key(n) not in self._warned}
+        self._warned.update(map(without_key, new))
         if new and self._is_main:
             logger.warning(
                 "The forward pass or the loss changes %s. So far the loss does not depend on it. This is checked again "
@@ -480,8 +477,8 @@ class Rehearsals:
             )
 
         self._warn_of_asked(found.asked)
-        left = [name for name in found.left if name.partition("[")[0] not in self._warned]
-        self._warned |= _bases(left)
+        left = [name for name in found.left if without_key(name) not in self._warned]
+        self._warned.update(map(without_key, left))
         if left and self._is_main:
             logger.warning(
                 "The loop reads %s, which the forward pass or the loss sets. The value is that of the last micro-batch "
@@ -542,66 +539,6 @@ class Rehearsals:
             )
 
 
-class UnheldPlaces:
-    """The places that the model and the loss read and no checkpoint holds: globals, variables of functions, attributes
-    of classes, functions and hooks. A checkpoint notes those that the loop has changed.
-
-    A resumed run has lost such a place if its value is again that of the run's beginning.
-    """
-
-    def __init__(self, is_main: bool) -> None:
-        self._is_main = is_main
-        self._roots: dict[str, Callable[[], Any]] = {}
-        self._first: dict[str, str] = {}
-        """The texts at the first rehearsal of all, over all resumes."""
-        self._start: dict[str, str] = {}
-        """The texts at the newest rehearsal after the first epoch."""
-        self._moved: set[str] = set()
-        """The places that calls themselves change, without the keys of entries."""
-
-    def look(self, state: RunState, roots: Mapping[str, Any], found: Snapshot, moved: set[str]) -> list[str]:
-        """Takes what a rehearsal has looked at; returns what a stop has lost, and warns of what it may have lost."""
-        state.capture_places = self.changed
-        self._roots |= {name: reference(root) for name, root in roots.items()}
-        self._moved |= moved
-        lost: list[str] = []
-        uncertain: list[str] = []
-        for name in sorted(state.places.keys() & found.texts.keys()):
-            first, saved, start = state.places.pop(name)
-            self._first[name] = first
-            is_set_anew = not state.was_inside and start == first  # where an epoch begins
-            if found.texts[name] == first and not is_set_anew and name.partition("[")[0] not in self._moved:
-                # A step may set a switch anew, such as one of every second step, to what it was at first.
-                is_certain = state.was_inside and not _SWITCH.fullmatch(first)
-                (lost if is_certain else uncertain).append(f"{name} ({first}, was {saved})")
-        self._first = {**found.texts, **self._first}
-        if state.position.epoch:
-            self._start = found.texts
-        if uncertain and self._is_main:
-            logger.warning(
-                "The model or the loss reads %s, which is what it was at the start of the run and not what it was at "
-                "the checkpoint. Unless that is right, keep it in run.extra and give it back before run.batches.",
-                shorten(uncertain, _MOST),
-            )
-        return lost
-
-    def changed(self, state: RunState) -> dict[str, list[str]]:
-        """By place: what it was at first, what it is, and what it was at the start of an epoch, if that is known."""
-        roots = {name: root for name, each in self._roots.items() if (root := each()) is not None}
-        known = [each for model in (state.parts.model, state.model.module) for each in model.buffers()]
-        now = Snapshot(roots, known, restorable=False)
-        found = {
-            name: [self._first[name], text, self._start.get(name, "")]
-            for name, text in now.texts.items()
-            if self._first.get(name, text) != text and name.partition("[")[0] not in self._moved
-            if not (text.startswith(ALIAS) or self._first[name].startswith(ALIAS))  # it has another name, too
-        }
-        if not found:
-            return {}
-        is_held, of_loop = held_places(state.parts.model), state.loop.seen_in(now)
-        return {name: each for name, each in found.items() if name not in of_loop and not is_held(name)}
-
-
 @dataclass(frozen=True)
 class _Result:
     """The bits of one pass."""
@@ -623,11 +560,6 @@ class _Passes(NamedTuple):
     before: Snapshot
     after: Snapshot
     later: Snapshot
-
-
-def _bases(names: Iterable[str]) -> set[str]:
-    """Places without the keys of entries."""
-    return {name.partition("[")[0] for name in names}
 
 
 def _name_of(function: Any) -> str:
