@@ -7,6 +7,7 @@ import pytest
 import torch
 from tests.ranks import run_ranks
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 from lockstep.config.strategy_options import PipelineOptions
@@ -136,6 +137,35 @@ class Noting(nn.Module):
         return self.last(self.features)
 
 
+class Recomputed(nn.Module):
+    """Computes a part again in the backward pass, by what the forward pass has set."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.gate = nn.Linear(4, 4), None
+
+    def gated(self, x):
+        return self.inner(x).tanh() * self.gate
+
+    def forward(self, x):
+        self.gate = x[:, :1].detach()
+        return checkpoint(self.gated, x, use_reentrant=False)
+
+
+class Seen(nn.Module):
+    """Scales the gradient by what the last forward pass has seen."""
+
+    def forward(self, x):
+        self.seen = x.detach()
+        return torch.tanh(x)
+
+
+def scaled_by_seen():
+    module = Seen()
+    module.register_full_backward_hook(lambda module, given, found: (given[0] * module.seen,))
+    return nn.Sequential(nn.Linear(4, 4), module, nn.Linear(4, 4), nn.Linear(4, 2))
+
+
 def shared(kept):
     return nn.Sequential(
         nn.Linear(4, 4), Shared(kept, True), nn.Linear(4, 4), Shared(kept, False), nn.Linear(4, 2)
@@ -198,6 +228,16 @@ REFUSED = {
         lambda: nn.Sequential(nn.Linear(4, 4), Views(), Changes(), nn.Linear(4, 2)),
         {"pipeline": {"split": ["2"]}},
         r"begins with '2' changes a tensor in place that it is given together with a view of it",
+    ),
+    "for what is computed again": (
+        lambda: nn.Sequential(nn.Linear(4, 4), Recomputed(), nn.Linear(4, 4), nn.Linear(4, 2)),
+        {"pipeline": {"split": ["2"]}},
+        r"The gradient of '0.weight' of one micro-batch has other bits if the forward pass of another comes before",
+    ),
+    "for a backward hook": (
+        scaled_by_seen,
+        {"pipeline": {"split": ["2"]}},
+        r"keeps something for the backward pass: for a hook there, or for a part that torch.utils.checkpoint",
     ),
     "for another stage": (
         lambda: shared({}),

@@ -7,7 +7,8 @@ lies in several processes.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -108,6 +109,7 @@ class Passes:
         self._inlets: dict[int, _Inlet] = {}
         self._overlapping: list[tuple[Tensor, int]] = []
         self._anchor: Tensor | None = None
+        self._others: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
 
     @property
     def is_last(self) -> bool:
@@ -133,10 +135,21 @@ class Passes:
         if source is not None:
             args, kwargs = (self._received(source, micro_batch.k, kind),), {}
         received()
+        if compute.disturbs:
+            self._others = tree_map_only(Tensor, _other_values, (args, kwargs))
         with compute.autocast():
             output = self.stage(*args, **kwargs)
         self._require_unwritten()
         return output, target
+
+    def disturb(self, micro_batch: MicroBatch, compute: Compute) -> None:
+        """Runs a forward pass on other values, as that of another micro-batch comes before a backward pass."""
+        resume = compute.pause(micro_batch)
+        compute.begin(replace(micro_batch, k=micro_batch.k + 1))
+        args, kwargs = self._others
+        with suppress(Exception), compute.autocast():  # the values may be none that the stage can be given
+            self.stage(*args, **kwargs)
+        resume()
 
     def pass_on(self, k: int, kind: Hashable, output: Any) -> None:
         """Sends the output of a stage that is not the last."""
@@ -213,6 +226,13 @@ class Passes:
                 "copy, give one of the two and take the view of it there, or cut the model elsewhere with "
                 "pipeline.split."
             )
+
+
+def _other_values(tensor: Tensor) -> Tensor:
+    """Values of the same kind: those of a tensor in the opposite order, smaller ones where they are not whole."""
+    turned = tensor.detach().flip(tuple(range(tensor.dim())))
+    turned = turned * 0.5 if turned.is_floating_point() or turned.is_complex() else turned
+    return turned.requires_grad_(tensor.requires_grad)
 
 
 class _Inlet:

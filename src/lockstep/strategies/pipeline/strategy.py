@@ -210,6 +210,7 @@ class Pipeline(Strategy):
 
     name = "pipeline"
     replicated = False
+    interleaves = True
     largest_unit = Unit.PARAMETER
     separates_units = True
     fills_model = True
@@ -367,6 +368,8 @@ class Pipeline(Strategy):
                 else:
                     passes.pass_on(micro_batch.k, kind, output)
             else:
+                if compute.disturbs and not (passes.is_last and self._options.schedule == "1f1b"):
+                    passes.disturb(micro_batch, compute)
                 passes.run_back(micro_batch.k, kind, received)
                 sums.end_backward()
                 if action.stage == min(self._passes):
