@@ -24,7 +24,6 @@ from lockstep.strategies.tensor.layers import COLUMNS, DROPOUTS, NORMS, ROWS, Ex
 _CLOSE, _CLOSE_IN_HALF = 1e-3, 0.05
 
 
-@torch.no_grad()
 def check_plan(
     whole: nn.Module,
     split: nn.Module,
@@ -33,21 +32,50 @@ def check_plan(
     micro_batches: Sequence[MicroBatch],
     compute: Compute,
 ) -> None:
-    """Runs the whole and the split model on a few micro-batches; leaves buffers as they were. Collective.
+    """Runs the whole and the split model as in training and as in evaluation; leaves buffers as they were. Collective.
 
-    All of a step are better than one: with few samples, a dropout that each rank draws for itself may by chance drop
-    what is zero anyway.
+    All micro-batches of a step are better than one: with few samples, a dropout that each rank draws for itself may by
+    chance drop what is zero anyway.
 
     Raises:
         ConfigError: their outputs differ by more than rounding, or the split model does not run.
     """
-    whole.train(split.training)
+    modes = {name: module.training for name, module in split.named_modules()}
+    try:
+        whole.eval(), split.eval()
+        with torch.no_grad():  # first, since training changes the running statistics of the whole model
+            _compare(whole, split, exchange, buffers, micro_batches, compute, " in an evaluation")
+    finally:
+        _set_modes(split, modes)
+    _set_modes(whole, modes)
+    _compare(whole, split, exchange, buffers, micro_batches, compute)
+
+
+def _set_modes(model: nn.Module, modes: Mapping[str, bool]) -> None:
+    for name, module in model.named_modules():
+        module.training = modes.get(name, module.training)
+
+
+def _compare(
+    whole: nn.Module,
+    split: nn.Module,
+    exchange: Exchange,
+    buffers: RunningBuffers,
+    micro_batches: Sequence[MicroBatch],
+    compute: Compute,
+    when: str = "",
+) -> None:
     differences, close = [0.0], _CLOSE
     for micro_batch in micro_batches:
         inputs, named, _ = compute.inputs(micro_batch)
         with compute.autocast():
             compute.begin(micro_batch)
-            expected = _numbers(whole(*inputs, **named))
+            try:
+                expected = _numbers(whole(*inputs, **named))
+            except Exception:
+                if when:
+                    return  # it cannot be evaluated on what it is trained on
+                raise
             if torch.is_autocast_enabled(expected[0].device.type):
                 close = _CLOSE_IN_HALF
             compute.begin(micro_batch)
@@ -58,7 +86,7 @@ def check_plan(
                 raise
             except (RuntimeError, ValueError) as error:
                 raise ConfigError(
-                    f"The model split by tensor.plan fails, while the whole model runs: {error}. {_ADVICE}"
+                    f"The model split by tensor.plan fails, while the whole model runs{when}: {error}. {_ADVICE}"
                 ) from error
             buffers.begin_micro_batch()
         differences += map(_difference, expected, found)
@@ -66,7 +94,7 @@ def check_plan(
     largest = float(exchange.largest(worst))
     if largest > close:
         raise ConfigError(
-            "The model split by tensor.plan returns another output than the whole model (relative difference "
+            f"The model split by tensor.plan returns another output than the whole model{when} (relative difference "
             f"{largest:.2g}). {_ADVICE}"
         )
 
@@ -79,7 +107,7 @@ _ADVICE = (
 
 def _numbers(output: object) -> list[Tensor]:
     """The tensors of an output, in float64."""
-    return [value.double() for value in tree_leaves(output) if isinstance(value, Tensor)]
+    return [value.detach().double() for value in tree_leaves(output) if isinstance(value, Tensor)]
 
 
 def _difference(expected: Tensor, found: Tensor) -> float:
