@@ -2,13 +2,15 @@
 
 A plan that splits an activation which some module needs whole (a softmax over features, a dropout that was not named)
 would silently train another model. So in the first step ``check_plan`` runs the split and the whole model on the same
-micro-batches, with the same random numbers. Plans that were found are tested and need no check.
+micro-batches, with the same random numbers. Plans that were found are tested and need no check, but for blocks that
+only have the names of a ResNet's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -163,7 +165,7 @@ def found_plan(model: nn.Module) -> dict[str, str]:
         kinds: Mapping[str, str] = {}
         if type(module) is SelfAttention:
             plan[path] = "heads"
-        elif isinstance(module, nn.Sequential):
+        elif isinstance(module, nn.Sequential) and _computes_as_torch(module):
             kinds = _pairs(module)
         elif type(module).__name__ in _BLOCKS:
             kinds = _block(module)
@@ -225,12 +227,45 @@ def _pairs(chain: nn.Sequential) -> dict[str, str]:
             else:
                 first, between = child, {}
         elif first:
-            kind = _passing(module, chain.get_submodule(first))
+            plain = _computes_as_torch(module)
+            kind = _passing(module, chain.get_submodule(first)) if plain else None
             if kind is None:
                 first = ""
             elif kind:
                 between[child] = kind
     return plan
+
+
+def _computes_as_torch(module: nn.Module) -> bool:
+    """True if a module of torch, or of a class made from one, computes what torch's does."""
+    cls: Any = type(module)
+    is_set = "forward" in vars(module) or cls.__call__ is not nn.Module.__call__
+    return not is_set and cls.forward.__module__.startswith("torch.nn.")
+
+
+def between(model: nn.Module, plan: Mapping[str, str]) -> dict[str, nn.Module]:
+    """The modules without parameters that are given split activations, in chains and known blocks, by name."""
+    found = {}
+    for path, parent in model.named_modules():
+        opened = type(parent).__name__ in _BLOCKS and f"{path}.conv2".lstrip(".") in plan
+        for child, module in parent.named_children():
+            name = f"{path}.{child}".lstrip(".")
+            if isinstance(parent, nn.Sequential):
+                opened = plan.get(name) == "column" or (opened and plan.get(name) != "row")
+            if opened and name not in plan and not any(True for _ in module.parameters()):
+                found[name] = module
+    return found
+
+
+def is_to_be_checked(model: nn.Module, plan: Mapping[str, str]) -> bool:
+    """True if a plan that was found splits blocks of another source, which only have the names of a ResNet's."""
+    blocks = {
+        path
+        for path, module in model.named_modules()
+        if type(module).__name__ in _BLOCKS
+        and type(module).__module__.partition(".")[0] not in ("lockstep", "torchvision")
+    }
+    return any(name.rpartition(".")[0] in blocks for name in plan)
 
 
 def _passing(module: nn.Module, first: nn.Module) -> str | None:
