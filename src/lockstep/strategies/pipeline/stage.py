@@ -6,7 +6,7 @@ lies in several processes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,6 +26,7 @@ from lockstep.runtime.devices import is_gpu
 from lockstep.strategies.pipeline.chain import ChainLink
 from lockstep.strategies.pipeline.channels import PipelineChannel, tensors_of
 from lockstep.strategies.pipeline.links import LINK_BYTES, GroupLink, SharedMemoryLink
+from lockstep.strategies.pipeline.loss_reads import StagesRead
 from lockstep.strategies.strategy import Compute
 
 
@@ -101,10 +102,20 @@ class Neighbours:
 
 
 class Passes:
-    """The forward and backward passes of a step's micro-batches through one stage."""
+    """The forward and backward passes of a step's micro-batches through one stage.
 
-    def __init__(self, stage: Stage, neighbours: Neighbours, name: str) -> None:
-        self.stage, self.neighbours, self.name = stage, neighbours, name
+    Args:
+        stage: of this rank.
+        neighbours: its channels.
+        name: of the module that it begins with.
+        others: the modules of other processes' stages, by name, which cannot read what this one sets.
+    """
+
+    def __init__(
+        self, stage: Stage, neighbours: Neighbours, name: str, others: Mapping[str, nn.Module]
+    ) -> None:
+        self.stage, self.neighbours, self.name, self.others = stage, neighbours, name, others
+        self._evaluated: set[Hashable] = set()
         self._roots: dict[int, list[Tensor]] = {}
         self._inlets: dict[int, _Inlet] = {}
         self._overlapping: list[tuple[Tensor, int]] = []
@@ -184,8 +195,12 @@ class Passes:
         """A forward pass outside of training, of the model's inputs or of what the stage before sends."""
         if self.neighbours.activations_in is not None:
             args, kwargs = (self._received(self.neighbours.activations_in, 0, kind),), {}
+        reads = None if kind in self._evaluated else StagesRead(self.others)
+        self._evaluated.add(kind)
         output = self.stage(*args, **kwargs)
         self._require_unwritten()
+        if reads is not None:
+            reads.require_unchanged(self.name)
         if self.neighbours.activations_out is not None:
             self.neighbours.activations_out.send(kind, output)
         return output
