@@ -120,7 +120,7 @@ class Shared(nn.Module):
         self.kept, self.sets = kept, sets
 
     def forward(self, x):
-        if self.sets:
+        if self.sets is True or (self.sets == "in evaluation" and not self.training):
             self.kept["scale"] = x.mean()
         return x * self.kept.get("scale", 1.0)
 
@@ -166,9 +166,9 @@ def scaled_by_seen():
     return nn.Sequential(nn.Linear(4, 4), module, nn.Linear(4, 4), nn.Linear(4, 2))
 
 
-def shared(kept):
+def shared(kept, sets=True):
     return nn.Sequential(
-        nn.Linear(4, 4), Shared(kept, True), nn.Linear(4, 4), Shared(kept, False), nn.Linear(4, 2)
+        nn.Linear(4, 4), Shared(kept, sets), nn.Linear(4, 4), Shared(kept, False), nn.Linear(4, 2)
     )
 
 
@@ -244,6 +244,11 @@ REFUSED = {
         {"pipeline": {"split": ["3"]}},
         r"changes the attribute 'kept' of 3 in the stage that begins with '0', and modules of another stage can read",
     ),
+    "for another stage in an evaluation": (
+        lambda: shared({}, "in evaluation"),
+        {"pipeline": {"split": ["3"]}, "evaluated": True},
+        r"changes the attribute 'kept' of 3 in the stage that begins with '0', and modules of another stage can read",
+    ),
     "for the loss": (
         Noting,
         {"noted": True},
@@ -280,7 +285,7 @@ REFUSED = {
 }
 
 
-OF_LOOP = ("forward", "average", "decay", "noted", "again", "replaced", "patched", "skipped")
+OF_LOOP = ("forward", "average", "decay", "noted", "evaluated", "again", "replaced", "patched", "skipped")
 """What the loop does differently; all else is an option."""
 
 
@@ -289,6 +294,7 @@ LATE = (
     "other shapes",
     "no tensors",
     "for another stage",
+    "for another stage in an evaluation",
     "loss of the model",
     "model in the loss",
     "own forward",
@@ -356,6 +362,8 @@ def one_step(world, case):
         for batch in run.batches(rows()):
             run.backward(batch, loss, forward=own)
             optimizer.step()
+            if given.get("evaluated"):
+                run.evaluate(rows(), loss)
     run.close()
 
 
