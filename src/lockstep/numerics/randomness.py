@@ -218,6 +218,10 @@ class KeyedRandomness:
         self._require_units()
         self._where = None
 
+    def interrupt(self) -> None:
+        """Notes that an error ends the step, so that nothing is said of what was drawn until then."""
+        self._where = None
+
     def end_step(self, step: int) -> None:
         """Ends the keys of a step, and keys the user's own code after it."""
         self._require_units()

@@ -197,6 +197,9 @@ def evaluation(
         if run.options.directory is not None:
             run._loop.go_back()
         save_and_stop(run, stopped.reason)
+    except Exception:
+        prepared.state.model.randomness.interrupt()
+        raise
     finally:
         prepared.state.model.randomness.end_step(-1 - step)
         run.strategy.bytes_outside_steps += run.strategy.bytes_sent - sent

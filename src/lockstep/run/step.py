@@ -369,6 +369,8 @@ class StepCompute:
     """Added to the numbers of micro-batches in their keys: a second backward pass of a step draws other numbers."""
     metrics: StepMetrics | None = None
     """Numbers that are computed beside the loss."""
+    disturbs: bool = False
+    """See ``lockstep.strategies.Compute``."""
 
     @classmethod
     def taking(cls, compute: StepCompute, **others: Any) -> Self:

@@ -45,6 +45,10 @@ class Compute(Protocol):
     def function(self) -> Callable[..., Any]:
         """The loss function, of (output, target)."""
 
+    @property
+    def disturbs(self) -> bool:
+        """True in a rehearsal of what comes between the forward and the backward pass of a micro-batch."""
+
     def __call__(self, micro_batch: MicroBatch, model: nn.Module | None = None) -> tuple[Tensor, Tensor]:
         """Forward pass and loss; gives (sum of losses, weight), both 0-dim.
 
@@ -120,6 +124,8 @@ class Strategy(ABC):
     """The micro-batches that this process computes."""
     devices: tuple[torch.device, ...] = ()
     """All devices of this process that compute; empty for ``device`` alone."""
+    interleaves: bool = False
+    """True if forward passes of other micro-batches come between the forward and the backward pass of one."""
     replicated: bool = True
     """True if every process holds the whole model. Compiling the model, a moving average of its weights and a
     ``forward`` of the user's own need that."""

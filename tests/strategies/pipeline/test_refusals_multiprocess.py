@@ -7,6 +7,7 @@ import pytest
 import torch
 from tests.ranks import run_ranks
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 from lockstep.config.strategy_options import PipelineOptions
@@ -119,7 +120,7 @@ class Shared(nn.Module):
         self.kept, self.sets = kept, sets
 
     def forward(self, x):
-        if self.sets:
+        if self.sets is True or (self.sets == "in evaluation" and not self.training):
             self.kept["scale"] = x.mean()
         return x * self.kept.get("scale", 1.0)
 
@@ -136,9 +137,38 @@ class Noting(nn.Module):
         return self.last(self.features)
 
 
-def shared(kept):
+class Recomputed(nn.Module):
+    """Computes a part again in the backward pass, by what the forward pass has set."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.gate = nn.Linear(4, 4), None
+
+    def gated(self, x):
+        return self.inner(x).tanh() * self.gate
+
+    def forward(self, x):
+        self.gate = x[:, :1].detach()
+        return checkpoint(self.gated, x, use_reentrant=False)
+
+
+class Seen(nn.Module):
+    """Scales the gradient by what the last forward pass has seen."""
+
+    def forward(self, x):
+        self.seen = x.detach()
+        return torch.tanh(x)
+
+
+def scaled_by_seen():
+    module = Seen()
+    module.register_full_backward_hook(lambda module, given, found: (given[0] * module.seen,))
+    return nn.Sequential(nn.Linear(4, 4), module, nn.Linear(4, 4), nn.Linear(4, 2))
+
+
+def shared(kept, sets=True):
     return nn.Sequential(
-        nn.Linear(4, 4), Shared(kept, True), nn.Linear(4, 4), Shared(kept, False), nn.Linear(4, 2)
+        nn.Linear(4, 4), Shared(kept, sets), nn.Linear(4, 4), Shared(kept, False), nn.Linear(4, 2)
     )
 
 
@@ -199,9 +229,24 @@ REFUSED = {
         {"pipeline": {"split": ["2"]}},
         r"begins with '2' changes a tensor in place that it is given together with a view of it",
     ),
+    "for what is computed again": (
+        lambda: nn.Sequential(nn.Linear(4, 4), Recomputed(), nn.Linear(4, 4), nn.Linear(4, 2)),
+        {"pipeline": {"split": ["2"]}},
+        r"The gradient of '0.weight' of one micro-batch has other bits if the forward pass of another comes before",
+    ),
+    "for a backward hook": (
+        scaled_by_seen,
+        {"pipeline": {"split": ["2"]}},
+        r"keeps something for the backward pass: for a hook there, or for a part that torch.utils.checkpoint",
+    ),
     "for another stage": (
         lambda: shared({}),
         {"pipeline": {"split": ["3"]}},
+        r"changes the attribute 'kept' of 3 in the stage that begins with '0', and modules of another stage can read",
+    ),
+    "for another stage in an evaluation": (
+        lambda: shared({}, "in evaluation"),
+        {"pipeline": {"split": ["3"]}, "evaluated": True},
         r"changes the attribute 'kept' of 3 in the stage that begins with '0', and modules of another stage can read",
     ),
     "for the loss": (
@@ -240,7 +285,7 @@ REFUSED = {
 }
 
 
-OF_LOOP = ("forward", "average", "decay", "noted", "again", "replaced", "patched", "skipped")
+OF_LOOP = ("forward", "average", "decay", "noted", "evaluated", "again", "replaced", "patched", "skipped")
 """Changes of the loop; all else is an option."""
 
 
@@ -249,6 +294,7 @@ LATE = (
     "other shapes",
     "no tensors",
     "for another stage",
+    "for another stage in an evaluation",
     "loss of the model",
     "model in the loss",
     "own forward",
@@ -316,6 +362,8 @@ def one_step(world, case):
         for batch in run.batches(rows()):
             run.backward(batch, loss, forward=own)
             optimizer.step()
+            if given.get("evaluated"):
+                run.evaluate(rows(), loss)
     run.close()
 
 

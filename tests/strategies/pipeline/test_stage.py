@@ -34,7 +34,7 @@ def test_backward_of_a_pipelined_output_is_refused_with_what_to_call():
 
 def test_a_stage_without_neighbours_is_the_last_one():
     stage = Stage(chain(nn.Sequential(nn.Linear(3, 4))))
-    assert Passes(stage, Neighbours(), "0").is_last
+    assert Passes(stage, Neighbours(), "0", {}).is_last
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 5])

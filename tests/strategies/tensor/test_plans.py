@@ -9,7 +9,7 @@ from lockstep.errors import ConfigError
 from lockstep.models import digits_net, lstm, perceptron, resnet18, resnet50, transformer
 from lockstep.strategies.absent import Absence
 from lockstep.strategies.tensor.layers import Splitter
-from lockstep.strategies.tensor.plans import plan_of
+from lockstep.strategies.tensor.plans import between, is_to_be_checked, plan_of
 
 
 class Ranks:
@@ -63,16 +63,69 @@ def test_residual_blocks_split_their_inner_channels():
     assert len(plan_of(resnet50(), ())) == 16 * 3
 
 
+class Same(nn.ReLU):
+    """A class of the user's that computes what torch's does."""
+
+
+class Other(nn.ReLU):
+    def forward(self, x):
+        return super().forward(x).softmax(-1)
+
+
+class Normed(nn.Sequential):
+    """Does something between its layers."""
+
+    def forward(self, x):
+        return self[2](self[1](self[0](x)).softmax(-1))
+
+
+def patched():
+    module = nn.ReLU()
+    module.forward = lambda x: x.softmax(-1)
+    return module
+
+
+class BasicBlock(nn.Module):
+    """Has the layers of a ResNet's block."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.bn1, self.conv2 = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1)
+
+
+def test_a_block_of_another_source_is_compared_with_the_whole_and_ours_is_not():
+    own = chain(nn.Linear(4, 4), BasicBlock())
+    assert is_to_be_checked(own, plan_of(own, ()))
+    assert not is_to_be_checked(resnet18(), plan_of(resnet18(), ()))
+
+
+def test_what_is_given_split_activations_is_found():
+    model = chain(nn.Linear(4, 8), Same(), nn.Dropout(0.1), nn.Linear(8, 4), nn.Tanh())
+    assert list(between(model, plan_of(model, ()))) == ["1"]
+
+
 @pytest.mark.parametrize(
     "model",
     [
+        chain(nn.Linear(4, 4), Other(), nn.Linear(4, 4)),
+        chain(nn.Linear(4, 4), patched(), nn.Linear(4, 4)),
+        chain(Normed(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))),
         chain(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)),
         chain(nn.Linear(4, 4), nn.Softmax(1), nn.Linear(4, 4)),
         chain(nn.Conv1d(4, 4, 1), nn.Flatten(), nn.Linear(4, 4)),
         chain(nn.Conv1d(4, 4, 1), nn.Conv1d(4, 4, 1, groups=2)),
         chain(nn.Linear(4, 6), nn.BatchNorm1d(4), nn.Linear(6, 4)),
     ],
-    ids=["layer norm", "softmax", "flatten", "groups", "norm of another dim"],
+    ids=[
+        "own forward",
+        "patched forward",
+        "chain of its own",
+        "layer norm",
+        "softmax",
+        "flatten",
+        "groups",
+        "norm of another dim",
+    ],
 )
 def test_layers_with_something_between_that_needs_all_features_are_no_pair(model):
     with pytest.raises(ConfigError, match="found nothing to split in Sequential"):

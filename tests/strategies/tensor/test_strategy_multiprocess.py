@@ -162,6 +162,9 @@ def refusals(world):
         "norm": (TwoLayers(between=nn.LayerNorm(12)), {"tensor": {"plan": plan}}),
         "mixed": (TwoLayers(between=nn.Softmax(-1)), {"tensor": {"plan": plan}}),
         "dropout": (TwoLayers(between=nn.Dropout(0.3)), {"tensor": {"plan": plan}}),
+        "in an evaluation": (TwoLayers(between=InEvaluation()), {"tensor": {"plan": plan}}),
+        "with gradients": (TwoLayers(between=WithGradients()), {"tensor": {"plan": plan}}),
+        "frozen norm": (Frozen(), {"tensor": {"plan": ["0.first=column", "0.second=row"]}}),
         "ends split": (Split(), {"tensor": {"plan": ["a=column", "b=row", "end=column"]}}),
         "mesh": (TwoLayers(), {"strategy": "hybrid", "mesh": "fsdp=1,tensor=3"}),
         "transformed": (Slopes(), {}),
@@ -200,6 +203,28 @@ class Split(nn.Module):
         return self.end(self.b(self.a(x)))
 
 
+class InEvaluation(nn.Module):
+    """Looks at all features in an evaluation."""
+
+    def forward(self, x):
+        return x if self.training else x.softmax(-1)
+
+
+class WithGradients(nn.Module):
+    """Looks at all features where gradients are computed."""
+
+    def forward(self, x):
+        return x.softmax(-1) if torch.is_grad_enabled() else x
+
+
+class Frozen(nn.Sequential):
+    """Has a BatchNorm in evaluation mode, and one that is trained."""
+
+    def __init__(self):
+        super().__init__(TwoLayers(), nn.BatchNorm1d(4), nn.BatchNorm1d(4))
+        self[1].eval()
+
+
 class Slopes(nn.Module):
     """Differentiates its layers by torch.func."""
 
@@ -230,6 +255,9 @@ def test_mistakes_end_in_one_sentence_on_every_rank():
         "norm": "The model split by tensor.plan fails",
         "mixed": "returns another output than the whole model",
         "dropout": "returns another output than the whole model",
+        "in an evaluation": "returns another output than the whole model in an evaluation",
+        "with gradients": "returns another output than the whole model (relative",
+        "frozen norm": "",
         "ends split": "returns another output than the whole model",
         "mesh": "cannot lay out the mesh",
         "transformed": "calls a layer within torch.func.vmap, grad, vjp, jvp or jacrev, and strategy 'tensor'",
@@ -238,7 +266,9 @@ def test_mistakes_end_in_one_sentence_on_every_rank():
     }
     for rank, said in enumerate(everyone):
         for name, sentence in expected.items():
-            assert sentence in said[name], f"rank {rank}, {name}: {said[name]!r}"
+            assert sentence in said[name] and bool(sentence) == bool(said[name]), (
+                f"rank {rank}, {name}: {said[name]!r}"
+            )
 
 
 def drift(world):

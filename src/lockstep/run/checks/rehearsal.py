@@ -329,6 +329,9 @@ class Rehearsals:
             differs = any(each.differs(first) for each in others)
             starts = self._starts.setdefault(code_of(loss), {})
             from_start = self._pass_from_start(compute_again, watched, starts, differs)
+            if strategy.interleaves and self._is_early(loss) and not differs:
+                disturbed = self._pass(short, replace(rehearsal, disturbs=True), scale)
+                findings.disturbed = disturbed.other_gradients(first)
             # Each time: a loop may give back what a step has left on its rank.
             if strategy.share.holders > 1:
                 findings.by_rank = self._pass_of_all(short, rehearsal, scale)
@@ -368,11 +371,7 @@ class Rehearsals:
         strategy, code, before = self._strategy, code_of(functions[0]), passes.before
         is_early, starts = self._is_early(functions[0]), self._starts[code]
         findings.losses_differ = any(each.losses != passes.first.losses for each in passes.others)
-        findings.gradients = [
-            name
-            for name, bits in passes.first.gradients.items()
-            if any(each.gradients[name] != bits for each in passes.others)
-        ]
+        findings.gradients = passes.first.other_gradients(*passes.others)
         noted, counting = findings.note_changes(before, passes.after, passes.later)
         self._note_variables(before, {**noted, **counting})
         if self.done[code] > 1:  # a cache is filled in the first step
@@ -545,6 +544,14 @@ class _Result:
 
     losses: list[int]
     gradients: dict[str, int | None]
+
+    def other_gradients(self, *others: _Result) -> list[str]:
+        """The parameters whose gradients are others in any of these passes."""
+        return [
+            name
+            for name, bits in self.gradients.items()
+            if any(each.gradients[name] != bits for each in others)
+        ]
 
     def differs(self, other: _Result) -> bool:
         return self.losses != other.losses or self.gradients != other.gradients

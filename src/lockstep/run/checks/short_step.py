@@ -96,6 +96,8 @@ class Findings:
     """The bits of the losses of one micro-batch that several processes have computed, if they differ."""
     gradients: list[str] = field(default_factory=list)
     """Parameters whose gradients differ."""
+    disturbed: list[str] = field(default_factory=list)
+    """Those whose gradients differ only where another forward pass came before the backward pass."""
     changed: dict[str, tuple[str, str]] = field(default_factory=dict)
     """By place, the texts before and after; generators and numbers come first."""
     drew: list[str] = field(default_factory=list)
@@ -117,7 +119,7 @@ class Findings:
             whole.by_rank = whole.by_rank or each["by_rank"]
             for name in ("foreign", "changed"):
                 vars(whole)[name] |= each[name]
-            for name in ("written", "gradients", "drew", "left", "lost", "asked"):
+            for name in ("written", "gradients", "disturbed", "drew", "left", "lost", "asked"):
                 vars(whole)[name] = list(dict.fromkeys([*vars(whole)[name], *each[name]]))
         return whole
 
@@ -164,6 +166,15 @@ class Findings:
             )
         if self.losses_differ or self.gradients:
             self._refuse_other_bits()
+        if self.disturbed:
+            raise ConfigError(
+                f"The gradient of {self.disturbed[0]!r} of one micro-batch has other bits if the forward pass of "
+                "another comes before its backward pass, as under a pipeline. The forward pass, or a hook, keeps "
+                "something for the backward pass: for a hook there, or for a part that torch.utils.checkpoint computes "
+                "again. Give that part what it reads as an argument, keep what a hook reads in the graph (a hook on "
+                "the tensor, made in each forward pass; ctx of an autograd.Function), or use strategy 'ddp' or "
+                f"'fsdp'. {OFF}"
+            )
 
     def require_nothing_lost(self) -> None:
         """Raises ``ConfigError`` where the loss or the model reads what a stop has lost."""

@@ -6,8 +6,9 @@ lies in several processes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from lockstep.runtime.devices import is_gpu
 from lockstep.strategies.pipeline.chain import ChainLink
 from lockstep.strategies.pipeline.channels import PipelineChannel, tensors_of
 from lockstep.strategies.pipeline.links import LINK_BYTES, GroupLink, SharedMemoryLink
+from lockstep.strategies.pipeline.loss_reads import StagesRead
 from lockstep.strategies.strategy import Compute
 
 
@@ -100,14 +102,25 @@ class Neighbours:
 
 
 class Passes:
-    """The forward and backward passes of a step's micro-batches through one stage."""
+    """The forward and backward passes of a step's micro-batches through one stage.
 
-    def __init__(self, stage: Stage, neighbours: Neighbours, name: str) -> None:
-        self.stage, self.neighbours, self.name = stage, neighbours, name
+    Args:
+        stage: of this rank.
+        neighbours: its channels.
+        name: of the module that it begins with.
+        others: the modules of other processes' stages, by name, which cannot read what this one sets.
+    """
+
+    def __init__(
+        self, stage: Stage, neighbours: Neighbours, name: str, others: Mapping[str, nn.Module]
+    ) -> None:
+        self.stage, self.neighbours, self.name, self.others = stage, neighbours, name, others
+        self._evaluated: set[Hashable] = set()
         self._roots: dict[int, list[Tensor]] = {}
         self._inlets: dict[int, _Inlet] = {}
         self._overlapping: list[tuple[Tensor, int]] = []
         self._anchor: Tensor | None = None
+        self._others: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
 
     @property
     def is_last(self) -> bool:
@@ -133,10 +146,21 @@ class Passes:
         if source is not None:
             args, kwargs = (self._received(source, micro_batch.k, kind),), {}
         received()
+        if compute.disturbs:
+            self._others = tree_map_only(Tensor, _other_values, (args, kwargs))
         with compute.autocast():
             output = self.stage(*args, **kwargs)
         self._require_unwritten()
         return output, target
+
+    def disturb(self, micro_batch: MicroBatch, compute: Compute) -> None:
+        """Runs a forward pass on other values, as that of another micro-batch comes before a backward pass."""
+        resume = compute.pause(micro_batch)
+        compute.begin(replace(micro_batch, k=micro_batch.k + 1))
+        args, kwargs = self._others
+        with suppress(Exception), compute.autocast():  # the values may be none that the stage can be given
+            self.stage(*args, **kwargs)
+        resume()
 
     def pass_on(self, k: int, kind: Hashable, output: Any) -> None:
         """Sends the output of a stage that is not the last."""
@@ -171,8 +195,12 @@ class Passes:
         """A forward pass outside of training, of the model's inputs or of what the stage before sends."""
         if self.neighbours.activations_in is not None:
             args, kwargs = (self._received(self.neighbours.activations_in, 0, kind),), {}
+        reads = None if kind in self._evaluated else StagesRead(self.others)
+        self._evaluated.add(kind)
         output = self.stage(*args, **kwargs)
         self._require_unwritten()
+        if reads is not None:
+            reads.require_unchanged(self.name)
         if self.neighbours.activations_out is not None:
             self.neighbours.activations_out.send(kind, output)
         return output
@@ -213,6 +241,13 @@ class Passes:
                 "copy, give one of the two and take the view of it there, or cut the model elsewhere with "
                 "pipeline.split."
             )
+
+
+def _other_values(tensor: Tensor) -> Tensor:
+    """Values of the same kind: those of a tensor in the opposite order, smaller ones where they are not whole."""
+    turned = tensor.detach().flip(tuple(range(tensor.dim())))
+    turned = turned * 0.5 if turned.is_floating_point() or turned.is_complex() else turned
+    return turned.requires_grad_(tensor.requires_grad)
 
 
 class _Inlet:

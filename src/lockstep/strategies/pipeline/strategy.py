@@ -58,7 +58,7 @@ from lockstep.strategies.sharding import require_plain_state
 from lockstep.strategies.strategy import Compute, StepResult, Strategy
 
 _CHECKED_STEPS = 2
-"""The first steps, in which the stages are watched for changes of what the loss reads."""
+"""The first steps, in which the stages are watched for changes of what the loss or other stages read."""
 
 
 def _empty(module: nn.Module, names: Mapping[int, str], absence: Absence) -> None:
@@ -210,6 +210,7 @@ class Pipeline(Strategy):
 
     name = "pipeline"
     replicated = False
+    interleaves = True
     largest_unit = Unit.PARAMETER
     separates_units = True
     fills_model = True
@@ -266,25 +267,25 @@ class Pipeline(Strategy):
         self._sums: dict[int, StepSums] = {}
         self._trainable: dict[str, nn.Parameter] = {}
         self._answers = channels.answers(names[-1])
+        elsewhere = {
+            f"{link.name}.{name}".strip("."): inner
+            for number, part in enumerate(parts)
+            for link in part
+            for name, inner in link.module.named_modules()
+            if number not in mine
+        }
         for local, number in enumerate(mine):
             stage = Stage(parts[number])
             if self.initial_values is not None:
                 self.initial_values.fill(empty_tensors(stage), self.device)
             stage = stage.to(self.device)
-            self._passes[number] = Passes(stage, channels.neighbours(number, names), parts[number][0].name)
+            neighbours, name = channels.neighbours(number, names), parts[number][0].name
+            self._passes[number] = Passes(stage, neighbours, name, elsewhere)
             self._sums[number] = self._make_sums(stage, local)
         tensors = (*model.named_parameters(), *model.named_buffers())
         names_of = {id(tensor): name for name, tensor in tensors}
-        self._of_others: dict[str, nn.Module] = {}
-        """The modules of other processes' stages, by name."""
         for number, others in enumerate(modules):
             if number not in mine:
-                named = (
-                    (f"{link.name}.{name}".strip("."), inner)
-                    for link in parts[number]
-                    for name, inner in link.module.named_modules()
-                )
-                self._of_others |= named
                 absence = Absence(
                     self.name, f"rank {self._channels.ranks[number % channels.length]} has its stage"
                 )
@@ -337,7 +338,7 @@ class Pipeline(Strategy):
         self._freezing_changed = self._frozen != (frozen := self._frozen_now())
         self._frozen = frozen
         kinds = [("trained", self._frozen, *kind_of(each.data)) for each in batch.micro_batches]
-        if self._steps <= _CHECKED_STEPS:
+        if self._is_watching:
             self._require_unset(compute.function)
         begun: set[int] = set()
         for action, following in zip(order, (*order[1:], None)):
@@ -352,11 +353,9 @@ class Pipeline(Strategy):
             if action.forward:
                 sums.begin_forward()
                 reads: list[LossReads | StagesRead] = []
-                if self._steps <= _CHECKED_STEPS:
-                    reads += [
-                        StagesRead(self._of_others),
-                        *[LossReads(compute.function)] * (not passes.is_last),
-                    ]
+                if self._is_watching:
+                    reads.append(StagesRead(passes.others))
+                    reads += [LossReads(compute.function)] * (not passes.is_last)
                 output, target = passes.run(micro_batch, kind, compute, received)
                 for each in reads:
                     each.require_unchanged(passes.name)
@@ -367,11 +366,18 @@ class Pipeline(Strategy):
                 else:
                     passes.pass_on(micro_batch.k, kind, output)
             else:
+                if compute.disturbs and not (passes.is_last and self._options.schedule == "1f1b"):
+                    passes.disturb(micro_batch, compute)
                 passes.run_back(micro_batch.k, kind, received)
                 sums.end_backward()
                 if action.stage == min(self._passes):
                     for call in self.events.micro_batch_end:
                         call(micro_batch)
+
+    @property
+    def _is_watching(self) -> bool:
+        """True in the first steps, and each time that their number has doubled: the loop may have changed something."""
+        return self._steps <= _CHECKED_STEPS or self._steps.bit_count() == 1
 
     def _require_unset(self, loss: Callable[..., Any]) -> None:
         """Raises ``ConfigError`` where a loss reads what the forward of an opened module, which is not run, sets."""

@@ -2,13 +2,15 @@
 
 A plan that splits an activation which some module needs whole (a softmax over features, a dropout that was not named)
 would silently train another model. So in the first step ``check_plan`` runs the split and the whole model on the same
-micro-batches, with the same random numbers. Plans that were found are tested and need no check.
+micro-batches, with the same random numbers. Plans that were found are tested and need no check, but for blocks that
+only have the names of a ResNet's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +26,6 @@ from lockstep.strategies.tensor.layers import COLUMNS, DROPOUTS, NORMS, ROWS, Ex
 _CLOSE, _CLOSE_IN_HALF = 1e-3, 0.05
 
 
-@torch.no_grad()
 def check_plan(
     whole: nn.Module,
     split: nn.Module,
@@ -33,21 +34,50 @@ def check_plan(
     micro_batches: Sequence[MicroBatch],
     compute: Compute,
 ) -> None:
-    """Runs the whole and the split model on a few micro-batches; leaves buffers as they were. Collective.
+    """Runs the whole and the split model as in training and as in evaluation; leaves buffers as they were. Collective.
 
-    All of a step are better than one: with few samples, a dropout that each rank draws for itself may by chance drop
-    what is zero anyway.
+    All micro-batches of a step are better than one: with few samples, a dropout that each rank draws for itself may by
+    chance drop what is zero anyway.
 
     Raises:
         ConfigError: their outputs differ by more than rounding, or the split model does not run.
     """
-    whole.train(split.training)
+    modes = {name: module.training for name, module in split.named_modules()}
+    try:
+        whole.eval(), split.eval()
+        with torch.no_grad():  # first, since training changes the running statistics of the whole model
+            _compare(whole, split, exchange, buffers, micro_batches, compute, " in an evaluation")
+    finally:
+        _set_modes(split, modes)
+    _set_modes(whole, modes)
+    _compare(whole, split, exchange, buffers, micro_batches, compute)
+
+
+def _set_modes(model: nn.Module, modes: Mapping[str, bool]) -> None:
+    for name, module in model.named_modules():
+        module.training = modes.get(name, module.training)
+
+
+def _compare(
+    whole: nn.Module,
+    split: nn.Module,
+    exchange: Exchange,
+    buffers: RunningBuffers,
+    micro_batches: Sequence[MicroBatch],
+    compute: Compute,
+    when: str = "",
+) -> None:
     differences, close = [0.0], _CLOSE
     for micro_batch in micro_batches:
         inputs, named, _ = compute.inputs(micro_batch)
         with compute.autocast():
             compute.begin(micro_batch)
-            expected = _numbers(whole(*inputs, **named))
+            try:
+                expected = _numbers(whole(*inputs, **named))
+            except Exception:
+                if when:
+                    return  # it cannot be evaluated on what it is trained on
+                raise
             if torch.is_autocast_enabled(expected[0].device.type):
                 close = _CLOSE_IN_HALF
             compute.begin(micro_batch)
@@ -58,7 +88,7 @@ def check_plan(
                 raise
             except (RuntimeError, ValueError) as error:
                 raise ConfigError(
-                    f"The model split by tensor.plan fails, while the whole model runs: {error}. {_ADVICE}"
+                    f"The model split by tensor.plan fails, while the whole model runs{when}: {error}. {_ADVICE}"
                 ) from error
             buffers.begin_micro_batch()
         differences += map(_difference, expected, found)
@@ -66,7 +96,7 @@ def check_plan(
     largest = float(exchange.largest(worst))
     if largest > close:
         raise ConfigError(
-            "The model split by tensor.plan returns another output than the whole model (relative difference "
+            f"The model split by tensor.plan returns another output than the whole model{when} (relative difference "
             f"{largest:.2g}). {_ADVICE}"
         )
 
@@ -79,7 +109,7 @@ _ADVICE = (
 
 def _numbers(output: object) -> list[Tensor]:
     """The tensors of an output, in float64."""
-    return [value.double() for value in tree_leaves(output) if isinstance(value, Tensor)]
+    return [value.detach().double() for value in tree_leaves(output) if isinstance(value, Tensor)]
 
 
 def _difference(expected: Tensor, found: Tensor) -> float:
@@ -135,7 +165,7 @@ def found_plan(model: nn.Module) -> dict[str, str]:
         kinds: Mapping[str, str] = {}
         if type(module) is SelfAttention:
             plan[path] = "heads"
-        elif isinstance(module, nn.Sequential):
+        elif isinstance(module, nn.Sequential) and _computes_as_torch(module):
             kinds = _pairs(module)
         elif type(module).__name__ in _BLOCKS:
             kinds = _block(module)
@@ -197,12 +227,45 @@ def _pairs(chain: nn.Sequential) -> dict[str, str]:
             else:
                 first, between = child, {}
         elif first:
-            kind = _passing(module, chain.get_submodule(first))
+            plain = _computes_as_torch(module)
+            kind = _passing(module, chain.get_submodule(first)) if plain else None
             if kind is None:
                 first = ""
             elif kind:
                 between[child] = kind
     return plan
+
+
+def _computes_as_torch(module: nn.Module) -> bool:
+    """True if a module of torch, or of a class made from one, computes what torch's does."""
+    cls: Any = type(module)
+    is_set = "forward" in vars(module) or cls.__call__ is not nn.Module.__call__
+    return not is_set and cls.forward.__module__.startswith("torch.nn.")
+
+
+def between(model: nn.Module, plan: Mapping[str, str]) -> dict[str, nn.Module]:
+    """The modules without parameters that are given split activations, in chains and known blocks, by name."""
+    found = {}
+    for path, parent in model.named_modules():
+        opened = type(parent).__name__ in _BLOCKS and f"{path}.conv2".lstrip(".") in plan
+        for child, module in parent.named_children():
+            name = f"{path}.{child}".lstrip(".")
+            if isinstance(parent, nn.Sequential):
+                opened = plan.get(name) == "column" or (opened and plan.get(name) != "row")
+            if opened and name not in plan and not any(True for _ in module.parameters()):
+                found[name] = module
+    return found
+
+
+def is_to_be_checked(model: nn.Module, plan: Mapping[str, str]) -> bool:
+    """True if a plan that was found splits blocks of another source, which only have the names of a ResNet's."""
+    blocks = {
+        path
+        for path, module in model.named_modules()
+        if type(module).__name__ in _BLOCKS
+        and type(module).__module__.partition(".")[0] not in ("lockstep", "torchvision")
+    }
+    return any(name.rpartition(".")[0] in blocks for name in plan)
 
 
 def _passing(module: nn.Module, first: nn.Module) -> str | None:

@@ -37,7 +37,7 @@ from lockstep.strategies.ddp import Replicated
 from lockstep.strategies.optimizer_trial import Unit
 from lockstep.strategies.strategy import STOP_CODES, Compute, StepResult
 from lockstep.strategies.tensor.layers import Exchange, Splitter, refuse_hooks, shards_of
-from lockstep.strategies.tensor.plans import check_plan, plan_of
+from lockstep.strategies.tensor.plans import between, check_plan, is_to_be_checked, plan_of
 
 
 class TensorParallel(Replicated):
@@ -77,7 +77,7 @@ class TensorParallel(Replicated):
     def backward(self, batch: Batch, compute: Compute, *, scale: float, stop: int) -> StepResult:
         """Runs this holder's micro-batches together with the other ranks of its line. See ``Strategy.backward``."""
         if self._hooks_seen != hooks_made():
-            refuse_hooks(self._split)
+            refuse_hooks(self._split | self._between)
             self._hooks_seen = hooks_made()
         if self.reference is not None and batch.micro_batches:
             check_plan(
@@ -161,7 +161,8 @@ class TensorParallel(Replicated):
         """Splits the layers of the plan, then moves what is left to the device."""
         plan = plan_of(model, self._options.plan)
         self._split = {name: model.get_submodule(name) for name in plan}
-        if self._options.plan:
+        self._between = between(model, plan)
+        if self._options.plan or is_to_be_checked(model, plan):
             self.reference = deepcopy(model).to(self.device)
         self._shards = Splitter(model, self._exchange, self.device, self.absences[0]).split(plan)
         self._absent = [each for each in model.parameters() if isinstance(each, AbsentParameter)]
