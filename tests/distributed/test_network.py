@@ -1,9 +1,13 @@
 """The interface that leads to the other hosts; nothing is sent."""
 
+import shutil
 import socket
+import subprocess
+import sys
 
 import pytest
 
+from lockstep.core.world import LOOPBACK
 from lockstep.distributed import network
 from lockstep.distributed.network import (
     Interface,
@@ -12,6 +16,7 @@ from lockstep.distributed.network import (
     data_address,
     interface_of_master,
     interface_towards,
+    require_loopback,
 )
 from lockstep.errors import ConfigError
 
@@ -100,6 +105,20 @@ def test_the_choice_can_be_set_and_is_made_otherwise(asked, environment, name):
 def test_an_interface_that_is_not_there_is_refused():
     with pytest.raises(ConfigError, match="'eth7' was asked for, and this host has eth0, ib0, lo"):
         chosen("eth7", KNOWN[1], KNOWN, {})
+
+
+@pytest.mark.skipif(
+    shutil.which("unshare") is None, reason="unshare makes the network without an interface that is up"
+)
+def test_a_loopback_interface_that_is_down_is_refused_in_a_sentence():
+    """As in a new network namespace: it was gloo's "enforce fail ... Unable to find address for: lo"."""
+    require_loopback(LOOPBACK)
+    asked = "from lockstep.distributed.network import require_loopback; require_loopback('lo')"
+    words = ["unshare", "--user", "--map-root-user", "--net", sys.executable, "-c", asked]
+    ended = subprocess.run(words, capture_output=True, text=True)
+    if ended.stderr.startswith("unshare:"):
+        pytest.skip("no user namespaces here")
+    assert ended.stderr.endswith("network namespace. Bring it up: ip link set lo up.\n")
 
 
 @pytest.mark.fault("M7")

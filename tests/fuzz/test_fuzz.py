@@ -73,7 +73,7 @@ def test_what_strangers_send_and_what_was_overwritten_is_taken_for_what_it_is(ro
 @SLOW
 def test_damaged_jobs_that_are_taken_run_or_end_in_a_sentence(tmp_path):
     """Real runs of one epoch; whatever else the file says, they write into their run folder only."""
-    texts = job_files.taken(SEED, 12, tmp_path)
+    texts = job_files.taken(SEED, 16, tmp_path)
     codes = [job_files.run(text, tmp_path / str(number)) for number, text in enumerate(texts)]
     assert codes.count(0) >= 6
 

@@ -1,3 +1,6 @@
+import errno
+import socket
+
 import pytest
 
 from lockstep.core.world import World
@@ -120,6 +123,16 @@ def test_sets_of_texts_have_one_order_in_all_runs_unless_the_user_wants_another(
     assert world_environment(wanted, layout, tmp_path, {})["PYTHONHASHSEED"] == "0"
     given = {"PYTHONHASHSEED": "random"}
     assert world_environment(wanted, layout, tmp_path, given)["PYTHONHASHSEED"] == "random"
+
+
+def test_a_host_without_an_address_of_loopback_is_told_so(tmp_path, monkeypatch):
+    def refused(*_):
+        raise OSError(errno.EADDRNOTAVAIL, "attempting to bind")
+
+    monkeypatch.setattr(socket, "create_server", refused)
+    wanted = LaunchOptions(devices=parse_devices("cpu:2"))
+    with pytest.raises(ConfigError, match=r"Cannot assign requested address\. Give the loopback interface"):
+        world_environment(wanted, single_host_layout(wanted), tmp_path, {})
 
 
 def test_a_script_finds_the_variables_of_torchrun_on_any_number_of_processes(tmp_path):

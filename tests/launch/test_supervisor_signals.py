@@ -14,6 +14,22 @@ PREEMPTION = [
 ]
 
 
+@pytest.mark.parametrize("careless", ["blocks all signals", "ignores SIGCHLD"])
+def test_a_run_that_a_careless_program_has_started_ends_as_any_other(command, careless):
+    """Both are inherited: the run waited forever for ranks that had ended, or a good one ended with exit status 1."""
+    blocked = signal.valid_signals() if careless == "blocks all signals" else ()
+    ignored = signal.SIG_IGN if careless == "ignores SIGCHLD" else signal.SIG_DFL
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+    former = signal.signal(signal.SIGCHLD, ignored)
+    try:
+        command.loop(steps=2)
+    finally:
+        signal.signal(signal.SIGCHLD, former)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    assert command.end() == (0, [])
+    command.wait_until_nothing_runs()
+
+
 @pytest.mark.fault("P4")
 def test_ctrl_c_stops_all_ranks_at_the_same_step(command):
     command.loop()

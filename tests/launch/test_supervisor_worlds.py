@@ -134,7 +134,7 @@ def start_at_once(number, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.fault("P16")
 def test_a_forgotten_destroy_never_turns_a_good_run_into_a_failure(command):
     script = command.folder / "plain.py"

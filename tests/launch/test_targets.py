@@ -2,6 +2,7 @@
 
 import json
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +21,13 @@ from lockstep.launch.targets import EntryTarget, FunctionTarget, ScriptTarget, f
 )
 def test_a_target_is_equal_after_json(target):
     assert from_json(json.loads(json.dumps(to_json(target)))) == target
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").is_file(), reason="there is no /proc here")
+def test_a_script_that_a_process_is_given_is_no_file_of_every_rank():
+    """Of ``lockstep run /dev/stdin < train.py`` rank 0 alone read anything, and waited a minute for the others."""
+    with pytest.raises(ConfigError, match="'/proc/self/environ' is not a file"):
+        ScriptTarget(path="/proc/self/environ")
 
 
 def test_a_script_must_be_a_file(tmp_path):

@@ -166,6 +166,25 @@ def test_a_folder_that_another_process_writes_to_is_refused_until_that_has_ended
         pass
 
 
+def test_a_run_whose_folder_was_moved_away_says_so_and_keeps_others_out_of_the_new_one(tmp_path, caplog):
+    """It kept the lock of the file that had gone with the folder, and a second run was let in."""
+    run, _, optimizer = begin(directory=tmp_path / "run")
+    batches = iter(run.batches(dataset()))
+    for step in range(3):
+        train_step(run, next(batches), optimizer)
+        run.save(wait=True)
+        assert caplog.text.count("its whole folder was removed or moved") == (step > 0)
+        if step == 0:
+            (tmp_path / "run").rename(tmp_path / "moved")
+    with pytest.raises(BlockingIOError), sole_use(tmp_path / "run" / "writer.lock"):
+        pass
+    with sole_use(tmp_path / "moved" / "writer.lock"):
+        assert [len(committed(tmp_path / name)) for name in ("moved", "run")] == [1, 2]
+    run.close()
+    with sole_use(tmp_path / "run" / "writer.lock"):
+        pass
+
+
 def until(folder, last, seed, resume=None):
     """Saves after each step up to ``last``; the weights there, and the step with which it began."""
     run, _, optimizer = begin(network(seed), directory=folder, resume=resume)

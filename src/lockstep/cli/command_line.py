@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 from lockstep import __version__
 from lockstep.errors import EXIT_CONFIG, EXIT_INTERRUPTED, ConfigError, LockstepError, nearest
 from lockstep.runtime.output import lasting_stderr, open_standard_streams
+from lockstep.runtime.stop_signals import undo_inherited_signal_settings
 from lockstep.text import printable
 
 _CHOICE = re.compile(r"invalid choice: '(.*?)'")
@@ -179,6 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     open_standard_streams()
+    undo_inherited_signal_settings()
     with lasting_stderr():
         return _run(words)
 

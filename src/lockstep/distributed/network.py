@@ -121,6 +121,16 @@ def resolve(host: str, port: int) -> list[str]:
     return list(dict.fromkeys(str(each[4][0]) for each in found))
 
 
+def require_loopback(name: str) -> None:
+    """Raises ``ConfigError`` where this interface is down, as in a new network namespace: gloo's error is a riddle."""
+    state = psutil.net_if_stats().get(name)
+    if state is not None and not state.isup:
+        raise ConfigError(
+            f"The ranks of one host exchange over its loopback interface, and {name!r} is down, as it is in a new "
+            f"network namespace. Bring it up: ip link set {name} up."
+        )
+
+
 def _listed(interfaces: list[Interface]) -> str:
     return ", ".join(f"{each.address} ({each.name})" for each in interfaces)
 

@@ -31,7 +31,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from lockstep.core.mesh import OF_DEVICES, Mesh
 from lockstep.core.world import LOOPBACK, World, host_name
 from lockstep.distributed.authentication import PROOF_BYTES, read_rank_key, sign
-from lockstep.distributed.network import addresses, interface_towards
+from lockstep.distributed.network import addresses, interface_towards, require_loopback
 from lockstep.distributed.rendezvous import meeting_address, of_an_earlier_program, open_store
 from lockstep.errors import ConfigError, RankError
 from lockstep.runtime.control import Stopped
@@ -136,7 +136,8 @@ def roll_call(store: Store, world: World, limit: float) -> None:
     if store.add(f"claims/{world.rank}", 1) != 1:
         raise ConfigError(
             f"Rank {world.rank} connected twice to {world.rendezvous}: two runs share the address, or "
-            "two processes have the same RANK. Give each run its own address and each process its own rank."
+            "two processes have the same RANK. Give each run its own address and each process its own rank. A program "
+            "that a process of this run starts must not get its RANK and WORLD_SIZE: env -u RANK -u WORLD_SIZE PROGRAM."
         )
     store.set(f"arrived/{world.rank}", json.dumps({"host": host_name(), "pid": os.getpid()}))
     keys = [f"arrived/{rank}" for rank in range(world.world_size)]
@@ -247,6 +248,8 @@ def _choose_interface(world: World) -> None:
     """Sets the interface for the ranks' data unless the user has: loopback on one host, else that of the rendezvous."""
     if world.is_one_host:
         name = exact = LOOPBACK
+        if os.environ.get("GLOO_SOCKET_IFNAME", LOOPBACK) == LOOPBACK:
+            require_loopback(LOOPBACK)
     else:
         meeting = meeting_address(world)
         found = None if meeting is None else interface_towards(*meeting, addresses())

@@ -135,7 +135,10 @@ def _has_failed(process: int) -> bool:
         while not is_over(psutil.Process(process)):
             time.sleep(_PAUSE)
         return True
-    ended = os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
+    try:
+        ended = os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
+    except ChildProcessError:  # this program ignores SIGCHLD
+        return True
     return ended is not None and (ended.si_code != os.CLD_EXITED or bool(ended.si_status))
 
 
@@ -195,6 +198,8 @@ class _Server:
     def serve(self, order: Mapping[str, Any], signal_pipe: int, supervisor: int) -> RankTask | None:
         """Forks the ranks and reports their ends until the last; in a fork, returns that rank's task."""
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        # The program that started the run may have blocked them.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD, signal.SIGCONT])
         signal.set_wakeup_fd(self._wake.fileno())
         server = os.getpid()
         for rank in order["ranks"]:

@@ -268,8 +268,15 @@ def _master(layout: HostLayout) -> dict[str, str]:
     place = urlsplit(layout.rendezvous)
     if place.hostname:
         return {"MASTER_ADDR": place.hostname, "MASTER_PORT": str(place.port)}
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    except OSError as error:
+        why = os.strerror(error.errno or 0)
+        raise ConfigError(
+            f"The ranks of one host meet at 127.0.0.1, and no port can be opened there: {why}. "
+            "Give the loopback interface that address: ip addr add 127.0.0.1/8 dev lo."
+        ) from error
 
 
 def rank_environment(local_rank: int, layout: HostLayout) -> dict[str, str]:

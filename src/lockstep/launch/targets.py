@@ -30,7 +30,7 @@ class ScriptTarget:
     """Its name where it is run as ``python -m`` would, so that it can import from its package."""
 
     def __post_init__(self) -> None:
-        if not Path(self.path).is_file():
+        if not Path(self.path).is_file() or self.path.startswith(("/dev/", "/proc/")):  # each rank reads it
             raise ConfigError(f"The script {self.path!r} is not a file. Check the path.")
         with suppress(OSError), Path(self.path).open("rb") as file:
             if b"\0" in file.read(4096) or Path(self.path).suffix == ".ipynb":

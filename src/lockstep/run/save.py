@@ -291,7 +291,8 @@ class Writer:
         self._options, self._world = options, world
         self.background, self.resumption = checkpoint.BackgroundWriter(), Resumption(loop)
         self._group: dist.ProcessGroup | None = None
-        self._claims: dict[Path, ExitStack] = {}
+        self._claims: dict[Path, tuple[ExitStack, int]] = {}
+        """By run folder: its lock, and the number by which the disk knows the lock's file."""
 
     def join(self, run: RunState) -> None:
         """Takes the prepared run; opens a process group for writers, where every process is one. Collective."""
@@ -304,15 +305,25 @@ class Writer:
         """Waits for what is being written, and drops the process group."""
         self.background.finish()
         drop_process_groups(self)
-        for folder, claim in self._claims.items():
-            _CLAIMED.discard(folder)
+        for folder in [*self._claims]:
+            self._give_up(folder)
             _ENDED.add(folder)
-            claim.close()
-        self._claims.clear()
+
+    def _give_up(self, folder: Path) -> None:
+        claim, _ = self._claims.pop(folder)
+        _CLAIMED.discard(folder)
+        claim.close()
 
     def _claim(self, directory: Path) -> None:
         """Keeps other processes from writing to a folder from now on; ``CheckpointError`` where one does so."""
         folder, claim = directory.resolve(), ExitStack()
+        if folder in self._claims and self._claims[folder][1] != _inode(folder / _LOCK):
+            logger.warning(
+                "Since the last save of this run, the file %s was removed, or its whole folder was removed or moved. "
+                "The run goes on and writes its next checkpoints there.",
+                directory / _LOCK,
+            )
+            self._give_up(folder)
         if folder in _CLAIMED:
             return
         try:
@@ -326,7 +337,7 @@ class Writer:
             ) from None
         except OSError:
             return  # what is wrong with the folder is said where the checkpoint is written
-        self._claims[folder] = claim
+        self._claims[folder] = claim, _inode(folder / _LOCK)
         _CLAIMED.add(folder)
 
     def write(self, directory: Path | str, run: RunState, fingerprint: str, *, wait: bool) -> Path | None:
@@ -377,6 +388,14 @@ class Writer:
                 )
             return None
         return order.carry_out() if wait else self.background.carry_out(order)
+
+
+def _inode(file: Path) -> int:
+    """The number by which the disk knows a file; 0 where there is none."""
+    try:
+        return file.stat().st_ino
+    except OSError:
+        return 0
 
 
 def clean_up(directory: Path | str | None) -> None:

@@ -147,6 +147,17 @@ def stop_signals_held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def undo_inherited_signal_settings() -> None:
+    """Lets in the signals that the program which started this one has blocked, and no longer ignores SIGCHLD.
+
+    A child whose parent ignores SIGCHLD leaves no exit status. A stop signal that is ignored, as by ``nohup``, stays.
+    """
+    if threading.current_thread() is threading.main_thread():
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD, *REASONS])
+        if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
 def nonblocking_pipe() -> tuple[int, int]:
     """Returns the reading and the writing end of a pipe that never blocks, and that started programs do not inherit."""
     ends = os.pipe()
