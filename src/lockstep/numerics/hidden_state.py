@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import inspect
 import io
 import itertools
 import logging
@@ -308,7 +309,7 @@ class Snapshot:
         for key, parameter in module._parameters.items():
             if parameter is not None:  # a hook of the backward pass may keep something there
                 own = [each for each in type(parameter).__mro__ if each.__module__.startswith("lockstep.")]
-                kept = [name for each in own for name in vars(each).get("__annotations__", ())]
+                kept = [name for each in own for name in inspect.get_annotations(each)]
                 self._slots(vars(parameter), f"the parameter {key!r} of {words}", leave_out=kept)
         hooks = [each for kind in _HOOKS for each in vars(module).get(kind, {}).values()]
         own = [each for each in hooks if is_users_module(getattr(each, "__module__", None) or "")]

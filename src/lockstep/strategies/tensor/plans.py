@@ -44,7 +44,8 @@ def check_plan(
     """
     modes = {name: module.training for name, module in split.named_modules()}
     try:
-        whole.eval(), split.eval()
+        whole.eval()
+        split.eval()
         with torch.no_grad():  # first, since training changes the running statistics of the whole model
             _compare(whole, split, exchange, buffers, micro_batches, compute, " in an evaluation")
     finally:
