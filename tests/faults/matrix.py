@@ -61,7 +61,7 @@ SECTIONS = {
         Row(
             "P8",
             "an exception on one rank",
-            "its traceback first and whole, the other ranks in a line each; within 10 s; exit code 4",
+            "its traceback first, the other ranks in a line each; within 10 s; exit code 4",
         ),
         Row(
             "P9",

@@ -531,19 +531,17 @@ def unsaved_tensors(optimizer: Optimizer, is_whole: bool) -> dict[str, str]:
     members = {id(p) for group in optimizer.param_groups for p in group["params"]}
     named = named_state(optimizer)
     saved = {id(state) for key, state in optimizer.state.items() if id(key) in members or key in named}
-    wrapped = wrapped_optimizers(optimizer) if is_whole else {}
     found: dict[str, str] = {}
     seen = members | saved | {id(optimizer), id(optimizer.state), id(optimizer.param_groups)}
-    found |= {name: each for inner in wrapped.values() for name, each in unsaved_tensors(inner, True).items()}
-    seen |= {id(each) for inner in wrapped.values() for each in (inner, inner.state)}
+    for inner in wrapped_optimizers(optimizer).values() if is_whole else ():
+        found |= unsaved_tensors(inner, is_whole)
+        seen |= {id(inner), id(inner.state)}
 
     def look(value: Any, name: str) -> None:
         if isinstance(value, bool | int | float | str | bytes | None) or id(value) in seen:
             return
         seen.add(id(value))
-        if isinstance(value, AbsentTensor):
-            return  # another process has it
-        if isinstance(value, Tensor) and not value.is_meta:
+        if isinstance(value, Tensor) and not value.is_meta and not isinstance(value, AbsentTensor):
             found[name] = f"{tuple(value.shape)} {int(sum_of_bits(value))}"
         elif isinstance(value, Mapping):
             for key, each in value.items():
@@ -573,15 +571,14 @@ def held_places(model: nn.Module) -> Callable[[str], bool]:
 
     def is_held(name: str) -> bool:
         attribute = _ATTRIBUTE.fullmatch(name)
-        if attribute is not None and attribute[1] in places:
-            return True
-        return without_key(name).rpartition(" of ")[2] in owners
+        is_ours = attribute is not None and attribute[1] in places
+        return is_ours or without_key(name).rpartition(" of ")[2] in owners
 
     return is_held
 
 
 _SWITCH = re.compile(r"True|False|None|-?\d+|['\"].*", re.DOTALL)
-"""The text of a value that a loop may switch to another one and back."""
+"""The text of a value that a step may switch back to what it was at first, such as every second step."""
 
 
 class UnheldPlaces:
@@ -613,7 +610,6 @@ class UnheldPlaces:
             self._first[name] = first
             is_set_anew = not state.was_inside and start == first  # where an epoch begins
             if found.texts[name] == first and not is_set_anew and without_key(name) not in self._moved:
-                # A step may set a switch anew, such as one of every second step, to what it was at first.
                 is_certain = state.was_inside and not _SWITCH.fullmatch(first)
                 (lost if is_certain else uncertain).append(f"{name} ({first}, was {saved})")
         self._first = {**found.texts, **self._first}

@@ -27,7 +27,6 @@ from lockstep.numerics.precision import Precision
 from lockstep.profile import timeline
 from lockstep.run import save
 from lockstep.run.checks import agreement
-from lockstep.run.checks.agreement import AgreedData
 from lockstep.run.checks.rehearsal import Due, Rehearsals
 from lockstep.run.epoch_loop import EpochLoop, EpochSteps, Position
 from lockstep.run.evaluation import evaluation, predict_in_order
@@ -99,15 +98,13 @@ class Run:
         self.extra: dict[str, Any] = {}
         """Stored in checkpoints and given back on resume; must survive JSON."""
         self.rehearsals = Rehearsals(options, self.strategy, self._events, is_main=self.is_main)
-        self._loop, self._loaders = (
-            EpochLoop(self._events, is_alone=group is None),
-            LoaderCache(options, self.strategy),
-        )
+        self._loop = EpochLoop(self._events, is_alone=group is None)
+        self._loaders = LoaderCache(options, self.strategy)
         self._prepared: PreparedRun | None = None
         self._initial_values = InitialValues(options.seed)
         self._writer = Writer(options, world, self._loop)
         self._results = DeferredResults(self.device, overflow_expected=self._precision.scaler is not None)
-        self._agreed_data = AgreedData(self.strategy, self.position, options, warns=self.is_main)
+        self._agreed_data = agreement.AgreedData(self.strategy, self.position, options, warns=self.is_main)
         self._session.before_close = self._release
         self._unseeded = seed_generators(options.seed)
         self._session.heartbeat.will_poll()
@@ -204,8 +201,8 @@ class Run:
     def _resume(self, prepared: PreparedRun) -> bool:
         """Loads the checkpoint that the options name, if there is one; returns whether there was. Collective."""
         state, gradients = prepared.state, prepared.gradients
+        how = {"restarted": self.world.restart > 0, "is_main": self.is_main}
         with gradients.setting_values():
-            how = {"restarted": self.world.restart > 0, "is_main": self.is_main}
             if not save.resume(state, self.options, self.fingerprint, **how):
                 return False
         self.extra.clear()  # it may have a name in the script

@@ -146,8 +146,7 @@ class Passes:
         if source is not None:
             args, kwargs = (self._received(source, micro_batch.k, kind),), {}
         received()
-        if compute.disturbs:
-            self._others = tree_map_only(Tensor, _other_values, (args, kwargs))
+        self._others = tree_map_only(Tensor, _other_values, (args, kwargs)) if compute.disturbs else ((), {})
         with compute.autocast():
             output = self.stage(*args, **kwargs)
         self._require_unwritten()
