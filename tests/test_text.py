@@ -3,6 +3,7 @@
 import pytest
 
 from lockstep.text import (
+    aligned,
     format_bytes,
     format_duration,
     numbered,
@@ -78,6 +79,11 @@ def test_long_lists_are_cut_and_counted():
     assert shorten("abc") == "a, b, c"
     assert shorten("abcd", limit=2) == "a, b and 2 more"
     assert shorten(range(3)) == "0, 1, 2"
+    assert shorten(range(17)) == ", ".join(map(str, range(16))) + " and 1 more"
+
+
+def test_columns_are_as_wide_as_their_widest_cell():
+    assert aligned([("a", "bb", "c"), ("aaa", "b", "")]) == ["a    bb  c", "aaa  b"]
 
 
 @pytest.mark.parametrize(

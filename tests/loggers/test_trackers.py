@@ -43,6 +43,52 @@ def test_charts_of_wandb_are_drawn_over_optimizer_steps(tmp_path, monkeypatch):
     assert run.log.call_args_list[0] == mock.call({"train/loss": 15.0, "step": 30})
 
 
+def test_wandb_is_sent_each_number_once_and_the_run_goes_on(tmp_path, monkeypatch):
+    calls = mock.Mock()
+    calls.init.return_value.id = "abc"
+    monkeypatch.setitem(sys.modules, "wandb", calls)
+    for step in (2, 4):
+        written(WeightsAndBiases, tmp_path, step)
+    first, again = calls.init.call_args_list
+    shown = {
+        "project": "project",
+        "name": tmp_path.name,
+        "dir": str(tmp_path),
+        "config": {"training": {"epochs": 3}},
+    }
+    assert first == mock.call(**shown, id=None, resume=None)
+    assert again == mock.call(**shown, id="abc", resume="allow")
+    run = calls.init.return_value
+    assert run.define_metric.call_args_list[0] == mock.call("step")
+    assert run.log.call_args_list == [
+        mock.call({"train/loss": 1.0, "step": 2}),
+        mock.call({"epoch/accuracy": 0.75, "step": 2}),
+        mock.call({"train/loss": 2.0, "step": 4}),
+        mock.call({"epoch/accuracy": 0.75, "step": 4}),
+    ]
+    assert run.finish.call_count == 2
+
+
+def test_mlflow_is_sent_each_number_once_and_the_run_goes_on(tmp_path, monkeypatch):
+    calls = mock.Mock()
+    client = calls.MlflowClient.return_value
+    client.create_run.return_value.info.run_id = "abc"
+    monkeypatch.setitem(sys.modules, "mlflow", calls)
+    for step in (2, 4):
+        written(MLflow, tmp_path, step)
+    experiment = calls.set_experiment.return_value.experiment_id
+    assert calls.set_experiment.call_args_list == [mock.call("project")]
+    assert client.create_run.call_args_list == [mock.call(experiment, run_name=tmp_path.name)]
+    assert client.log_param.call_args_list == [mock.call("abc", "training.epochs", 3)]
+    assert client.log_metric.call_args_list == [
+        mock.call("abc", "train/loss", 1.0, step=2),
+        mock.call("abc", "epoch/accuracy", 0.75, step=2),
+        mock.call("abc", "train/loss", 2.0, step=4),
+        mock.call("abc", "epoch/accuracy", 0.75, step=4),
+    ]
+    assert client.set_terminated.call_args_list == [mock.call("abc"), mock.call("abc")]
+
+
 def test_wandb_has_a_run_of_the_folder_s_name_that_goes_on(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
