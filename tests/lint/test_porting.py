@@ -240,9 +240,10 @@ def test_what_ddp_needs_is_left_out():
     assert any("sync_batch_norm=True" in each for each in found[7])
     assert "global_batch=8 * N" in found[8][0]
     assert "shuffle=True" in found[9][0]
-    assert 10 not in found  # the DataLoader stays; its sampler does not
+    assert found[10] == found[9]  # the DataLoader stays; its sampler does not
+    assert found[16][0].startswith("if run.is_main: instead of the test of a rank")
     assert found[14] == ["run.clip_gradients(1.0)"]
-    assert found[15] == ["leave out: run.backward and run.evaluate return the values over all processes"]
+    assert found[15][0].startswith("leave out, and a division by the number of processes")
     assert 17 not in found  # one process prints already
     assert found[18] == ["run.print(...), which prints on the main process only"]
     assert found[19] == ["leave out"]
@@ -288,7 +289,8 @@ def test_gradient_accumulation_and_precision():
     assert "precision=" in found[3][0] and "precision=" in found[5][0]
     assert found[7][0].startswith("loss = run.backward(batch, f)")
     assert found[8][0].startswith("len(batch), where it counts samples")
-    assert "micro_batches" in found[10][0]
+    assert found[10][0] == "optimizer.step()"
+    assert "micro_batches" in found[10][1]
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from operator import itemgetter
 
 from lockstep.errors import ConfigError
-from lockstep.lint.ranks import callers_of, on_one_rank
+from lockstep.lint.ranks import FIRST, callers_of, loops_around, on_one_rank, rank_test
 from lockstep.lint.script import (
     FUNCTIONS,
-    LOOPS,
     Loop,
     Script,
     argument,
@@ -27,7 +26,7 @@ from lockstep.lint.script import (
     read_text,
     receiver,
 )
-from lockstep.lint.wrappers import DDP, DP, FSDP, runs_of, wraps
+from lockstep.lint.wrappers import DDP, DP, FSDP, models_of, optimizers_of, runs_of, target_of, wraps
 
 
 @dataclass(frozen=True)
@@ -61,10 +60,15 @@ _LOADER = re.compile(r"load|dl$|batches", re.IGNORECASE)
 _SETTING = (
     "leave out: bits depend on it; lockstep.init has the options threads=, precision= and deterministic="
 )
-_VALUES_OF_ALL = "leave out: run.backward and run.evaluate return the values over all processes"
+_VALUES_OF_ALL = "leave out, and a division by the number of processes: what run.backward and run.evaluate return is of all"
 _FOR_LOGS = (
     "for logs only: run.world.world_size, run.world.rank, run.is_main; the recipe must not depend on them"
 )
+_SAMPLER = (
+    "leave out the sampler, with its set_epoch, and give the DataLoader shuffle=True. Its batch size was that of one "
+    "process; global_batch is that of all N"
+)
+_LAUNCHER = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE")
 _GROUP = "leave out: lockstep.init opens the process group and chooses the device"
 _TORCH_CALLS = {
     "Setup": {
@@ -78,18 +82,13 @@ _TORCH_CALLS = {
         "torch.*.convert_sync_batchnorm": "leave out: lockstep.init(sync_batch_norm=True)",
     },
     "Data": {
-        "torch.*.DistributedSampler": "leave out, with its set_epoch, and give the DataLoader shuffle=True. Its batch "
-        "size was that of one process; global_batch is that of all N",
-    },
-    "Output and files": {
-        "torch.load": 'a checkpoint to resume from: lockstep.init(directory="runs/a", resume="auto"). Data stay, and '
-        "pretrained weights, above run.prepare",
+        "torch.*.DistributedSampler": _SAMPLER,
     },
     "Processes": {
         "torch.*.init_process_group": _GROUP,
         "torch.*.destroy_process_group": _GROUP,
         "torch.*.set_device": _GROUP,
-        "torch.*.spawn": "leave out: lockstep run --devices N, or torchrun, starts the processes",
+        "torch.*.spawn": "call the function itself: lockstep run --devices N, or torchrun, starts the processes",
         "torch.distributed.barrier": "leave out",
         "torch.distributed.all_reduce": _VALUES_OF_ALL,
         "torch.distributed.reduce": _VALUES_OF_ALL,
@@ -168,48 +167,37 @@ def _preparation(script: Script) -> Iterator[_Found]:
     ]
     first = min(imports, key=lambda node: node.lineno, default=script.tree.body[-1])
     yield first, "add: import lockstep"
-    made = [call for call in script.calls if _is_optimizer(script, call)]
+    made = optimizers_of(script)
     last = max(made, key=lambda call: call.lineno, default=first)
-    models = list(dict.fromkeys(model for call in made for model in _models_of(script, call)))
-    steps = [f"run = lockstep.init(global_batch={_batch_size(script)})"]
+    models = list(dict.fromkeys(model for call in made for model in models_of(script, call)))
+    home = script.class_of(last)
+    run = "self.run" if home else "run"
+    steps = [f"{run} = lockstep.init(global_batch={_batch_size(script)})"]
     prepared = models[0] if len(models) == 1 else "models" if models else "model"
     if len(models) > 1:
         steps.append(f"models = nn.ModuleDict({{{', '.join(f'{name!r}: {name}' for name in models)}}})")
-    names = [_target(script, call) for call in made] or ["optimizer"]
+    names = [target_of(script, call) for call in made] or ["optimizer"]
     given = ", ".join(dict.fromkeys([prepared, *names]))
-    steps.append(f"{given} = run.prepare({given})")
+    steps.append(f"{given} = {run}.prepare({given})")
     yield last, f"{'below' if made else 'where the optimizer is made'}: {'; '.join(steps)}"
-    for scope in dict.fromkeys(map(script.scope, _backwards(script))):
-        if isinstance(scope, FUNCTIONS) and scope is not script.scope(last):
-            for node in (scope, *callers_of(script, scope)):
-                yield node, "give run to this function"
+    if not made or isinstance(script.scope(last), FUNCTIONS):
+        yield from _without_run(script, last, home)
 
 
-def _is_optimizer(script: Script, call: ast.Call) -> bool:
-    """True for an optimizer or scheduler that is given a name, also by a function such as ``make_optimizer``."""
-    name, target = script.name(call), _target(script, call)
-    named = {script.owner(each) for each in script.method_calls("zero_grad")}
-    named -= {script.owner(each) for each in script.method_calls("parameters", "train", "eval")}
-    of_torch = name.startswith("torch.optim.") and "swa_utils" not in name
-    of_others = last_name(call.func)[:1].isupper() and bool(_models_of(script, call))
-    return bool(target) and (of_torch or of_others or target in named)
-
-
-def _target(script: Script, call: ast.Call) -> str:
-    """The name that the value of a call is assigned to; empty where there is none."""
-    match script.statement(call):
-        case ast.Assign(targets=[target], value=value) if value is call:
-            return script.text(target)
-    return ""
-
-
-def _models_of(script: Script, call: ast.Call) -> list[str]:
-    """The models whose parameters a call is given: ``net`` for ``Optimizer(net.head.parameters())``."""
-    parts = script.sources(call.args[0]) if call.args else ()
-    owners = [
-        script.owner(each) for each in parts if isinstance(each, ast.Call) and method(each) == "parameters"
-    ]
-    return [".".join(each.split(".")[: 2 if each.startswith("self.") else 1]) for each in owners]
+def _without_run(script: Script, first: ast.AST, home: ast.ClassDef | None) -> Iterator[_Found]:
+    """The functions and classes that use the run, which begins in a function at ``first``, and do not have it."""
+    finders = (_loops, _passes, _steps, _evaluations, _outputs)
+    scopes = [script.scope(node) for find in finders for node, advice in find(script) if "run." in advice]
+    for scope in scopes:  # which grows
+        if not isinstance(scope, FUNCTIONS) or scope is script.scope(first):
+            continue
+        if (owner := script.class_of(scope)) is not None:
+            given = "" if owner is home else ", which its __init__ takes"
+            yield owner, f"in the methods of this class, run is self.run{given}"
+            continue
+        for node in (scope, *callers_of(script, scope)):
+            yield node, "give run to this function"
+            scopes += [each for each in [script.scope(node)] if each not in scopes]
 
 
 def _batch_size(script: Script) -> str:
@@ -250,24 +238,21 @@ def _loaders(script: Script) -> Iterator[_Found]:
                 call,
                 "a batch sampler of your own is refused: order the samples in each epoch (moving.md, Data)",
             )
+        elif any(
+            script.name(each).endswith(".DistributedSampler")
+            for each in script.sources(argument(call, "sampler"))
+        ):
+            yield call, _SAMPLER
         elif argument(call, "sampler") is None:
             yield call, "stays; the batch size of a step, for all devices together, is that of lockstep.init"
+    if script.torch_calls("DistributedSampler"):
+        yield from ((call, _SAMPLER) for call in script.method_calls("set_epoch"))
 
 
 def _backwards(script: Script) -> list[ast.Call]:
     """The calls of ``loss.backward()``, ``scaler.scale(loss).backward()`` and ``engine.backward(loss)``."""
     found = script.method_calls("backward")
     return [call for call in found if len(call.args) <= 1 and script.owner(call) not in ("self", "super()")]
-
-
-def _loops_around(script: Script, node: ast.AST, depth: int = 3) -> list[Loop]:
-    """The loops that a node runs in, from the inside out, through the calls of its function in this file."""
-    found = list(script.around(node, LOOPS))
-    function = next(script.around(node, FUNCTIONS), None)
-    for caller in callers_of(script, function) if function is not None and depth else ():
-        if outer := _loops_around(script, caller, depth - 1):
-            return found + outer
-    return found
 
 
 def _read(node: ast.expr) -> list[ast.expr]:
@@ -295,7 +280,7 @@ def _range(loop: Loop) -> ast.Call | None:
 def _loops(script: Script) -> Iterator[_Found]:
     """The loops over batches and epochs around each backward pass."""
     for call in _backwards(script):
-        around, over_batches = _loops_around(script, call), _over(script, call)
+        around, over_batches = loops_around(script, call), _over(script, call)
         if over_batches is not None:
             yield over_batches, _over_batches(script, over_batches)
             for loop in around[around.index(over_batches) + 1 :][:1]:
@@ -382,16 +367,22 @@ def _backward(script: Script, name: str, loss: ast.expr | None) -> str:
 
 
 def _steps(script: Script) -> Iterator[_Found]:
+    scalers = {target_of(script, call) for call in script.torch_calls("GradScaler")}
+    for call in script.method_calls("step", "update", "unscale_"):
+        if script.owner(call) in scalers:
+            optimizer = script.text(call.args[0]) if call.args else "optimizer"
+            yield call, f"{optimizer}.step()" if method(call) == "step" else "leave out, with the GradScaler"
     for call in script.calls:
         if last_name(call.func) == "clip_grad_norm_":
             norm = argument(call, "max_norm", 1)
             yield call, f"run.clip_gradients({script.text(norm) if norm is not None else 'max_norm'})"
     for call in script.method_calls("step"):
         parts = [part for test in script.tests_around(call) for part in ast.walk(test)]
-        if any(isinstance(part, ast.Mod) for part in parts) and _loops_around(script, call):
+        if any(isinstance(part, ast.Mod) for part in parts) and loops_around(script, call):
             yield (
                 call,
-                "if this accumulates gradients: in each step, with a larger global_batch and more micro_batches",
+                "if this accumulates gradients: in each step, without the condition, and with lockstep.init("
+                "global_batch=all samples of a step, micro_batches=...); the loss is not divided",
             )
 
 
@@ -416,7 +407,7 @@ def _sizes(script: Script) -> Iterator[_Found]:
 
 def _over(script: Script, call: ast.Call) -> ast.For | None:
     """The loop over batches that a backward pass is in."""
-    around = _loops_around(script, call)
+    around = loops_around(script, call)
     return next((each for each in around if isinstance(each, ast.For) and not _range(each)), None)
 
 
@@ -429,7 +420,12 @@ def _evaluations(script: Script) -> Iterator[_Found]:
         names = [last_name(each.func if isinstance(each, ast.Call) else each) for each in contexts]
         if not {"no_grad", "inference_mode"} & set(names):
             continue
-        for loop in (each for each in ast.walk(node) if isinstance(each, ast.For)):
+        around = script.around(node, ast.For, within_function=True) if isinstance(node, ast.With) else ()
+        inside = (each for each in ast.walk(node) if isinstance(each, ast.For))
+        for loop in (
+            *(each for each in around if not any(script.holds(each, call) for call in _backwards(script))),
+            *inside,
+        ):
             data = _read(loop.iter)[0]
             if isinstance(data, ast.Name | ast.Attribute) and _DATA.search(last_name(data)):
                 yield (
@@ -440,18 +436,57 @@ def _evaluations(script: Script) -> Iterator[_Found]:
 
 
 def _outputs(script: Script) -> Iterator[_Found]:
+    begin = max(optimizers_of(script), key=lambda call: call.lineno, default=None)
     for call in script.calls:
-        advice = _WRITES.get(script.name(call))
+        advice, is_print = _WRITES.get(script.name(call)), script.name(call) == "print"
         if last_name(call.func) in _WRITERS:
             advice = "under if run.is_main:"
-        if advice is not None and not on_one_rank(script, call):
+        if advice is None or on_one_rank(script, call):
+            continue
+        if begin is not None and script.same_function(call, begin) and call.lineno < begin.lineno:
+            advice = "" if is_print else f"below lockstep.init: {advice}"
+        if is_print and (owner := script.class_of(call)) is not None:  # not in a data set or a model
+            advice = advice if any(script.holds(owner, each) for each in _backwards(script)) else ""
+        if advice:
             yield call, advice
+
+
+def _loads(script: Script) -> Iterator[_Found]:
+    loops = [loop for call in _backwards(script) for loop in loops_around(script, call)]
+    for call in script.calls_of("torch.load"):
+        if any(script.follows(call, loop) for loop in loops):
+            yield (
+                call,
+                "the best weights of this run: best = run.state_dict() where they are saved, and "
+                "run.load_state_dict(best) here, instead of a file",
+            )
+        else:
+            yield (
+                call,
+                'a checkpoint to resume from: lockstep.init(directory="runs/a", resume="auto"). Data stay, and '
+                "pretrained weights, above run.prepare",
+            )
 
 
 def _wrappers(script: Script) -> Iterator[_Found]:
     for wrap in wraps(script, DDP, DP, FSDP):
         strategy = '; lockstep.init(strategy="fsdp")' if wrap.kind == FSDP else ""
-        yield wrap.call, f"leave out, and .module: run.prepare places the model{strategy}"
+        advice = f"leave out, and .module: run.prepare places the model{strategy}"
+        yield wrap.call, advice
+        yield from ((node, advice) for node in script.find(ast.Attribute) if node.attr == "module")
+
+
+def _ranks(script: Script) -> Iterator[_Found]:
+    """Tests of a rank, and the variables that launchers set."""
+    for test in (node.test for node in script.find(ast.If)):
+        if rank_test(script, test) == FIRST:
+            yield (
+                test,
+                "if run.is_main: instead of the test of a rank, but not around run.save and run.evaluate",
+            )
+    for node in script.find(ast.Constant):
+        if node.value in _LAUNCHER and "os." in script.text(script.statement(node) or node):
+            yield node, _GROUP
 
 
 def _torch_calls(section: str) -> Callable[[Script], Iterator[_Found]]:
@@ -472,7 +507,7 @@ _SECTIONS: dict[str, list[Callable[[Script], Iterator[_Found]]]] = {
     "Data": [_loaders, _torch_calls("Data")],
     "The loop": [_loops, _passes, _sizes, _steps],
     "Evaluation": [_evaluations],
-    "Output and files": [_outputs, _torch_calls("Output and files")],
-    "Processes": [_wrappers, _torch_calls("Processes")],
+    "Output and files": [_outputs, _loads],
+    "Processes": [_wrappers, _ranks, _torch_calls("Processes")],
 }
 """The finders of each section, in the order in which changes are told."""

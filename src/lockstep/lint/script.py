@@ -221,6 +221,10 @@ class Script:
             self._scopes[node] = next(self.around(node, FUNCTIONS), self.tree)
         return self._scopes[node]
 
+    def class_of(self, node: ast.AST) -> ast.ClassDef | None:
+        """The class that a node stands in."""
+        return next(self.around(node, ast.ClassDef), None)
+
     def statement(self, node: ast.expr) -> ast.stmt | None:
         """The statement that an expression is part of."""
         return next(self.around(node, ast.stmt), None)
