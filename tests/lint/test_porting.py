@@ -138,9 +138,48 @@ def test_data_sets_read_together():
     assert found[2][0].startswith("for batch in run.batches((one, other)):")
 
 
-def test_a_loss_of_more_than_output_and_target_becomes_a_function():
-    found = advice("import torch\nfor x, y in data:\n    loss = f(model(x), y, mask)\n    loss.backward()\n")
-    assert found[4][0].startswith("loss = run.backward(batch, loss_fn), where loss_fn(output, target)")
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (("loss = f(model(x), y, mask)",), "lambda output, target: f(output, target, mask)"),
+        (("x, y = x.to(dev), y.to(dev)", "out = net(x)", "loss = f(out, y)"), "f"),
+        (
+            ("out = net(x, 3)", "loss = f(out, y)"),
+            "lambda output, data: f(output, data[1]), forward=lambda data: net(data[0], 3)",
+        ),
+        (
+            ("again, mu = net(x)", "loss = f(again, x, mu)"),
+            "lambda output, data: f(output[0], data[0], output[1]), forward=lambda data: net(data[0])",
+        ),
+        (
+            ("loss = net(ids=x, y=y).loss",),
+            "lambda output, data: output.loss, forward=lambda data: net(ids=data[0], y=data[1])",
+        ),
+        (("x = x.reshape(-1, 784)", "loss = f(net(x), y)"), "loss_fn, forward=forward"),
+        (("z = encoder(x)", "out = decoder(z)", "loss = f(out, y)"), "loss_fn, forward=forward"),
+    ],
+)
+def test_the_model_and_its_loss_become_functions(body, said):
+    lines = "\n    ".join((*body, "loss.backward()"))
+    found = advice(f"import torch\nfor i, (x, y) in enumerate(data):\n    {lines}\n")
+    assert found[len(body) + 3][0].startswith(f"loss = run.backward(batch, {said})")
+
+
+def test_a_model_of_several_inputs_is_called_by_forward():
+    found = advice(
+        """
+        import torch
+        for batch in loader:
+            a, b, y = [each.to(device) for each in batch]
+            output = model(a, b).squeeze()
+            loss = criterion(output, y) / parts
+            loss.backward()
+        """
+    )
+    assert found[7][0].startswith(
+        "loss = run.backward(batch, lambda output, data: criterion(output, data[2]), "
+        "forward=lambda data: model(data[0], data[1]).squeeze())"
+    )
 
 
 def test_a_loss_that_the_model_returns():

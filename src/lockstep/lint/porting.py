@@ -22,9 +22,11 @@ from lockstep.lint.script import (
     constant,
     last_name,
     method,
+    names_in,
     parse,
     read_text,
     receiver,
+    renamed,
 )
 from lockstep.lint.wrappers import DDP, DP, FSDP, models_of, optimizers_of, runs_of, target_of, wraps
 
@@ -56,11 +58,15 @@ _DATA = re.compile(r"load|data|set|dl|batch|iter|val|test", re.IGNORECASE)
 """Names of what an evaluation reads."""
 _LOADER = re.compile(r"load|dl$|batches", re.IGNORECASE)
 """Names of what a loop over batches reads, through any function."""
+_MOVE = re.compile(r"\.(to|cuda)\([^()]*\)(, |$|\))|^\w+$| for ")
+"""Texts of what moves a batch to a device or takes it apart, and does not change it."""
 
 _SETTING = (
     "leave out: bits depend on it; lockstep.init has the options threads=, precision= and deterministic="
 )
-_VALUES_OF_ALL = "leave out, and a division by the number of processes: what run.backward and run.evaluate return is of all"
+_VALUES_OF_ALL = (
+    "leave out, and a division by the number of processes: run.backward and run.evaluate return means of all"
+)
 _FOR_LOGS = (
     "for logs only: run.world.world_size, run.world.rank, run.is_main; the recipe must not depend on them"
 )
@@ -335,7 +341,7 @@ def _passes(script: Script) -> Iterator[_Found]:
             loss.args[0] if isinstance(loss, ast.Call) and method(loss) == "scale" and loss.args else loss
         )
         name = scaled.id if isinstance(scaled, ast.Name) else "loss"
-        yield call, _backward(script, name, _source(script, scaled))
+        yield call, _backward(script, call, name, _source(script, scaled))
     if len({script.scope(call) for call in calls}) < len(calls):
         yield (
             calls[0],
@@ -355,15 +361,65 @@ def _source(script: Script, node: ast.expr | None) -> ast.expr | None:
     return node
 
 
-def _backward(script: Script, name: str, loss: ast.expr | None) -> str:
-    """The call that makes a backward pass, from the name of its loss and the expression that it comes from."""
+def _backward(script: Script, call: ast.Call, name: str, loss: ast.expr | None) -> str:
+    """What makes a backward pass instead, by the name of its loss and the expression that it comes from."""
+    loop = _over(script, call)
     rest = "leave out the model's call and the loss"
+    is_here = loop is not None and script.same_function(loop, call)
+    inputs = _inputs(script, loop) if loop is not None and is_here else []
+    rest += "" if loop is None or is_here else "; give batch to this function"
+    given = "loss_fn), where loss_fn(output, target) returns the loss"
+    if inputs and loop is not None and loss is not None:
+        given = _by_inputs(script, loop, inputs, loss)
+    elif isinstance(loss, ast.Attribute) and loss.attr == "loss":
+        given = "lambda output, data: output.loss)"
+    elif isinstance(loss, ast.Call) and len(loss.args) == 2 and not loss.keywords and script.name(loss):
+        given = f"{script.text(loss.func)})"
     if isinstance(loss, ast.Attribute) and loss.attr == "loss":
-        call = "run.backward(batch, lambda output, data: output.loss)"
-        return f"{name} = {call}, once means.md has told whether it is a mean over samples; {rest}"
-    if isinstance(loss, ast.Call) and len(loss.args) == 2 and not loss.keywords and script.name(loss):
-        return f"{name} = run.backward(batch, {script.text(loss.func)}); {rest}"
-    return f"{name} = run.backward(batch, loss_fn), where loss_fn(output, target) returns the loss; {rest}"
+        given += ", once means.md has told whether it is a mean over samples"
+    return f"{name} = run.backward(batch, {given}; {rest}"
+
+
+def _inputs(script: Script, loop: ast.For) -> list[str]:
+    """The names of the parts of a batch, where the loop or its body takes it apart: ``x, y``."""
+    target = loop.target
+    if "enumerate(" in script.text(loop.iter) and isinstance(target, ast.Tuple):
+        target = target.elts[-1]
+    for node in loop.body:
+        match node:
+            case ast.Assign(targets=[ast.Tuple() as parts], value=ast.Name() | ast.ListComp() as value):
+                target = parts if isinstance(target, ast.Name) and target.id in names_in(value) else target
+    return [script.text(each) for each in target.elts] if isinstance(target, ast.Tuple) else []
+
+
+def _by_inputs(script: Script, loop: ast.For, inputs: list[str], loss: ast.expr) -> str:
+    """The loss and, if the model does not just take the first part of a pair, ``forward=``."""
+    parts = set(inputs)
+    sets = [each for part in loop.body for each in ast.walk(part) if isinstance(each, ast.Assign)]
+    set_here = {name for node in sets for target in node.targets for name in names_in(target)} - parts
+    used = [
+        node
+        for node in sets
+        if names_in(node.targets[0]) & set_here & names_in(loss) and node.value is not loss
+    ]
+    inner = [each for each in ast.walk(loss) if isinstance(each, ast.Call) and each is not loss]
+    found = [node.value for node in used] or [each for each in inner if names_in(each) & parts][:1]
+    changes_input = any(  # x = x.view(-1, 784)
+        names_in(node.targets[0]) & parts and not _MOVE.search(script.text(node.value)) for node in sets
+    )
+    if changes_input or len(found) != 1 or names_in(found[0]) & set_here:
+        return "loss_fn, forward=forward), where forward(data) returns the output and loss_fn(output, data) the loss"
+    target = used[0].targets[0] if used else found[0]
+    elements = target.elts if isinstance(target, ast.Tuple) else []
+    outputs = {script.text(each): f"output[{number}]" for number, each in enumerate(elements)}
+    value = renamed(script.text(loss), outputs or {script.text(target): "output"})
+    forward = script.text(found[0])
+    if len(inputs) == 2 and forward.endswith(f"({inputs[0]})") and renamed(value, {inputs[0]: ""}) == value:
+        value = renamed(value, {inputs[1]: "target"})
+        function = value.removesuffix("(output, target)")
+        return f"{function if function != value else f'lambda output, target: {value}'})"
+    places = {name: f"data[{number}]" for number, name in enumerate(inputs)}
+    return f"lambda output, data: {renamed(value, places)}, forward=lambda data: {renamed(forward, places)})"
 
 
 def _steps(script: Script) -> Iterator[_Found]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import io
+import re
 import tokenize
 import warnings
 from collections.abc import Iterable, Iterator
@@ -345,6 +346,17 @@ def last_name(node: ast.AST) -> str:
     if isinstance(node, ast.Attribute):
         return node.attr
     return node.id if isinstance(node, ast.Name) else ""
+
+
+def names_in(node: ast.AST) -> set[str]:
+    """The names that an expression reads or sets."""
+    return {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+
+
+def renamed(text: str, names: dict[str, str]) -> str:
+    """The text of an expression with other names, but for those of attributes and keywords."""
+    old = "|".join(map(re.escape, names))
+    return re.sub(rf"(?<![\w.])({old})(?![\w=])", lambda found: names[found[0]], text)
 
 
 def bindings(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr | None]]:
