@@ -381,4 +381,171 @@ def test_lockstep_is_imported_below_what_must_come_first():
     found = advice(
         '"""Title."""\nfrom __future__ import annotations\nimport torch\nf(model(x), y).backward()\n'
     )
-    assert found[3][0] == "add: import lockstep"
+    assert found[3][0].startswith("add: import lockstep; and torch.manual_seed(0)")
+
+
+def test_functions_need_the_run_only_if_it_begins_in_another():
+    script = """
+        import torch
+        def log(text):
+            print(text)
+        def train(loader):
+            for x, y in loader:
+                f(model(x), y).backward()
+        def fit():
+            train(loader)
+            log("done")
+        def {name}():
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            fit()
+        """
+    found = advice(script.format(name="main"))
+    give = ["give run to this function"]
+    assert [line for line in found if give[0] in found[line]] == [3, 5, 8, 9, 10, 13]
+    at_the_top = textwrap.dedent(script).replace("def {name}():", "if True:")
+    assert not any(give[0] in each for each in advice(at_the_top).values())
+
+
+def test_methods_use_the_run_of_their_object():
+    text = """
+        import torch
+        class Trainer:
+            def __init__(self, model, optimizer):
+                {first}
+            def fit(self):
+                for x, y in self.loader:
+                    f(self.model(x), y).backward()
+        def make():
+            {second}
+            return model, opt
+        """
+    made = "self.opt = torch.optim.SGD(self.model.parameters(), 0.1)"
+    found = advice(text.format(first=made, second="pass"))
+    assert found[3] == ["in the methods of this class, run is self.run"]
+    assert "self.model, self.opt = self.run.prepare(self.model, self.opt)" in found[5][0]
+    found = advice(text.format(first="pass", second="opt = torch.optim.SGD(model.parameters(), 0.1)"))
+    assert found[3] == ["in the methods of this class, run is self.run, which its __init__ takes"]
+    assert found[10][0].endswith("model, opt = run.prepare(model, opt); return run as well")
+
+
+def test_schedulers_and_averages_of_other_libraries_are_prepared_and_models_are_not():
+    found = advice(
+        """
+        import torch
+        from timm.utils import ModelEmaV3
+        average = ModelEmaV3(net)
+        optimizer = torch.optim.Adam(list(net.parameters()) + list(head.last.parameters()))
+        schedule = get_schedule(optimizer, 100)
+        for x, y in loader:
+            head.zero_grad()
+            f(net(x), y).backward()
+            schedule.step()
+        """
+    )
+    names = "models, average, optimizer, schedule"
+    assert f"{names} = run.prepare({names})" in found[6][0]
+
+
+def test_a_batch_that_a_function_takes_is_given_to_it():
+    found = advice(
+        """
+        import torch
+        def step(x, y):
+            f(model(x), y).backward()
+        for x, y in loader:
+            step(x, y)
+        """
+    )
+    assert found[4][0].endswith("; give batch to this function")
+
+
+def test_nothing_is_printed_by_a_run_that_has_not_begun():
+    found = advice(
+        """
+        import torch, wandb
+        print(args)
+        wandb.init()
+        class Data:
+            def load(self):
+                print("loaded")
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x, y in loader:
+            f(model(x), y).backward()
+        """
+    )
+    assert not {3, 7} & set(found)
+    assert found[4] == ["below lockstep.init: under if run.is_main:"]
+
+
+def test_best_weights_are_no_checkpoint_to_resume_from():
+    found = advice(
+        """
+        import torch
+        model.load_state_dict(torch.load("pretrained.pt"))
+        for x, y in loader:
+            f(model(x), y).backward()
+        model.load_state_dict(torch.load("best.pt"))
+        """
+    )
+    assert "resume=" in found[3][0]
+    assert found[6][0].startswith("the best weights of this run: best = run.state_dict()")
+
+
+def test_an_evaluation_that_switches_gradients_off_in_its_loop():
+    found = advice(
+        """
+        import torch
+        for epoch in range(3):
+            for x, y in train_loader:
+                f(model(x), y).backward()
+            for x, y in test_loader:
+                with torch.no_grad():
+                    model(x)
+            with torch.no_grad():
+                for each in zip():
+                    pass
+        """
+    )
+    assert found[6][0].startswith("instead of the loop: run.evaluate(test_loader, metric)")
+    assert len(found[3]) == len(found[4]) == 1
+
+
+def test_what_launchers_and_scalers_need_is_left_out():
+    found = advice(
+        """
+        import os, torch
+        os.environ["MASTER_ADDR"] = "localhost"
+        scaler = torch.amp.GradScaler()
+        sampler = torch.utils.data.DistributedSampler(data)
+        for epoch in range(3):
+            sampler.set_epoch(epoch)
+            for x, y in loader:
+                scaler.scale(f(model(x), y)).backward()
+                scaler.unscale_(optimizer)
+                scaler.step(optimizer)
+                scaler.update()
+        net = torch.nn.DataParallel(net)
+        torch.save(net.module.state_dict(), "w.pt")
+        """
+    )
+    assert "opens the process group" in found[3][0]
+    assert found[7] == found[5]
+    assert found[10] == found[12] == ["leave out, with the GradScaler"]
+    assert found[11] == ["optimizer.step()"]
+    assert any(".module" in each for each in found[14])
+
+
+def test_batches_that_are_cut_within_a_loop_over_epochs():
+    found = advice(
+        """
+        import torch
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        bar = tqdm(range(9))
+        for epoch in bar:
+            for i in range(0, len(x), size):
+                f(model(x[i : i + size]), y[i : i + size]).backward()
+        """
+    )
+    assert "lockstep.init(global_batch=size)" in found[3][0]
+    assert found[5][0].startswith("for epoch in run.epochs(9):")
+    assert found[6][0].startswith("for batch in run.batches(data); make a data set")

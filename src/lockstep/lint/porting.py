@@ -24,6 +24,8 @@ from lockstep.lint.script import (
     method,
     names_in,
     parse,
+    range_of,
+    read_by,
     read_text,
     receiver,
     renamed,
@@ -56,8 +58,6 @@ _ADAPTERS["pytorch_lightning"] = _ADAPTERS["lightning"]
 _TRAINERS = ("Accelerator", "Trainer", "LightningModule")
 _DATA = re.compile(r"load|data|set|dl|batch|iter|val|test", re.IGNORECASE)
 """Names of what an evaluation reads."""
-_LOADER = re.compile(r"load|dl$|batches", re.IGNORECASE)
-"""Names of what a loop over batches reads, through any function."""
 _MOVE = re.compile(r"\.(to|cuda)\([^()]*\)(, |$|\))|^\w+$| for ")
 """Texts of what moves a batch to a device or takes it apart, and does not change it."""
 
@@ -172,7 +172,8 @@ def _preparation(script: Script) -> Iterator[_Found]:
         node for node in script.find(ast.Import, ast.ImportFrom) if "__future__" not in script.text(node)
     ]
     first = min(imports, key=lambda node: node.lineno, default=script.tree.body[-1])
-    yield first, "add: import lockstep"
+    has_seed = bool(script.torch_calls("manual_seed"))
+    yield first, f"add: import lockstep{'' if has_seed else '; and torch.manual_seed(0) above the model'}"
     made = optimizers_of(script)
     last = max(made, key=lambda call: call.lineno, default=first)
     models = list(dict.fromkeys(model for call in made for model in models_of(script, call)))
@@ -185,6 +186,9 @@ def _preparation(script: Script) -> Iterator[_Found]:
     names = [target_of(script, call) for call in made] or ["optimizer"]
     given = ", ".join(dict.fromkeys([prepared, *names]))
     steps.append(f"{given} = {run}.prepare({given})")
+    returns = [node for node in script.find(ast.Return) if script.same_function(node, last)]
+    if any(set(names) & names_in(node) for node in returns):
+        steps.append("return run as well")
     yield last, f"{'below' if made else 'where the optimizer is made'}: {'; '.join(steps)}"
     if not made or isinstance(script.scope(last), FUNCTIONS):
         yield from _without_run(script, last, home)
@@ -192,7 +196,7 @@ def _preparation(script: Script) -> Iterator[_Found]:
 
 def _without_run(script: Script, first: ast.AST, home: ast.ClassDef | None) -> Iterator[_Found]:
     """The functions and classes that use the run, which begins in a function at ``first``, and do not have it."""
-    finders = (_loops, _passes, _steps, _evaluations, _outputs)
+    finders = (_loops, _passes, _steps, _evaluations, _outputs, _ranks)
     scopes = [script.scope(node) for find in finders for node, advice in find(script) if "run." in advice]
     for scope in scopes:  # which grows
         if not isinstance(scope, FUNCTIONS) or scope is script.scope(first):
@@ -215,6 +219,8 @@ def _batch_size(script: Script) -> str:
         sizes += [
             value for key, value in zip(settings.keys, settings.values) if constant(key) == "batch_size"
         ]
+    steps = [range_of(script, loop) for call in _backwards(script) for loop in loops_around(script, call)]
+    sizes += [argument(each, "step", 2) for each in steps if each is not None]  # range(0, len(x), 32)
     size = next((script.text(each) for each in sizes if each is not None), "B")
     return f"{size} * N" if script.torch_calls("DistributedSampler") else size
 
@@ -261,28 +267,6 @@ def _backwards(script: Script) -> list[ast.Call]:
     return [call for call in found if len(call.args) <= 1 and script.owner(call) not in ("self", "super()")]
 
 
-def _read(node: ast.expr) -> list[ast.expr]:
-    """What a loop reads, out of ``enumerate``, ``tqdm``, ``zip`` and what else is given a loader first."""
-    while isinstance(node, ast.Call) and node.args:
-        if last_name(node.func) not in ("enumerate", "tqdm", "iter") and not _LOADER.search(
-            last_name(node.args[0])
-        ):
-            break
-        node = node.args[0]
-    if isinstance(node, ast.Call) and last_name(node.func) == "zip":
-        return [each for part in node.args for each in _read(part)]
-    return [node]
-
-
-def _range(loop: Loop) -> ast.Call | None:
-    """The ``range(...)`` that a loop counts in; None for other loops."""
-    node = _read(loop.iter)[:1] if isinstance(loop, ast.For) else []
-    is_range = (
-        node and isinstance(node[0], ast.Call) and last_name(node[0].func) in ("range", "trange", "count")
-    )
-    return node[0] if is_range and isinstance(node[0], ast.Call) else None
-
-
 def _loops(script: Script) -> Iterator[_Found]:
     """The loops over batches and epochs around each backward pass."""
     for call in _backwards(script):
@@ -292,15 +276,17 @@ def _loops(script: Script) -> Iterator[_Found]:
             for loop in around[around.index(over_batches) + 1 :][:1]:
                 yield loop, _over_epochs(script, loop)
         elif around:
+            epochs = [loop for loop in around[1:] if isinstance(loop, ast.For)][:1]
+            yield from ((loop, _over_epochs(script, loop)) for loop in epochs)
             yield (
                 around[0],
-                "for epoch in run.epochs(N): for batch in run.batches(data); make a data set of what the loop takes "
-                "its batches from, such as TensorDataset(x, y)",
+                f"{'' if epochs else 'for epoch in run.epochs(N): '}for batch in run.batches(data); make a data set "
+                "of what the loop takes its batches from, such as TensorDataset(x, y), without a permutation",
             )
 
 
 def _over_batches(script: Script, loop: ast.For) -> str:
-    read = [script.text(each) for each in _read(loop.iter)]
+    read = [script.text(each) for each in read_by(loop.iter)]
     given = read[0] if len(read) == 1 else f"({', '.join(read)})"
     over, target = f"run.batches({given})", "batch"
     if len(read) == 1 and isinstance(loop.iter, ast.Call):
@@ -311,7 +297,7 @@ def _over_batches(script: Script, loop: ast.For) -> str:
 
 
 def _over_epochs(script: Script, loop: Loop) -> str:
-    counted = _range(loop)
+    counted = range_of(script, loop)
     if counted is None or not counted.args:
         return "for epoch in run.epochs(N):"
     name = (
@@ -464,7 +450,7 @@ def _sizes(script: Script) -> Iterator[_Found]:
 def _over(script: Script, call: ast.Call) -> ast.For | None:
     """The loop over batches that a backward pass is in."""
     around = loops_around(script, call)
-    return next((each for each in around if isinstance(each, ast.For) and not _range(each)), None)
+    return next((each for each in around if isinstance(each, ast.For) and not range_of(script, each)), None)
 
 
 def _evaluations(script: Script) -> Iterator[_Found]:
@@ -476,13 +462,14 @@ def _evaluations(script: Script) -> Iterator[_Found]:
         names = [last_name(each.func if isinstance(each, ast.Call) else each) for each in contexts]
         if not {"no_grad", "inference_mode"} & set(names):
             continue
-        around = script.around(node, ast.For, within_function=True) if isinstance(node, ast.With) else ()
-        inside = (each for each in ast.walk(node) if isinstance(each, ast.For))
-        for loop in (
-            *(each for each in around if not any(script.holds(each, call) for call in _backwards(script))),
-            *inside,
-        ):
-            data = _read(loop.iter)[0]
+        loops = [each for each in ast.walk(node) if isinstance(each, ast.For)]
+        if isinstance(node, ast.With):  # for x, y in data: with torch.no_grad(): ...
+            around = script.around(node, ast.For, within_function=True)
+            loops += [
+                each for each in around if not any(script.holds(each, call) for call in _backwards(script))
+            ]
+        for loop in loops:
+            (data, *_) = read_by(loop.iter) or [loop.iter]
             if isinstance(data, ast.Name | ast.Attribute) and _DATA.search(last_name(data)):
                 yield (
                     loop,
@@ -508,6 +495,7 @@ def _outputs(script: Script) -> Iterator[_Found]:
 
 
 def _loads(script: Script) -> Iterator[_Found]:
+    """What is loaded above the training, or below it, in one function."""
     loops = [loop for call in _backwards(script) for loop in loops_around(script, call)]
     for call in script.calls_of("torch.load"):
         if any(script.follows(call, loop) for loop in loops):
