@@ -156,6 +156,8 @@ def test_data_sets_read_together():
             "lambda output, data: output.loss, forward=lambda data: net(ids=data[0], y=data[1])",
         ),
         (("x = x.reshape(-1, 784)", "loss = f(net(x), y)"), "loss_fn, forward=forward"),
+        (("z = Variable(x)", "loss = f(net(z), y)"), "loss_fn, forward=forward"),
+        (("z = x.float()", "loss = f(net(z), y)"), "loss_fn, forward=forward"),
         (("z = encoder(x)", "out = decoder(z)", "loss = f(out, y)"), "loss_fn, forward=forward"),
     ],
 )
@@ -280,7 +282,7 @@ def test_what_ddp_needs_is_left_out():
     assert "global_batch=8 * N" in found[8][0]
     assert "shuffle=True" in found[9][0]
     assert found[10] == found[9]  # the DataLoader stays; its sampler does not
-    assert found[16][0].startswith("if run.is_main: instead of the test of a rank")
+    assert found[16][0].startswith("if run.is_main: instead, but not around")
     assert found[14] == ["run.clip_gradients(1.0)"]
     assert found[15][0].startswith("leave out, and a division by the number of processes")
     assert 17 not in found  # one process prints already

@@ -30,7 +30,17 @@ from lockstep.lint.script import (
     receiver,
     renamed,
 )
-from lockstep.lint.wrappers import DDP, DP, FSDP, models_of, optimizers_of, runs_of, target_of, wraps
+from lockstep.lint.wrappers import (
+    DDP,
+    DP,
+    FSDP,
+    may_be_model,
+    models_of,
+    optimizers_of,
+    runs_of,
+    target_of,
+    wraps,
+)
 
 
 @dataclass(frozen=True)
@@ -177,8 +187,7 @@ def _preparation(script: Script) -> Iterator[_Found]:
     made = optimizers_of(script)
     last = max(made, key=lambda call: call.lineno, default=first)
     models = list(dict.fromkeys(model for call in made for model in models_of(script, call)))
-    home = script.class_of(last)
-    run = "self.run" if home else "run"
+    run = "self.run" if script.class_of(last) else "run"
     steps = [f"{run} = lockstep.init(global_batch={_batch_size(script)})"]
     prepared = models[0] if len(models) == 1 else "models" if models else "model"
     if len(models) > 1:
@@ -191,10 +200,10 @@ def _preparation(script: Script) -> Iterator[_Found]:
         steps.append("return run as well")
     yield last, f"{'below' if made else 'where the optimizer is made'}: {'; '.join(steps)}"
     if not made or isinstance(script.scope(last), FUNCTIONS):
-        yield from _without_run(script, last, home)
+        yield from _without_run(script, last)
 
 
-def _without_run(script: Script, first: ast.AST, home: ast.ClassDef | None) -> Iterator[_Found]:
+def _without_run(script: Script, first: ast.AST) -> Iterator[_Found]:
     """The functions and classes that use the run, which begins in a function at ``first``, and do not have it."""
     finders = (_loops, _passes, _steps, _evaluations, _outputs, _ranks)
     scopes = [script.scope(node) for find in finders for node, advice in find(script) if "run." in advice]
@@ -202,7 +211,7 @@ def _without_run(script: Script, first: ast.AST, home: ast.ClassDef | None) -> I
         if not isinstance(scope, FUNCTIONS) or scope is script.scope(first):
             continue
         if (owner := script.class_of(scope)) is not None:
-            given = "" if owner is home else ", which its __init__ takes"
+            given = "" if owner is script.class_of(first) else ", which its __init__ takes"
             yield owner, f"in the methods of this class, run is self.run{given}"
             continue
         for node in (scope, *callers_of(script, scope)):
@@ -245,15 +254,10 @@ def _devices(script: Script) -> Iterator[_Found]:
 
 def _loaders(script: Script) -> Iterator[_Found]:
     for call in script.torch_calls("DataLoader"):
+        sampled = [script.name(each) for each in script.sources(argument(call, "sampler"))]
         if argument(call, "batch_sampler") is not None:
-            yield (
-                call,
-                "a batch sampler of your own is refused: order the samples in each epoch (moving.md, Data)",
-            )
-        elif any(
-            script.name(each).endswith(".DistributedSampler")
-            for each in script.sources(argument(call, "sampler"))
-        ):
+            yield call, "a batch sampler of your own is refused: order the samples yourself (moving.md, Data)"
+        elif any(each.endswith(".DistributedSampler") for each in sampled):
             yield call, _SAMPLER
         elif argument(call, "sampler") is None:
             yield call, "stays; the batch size of a step, for all devices together, is that of lockstep.init"
@@ -393,7 +397,8 @@ def _by_inputs(script: Script, loop: ast.For, inputs: list[str], loss: ast.expr)
     changes_input = any(  # x = x.view(-1, 784)
         names_in(node.targets[0]) & parts and not _MOVE.search(script.text(node.value)) for node in sets
     )
-    if changes_input or len(found) != 1 or names_in(found[0]) & set_here:
+    is_clear = len(found) == 1 and not changes_input and not names_in(found[0]) & set_here
+    if not is_clear or not any(may_be_model(script, each, parts) for each in ast.walk(found[0])):
         return "loss_fn, forward=forward), where forward(data) returns the output and loss_fn(output, data) the loss"
     target = used[0].targets[0] if used else found[0]
     elements = target.elts if isinstance(target, ast.Tuple) else []
@@ -524,10 +529,7 @@ def _ranks(script: Script) -> Iterator[_Found]:
     """Tests of a rank, and the variables that launchers set."""
     for test in (node.test for node in script.find(ast.If)):
         if rank_test(script, test) == FIRST:
-            yield (
-                test,
-                "if run.is_main: instead of the test of a rank, but not around run.save and run.evaluate",
-            )
+            yield test, "if run.is_main: instead, but not around run.save and run.evaluate"
     for node in script.find(ast.Constant):
         if node.value in _LAUNCHER and "os." in script.text(script.statement(node) or node):
             yield node, _GROUP

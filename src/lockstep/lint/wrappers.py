@@ -142,3 +142,14 @@ def models_of(script: Script, call: ast.Call) -> list[str]:
 def root_of(name: str) -> str:
     """The object that an attribute belongs to: ``net`` of ``net.head``, ``self.net`` of ``self.net.head``."""
     return ".".join(name.split(".")[: 2 if name.startswith("self.") else 1])
+
+
+def may_be_model(script: Script, node: ast.AST, inputs: set[str]) -> bool:
+    """False for functions of torch, classes such as ``Variable`` and methods of an input such as ``x.float()``."""
+    name = script.name(node) if isinstance(node, ast.Call) else ""
+    first, last = name.partition(".")[0], name.rpartition(".")[2]
+    return (
+        bool(name)
+        and first not in {"torch", *inputs}
+        and not (first == last and last[0].isupper() and len(last) > 1)
+    )
