@@ -551,3 +551,15 @@ def test_batches_that_are_cut_within_a_loop_over_epochs():
     assert "lockstep.init(global_batch=size)" in found[3][0]
     assert found[5][0].startswith("for epoch in run.epochs(9):")
     assert found[6][0].startswith("for batch in run.batches(data); make a data set")
+
+
+def test_a_part_of_a_sequence_is_no_batch():
+    found = advice(
+        """
+        import torch
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for i in range(0, len(text), bptt):
+            f(model(text[i:]), y).backward()
+        """
+    )
+    assert "lockstep.init(global_batch=B)" in found[3][0]

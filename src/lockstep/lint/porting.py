@@ -68,6 +68,7 @@ _ADAPTERS["pytorch_lightning"] = _ADAPTERS["lightning"]
 _TRAINERS = ("Accelerator", "Trainer", "LightningModule")
 _DATA = re.compile(r"load|data|set|dl|batch|iter|val|test", re.IGNORECASE)
 """Names of what an evaluation reads."""
+_BATCH = re.compile(r"batch|size|bs$|^\d+$", re.IGNORECASE)
 _MOVE = re.compile(r"\.(to|cuda)\([^()]*\)(, |$|\))|^\w+$| for ")
 """Texts of what moves a batch to a device or takes it apart, and does not change it."""
 
@@ -83,6 +84,14 @@ _FOR_LOGS = (
 _SAMPLER = (
     "leave out the sampler, with its set_epoch, and give the DataLoader shuffle=True. Its batch size was that of one "
     "process; global_batch is that of all N"
+)
+_BEST = (
+    "the best weights of this run: best = run.state_dict() where they are saved, and run.load_state_dict(best) here, "
+    "instead of a file"
+)
+_RESUME = (
+    'a checkpoint to resume from: lockstep.init(directory="runs/a", resume="auto"). Data stay, and pretrained weights, '
+    "above run.prepare"
 )
 _LAUNCHER = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE")
 _GROUP = "leave out: lockstep.init opens the process group and chooses the device"
@@ -229,7 +238,8 @@ def _batch_size(script: Script) -> str:
             value for key, value in zip(settings.keys, settings.values) if constant(key) == "batch_size"
         ]
     steps = [range_of(script, loop) for call in _backwards(script) for loop in loops_around(script, call)]
-    sizes += [argument(each, "step", 2) for each in steps if each is not None]  # range(0, len(x), 32)
+    cuts = [argument(each, "step", 2) for each in steps if each is not None]  # range(0, len(x), 32)
+    sizes += [each for each in cuts if each is not None and _BATCH.search(script.text(each))]
     size = next((script.text(each) for each in sizes if each is not None), "B")
     return f"{size} * N" if script.torch_calls("DistributedSampler") else size
 
@@ -503,18 +513,7 @@ def _loads(script: Script) -> Iterator[_Found]:
     """What is loaded above the training, or below it, in one function."""
     loops = [loop for call in _backwards(script) for loop in loops_around(script, call)]
     for call in script.calls_of("torch.load"):
-        if any(script.follows(call, loop) for loop in loops):
-            yield (
-                call,
-                "the best weights of this run: best = run.state_dict() where they are saved, and "
-                "run.load_state_dict(best) here, instead of a file",
-            )
-        else:
-            yield (
-                call,
-                'a checkpoint to resume from: lockstep.init(directory="runs/a", resume="auto"). Data stay, and '
-                "pretrained weights, above run.prepare",
-            )
+        yield call, _BEST if any(script.follows(call, loop) for loop in loops) else _RESUME
 
 
 def _wrappers(script: Script) -> Iterator[_Found]:
