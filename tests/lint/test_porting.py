@@ -157,6 +157,7 @@ def test_data_sets_read_together():
         ),
         (("x = x.reshape(-1, 784)", "loss = f(net(x), y)"), "loss_fn, forward=forward"),
         (("z = Variable(x)", "loss = f(net(z), y)"), "loss_fn, forward=forward"),
+        (("x, y = x.view(-1, 9).cuda(), y.cuda()", "loss = f(net(x), y)"), "loss_fn, forward=forward"),
         (("z = x.float()", "loss = f(net(z), y)"), "loss_fn, forward=forward"),
         (("z = encoder(x)", "out = decoder(z)", "loss = f(out, y)"), "loss_fn, forward=forward"),
     ],
@@ -563,3 +564,32 @@ def test_a_part_of_a_sequence_is_no_batch():
         """
     )
     assert "lockstep.init(global_batch=B)" in found[3][0]
+
+
+def test_an_optimizer_and_its_schedule_that_one_function_makes():
+    found = advice(
+        """
+        import torch
+        opt, schedule = make(model)
+        for x, y in loader:
+            opt.zero_grad()
+            f(model(x), y).backward()
+            schedule.step()
+        """
+    )
+    assert "model, opt, schedule = run.prepare(model, opt, schedule)" in found[3][0]
+
+
+def test_a_closure_within_a_loop_over_the_whole_data_set():
+    found = advice(
+        """
+        import torch
+        for step in range(10):
+            def closure():
+                f(model(x), y).backward()
+            optimizer.step(closure)
+            closure()
+        """
+    )
+    assert len(found[3]) == 1
+    assert "(batch,) = run.batches(data), with global_batch its size" in found[3][0]

@@ -19,6 +19,7 @@ from lockstep.lint.script import (
     Loop,
     Script,
     argument,
+    bindings,
     constant,
     last_name,
     method,
@@ -69,7 +70,7 @@ _TRAINERS = ("Accelerator", "Trainer", "LightningModule")
 _DATA = re.compile(r"load|data|set|dl|batch|iter|val|test", re.IGNORECASE)
 """Names of what an evaluation reads."""
 _BATCH = re.compile(r"batch|size|bs$|^\d+$", re.IGNORECASE)
-_MOVE = re.compile(r"\.(to|cuda)\([^()]*\)(, |$|\))|^\w+$| for ")
+_MOVE = re.compile(r"^\w+(\.(to|cuda)\([^()]*(\([^()]*\))?[^()]*\))?$|\bfor\b")
 """Texts of what moves a batch to a device or takes it apart, and does not change it."""
 
 _SETTING = (
@@ -295,7 +296,8 @@ def _loops(script: Script) -> Iterator[_Found]:
             yield (
                 around[0],
                 f"{'' if epochs else 'for epoch in run.epochs(N): '}for batch in run.batches(data); make a data set "
-                "of what the loop takes its batches from, such as TensorDataset(x, y), without a permutation",
+                "of what the loop takes its batches from, such as TensorDataset(x, y), without a permutation; where "
+                "that is all of it, (batch,) = run.batches(data), with global_batch its size",
             )
 
 
@@ -314,11 +316,8 @@ def _over_epochs(script: Script, loop: Loop) -> str:
     counted = range_of(script, loop)
     if counted is None or not counted.args:
         return "for epoch in run.epochs(N):"
-    name = (
-        script.text(loop.target)
-        if isinstance(loop, ast.For) and isinstance(loop.target, ast.Name)
-        else "epoch"
-    )
+    target = loop.target if isinstance(loop, ast.For) else None
+    name = target.id if isinstance(target, ast.Name) else "epoch"
     start, end = (None, counted.args[0]) if len(counted.args) == 1 else counted.args[:2]
     first, last = constant(start), constant(end)
     if not (isinstance(first, int) and first):
@@ -404,10 +403,11 @@ def _by_inputs(script: Script, loop: ast.For, inputs: list[str], loss: ast.expr)
     ]
     inner = [each for each in ast.walk(loss) if isinstance(each, ast.Call) and each is not loss]
     found = [node.value for node in used] or [each for each in inner if names_in(each) & parts][:1]
-    changes_input = any(  # x = x.view(-1, 784)
-        names_in(node.targets[0]) & parts and not _MOVE.search(script.text(node.value)) for node in sets
-    )
-    is_clear = len(found) == 1 and not changes_input and not names_in(found[0]) & set_here
+    into = [(target, value) for node in sets for target, value in bindings(node) if names_in(target) & parts]
+    is_changed = any(
+        value and not _MOVE.search(script.text(value)) for _, value in into
+    )  # x = x.view(-1, 784)
+    is_clear = len(found) == 1 and not is_changed and not names_in(found[0]) & set_here
     if not is_clear or not any(may_be_model(script, each, parts) for each in ast.walk(found[0])):
         return "loss_fn, forward=forward), where forward(data) returns the output and loss_fn(output, data) the loss"
     target = used[0].targets[0] if used else found[0]

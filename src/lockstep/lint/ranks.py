@@ -205,7 +205,7 @@ def loops_around(script: Script, node: ast.AST, depth: int = 3) -> list[Loop]:
     function = next(script.around(node, FUNCTIONS), None)
     for caller in callers_of(script, function) if function is not None and depth else ():
         if outer := loops_around(script, caller, depth - 1):
-            return found + outer
+            return list(dict.fromkeys([*found, *outer]))
     return found
 
 

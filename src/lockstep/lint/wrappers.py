@@ -112,19 +112,23 @@ def optimizers_of(script: Script) -> list[ast.Call]:
     made: list[ast.Call] = []
     for call in script.calls:
         name, target, first = script.name(call), target_of(script, call), call.args[0] if call.args else None
+        names = set(target.split(", "))
+        is_made = bool(names & cleared) and names <= cleared | stepped  # optimizer, schedule = make(model)
         of_torch = name.startswith("torch.optim.")
         of_others = last_name(call.func)[:1].isupper() and bool(models_of(script, call))
         is_schedule = target in stepped and any(
             target_of(script, each) == script.text(first) for each in made if first
         )
-        if target and (of_torch or of_others or target in cleared or is_schedule or name.endswith(_AVERAGES)):
+        if target and (of_torch or of_others or is_made or is_schedule or name.endswith(_AVERAGES)):
             made.append(call)
     return made
 
 
 def target_of(script: Script, call: ast.Call) -> str:
-    """The name that the value of a call is assigned to; empty where there is none."""
+    """The name, or names with commas, that the value of a call is assigned to; empty where there is none."""
     match script.statement(call):
+        case ast.Assign(targets=[ast.Tuple(elts=parts)], value=value) if value is call:
+            return ", ".join(map(script.text, parts))
         case ast.Assign(targets=[target], value=value) if value is call:
             return script.text(target)
     return ""
