@@ -592,4 +592,17 @@ def test_a_closure_within_a_loop_over_the_whole_data_set():
         """
     )
     assert len(found[3]) == 1
-    assert "(batch,) = run.batches(data), with global_batch its size" in found[3][0]
+    assert "(batch,) = run.batches(data), with global_batch its size or" in found[3][0]
+
+
+@pytest.mark.parametrize(("size", "said"), [(32, "32"), (100, "100, micro_batches=4"), (7, "7")])
+def test_micro_batches_divide_the_batch(size, said):
+    found = advice(
+        f"""
+        import torch
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x, y in torch.utils.data.DataLoader(data, batch_size={size}):
+            f(model(x), y).backward()
+        """
+    )
+    assert f"lockstep.init(global_batch={said});" in found[3][0]

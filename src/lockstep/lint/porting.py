@@ -7,6 +7,7 @@ docs/moving.md. Finders go by the names of calls, so that what they say is advic
 from __future__ import annotations
 
 import ast
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -235,14 +236,16 @@ def _batch_size(script: Script) -> str:
     shuffling = [call for call in loaders if constant(argument(call, "shuffle")) is True]
     sizes = [argument(call, "batch_size", 1) for call in [*shuffling, *loaders]]
     for settings in script.find(ast.Dict):  # DataLoader(data, **settings)
-        sizes += [
-            value for key, value in zip(settings.keys, settings.values) if constant(key) == "batch_size"
-        ]
+        pairs = zip(settings.keys, settings.values, strict=True)
+        sizes += [value for key, value in pairs if constant(key) == "batch_size"]
     steps = [range_of(script, loop) for call in _backwards(script) for loop in loops_around(script, call)]
     cuts = [argument(each, "step", 2) for each in steps if each is not None]  # range(0, len(x), 32)
     sizes += [each for each in cuts if each is not None and _BATCH.search(script.text(each))]
     size = next((script.text(each) for each in sizes if each is not None), "B")
-    return f"{size} * N" if script.torch_calls("DistributedSampler") else size
+    fewer = math.gcd(int(size), 8) if size.isdigit() else 8
+    if script.torch_calls("DistributedSampler"):
+        return f"{size} * N"
+    return size if fewer in (1, 8) else f"{size}, micro_batches={fewer}"  # which has to divide the batch
 
 
 def _devices(script: Script) -> Iterator[_Found]:
@@ -297,7 +300,7 @@ def _loops(script: Script) -> Iterator[_Found]:
                 around[0],
                 f"{'' if epochs else 'for epoch in run.epochs(N): '}for batch in run.batches(data); make a data set "
                 "of what the loop takes its batches from, such as TensorDataset(x, y), without a permutation; where "
-                "that is all of it, (batch,) = run.batches(data), with global_batch its size",
+                "that is all of it, (batch,) = run.batches(data), with global_batch its size or the next multiple of 8",
             )
 
 
@@ -496,9 +499,8 @@ def _evaluations(script: Script) -> Iterator[_Found]:
 def _outputs(script: Script) -> Iterator[_Found]:
     begin = max(optimizers_of(script), key=lambda call: call.lineno, default=None)
     for call in script.calls:
-        advice, is_print = _WRITES.get(script.name(call)), script.name(call) == "print"
-        if last_name(call.func) in _WRITERS:
-            advice = "under if run.is_main:"
+        is_print, is_writer = script.name(call) == "print", last_name(call.func) in _WRITERS
+        advice = "under if run.is_main:" if is_writer else _WRITES.get(script.name(call))
         if advice is None or on_one_rank(script, call):
             continue
         if begin is not None and script.same_function(call, begin) and call.lineno < begin.lineno:
@@ -510,7 +512,6 @@ def _outputs(script: Script) -> Iterator[_Found]:
 
 
 def _loads(script: Script) -> Iterator[_Found]:
-    """What is loaded above the training, or below it, in one function."""
     loops = [loop for call in _backwards(script) for loop in loops_around(script, call)]
     for call in script.calls_of("torch.load"):
         yield call, _BEST if any(script.follows(call, loop) for loop in loops) else _RESUME
