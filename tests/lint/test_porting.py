@@ -138,9 +138,51 @@ def test_data_sets_read_together():
     assert found[2][0].startswith("for batch in run.batches((one, other)):")
 
 
-def test_a_loss_of_more_than_output_and_target_becomes_a_function():
-    found = advice("import torch\nfor x, y in data:\n    loss = f(model(x), y, mask)\n    loss.backward()\n")
-    assert found[4][0].startswith("loss = run.backward(batch, loss_fn), where loss_fn(output, target)")
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (("loss = f(model(x), y, mask)",), "lambda output, target: f(output, target, mask)"),
+        (("x, y = x.to(dev), y.to(dev)", "out = net(x)", "loss = f(out, y)"), "f"),
+        (
+            ("out = net(x, 3)", "loss = f(out, y)"),
+            "lambda output, data: f(output, data[1]), forward=lambda data: net(data[0], 3)",
+        ),
+        (
+            ("again, mu = net(x)", "loss = f(again, x, mu)"),
+            "lambda output, data: f(output[0], data[0], output[1]), forward=lambda data: net(data[0])",
+        ),
+        (
+            ("loss = net(ids=x, y=y).loss",),
+            "lambda output, data: output.loss, forward=lambda data: net(ids=data[0], y=data[1])",
+        ),
+        (("x = x.reshape(-1, 784)", "loss = f(net(x), y)"), "loss_fn, forward=forward"),
+        (("z = Variable(x)", "loss = f(net(z), y)"), "loss_fn, forward=forward"),
+        (("x, y = x.view(-1, 9).cuda(), y.cuda()", "loss = f(net(x), y)"), "loss_fn, forward=forward"),
+        (("z = x.float()", "loss = f(net(z), y)"), "loss_fn, forward=forward"),
+        (("z = encoder(x)", "out = decoder(z)", "loss = f(out, y)"), "loss_fn, forward=forward"),
+    ],
+)
+def test_the_model_and_its_loss_become_functions(body, said):
+    lines = "\n    ".join((*body, "loss.backward()"))
+    found = advice(f"import torch\nfor i, (x, y) in enumerate(data):\n    {lines}\n")
+    assert found[len(body) + 3][0].startswith(f"loss = run.backward(batch, {said})")
+
+
+def test_a_model_of_several_inputs_is_called_by_forward():
+    found = advice(
+        """
+        import torch
+        for batch in loader:
+            a, b, y = [each.to(device) for each in batch]
+            output = model(a, b).squeeze()
+            loss = criterion(output, y) / parts
+            loss.backward()
+        """
+    )
+    assert found[7][0].startswith(
+        "loss = run.backward(batch, lambda output, data: criterion(output, data[2]), "
+        "forward=lambda data: model(data[0], data[1]).squeeze())"
+    )
 
 
 def test_a_loss_that_the_model_returns():
@@ -240,9 +282,10 @@ def test_what_ddp_needs_is_left_out():
     assert any("sync_batch_norm=True" in each for each in found[7])
     assert "global_batch=8 * N" in found[8][0]
     assert "shuffle=True" in found[9][0]
-    assert 10 not in found  # the DataLoader stays; its sampler does not
+    assert found[10] == found[9]  # the DataLoader stays; its sampler does not
+    assert found[16][0].startswith("if run.is_main: instead, but not around")
     assert found[14] == ["run.clip_gradients(1.0)"]
-    assert found[15] == ["leave out: run.backward and run.evaluate return the values over all processes"]
+    assert found[15][0].startswith("leave out, and a division by the number of processes")
     assert 17 not in found  # one process prints already
     assert found[18] == ["run.print(...), which prints on the main process only"]
     assert found[19] == ["leave out"]
@@ -288,7 +331,8 @@ def test_gradient_accumulation_and_precision():
     assert "precision=" in found[3][0] and "precision=" in found[5][0]
     assert found[7][0].startswith("loss = run.backward(batch, f)")
     assert found[8][0].startswith("len(batch), where it counts samples")
-    assert "micro_batches" in found[10][0]
+    assert found[10][0] == "optimizer.step()"
+    assert "micro_batches" in found[10][1]
 
 
 @pytest.mark.parametrize(
@@ -340,4 +384,225 @@ def test_lockstep_is_imported_below_what_must_come_first():
     found = advice(
         '"""Title."""\nfrom __future__ import annotations\nimport torch\nf(model(x), y).backward()\n'
     )
-    assert found[3][0] == "add: import lockstep"
+    assert found[3][0].startswith("add: import lockstep; and torch.manual_seed(0)")
+
+
+def test_functions_need_the_run_only_if_it_begins_in_another():
+    script = """
+        import torch
+        def log(text):
+            print(text)
+        def train(loader):
+            for x, y in loader:
+                f(model(x), y).backward()
+        def fit():
+            train(loader)
+            log("done")
+        def {name}():
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            fit()
+        """
+    found = advice(script.format(name="main"))
+    give = ["give run to this function"]
+    assert [line for line in found if give[0] in found[line]] == [3, 5, 8, 9, 10, 13]
+    at_the_top = textwrap.dedent(script).replace("def {name}():", "if True:")
+    assert not any(give[0] in each for each in advice(at_the_top).values())
+
+
+def test_methods_use_the_run_of_their_object():
+    text = """
+        import torch
+        class Trainer:
+            def __init__(self, model, optimizer):
+                {first}
+            def fit(self):
+                for x, y in self.loader:
+                    f(self.model(x), y).backward()
+        def make():
+            {second}
+            return model, opt
+        """
+    made = "self.opt = torch.optim.SGD(self.model.parameters(), 0.1)"
+    found = advice(text.format(first=made, second="pass"))
+    assert found[3] == ["in the methods of this class, run is self.run"]
+    assert "self.model, self.opt = self.run.prepare(self.model, self.opt)" in found[5][0]
+    found = advice(text.format(first="pass", second="opt = torch.optim.SGD(model.parameters(), 0.1)"))
+    assert found[3] == ["in the methods of this class, run is self.run, which its __init__ takes"]
+    assert found[10][0].endswith("model, opt = run.prepare(model, opt); return run as well")
+
+
+def test_schedulers_and_averages_of_other_libraries_are_prepared_and_models_are_not():
+    found = advice(
+        """
+        import torch
+        from timm.utils import ModelEmaV3
+        average = ModelEmaV3(net)
+        optimizer = torch.optim.Adam(list(net.parameters()) + list(head.last.parameters()))
+        schedule = get_schedule(optimizer, 100)
+        for x, y in loader:
+            head.zero_grad()
+            f(net(x), y).backward()
+            schedule.step()
+        """
+    )
+    names = "models, average, optimizer, schedule"
+    assert f"{names} = run.prepare({names})" in found[6][0]
+
+
+def test_a_batch_that_a_function_takes_is_given_to_it():
+    found = advice(
+        """
+        import torch
+        def step(x, y):
+            f(model(x), y).backward()
+        for x, y in loader:
+            step(x, y)
+        """
+    )
+    assert found[4][0].endswith("; give batch to this function")
+
+
+def test_nothing_is_printed_by_a_run_that_has_not_begun():
+    found = advice(
+        """
+        import torch, wandb
+        print(args)
+        wandb.init()
+        class Data:
+            def load(self):
+                print("loaded")
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x, y in loader:
+            f(model(x), y).backward()
+        """
+    )
+    assert not {3, 7} & set(found)
+    assert found[4] == ["below lockstep.init: under if run.is_main:"]
+
+
+def test_best_weights_are_no_checkpoint_to_resume_from():
+    found = advice(
+        """
+        import torch
+        model.load_state_dict(torch.load("pretrained.pt"))
+        for x, y in loader:
+            f(model(x), y).backward()
+        model.load_state_dict(torch.load("best.pt"))
+        """
+    )
+    assert "resume=" in found[3][0]
+    assert found[6][0].startswith("the best weights of this run: best = run.state_dict()")
+
+
+def test_an_evaluation_that_switches_gradients_off_in_its_loop():
+    found = advice(
+        """
+        import torch
+        for epoch in range(3):
+            for x, y in train_loader:
+                f(model(x), y).backward()
+            for x, y in test_loader:
+                with torch.no_grad():
+                    model(x)
+            with torch.no_grad():
+                for each in zip():
+                    pass
+        """
+    )
+    assert found[6][0].startswith("instead of the loop: run.evaluate(test_loader, metric)")
+    assert len(found[3]) == len(found[4]) == 1
+
+
+def test_what_launchers_and_scalers_need_is_left_out():
+    found = advice(
+        """
+        import os, torch
+        os.environ["MASTER_ADDR"] = "localhost"
+        scaler = torch.amp.GradScaler()
+        sampler = torch.utils.data.DistributedSampler(data)
+        for epoch in range(3):
+            sampler.set_epoch(epoch)
+            for x, y in loader:
+                scaler.scale(f(model(x), y)).backward()
+                scaler.unscale_(optimizer)
+                scaler.step(optimizer)
+                scaler.update()
+        net = torch.nn.DataParallel(net)
+        torch.save(net.module.state_dict(), "w.pt")
+        """
+    )
+    assert "opens the process group" in found[3][0]
+    assert found[7] == found[5]
+    assert found[10] == found[12] == ["leave out, with the GradScaler"]
+    assert found[11] == ["optimizer.step()"]
+    assert any(".module" in each for each in found[14])
+
+
+def test_batches_that_are_cut_within_a_loop_over_epochs():
+    found = advice(
+        """
+        import torch
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        bar = tqdm(range(9))
+        for epoch in bar:
+            for i in range(0, len(x), size):
+                f(model(x[i : i + size]), y[i : i + size]).backward()
+        """
+    )
+    assert "lockstep.init(global_batch=size)" in found[3][0]
+    assert found[5][0].startswith("for epoch in run.epochs(9):")
+    assert found[6][0].startswith("for batch in run.batches(data); make a data set")
+
+
+def test_a_part_of_a_sequence_is_no_batch():
+    found = advice(
+        """
+        import torch
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for i in range(0, len(text), bptt):
+            f(model(text[i:]), y).backward()
+        """
+    )
+    assert "lockstep.init(global_batch=B)" in found[3][0]
+
+
+def test_an_optimizer_and_its_schedule_that_one_function_makes():
+    found = advice(
+        """
+        import torch
+        opt, schedule = make(model)
+        for x, y in loader:
+            opt.zero_grad()
+            f(model(x), y).backward()
+            schedule.step()
+        """
+    )
+    assert "model, opt, schedule = run.prepare(model, opt, schedule)" in found[3][0]
+
+
+def test_a_closure_within_a_loop_over_the_whole_data_set():
+    found = advice(
+        """
+        import torch
+        for step in range(10):
+            def closure():
+                f(model(x), y).backward()
+            optimizer.step(closure)
+            closure()
+        """
+    )
+    assert len(found[3]) == 1
+    assert "(batch,) = run.batches(data), with global_batch its size or" in found[3][0]
+
+
+@pytest.mark.parametrize(("size", "said"), [(32, "32"), (100, "100, micro_batches=4"), (7, "7")])
+def test_micro_batches_divide_the_batch(size, said):
+    found = advice(
+        f"""
+        import torch
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x, y in torch.utils.data.DataLoader(data, batch_size={size}):
+            f(model(x), y).backward()
+        """
+    )
+    assert f"lockstep.init(global_batch={said});" in found[3][0]

@@ -7,27 +7,42 @@ docs/moving.md. Finders go by the names of calls, so that what they say is advic
 from __future__ import annotations
 
 import ast
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from operator import itemgetter
 
 from lockstep.errors import ConfigError
-from lockstep.lint.ranks import callers_of, on_one_rank
+from lockstep.lint.ranks import FIRST, callers_of, loops_around, on_one_rank, rank_test
 from lockstep.lint.script import (
     FUNCTIONS,
-    LOOPS,
     Loop,
     Script,
     argument,
+    bindings,
     constant,
     last_name,
     method,
+    names_in,
     parse,
+    range_of,
+    read_by,
     read_text,
     receiver,
+    renamed,
 )
-from lockstep.lint.wrappers import DDP, DP, FSDP, runs_of, wraps
+from lockstep.lint.wrappers import (
+    DDP,
+    DP,
+    FSDP,
+    may_be_model,
+    models_of,
+    optimizers_of,
+    runs_of,
+    target_of,
+    wraps,
+)
 
 
 @dataclass(frozen=True)
@@ -55,16 +70,32 @@ _ADAPTERS["pytorch_lightning"] = _ADAPTERS["lightning"]
 _TRAINERS = ("Accelerator", "Trainer", "LightningModule")
 _DATA = re.compile(r"load|data|set|dl|batch|iter|val|test", re.IGNORECASE)
 """Names of what an evaluation reads."""
-_LOADER = re.compile(r"load|dl$|batches", re.IGNORECASE)
-"""Names of what a loop over batches reads, through any function."""
+_BATCH = re.compile(r"batch|size|bs$|^\d+$", re.IGNORECASE)
+_MOVE = re.compile(r"^\w+(\.(to|cuda)\([^()]*(\([^()]*\))?[^()]*\))?$|\bfor\b")
+"""Texts of what moves a batch to a device or takes it apart, and does not change it."""
 
 _SETTING = (
     "leave out: bits depend on it; lockstep.init has the options threads=, precision= and deterministic="
 )
-_VALUES_OF_ALL = "leave out: run.backward and run.evaluate return the values over all processes"
+_VALUES_OF_ALL = (
+    "leave out, and a division by the number of processes: run.backward and run.evaluate return means of all"
+)
 _FOR_LOGS = (
     "for logs only: run.world.world_size, run.world.rank, run.is_main; the recipe must not depend on them"
 )
+_SAMPLER = (
+    "leave out the sampler, with its set_epoch, and give the DataLoader shuffle=True. Its batch size was that of one "
+    "process; global_batch is that of all N"
+)
+_BEST = (
+    "the best weights of this run: best = run.state_dict() where they are saved, and run.load_state_dict(best) here, "
+    "instead of a file"
+)
+_RESUME = (
+    'a checkpoint to resume from: lockstep.init(directory="runs/a", resume="auto"). Data stay, and pretrained weights, '
+    "above run.prepare"
+)
+_LAUNCHER = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE")
 _GROUP = "leave out: lockstep.init opens the process group and chooses the device"
 _TORCH_CALLS = {
     "Setup": {
@@ -78,18 +109,13 @@ _TORCH_CALLS = {
         "torch.*.convert_sync_batchnorm": "leave out: lockstep.init(sync_batch_norm=True)",
     },
     "Data": {
-        "torch.*.DistributedSampler": "leave out, with its set_epoch, and give the DataLoader shuffle=True. Its batch "
-        "size was that of one process; global_batch is that of all N",
-    },
-    "Output and files": {
-        "torch.load": 'a checkpoint to resume from: lockstep.init(directory="runs/a", resume="auto"). Data stay, and '
-        "pretrained weights, above run.prepare",
+        "torch.*.DistributedSampler": _SAMPLER,
     },
     "Processes": {
         "torch.*.init_process_group": _GROUP,
         "torch.*.destroy_process_group": _GROUP,
         "torch.*.set_device": _GROUP,
-        "torch.*.spawn": "leave out: lockstep run --devices N, or torchrun, starts the processes",
+        "torch.*.spawn": "call the function itself: lockstep run --devices N, or torchrun, starts the processes",
         "torch.distributed.barrier": "leave out",
         "torch.distributed.all_reduce": _VALUES_OF_ALL,
         "torch.distributed.reduce": _VALUES_OF_ALL,
@@ -167,49 +193,41 @@ def _preparation(script: Script) -> Iterator[_Found]:
         node for node in script.find(ast.Import, ast.ImportFrom) if "__future__" not in script.text(node)
     ]
     first = min(imports, key=lambda node: node.lineno, default=script.tree.body[-1])
-    yield first, "add: import lockstep"
-    made = [call for call in script.calls if _is_optimizer(script, call)]
+    has_seed = bool(script.torch_calls("manual_seed"))
+    yield first, f"add: import lockstep{'' if has_seed else '; and torch.manual_seed(0) above the model'}"
+    made = optimizers_of(script)
     last = max(made, key=lambda call: call.lineno, default=first)
-    models = list(dict.fromkeys(model for call in made for model in _models_of(script, call)))
-    steps = [f"run = lockstep.init(global_batch={_batch_size(script)})"]
+    models = list(dict.fromkeys(model for call in made for model in models_of(script, call)))
+    run = "self.run" if script.class_of(last) else "run"
+    steps = [f"{run} = lockstep.init(global_batch={_batch_size(script)})"]
     prepared = models[0] if len(models) == 1 else "models" if models else "model"
     if len(models) > 1:
         steps.append(f"models = nn.ModuleDict({{{', '.join(f'{name!r}: {name}' for name in models)}}})")
-    names = [_target(script, call) for call in made] or ["optimizer"]
+    names = [target_of(script, call) for call in made] or ["optimizer"]
     given = ", ".join(dict.fromkeys([prepared, *names]))
-    steps.append(f"{given} = run.prepare({given})")
+    steps.append(f"{given} = {run}.prepare({given})")
+    returns = [node for node in script.find(ast.Return) if script.same_function(node, last)]
+    if any(set(names) & names_in(node) for node in returns):
+        steps.append("return run as well")
     yield last, f"{'below' if made else 'where the optimizer is made'}: {'; '.join(steps)}"
-    for scope in dict.fromkeys(map(script.scope, _backwards(script))):
-        if isinstance(scope, FUNCTIONS) and scope is not script.scope(last):
-            for node in (scope, *callers_of(script, scope)):
-                yield node, "give run to this function"
+    if not made or isinstance(script.scope(last), FUNCTIONS):
+        yield from _without_run(script, last)
 
 
-def _is_optimizer(script: Script, call: ast.Call) -> bool:
-    """True for an optimizer or scheduler that is given a name, also by a function such as ``make_optimizer``."""
-    name, target = script.name(call), _target(script, call)
-    named = {script.owner(each) for each in script.method_calls("zero_grad")}
-    named -= {script.owner(each) for each in script.method_calls("parameters", "train", "eval")}
-    of_torch = name.startswith("torch.optim.") and "swa_utils" not in name
-    of_others = last_name(call.func)[:1].isupper() and bool(_models_of(script, call))
-    return bool(target) and (of_torch or of_others or target in named)
-
-
-def _target(script: Script, call: ast.Call) -> str:
-    """The name that the value of a call is assigned to; empty where there is none."""
-    match script.statement(call):
-        case ast.Assign(targets=[target], value=value) if value is call:
-            return script.text(target)
-    return ""
-
-
-def _models_of(script: Script, call: ast.Call) -> list[str]:
-    """The models whose parameters a call is given: ``net`` for ``Optimizer(net.head.parameters())``."""
-    parts = script.sources(call.args[0]) if call.args else ()
-    owners = [
-        script.owner(each) for each in parts if isinstance(each, ast.Call) and method(each) == "parameters"
-    ]
-    return [".".join(each.split(".")[: 2 if each.startswith("self.") else 1]) for each in owners]
+def _without_run(script: Script, first: ast.AST) -> Iterator[_Found]:
+    """The functions and classes that use the run, which begins in a function at ``first``, and do not have it."""
+    finders = (_loops, _passes, _steps, _evaluations, _outputs, _ranks)
+    scopes = [script.scope(node) for find in finders for node, advice in find(script) if "run." in advice]
+    for scope in scopes:  # which grows
+        if not isinstance(scope, FUNCTIONS) or scope is script.scope(first):
+            continue
+        if (owner := script.class_of(scope)) is not None:
+            given = "" if owner is script.class_of(first) else ", which its __init__ takes"
+            yield owner, f"in the methods of this class, run is self.run{given}"
+            continue
+        for node in (scope, *callers_of(script, scope)):
+            yield node, "give run to this function"
+            scopes += [each for each in [script.scope(node)] if each not in scopes]
 
 
 def _batch_size(script: Script) -> str:
@@ -218,11 +236,16 @@ def _batch_size(script: Script) -> str:
     shuffling = [call for call in loaders if constant(argument(call, "shuffle")) is True]
     sizes = [argument(call, "batch_size", 1) for call in [*shuffling, *loaders]]
     for settings in script.find(ast.Dict):  # DataLoader(data, **settings)
-        sizes += [
-            value for key, value in zip(settings.keys, settings.values) if constant(key) == "batch_size"
-        ]
+        pairs = zip(settings.keys, settings.values, strict=True)
+        sizes += [value for key, value in pairs if constant(key) == "batch_size"]
+    steps = [range_of(script, loop) for call in _backwards(script) for loop in loops_around(script, call)]
+    cuts = [argument(each, "step", 2) for each in steps if each is not None]  # range(0, len(x), 32)
+    sizes += [each for each in cuts if each is not None and _BATCH.search(script.text(each))]
     size = next((script.text(each) for each in sizes if each is not None), "B")
-    return f"{size} * N" if script.torch_calls("DistributedSampler") else size
+    fewer = math.gcd(int(size), 8) if size.isdigit() else 8
+    if script.torch_calls("DistributedSampler"):
+        return f"{size} * N"
+    return size if fewer in (1, 8) else f"{size}, micro_batches={fewer}"  # which has to divide the batch
 
 
 def _devices(script: Script) -> Iterator[_Found]:
@@ -245,13 +268,15 @@ def _devices(script: Script) -> Iterator[_Found]:
 
 def _loaders(script: Script) -> Iterator[_Found]:
     for call in script.torch_calls("DataLoader"):
+        sampled = [script.name(each) for each in script.sources(argument(call, "sampler"))]
         if argument(call, "batch_sampler") is not None:
-            yield (
-                call,
-                "a batch sampler of your own is refused: order the samples in each epoch (moving.md, Data)",
-            )
+            yield call, "a batch sampler of your own is refused: order the samples yourself (moving.md, Data)"
+        elif any(each.endswith(".DistributedSampler") for each in sampled):
+            yield call, _SAMPLER
         elif argument(call, "sampler") is None:
             yield call, "stays; the batch size of a step, for all devices together, is that of lockstep.init"
+    if script.torch_calls("DistributedSampler"):
+        yield from ((call, _SAMPLER) for call in script.method_calls("set_epoch"))
 
 
 def _backwards(script: Script) -> list[ast.Call]:
@@ -260,56 +285,27 @@ def _backwards(script: Script) -> list[ast.Call]:
     return [call for call in found if len(call.args) <= 1 and script.owner(call) not in ("self", "super()")]
 
 
-def _loops_around(script: Script, node: ast.AST, depth: int = 3) -> list[Loop]:
-    """The loops that a node runs in, from the inside out, through the calls of its function in this file."""
-    found = list(script.around(node, LOOPS))
-    function = next(script.around(node, FUNCTIONS), None)
-    for caller in callers_of(script, function) if function is not None and depth else ():
-        if outer := _loops_around(script, caller, depth - 1):
-            return found + outer
-    return found
-
-
-def _read(node: ast.expr) -> list[ast.expr]:
-    """What a loop reads, out of ``enumerate``, ``tqdm``, ``zip`` and what else is given a loader first."""
-    while isinstance(node, ast.Call) and node.args:
-        if last_name(node.func) not in ("enumerate", "tqdm", "iter") and not _LOADER.search(
-            last_name(node.args[0])
-        ):
-            break
-        node = node.args[0]
-    if isinstance(node, ast.Call) and last_name(node.func) == "zip":
-        return [each for part in node.args for each in _read(part)]
-    return [node]
-
-
-def _range(loop: Loop) -> ast.Call | None:
-    """The ``range(...)`` that a loop counts in; None for other loops."""
-    node = _read(loop.iter)[:1] if isinstance(loop, ast.For) else []
-    is_range = (
-        node and isinstance(node[0], ast.Call) and last_name(node[0].func) in ("range", "trange", "count")
-    )
-    return node[0] if is_range and isinstance(node[0], ast.Call) else None
-
-
 def _loops(script: Script) -> Iterator[_Found]:
     """The loops over batches and epochs around each backward pass."""
     for call in _backwards(script):
-        around, over_batches = _loops_around(script, call), _over(script, call)
+        around, over_batches = loops_around(script, call), _over(script, call)
         if over_batches is not None:
             yield over_batches, _over_batches(script, over_batches)
             for loop in around[around.index(over_batches) + 1 :][:1]:
                 yield loop, _over_epochs(script, loop)
         elif around:
+            epochs = [loop for loop in around[1:] if isinstance(loop, ast.For)][:1]
+            yield from ((loop, _over_epochs(script, loop)) for loop in epochs)
             yield (
                 around[0],
-                "for epoch in run.epochs(N): for batch in run.batches(data); make a data set of what the loop takes "
-                "its batches from, such as TensorDataset(x, y)",
+                f"{'' if epochs else 'for epoch in run.epochs(N): '}for batch in run.batches(data); make a data set "
+                "of what the loop takes its batches from, such as TensorDataset(x, y), without a permutation; where "
+                "that is all of it, (batch,) = run.batches(data), with global_batch its size or the next multiple of 8",
             )
 
 
 def _over_batches(script: Script, loop: ast.For) -> str:
-    read = [script.text(each) for each in _read(loop.iter)]
+    read = [script.text(each) for each in read_by(loop.iter)]
     given = read[0] if len(read) == 1 else f"({', '.join(read)})"
     over, target = f"run.batches({given})", "batch"
     if len(read) == 1 and isinstance(loop.iter, ast.Call):
@@ -320,14 +316,11 @@ def _over_batches(script: Script, loop: ast.For) -> str:
 
 
 def _over_epochs(script: Script, loop: Loop) -> str:
-    counted = _range(loop)
+    counted = range_of(script, loop)
     if counted is None or not counted.args:
         return "for epoch in run.epochs(N):"
-    name = (
-        script.text(loop.target)
-        if isinstance(loop, ast.For) and isinstance(loop.target, ast.Name)
-        else "epoch"
-    )
+    target = loop.target if isinstance(loop, ast.For) else None
+    name = target.id if isinstance(target, ast.Name) else "epoch"
     start, end = (None, counted.args[0]) if len(counted.args) == 1 else counted.args[:2]
     first, last = constant(start), constant(end)
     if not (isinstance(first, int) and first):
@@ -350,7 +343,7 @@ def _passes(script: Script) -> Iterator[_Found]:
             loss.args[0] if isinstance(loss, ast.Call) and method(loss) == "scale" and loss.args else loss
         )
         name = scaled.id if isinstance(scaled, ast.Name) else "loss"
-        yield call, _backward(script, name, _source(script, scaled))
+        yield call, _backward(script, call, name, _source(script, scaled))
     if len({script.scope(call) for call in calls}) < len(calls):
         yield (
             calls[0],
@@ -370,28 +363,86 @@ def _source(script: Script, node: ast.expr | None) -> ast.expr | None:
     return node
 
 
-def _backward(script: Script, name: str, loss: ast.expr | None) -> str:
-    """The call that makes a backward pass, from the name of its loss and the expression that it comes from."""
+def _backward(script: Script, call: ast.Call, name: str, loss: ast.expr | None) -> str:
+    """What makes a backward pass instead, by the name of its loss and the expression that it comes from."""
+    loop = _over(script, call)
     rest = "leave out the model's call and the loss"
+    is_here = loop is not None and script.same_function(loop, call)
+    inputs = _inputs(script, loop) if loop is not None and is_here else []
+    rest += "" if loop is None or is_here else "; give batch to this function"
+    given = "loss_fn), where loss_fn(output, target) returns the loss"
+    if inputs and loop is not None and loss is not None:
+        given = _by_inputs(script, loop, inputs, loss)
+    elif isinstance(loss, ast.Attribute) and loss.attr == "loss":
+        given = "lambda output, data: output.loss)"
+    elif isinstance(loss, ast.Call) and len(loss.args) == 2 and not loss.keywords and script.name(loss):
+        given = f"{script.text(loss.func)})"
     if isinstance(loss, ast.Attribute) and loss.attr == "loss":
-        call = "run.backward(batch, lambda output, data: output.loss)"
-        return f"{name} = {call}, once means.md has told whether it is a mean over samples; {rest}"
-    if isinstance(loss, ast.Call) and len(loss.args) == 2 and not loss.keywords and script.name(loss):
-        return f"{name} = run.backward(batch, {script.text(loss.func)}); {rest}"
-    return f"{name} = run.backward(batch, loss_fn), where loss_fn(output, target) returns the loss; {rest}"
+        given += ", once means.md has told whether it is a mean over samples"
+    return f"{name} = run.backward(batch, {given}; {rest}"
+
+
+def _inputs(script: Script, loop: ast.For) -> list[str]:
+    """The names of the parts of a batch, where the loop or its body takes it apart: ``x, y``."""
+    target = loop.target
+    if "enumerate(" in script.text(loop.iter) and isinstance(target, ast.Tuple):
+        target = target.elts[-1]
+    for node in loop.body:
+        match node:
+            case ast.Assign(targets=[ast.Tuple() as parts], value=ast.Name() | ast.ListComp() as value):
+                target = parts if isinstance(target, ast.Name) and target.id in names_in(value) else target
+    return [script.text(each) for each in target.elts] if isinstance(target, ast.Tuple) else []
+
+
+def _by_inputs(script: Script, loop: ast.For, inputs: list[str], loss: ast.expr) -> str:
+    """The loss and, if the model does not just take the first part of a pair, ``forward=``."""
+    parts = set(inputs)
+    sets = [each for part in loop.body for each in ast.walk(part) if isinstance(each, ast.Assign)]
+    set_here = {name for node in sets for target in node.targets for name in names_in(target)} - parts
+    used = [
+        node
+        for node in sets
+        if names_in(node.targets[0]) & set_here & names_in(loss) and node.value is not loss
+    ]
+    inner = [each for each in ast.walk(loss) if isinstance(each, ast.Call) and each is not loss]
+    found = [node.value for node in used] or [each for each in inner if names_in(each) & parts][:1]
+    into = [(target, value) for node in sets for target, value in bindings(node) if names_in(target) & parts]
+    is_changed = any(
+        value and not _MOVE.search(script.text(value)) for _, value in into
+    )  # x = x.view(-1, 784)
+    is_clear = len(found) == 1 and not is_changed and not names_in(found[0]) & set_here
+    if not is_clear or not any(may_be_model(script, each, parts) for each in ast.walk(found[0])):
+        return "loss_fn, forward=forward), where forward(data) returns the output and loss_fn(output, data) the loss"
+    target = used[0].targets[0] if used else found[0]
+    elements = target.elts if isinstance(target, ast.Tuple) else []
+    outputs = {script.text(each): f"output[{number}]" for number, each in enumerate(elements)}
+    value = renamed(script.text(loss), outputs or {script.text(target): "output"})
+    forward = script.text(found[0])
+    if len(inputs) == 2 and forward.endswith(f"({inputs[0]})") and renamed(value, {inputs[0]: ""}) == value:
+        value = renamed(value, {inputs[1]: "target"})
+        function = value.removesuffix("(output, target)")
+        return f"{function if function != value else f'lambda output, target: {value}'})"
+    places = {name: f"data[{number}]" for number, name in enumerate(inputs)}
+    return f"lambda output, data: {renamed(value, places)}, forward=lambda data: {renamed(forward, places)})"
 
 
 def _steps(script: Script) -> Iterator[_Found]:
+    scalers = {target_of(script, call) for call in script.torch_calls("GradScaler")}
+    for call in script.method_calls("step", "update", "unscale_"):
+        if script.owner(call) in scalers:
+            optimizer = script.text(call.args[0]) if call.args else "optimizer"
+            yield call, f"{optimizer}.step()" if method(call) == "step" else "leave out, with the GradScaler"
     for call in script.calls:
         if last_name(call.func) == "clip_grad_norm_":
             norm = argument(call, "max_norm", 1)
             yield call, f"run.clip_gradients({script.text(norm) if norm is not None else 'max_norm'})"
     for call in script.method_calls("step"):
         parts = [part for test in script.tests_around(call) for part in ast.walk(test)]
-        if any(isinstance(part, ast.Mod) for part in parts) and _loops_around(script, call):
+        if any(isinstance(part, ast.Mod) for part in parts) and loops_around(script, call):
             yield (
                 call,
-                "if this accumulates gradients: in each step, with a larger global_batch and more micro_batches",
+                "if this accumulates gradients: in each step, without the condition, and with lockstep.init("
+                "global_batch=all samples of a step, micro_batches=...); the loss is not divided",
             )
 
 
@@ -416,8 +467,8 @@ def _sizes(script: Script) -> Iterator[_Found]:
 
 def _over(script: Script, call: ast.Call) -> ast.For | None:
     """The loop over batches that a backward pass is in."""
-    around = _loops_around(script, call)
-    return next((each for each in around if isinstance(each, ast.For) and not _range(each)), None)
+    around = loops_around(script, call)
+    return next((each for each in around if isinstance(each, ast.For) and not range_of(script, each)), None)
 
 
 def _evaluations(script: Script) -> Iterator[_Found]:
@@ -429,8 +480,14 @@ def _evaluations(script: Script) -> Iterator[_Found]:
         names = [last_name(each.func if isinstance(each, ast.Call) else each) for each in contexts]
         if not {"no_grad", "inference_mode"} & set(names):
             continue
-        for loop in (each for each in ast.walk(node) if isinstance(each, ast.For)):
-            data = _read(loop.iter)[0]
+        loops = [each for each in ast.walk(node) if isinstance(each, ast.For)]
+        if isinstance(node, ast.With):  # for x, y in data: with torch.no_grad(): ...
+            around = script.around(node, ast.For, within_function=True)
+            loops += [
+                each for each in around if not any(script.holds(each, call) for call in _backwards(script))
+            ]
+        for loop in loops:
+            (data, *_) = read_by(loop.iter) or [loop.iter]
             if isinstance(data, ast.Name | ast.Attribute) and _DATA.search(last_name(data)):
                 yield (
                     loop,
@@ -440,18 +497,42 @@ def _evaluations(script: Script) -> Iterator[_Found]:
 
 
 def _outputs(script: Script) -> Iterator[_Found]:
+    begin = max(optimizers_of(script), key=lambda call: call.lineno, default=None)
     for call in script.calls:
-        advice = _WRITES.get(script.name(call))
-        if last_name(call.func) in _WRITERS:
-            advice = "under if run.is_main:"
-        if advice is not None and not on_one_rank(script, call):
+        is_print, is_writer = script.name(call) == "print", last_name(call.func) in _WRITERS
+        advice = "under if run.is_main:" if is_writer else _WRITES.get(script.name(call))
+        if advice is None or on_one_rank(script, call):
+            continue
+        if begin is not None and script.same_function(call, begin) and call.lineno < begin.lineno:
+            advice = "" if is_print else f"below lockstep.init: {advice}"
+        if is_print and (owner := script.class_of(call)) is not None:  # not in a data set or a model
+            advice = advice if any(script.holds(owner, each) for each in _backwards(script)) else ""
+        if advice:
             yield call, advice
+
+
+def _loads(script: Script) -> Iterator[_Found]:
+    loops = [loop for call in _backwards(script) for loop in loops_around(script, call)]
+    for call in script.calls_of("torch.load"):
+        yield call, _BEST if any(script.follows(call, loop) for loop in loops) else _RESUME
 
 
 def _wrappers(script: Script) -> Iterator[_Found]:
     for wrap in wraps(script, DDP, DP, FSDP):
         strategy = '; lockstep.init(strategy="fsdp")' if wrap.kind == FSDP else ""
-        yield wrap.call, f"leave out, and .module: run.prepare places the model{strategy}"
+        advice = f"leave out, and .module: run.prepare places the model{strategy}"
+        yield wrap.call, advice
+        yield from ((node, advice) for node in script.find(ast.Attribute) if node.attr == "module")
+
+
+def _ranks(script: Script) -> Iterator[_Found]:
+    """Tests of a rank, and the variables that launchers set."""
+    for test in (node.test for node in script.find(ast.If)):
+        if rank_test(script, test) == FIRST:
+            yield test, "if run.is_main: instead, but not around run.save and run.evaluate"
+    for node in script.find(ast.Constant):
+        if node.value in _LAUNCHER and "os." in script.text(script.statement(node) or node):
+            yield node, _GROUP
 
 
 def _torch_calls(section: str) -> Callable[[Script], Iterator[_Found]]:
@@ -472,7 +553,7 @@ _SECTIONS: dict[str, list[Callable[[Script], Iterator[_Found]]]] = {
     "Data": [_loaders, _torch_calls("Data")],
     "The loop": [_loops, _passes, _sizes, _steps],
     "Evaluation": [_evaluations],
-    "Output and files": [_outputs, _torch_calls("Output and files")],
-    "Processes": [_wrappers, _torch_calls("Processes")],
+    "Output and files": [_outputs, _loads],
+    "Processes": [_wrappers, _ranks, _torch_calls("Processes")],
 }
 """The finders of each section, in the order in which changes are told."""

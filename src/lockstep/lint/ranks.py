@@ -11,7 +11,17 @@ import ast
 from collections.abc import Iterator
 from functools import lru_cache
 
-from lockstep.lint.script import FUNCTIONS, Function, Script, argument, arguments, constant, last_name
+from lockstep.lint.script import (
+    FUNCTIONS,
+    LOOPS,
+    Function,
+    Loop,
+    Script,
+    argument,
+    arguments,
+    constant,
+    last_name,
+)
 
 GLOBAL, LOCAL = "global", "local"
 FIRST, OTHERS = "first", "others"
@@ -187,6 +197,16 @@ def callers_of(script: Script, function: Function) -> list[ast.Call]:
     """The calls in this file of a function or method, taken by its name, but for calls of itself."""
     found = script.calls_by_name.get(_called_as(script, function), [])
     return [call for call in found if script.scope(call) is not function]
+
+
+def loops_around(script: Script, node: ast.AST, depth: int = 3) -> list[Loop]:
+    """The loops that a node runs in, from the inside out, through the calls of its function in this file."""
+    found = list(script.around(node, LOOPS))
+    function = next(script.around(node, FUNCTIONS), None)
+    for caller in callers_of(script, function) if function is not None and depth else ():
+        if outer := loops_around(script, caller, depth - 1):
+            return list(dict.fromkeys([*found, *outer]))
+    return found
 
 
 def runs_on_ranks(script: Script, node: ast.AST) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import io
+import re
 import tokenize
 import warnings
 from collections.abc import Iterable, Iterator
@@ -25,6 +26,8 @@ FUNCTIONS: tuple[type[Function], ...] = (ast.FunctionDef, ast.AsyncFunctionDef)
 LOOPS: tuple[type[Loop], ...] = (ast.For, ast.While)
 N = TypeVar("N", bound=ast.AST)
 MOST_BYTES = 5_000_000
+_LOADER = re.compile(r"load|dl$|batches", re.IGNORECASE)
+"""Names of what a loop over batches reads, through any function."""
 _MOST_VALUES = 16
 """A name that is set more often is taken for one whose value cannot be seen."""
 
@@ -221,6 +224,10 @@ class Script:
             self._scopes[node] = next(self.around(node, FUNCTIONS), self.tree)
         return self._scopes[node]
 
+    def class_of(self, node: ast.AST) -> ast.ClassDef | None:
+        """The class that a node stands in."""
+        return next(self.around(node, ast.ClassDef), None)
+
     def statement(self, node: ast.expr) -> ast.stmt | None:
         """The statement that an expression is part of."""
         return next(self.around(node, ast.stmt), None)
@@ -341,6 +348,41 @@ def last_name(node: ast.AST) -> str:
     if isinstance(node, ast.Attribute):
         return node.attr
     return node.id if isinstance(node, ast.Name) else ""
+
+
+def names_in(node: ast.AST) -> set[str]:
+    """The names that an expression reads or sets."""
+    return {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+
+
+def renamed(text: str, names: dict[str, str]) -> str:
+    """The text of an expression with other names, but for those of attributes and keywords."""
+    old = "|".join(map(re.escape, names))
+    return re.sub(rf"(?<![\w.])({old})(?![\w=])", lambda found: names[found[0]], text)
+
+
+def read_by(node: ast.expr) -> list[ast.expr]:
+    """What a loop reads, out of ``enumerate``, ``tqdm``, ``zip`` and what else is given a loader first."""
+    while isinstance(node, ast.Call) and node.args:
+        if last_name(node.func) not in ("enumerate", "tqdm", "iter") and not _LOADER.search(
+            last_name(node.args[0])
+        ):
+            break
+        node = node.args[0]
+    if isinstance(node, ast.Call) and last_name(node.func) == "zip":
+        return [each for part in node.args for each in read_by(part)]
+    return [node]
+
+
+def range_of(script: Script, loop: Loop) -> ast.Call | None:
+    """The ``range(...)`` that a loop counts in; None for other loops."""
+    node = read_by(loop.iter)[:1] if isinstance(loop, ast.For) else []
+    if node and isinstance(node[0], ast.Name):  # bar = tqdm(range(10))
+        node = [each for value in script.values(node[0])[:1] if value is not None for each in read_by(value)]
+    is_range = (
+        node and isinstance(node[0], ast.Call) and last_name(node[0].func) in ("range", "trange", "count")
+    )
+    return node[0] if is_range and isinstance(node[0], ast.Call) else None
 
 
 def bindings(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr | None]]:

@@ -1,13 +1,22 @@
-"""The calls by which a script runs on several ranks: model wrappers, process group, libraries, reductions."""
+"""The calls by which a script trains: optimizers, and on several ranks model wrappers, process group, libraries."""
 
 from __future__ import annotations
 
 import ast
 from dataclasses import dataclass
 
-from lockstep.lint.script import Script, argument
+from lockstep.lint.script import Script, argument, last_name, method
 
 DDP, DP, FSDP = "DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"
+_AVERAGES = (
+    "AveragedModel",
+    "ModelEmaV2",
+    "ModelEmaV3",
+    "ExponentialMovingAverage",
+    "EMAModel",
+    "ema_pytorch.EMA",
+)
+"""Moving averages of the weights, which are prepared with the model."""
 _ROOTS = ("torch", "apex")
 # fmt: off
 _MANAGED = (
@@ -92,4 +101,59 @@ def reduces(script: Script) -> bool:
 def _is_main_guard(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and any(
         isinstance(part, ast.Name) and part.id == "__name__" for part in ast.walk(node.test)
+    )
+
+
+def optimizers_of(script: Script) -> list[ast.Call]:
+    """The optimizers, schedulers and averages of weights that are given a name, also by functions of one's own."""
+    cleared = {script.owner(each) for each in script.method_calls("zero_grad")}
+    cleared -= {root_of(script.owner(each)) for each in script.method_calls("parameters", "train", "eval")}
+    stepped = {script.owner(each) for each in script.method_calls("step")}
+    made: list[ast.Call] = []
+    for call in script.calls:
+        name, target, first = script.name(call), target_of(script, call), call.args[0] if call.args else None
+        names = set(target.split(", "))
+        is_made = bool(names & cleared) and names <= cleared | stepped  # optimizer, schedule = make(model)
+        of_torch = name.startswith("torch.optim.")
+        of_others = last_name(call.func)[:1].isupper() and bool(models_of(script, call))
+        is_schedule = target in stepped and any(
+            target_of(script, each) == script.text(first) for each in made if first
+        )
+        if target and (of_torch or of_others or is_made or is_schedule or name.endswith(_AVERAGES)):
+            made.append(call)
+    return made
+
+
+def target_of(script: Script, call: ast.Call) -> str:
+    """The name, or names with commas, that the value of a call is assigned to; empty where there is none."""
+    match script.statement(call):
+        case ast.Assign(targets=[ast.Tuple(elts=parts)], value=value) if value is call:
+            return ", ".join(map(script.text, parts))
+        case ast.Assign(targets=[target], value=value) if value is call:
+            return script.text(target)
+    return ""
+
+
+def models_of(script: Script, call: ast.Call) -> list[str]:
+    """The models whose parameters a call is given: ``net`` for ``Optimizer(net.head.parameters())``."""
+    parts = script.sources(call.args[0]) if call.args else ()
+    owners = [
+        script.owner(each) for each in parts if isinstance(each, ast.Call) and method(each) == "parameters"
+    ]
+    return [root_of(each) for each in owners]
+
+
+def root_of(name: str) -> str:
+    """The object that an attribute belongs to: ``net`` of ``net.head``, ``self.net`` of ``self.net.head``."""
+    return ".".join(name.split(".")[: 2 if name.startswith("self.") else 1])
+
+
+def may_be_model(script: Script, node: ast.AST, inputs: set[str]) -> bool:
+    """False for functions of torch, classes such as ``Variable`` and methods of an input such as ``x.float()``."""
+    name = script.name(node) if isinstance(node, ast.Call) else ""
+    first, last = name.partition(".")[0], name.rpartition(".")[2]
+    return (
+        bool(name)
+        and first not in {"torch", *inputs}
+        and not (first == last and last[0].isupper() and len(last) > 1)
     )
