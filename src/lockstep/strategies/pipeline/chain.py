@@ -113,7 +113,8 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
     named, variables = _names_in(cls)
     found = {key: variables[key] for key in named & variables.keys() if isinstance(variables[key], _PLAIN)}
     for prefix, each in (("", module), *((f"{name}.", child) for name, child in module.named_children())):
-        own, asked = vars(each), named | _names_in(type(each))[0]
+        kind: Any = type(each)
+        own, asked = vars(each), named | _names_in(kind)[0]
         found |= {f"{prefix}{key}": own[key] for key in asked & own.keys() - _OF_EVERY_MODULE}
     texts = {
         key: repr(value)
