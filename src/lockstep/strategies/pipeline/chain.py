@@ -116,13 +116,14 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
         kind: Any = type(each)
         own, asked = vars(each), named | _names_in(kind)[0]
         found |= {f"{prefix}{key}": own[key] for key in asked & own.keys() - _OF_EVERY_MODULE}
-    texts = {
-        key: repr(value)
-        if isinstance(value, _PLAIN) and not (isinstance(value, Sized) and len(value) > 1000)
-        else id(value)
-        for key, value in found.items()
-    }
+    texts = {key: repr(value) if _has_short_text(value) else id(value) for key, value in found.items()}
     return texts | Snapshot({"": without_parts(module)}, restorable=False).texts
+
+
+def _has_short_text(value: Any) -> bool:
+    if not isinstance(value, _PLAIN) or (isinstance(value, Sized) and len(value) > 1000):
+        return False
+    return not any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
 
 
 def without_parts(module: nn.Module) -> nn.Module:
