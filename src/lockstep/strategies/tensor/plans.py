@@ -160,7 +160,22 @@ _ONE_BY_ONE = (
     ),
     *("exp", "abs", "neg", "sqrt", "square", "pow", "clamp", "add", "radd", "iadd", "sub", "rsub", "isub"),
     *("mul", "rmul", "imul", "div", "truediv", "rtruediv", "itruediv"),
-    *("to", "float", "clone", "contiguous", "detach"),
+    *(
+        "gt",
+        "ge",
+        "lt",
+        "le",
+        "eq",
+        "ne",
+        "where",
+        "masked_fill",
+        "minimum",
+        "maximum",
+        "sign",
+        "round",
+        "log",
+    ),
+    *("to", "float", "half", "bfloat16", "type_as", "clone", "contiguous", "detach"),
 )
 """Functions of single elements, which give the same on a part of an activation."""
 
