@@ -91,6 +91,38 @@ def test_a_forward_that_does_more_stays_whole(between):
     assert before[0] == random.getstate() and torch.equal(before[1], torch.get_rng_state())
 
 
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda own: own > 0,
+        lambda own: own.item(),
+        lambda own: own.tolist(),
+        lambda own: own.numpy(),
+        lambda own: np.asarray(own).any(),
+        lambda own: torch.equal(own, torch.ones(())),
+        lambda own: F.relu(own).int().item(),
+    ],
+    ids=["bool", "item", "tolist", "numpy", "asarray", "equal", "computed"],
+)
+def test_a_forward_that_looks_at_the_value_of_a_tensor_stays_whole(look):
+    gate = torch.zeros(())
+    model = nn.Sequential(Straight(lambda x: F.relu(x) if look(gate) else x), nn.ReLU())
+    assert names(model) == ["0", "1"]
+    model = nn.Sequential(Straight(lambda x: F.relu(x) if look(weight[0].detach()) else x), nn.ReLU())
+    weight = model[0].first.bias
+    assert names(model) == ["0", "1"]
+
+
+def test_a_forward_that_asks_a_tensor_for_its_shape_is_opened():
+    weight = torch.zeros(3, 4)
+
+    def between(x):
+        assert weight.shape == weight.size() and len(weight) == 3 and weight.dim() == 2
+        return x.view(-1, weight.shape[1])
+
+    assert names(Straight(between)) == ["first", "view()", "second"]
+
+
 class Auxiliary(Straight):
     """Does something else in training."""
 
@@ -217,6 +249,33 @@ class ByClass(Straight):
 
 
 IN_FILE = Settings()
+
+
+class Asked(nn.Linear):
+    """A child that is asked for something of its own."""
+
+    is_deep = True
+
+    def should_go_on(self):
+        return self.is_deep
+
+
+class Asking(Straight):
+    """Asks a child."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = Asked(4, 4)
+
+    def forward(self, x):
+        return self.second(self.first(x)) if self.first.should_go_on() else self.second(x)
+
+
+def test_what_a_forward_may_ask_its_children_for_is_looked_at():
+    model = Asking()
+    before = attributes_of(model)
+    model.first.is_deep = False
+    assert attributes_of(model) != before
 
 
 @pytest.mark.parametrize("owner", [ByClass, ByClass.settings, IN_FILE])

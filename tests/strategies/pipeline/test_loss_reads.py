@@ -136,3 +136,44 @@ def test_what_modules_of_another_stage_can_read_is_refused_where_it_changes():
     said = r"changes the attribute 'gate' of the attribute 'shared' of 3 in the stage that begins with '0'.*in a tuple"
     with pytest.raises(ConfigError, match=said):
         reads.require_unchanged("0")
+
+
+def test_what_a_hook_of_another_stage_reads_by_name_is_refused_where_it_changes():
+    kept, module, holder = {"scale": 1.0}, nn.ReLU(), types.SimpleNamespace(scale=1.0)
+    module.register_forward_hook(lambda module, given, found: found * kept["scale"] * holder.scale)
+    for change, name in (
+        (lambda: kept.update(scale=2.0), "kept"),
+        (lambda: setattr(holder, "scale", 2.0), "holder"),
+    ):
+        reads = StagesRead({"3": module})
+        reads.require_unchanged("0")
+        change()
+        with pytest.raises(
+            ConfigError, match=f"changes 'scale' of '{name}' in the stage that begins with '0'"
+        ):
+            reads.require_unchanged("0")
+
+
+def test_hooks_of_other_stages_may_keep_something_for_the_loop():
+    kept, module, name = {"last": 0, "calls": 0, "0": 1}, nn.ReLU(), "3"
+
+    def keep(module, given, found):
+        kept["last"] = found
+        kept["calls"] += 1
+        kept[name] = found
+
+    def keep_and_give(module, given, found):
+        kept["last"] = kept[name] = found
+        return found * 2
+
+    module.register_forward_hook(keep)
+    module.register_forward_hook(keep_and_give)
+    holder = types.SimpleNamespace(seen=[], last=0)
+    module.register_forward_hook(lambda module, given, found: kept.update({name: found}))
+    module.register_forward_hook(lambda module, given, found: holder.seen.append(found))
+    module.register_forward_hook(lambda module, given, found: setattr(holder, "last", found))
+    reads = StagesRead({"3": module})
+    kept.update({"last": 1, "0": 2, "calls": 1, "1": 3})
+    holder.seen.append(1)
+    holder.last = 1
+    reads.require_unchanged("0")

@@ -188,6 +188,50 @@ def refusals(world):
     return said
 
 
+class Switched(TwoLayers):
+    """Looks at all features if its class says so; counts its calls, and scales each element."""
+
+    normalises, scale, calls = False, 1.0, 0
+
+    def forward(self, x):
+        self.calls += 1
+        h = self.first(x).relu() * self.scale
+        if self.normalises:
+            h = h / (1.0 + h.norm(dim=-1, keepdim=True))
+        return self.second(self.between(h).reshape(-1, h.shape[-1]))
+
+
+def switched_later(world, name, value):
+    """The sentence in which a run ends whose loop changes an attribute of a class, or hooks a module, in a step."""
+    postpone_compiler()
+    model = Switched()
+    run, optimizer = start(world, model, tensor={"plan": ["first=column", "second=row"]})
+    said = ""
+    try:
+        for step, _ in enumerate(steps(run, optimizer, rows())):
+            if step == 1 and name == "hook":
+                model.between.register_forward_hook(lambda module, given, output: output.softmax(-1))
+            elif step == 1:
+                setattr(Switched, name, value)
+    except ConfigError as error:
+        said = str(error)
+    finally:
+        Switched.normalises, Switched.scale = False, 1.0
+    run.close()
+    return said
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "function"),
+    [("normalises", True, "norm"), ("hook", None, "softmax"), ("scale", 0.5, "")],
+)
+def test_a_loop_that_switches_something_on_between_split_layers_is_refused(name, value, function):
+    """The run trained another model than the whole one, with exit status 0."""
+    sentence = f"gives the split outputs of 'first' to {function!r} now, and it did not in the first step"
+    for said in run_ranks(switched_later, 2, name, value):
+        assert sentence in said if function else not said, said
+
+
 def chain():
     return nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 4))
 

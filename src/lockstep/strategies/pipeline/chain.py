@@ -5,8 +5,9 @@
 A Sequential is opened into its children, and so is any other module whose forward only calls its children one after the
 other, with nothing between them but reshaping and activations: torch.fx reads it. What cannot be opened stays whole, as
 one link of the chain: a block with a shortcut; a forward that draws random numbers itself, or in a Dropout that is no
-child of a Sequential, since those draws are keyed by the module, which would then lie in two processes; and one that
-calls its children under ``torch.no_grad``, ``torch.autocast`` or hooks on saved tensors, which they would lose.
+child of a Sequential, since those draws are keyed by the module, which would then lie in two processes; one that calls
+its children under ``torch.no_grad``, ``torch.autocast`` or hooks on saved tensors, which they would lose; and one that
+computes with a tensor of its own, such as ``if self.gate.item() > 0.5``, whose value may be another one later.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from lockstep.numerics.blocks import CONTAINERS
 from lockstep.numerics.compilation import is_compiled
@@ -110,15 +113,17 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
     named, variables = _names_in(cls)
     found = {key: variables[key] for key in named & variables.keys() if isinstance(variables[key], _PLAIN)}
     for prefix, each in (("", module), *((f"{name}.", child) for name, child in module.named_children())):
-        own = vars(each)
-        found |= {f"{prefix}{key}": own[key] for key in named & own.keys() - _OF_EVERY_MODULE}
-    texts = {
-        key: repr(value)
-        if isinstance(value, _PLAIN) and not (isinstance(value, Sized) and len(value) > 1000)
-        else id(value)
-        for key, value in found.items()
-    }
+        kind: Any = type(each)
+        own, asked = vars(each), named | _names_in(kind)[0]
+        found |= {f"{prefix}{key}": own[key] for key in asked & own.keys() - _OF_EVERY_MODULE}
+    texts = {key: repr(value) if _has_short_text(value) else id(value) for key, value in found.items()}
     return texts | Snapshot({"": without_parts(module)}, restorable=False).texts
+
+
+def _has_short_text(value: Any) -> bool:
+    if not isinstance(value, _PLAIN) or (isinstance(value, Sized) and len(value) > 1000):
+        return False
+    return not any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
 
 
 def without_parts(module: nn.Module) -> nn.Module:
@@ -214,13 +219,41 @@ def _asked_by_torch() -> bool:
     return is_assignment or asking.f_globals.get("__name__", "").startswith("torch.fx.")
 
 
+_WITHOUT_VALUES = (Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.__len__)
+"""What a forward may ask a tensor for, besides its properties: the answers do not change with its values."""
+
+
+class _OwnTensors(TorchFunctionMode):
+    """Ends the reading of a forward that computes with tensors other than those it is given, or asks for values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        """1 inside a call that it lets through, when torch has taken it off the stack of modes; otherwise 0."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Makes a call on stand-ins, or one that looks at no values."""
+        kwargs = kwargs or {}
+        is_allowed = func in _WITHOUT_VALUES or getattr(func, "__name__", "") == "__get__"
+        leaves = [] if is_allowed else [type(leaf) for leaf in tree_leaves((args, kwargs))]
+        if any(issubclass(leaf, Tensor) for leaf in leaves) and _Given not in leaves:
+            raise fx.proxy.TraceError("this forward looks at the values of a tensor")
+        self.calls = 1
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self.calls = 0
+
+
 class _OneLevel(fx.Tracer):
     """Reads one forward; its children stay calls, which must be made as the forward itself is called."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.is_done = False
-        self._conditions = _conditions()
+        self._own_tensors = _OwnTensors()
         self._children = dict(module.named_children())
         self._kept, self._tensors = Snapshot(self._children, restorable=False), self._tensors_now()
 
@@ -241,18 +274,24 @@ class _OneLevel(fx.Tracer):
     def nodes(self, module: nn.Module) -> list[fx.Node]:
         """What the forward calls; afterwards its stand-ins may be looked at."""
         try:
-            return list(self.trace(module).nodes)
+            with self._own_tensors:
+                self._conditions = self._conditions_now()
+                return list(self.trace(module).nodes)
         finally:
             self.is_done = True
 
+    def _conditions_now(self) -> tuple[object, ...]:
+        return torch._C._len_torch_function_stack() + self._own_tensors.calls, *_conditions()
+
     def create_proxy(self, kind: str, *args: Any, **kwargs: Any) -> fx.Proxy:
-        if kind in ("call_module", "call_function", "call_method") and _conditions() != self._conditions:
+        is_call = kind in ("call_module", "call_function", "call_method")
+        if is_call and self._conditions_now() != self._conditions:
             raise fx.proxy.TraceError("a context manager is around a part of this forward")
-        if kind == "call_module" and (
-            self._tensors_now() != self._tensors
-            or self._kept.changed(Snapshot(self._children, restorable=False))
-        ):
-            raise fx.proxy.TraceError("this forward changes a child before it calls one")
+        if kind == "call_module":
+            with torch._C.DisableTorchFunction():  # these look at values, but the forward does not
+                kept, tensors = Snapshot(self._children, restorable=False), self._tensors_now()
+            if tensors != self._tensors or self._kept.changed(kept):
+                raise fx.proxy.TraceError("this forward changes a child before it calls one")
         return super().create_proxy(kind, *args, **kwargs)
 
 
@@ -269,7 +308,6 @@ def _conditions() -> tuple[object, ...]:
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
         torch.get_float32_matmul_precision(),
-        torch._C._len_torch_function_stack(),
         torch._C._len_torch_dispatch_stack(),
         backends.mkldnn.enabled,
         backends.cudnn.enabled,

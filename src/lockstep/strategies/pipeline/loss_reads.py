@@ -10,9 +10,11 @@ what lies in dictionaries and lists.
 
 from __future__ import annotations
 
+import dis
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from itertools import pairwise
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -20,10 +22,13 @@ from torch import Tensor, nn
 
 from lockstep.errors import ConfigError
 from lockstep.numerics.hidden_state import Snapshot, names_in
+from lockstep.numerics.hooks import forward_hooks, is_users
 from lockstep.strategies.pipeline.chain import without_parts
 
 _DEEPEST, _MOST = 6, 2000
 """How far, and how many values, are looked at."""
+_STORING = frozenset(("setattr", "__setitem__", "setdefault"))
+"""By these a hook keeps something under a name that is text."""
 _LIBRARIES = (
     *("torch", "numpy", "lockstep"),
     *("builtins", "collections", "functools", "math", "random", "typing"),
@@ -62,7 +67,8 @@ class LossReads:
 class StagesRead:
     """The values that the forwards of other processes' stages can read beside what they are given.
 
-    Hooks are left out: many keep something for the loop, each under a key of its own.
+    Of their hooks, those count that give another value in the place of an input or output, with what they read by a
+    fixed name: many hooks only keep something for the loop, each under a key of its own.
 
     Args:
         modules: of these stages, by name.
@@ -70,7 +76,7 @@ class StagesRead:
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self._modules = modules
-        self._before = self._found()
+        self._before, self._before_hooks = self._found(), self._read_by_hooks()
 
     def require_unchanged(self, stage: str) -> None:
         """Raises ``ConfigError`` where a forward pass of this process changed something since this was made.
@@ -78,7 +84,9 @@ class StagesRead:
         Args:
             stage: the name of the module that the pass began with.
         """
-        changed = next(iter(self._before.changed(self._found())), None)
+        before, after = self._before_hooks, self._read_by_hooks()
+        by_hooks = [name for name in {**before, **after} if not _is_same(before, after, name)]
+        changed = next(iter((*self._before.changed(self._found()), *by_hooks)), None)
         if changed is not None:
             raise ConfigError(
                 f"A hook or a module's forward changes {changed} in the stage that begins with {stage!r}, and modules "
@@ -90,6 +98,41 @@ class StagesRead:
 
     def _found(self) -> Snapshot:
         return Snapshot({name: without_parts(each) for name, each in self._modules.items()}, restorable=False)
+
+    def _read_by_hooks(self) -> dict[str, tuple[Any, int]]:
+        hooks = [
+            hook for each in self._modules.values() for kind in forward_hooks(each) for hook in kind.values()
+        ]
+        users = [hook for hook in hooks if isinstance(hook, FunctionType) and is_users(hook)]
+        read = [pair for hook in users for pair in _read_by_hook(hook)]
+        return {label: (value, _version(value)) for label, value in read}
+
+
+def _read_by_hook(hook: FunctionType) -> Iterator[tuple[str, Any]]:
+    """The numbers and tensors that a hook reads by a fixed name, if it may return one: where they are, and they."""
+    code = list(dis.get_instructions(hook))
+    gives = any(
+        each.opname == "RETURN_VALUE" and not (before.opname == "LOAD_CONST" and before.argval is None)
+        for before, each in pairwise(code)
+    )
+    if not gives or not _STORING.isdisjoint(hook.__code__.co_names):
+        return
+    read = {
+        each.argval
+        for each, following in pairwise(code)
+        if each.opname in ("LOAD_ATTR", "LOAD_METHOD")
+        or (
+            each.opname == "LOAD_CONST"
+            and following.opname != "STORE_SUBSCR"
+            and isinstance(each.argval, str)
+        )
+    }
+    for label, value in _read_by(hook, set()):
+        held = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+        inside = [(f"{key!r} of {label!r}", held[key]) for key in sorted(read) if key in held]
+        for where, each in ((f"the variable {label!r}", value), *inside):
+            if isinstance(each, int | float | str | Tensor):
+                yield where, each
 
 
 def _is_same(before: dict[str, Any], after: dict[str, Any], name: str) -> bool:

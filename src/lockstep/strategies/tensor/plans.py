@@ -3,23 +3,29 @@
 A plan that splits an activation which some module needs whole (a softmax over features, a dropout that was not named)
 would silently train another model. So in the first step ``check_plan`` runs the split and the whole model on the same
 micro-batches, with the same random numbers. Plans that were found are tested and need no check, but for blocks that
-only have the names of a ResNet's.
+only have the names of a ResNet's. Where the loop changes later what a forward may look at, the functions that are given
+split activations are compared with those of the first step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lockstep.data.batch import MicroBatch
 from lockstep.errors import ConfigError, nearest
 from lockstep.models.transformer import SelfAttention
 from lockstep.numerics.running_buffers import RunningBuffers
+from lockstep.strategies.pipeline.chain import attributes_of
 from lockstep.strategies.strategy import Compute
 from lockstep.strategies.tensor.layers import COLUMNS, DROPOUTS, NORMS, ROWS, Exchange
 
@@ -137,6 +143,140 @@ _BLOCKS = {
     "Bottleneck": {"conv2": "column", "bn2": "channels", "conv3": "row"},
 }
 """Residual blocks, ours and torchvision's, whose names are the same."""
+
+
+_ONE_BY_ONE = (
+    *(
+        "relu",
+        "relu6",
+        "leaky_relu",
+        "elu",
+        "gelu",
+        "silu",
+        "mish",
+        "softplus",
+        "hardswish",
+        "sigmoid",
+        "tanh",
+    ),
+    *("exp", "abs", "neg", "sqrt", "square", "pow", "clamp", "add", "radd", "iadd", "sub", "rsub", "isub"),
+    *("mul", "rmul", "imul", "div", "truediv", "rtruediv", "itruediv"),
+    *(
+        "gt",
+        "ge",
+        "lt",
+        "le",
+        "eq",
+        "ne",
+        "where",
+        "masked_fill",
+        "minimum",
+        "maximum",
+        "sign",
+        "round",
+        "log",
+    ),
+    *("to", "float", "half", "bfloat16", "type_as", "clone", "contiguous", "detach"),
+)
+"""Functions of single elements, which give the same on a part of an activation."""
+
+
+class SplitWays(TorchFunctionMode):
+    """Notes the functions that split activations are given to, one after the other, in the forwards within it.
+
+        fc1 -> relu -> softmax -> fc2      "softmax" after "fc1"
+
+    Args:
+        modules: those that are split, by name.
+        plan: the kind of each.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module], plan: Mapping[str, str]) -> None:
+        super().__init__()
+        self.found: dict[object, tuple[str, str]] = {}
+        """For each way the name of its last function, and of the split layer where it begins."""
+        self._modules, self._plan = modules, plan
+        self._ways, self._inside = WeakIdKeyDictionary(), 0
+        self._handles: list[RemovableHandle] = []
+
+    def __enter__(self) -> SplitWays:
+        """Watches the split modules."""
+        for name, module in self._modules.items():
+            self._handles.append(module.register_forward_pre_hook(self._begin))
+            self._handles.append(module.register_forward_hook(partial(self._end, name)))
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch's
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leaves them."""
+        super().__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._ways, self._inside = [], WeakIdKeyDictionary(), 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Notes a function that gives a tensor made from a split activation."""
+        ways = self._of((args, kwargs))
+        result = func(*args, **(kwargs or {}))
+        results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        if not ways or not results or self._inside:
+            return result
+        name = str(getattr(func, "__name__", func)).strip("_")
+        way = next(iter(ways))
+        if name not in _ONE_BY_ONE or len(ways) > 1:
+            layer = self.found[way][1]
+            settings = [leaf for leaf in tree_leaves((args, kwargs)) if not isinstance(leaf, Tensor)]
+            way = frozenset(ways), name, str(settings) if "dropout" in name else ""
+            self.found[way] = name, layer
+        for each in results:
+            self._ways[each] = way
+        return result
+
+    def require_in(self, compared: SplitWays) -> None:
+        """Raises ``ConfigError`` for a way that the forwards within another have not taken."""
+        for way, (name, layer) in self.found.items():
+            if way not in compared.found:
+                raise ConfigError(
+                    f"The forward pass gives the split outputs of {layer!r} to {name!r} now, and it did not in the "
+                    "first step, in which the model split by tensor.plan was compared with the whole model. Set what "
+                    "decides this before run.prepare, leave these layers whole with tensor.plan, or use strategy "
+                    "'ddp' or 'fsdp'."
+                )
+
+    def _of(self, values: Any) -> set[object]:
+        """The ways of the split activations among some values."""
+        leaves = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+        return {self._ways[leaf] for leaf in leaves if leaf in self._ways}
+
+    def _begin(self, *_: Any) -> None:
+        self._inside += 1
+
+    def _end(self, name: str, module: nn.Module, given: Any, output: Any) -> None:
+        self._inside -= 1
+        if self._inside or self._plan[name] in ("row", "heads"):
+            return
+        way: object = next(iter(self._of(given)), name)
+        self.found.setdefault(way, (name, name))
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor):
+                self._ways[leaf] = way
+
+
+def deciding(model: nn.Module, plan: Mapping[str, str]) -> dict[str, object]:
+    """The attributes and hooks that decide what the forwards around split layers do, by the names of their modules."""
+    parents = {name.rpartition(".")[0] for name in plan}
+    children = [
+        f"{parent}.{child}".lstrip(".")
+        for parent in parents
+        for child, _ in model.get_submodule(parent).named_children()
+    ]
+    around = {name: model.get_submodule(name) for name in (*parents, *children) if name not in plan}
+    return {
+        name: (attributes_of(module), [*module._forward_pre_hooks], [*module._forward_hooks])
+        for name, module in around.items()
+    }
 
 
 def plan_of(model: nn.Module, patterns: Sequence[str]) -> dict[str, str]:

@@ -16,6 +16,7 @@ from equal bits. That is checked in every step: a replicated gradient or loss th
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, nullcontext
 from copy import deepcopy
 from dataclasses import replace
 
@@ -26,10 +27,11 @@ from lockstep.checkpoint.state import tensor_state
 from lockstep.config.strategy_options import Level, TensorOptions
 from lockstep.core.fingerprint import sum_of_bits
 from lockstep.core.summation_tree import fold_rows, sum_of_squares
-from lockstep.data.batch import Batch
+from lockstep.data.batch import Batch, MicroBatch
 from lockstep.distributed.process_group import Groups
 from lockstep.distributed.rank_exchange import RankExchange
 from lockstep.errors import ConfigError, ReplicaError
+from lockstep.numerics.compilation import is_compiled
 from lockstep.numerics.hooks import hooks_made
 from lockstep.reduce import Reducer
 from lockstep.strategies.absent import Absence, AbsentParameter, computing, held_of
@@ -37,7 +39,14 @@ from lockstep.strategies.ddp import Replicated
 from lockstep.strategies.optimizer_trial import Unit
 from lockstep.strategies.strategy import STOP_CODES, Compute, StepResult
 from lockstep.strategies.tensor.layers import Exchange, Splitter, refuse_hooks, shards_of
-from lockstep.strategies.tensor.plans import between, check_plan, is_to_be_checked, plan_of
+from lockstep.strategies.tensor.plans import (
+    SplitWays,
+    between,
+    check_plan,
+    deciding,
+    is_to_be_checked,
+    plan_of,
+)
 
 
 class TensorParallel(Replicated):
@@ -71,6 +80,12 @@ class TensorParallel(Replicated):
         self.absences = [Absence(self.name, "each rank has a part of it")]
         self._hooks_seen = -1
         self._is_split: Tensor | None = None
+        self._deciding: dict[str, object] = {}
+        self._compared: SplitWays | None = None
+        """The ways of split activations in the forwards that were compared with the whole model's."""
+        self._is_changed = False
+        """True in a step before which the loop has changed what decides these ways."""
+        self._watching, self._later = ExitStack(), SplitWays({}, {})
         promised = Level.BITWISE if reducer is None else reducer.level
         self.level = promised if options.shards or promised is Level.STATISTICAL else Level.TOLERANCE
 
@@ -80,17 +95,40 @@ class TensorParallel(Replicated):
             refuse_hooks(self._split | self._between)
             self._hooks_seen = hooks_made()
         if self.reference is not None and batch.micro_batches:
-            check_plan(
-                self.reference, self._model, self._exchange, self._buffers, batch.micro_batches, compute
-            )
-            self.reference = None
+            self._compared = None if any(map(is_compiled, self._model.modules())) else self._new_ways()
+            with self._compared or nullcontext():
+                check_plan(
+                    self.reference, self._model, self._exchange, self._buffers, batch.micro_batches, compute
+                )
+            self.reference, self._deciding = None, deciding(self._model, self._plan)
+        elif self._compared is not None:
+            before, self._deciding = self._deciding, deciding(self._model, self._plan)
+            self._is_changed = self._deciding != before
         self._freeze_parts()
         try:
-            with computing(self.absences):
+            with self._watching, computing(self.absences):
                 return self._agree(super().backward(batch, compute, scale=scale, stop=stop))
         except RuntimeError as error:  # as of shapes that do not fit
             self._require_split_layers(error)
             raise
+        finally:
+            self._is_changed = False
+
+    def begin_forward(self) -> None:
+        """See ``Replicated.begin_forward``; watches the forward pass where what decides it has changed."""
+        super().begin_forward()
+        if self._is_changed:
+            self._later = self._watching.enter_context(self._new_ways())
+
+    def end_forward(self, micro_batch: MicroBatch, loss: Tensor, weight: Tensor, scale: float) -> None:
+        """See ``Replicated.end_forward``."""
+        self._watching.close()
+        if self._compared is not None:
+            self._later.require_in(self._compared)
+        super().end_forward(micro_batch, loss, weight, scale)
+
+    def _new_ways(self) -> SplitWays:
+        return SplitWays(self._split, self._plan)
 
     def _require_split_layers(self, error: Exception) -> None:
         """Raises ``ConfigError`` in place of an error where a layer that was split is no longer in the model."""
@@ -159,7 +197,7 @@ class TensorParallel(Replicated):
 
     def _move(self, model: nn.Module) -> nn.Module:
         """Splits the layers of the plan, then moves what is left to the device."""
-        plan = plan_of(model, self._options.plan)
+        plan = self._plan = plan_of(model, self._options.plan)
         self._split = {name: model.get_submodule(name) for name in plan}
         self._between = between(model, plan)
         if self._options.plan or is_to_be_checked(model, plan):
