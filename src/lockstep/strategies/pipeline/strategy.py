@@ -59,6 +59,8 @@ from lockstep.strategies.strategy import Compute, StepResult, Strategy
 
 _CHECKED_STEPS = 2
 """The first steps, in which the stages are watched for changes of what the loss or other stages read."""
+_CHECKED_AGAIN = 32
+"""The first step after those, as of rehearsals: on a GPU the host waits for each value that is looked at."""
 
 
 def _empty(module: nn.Module, names: Mapping[int, str], absence: Absence) -> None:
@@ -377,7 +379,8 @@ class Pipeline(Strategy):
     @property
     def _is_watching(self) -> bool:
         """True in the first steps, and each time that their number has doubled: the loop may have changed something."""
-        return self._steps <= _CHECKED_STEPS or self._steps.bit_count() == 1
+        is_doubled = self._steps >= _CHECKED_AGAIN and self._steps.bit_count() == 1
+        return self._steps <= _CHECKED_STEPS or is_doubled
 
     def _require_unset(self, loss: Callable[..., Any]) -> None:
         """Raises ``ConfigError`` where a loss reads what the forward of an opened module, which is not run, sets."""
