@@ -258,6 +258,8 @@ class Pipeline(Strategy):
         kept = {inner for part in parts for link in part for inner in link.module.modules()}
         self._opened = {name: each for name, each in model.named_modules() if each not in kept}
         self._hooks_seen, self._steps = -1, 0
+        self._module_hooks, self._steps_alike = -1, 0
+        """The number of hooks on modules, and of the steps since it changed."""
         names = [part[-1].name for part in parts]
         mine = range(channels.place, len(parts), channels.length)
         modules = [[link.module for link in part] for part in parts]
@@ -319,6 +321,7 @@ class Pipeline(Strategy):
         """Runs this rank's part of the schedule and reduces. See ``Strategy.backward``."""
         self._require_called()
         self._steps += 1
+        self._steps_alike += 1
         mine, leaves = self.share.of(batch.plan.leaves), batch.plan.leaves
         order = order_of(
             self._options.schedule, self._channels.place, self._channels.length, self._per_rank, len(mine)
@@ -357,7 +360,8 @@ class Pipeline(Strategy):
                 reads: list[LossReads | StagesRead] = []
                 if self._is_watching:
                     reads.append(StagesRead(passes.others))
-                    reads += [LossReads(compute.function)] * (not passes.is_last)
+                if (self._is_watching or self._steps <= _CHECKED_STEPS) and not passes.is_last:
+                    reads.append(LossReads(compute.function))
                 output, target = passes.run(micro_batch, kind, compute, received)
                 for each in reads:
                     each.require_unchanged(passes.name)
@@ -379,8 +383,8 @@ class Pipeline(Strategy):
     @property
     def _is_watching(self) -> bool:
         """True in the first steps, and each time that their number has doubled: the loop may have changed something."""
-        is_doubled = self._steps >= _CHECKED_AGAIN and self._steps.bit_count() == 1
-        return self._steps <= _CHECKED_STEPS or is_doubled
+        steps = self._steps_alike
+        return steps <= _CHECKED_STEPS or (steps >= _CHECKED_AGAIN and steps.bit_count() == 1)
 
     def _require_unset(self, loss: Callable[..., Any]) -> None:
         """Raises ``ConfigError`` where a loss reads what the forward of an opened module, which is not run, sets."""
@@ -490,6 +494,11 @@ class Pipeline(Strategy):
         if self._hooks_seen == hooks_made():
             return
         self._hooks_seen, self._steps = hooks_made(), 0
+        passes = [*self._passes.values()]
+        modules = [module for each in passes for module in (*each.stage.modules(), *each.others.values())]
+        kinds = [each for module in modules for each in (*forward_hooks(module), *backward_hooks(module))]
+        if self._module_hooks != (count := sum(map(len, kinds))):  # hooks on tensors are made in every step
+            self._module_hooks, self._steps_alike = count, 0
         for name, module in self._opened.items():
             if any(map(is_hooked, (*forward_hooks(module), *backward_hooks(module)))):
                 raise ConfigError(
