@@ -80,7 +80,7 @@ def photo() -> bytes:
 
 
 def pair(name: str, source: bytes, transform: ImageTransform, uniforms: npt.NDArray[np.float64]) -> Pair:
-    """What both make of a JPEG of the landscape's size."""
+    """The pixels that both make of a JPEG of the landscape's size."""
     cut = transform.cut(WIDTH, HEIGHT, uniforms)
     left, top, right, bottom = cut.box
     spare = min((bottom - top) // cut.resized[0], (right - left) // cut.resized[1])

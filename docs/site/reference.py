@@ -32,7 +32,7 @@ INTEGRATIONS = {
     "lockstep.integrations.transformers": ["TransformersTrainer"],
     "lockstep.integrations.ray": ["LockstepTrainer"],
 }
-"""What scripts import from modules without ``__all__``."""
+"""Names that scripts import from modules without ``__all__``."""
 
 
 def pages() -> dict[str, str]:

@@ -38,7 +38,7 @@ class Port:
 
     repository: str
     folder: str
-    """What is copied of the repository: a folder, or "" for its Python files and the packages beside them."""
+    """The part of the repository that is copied: a folder, or "" for its Python files and the packages beside them."""
     command: str
     """The script and its arguments, in ``cwd``."""
     data: str

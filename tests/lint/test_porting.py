@@ -13,7 +13,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def advice(text):
-    """What is said about each line, as {line: [advice]}."""
+    """The advice on each line, as {line: [advice]}."""
     found = {}
     for change in changes(textwrap.dedent(text)):
         for line in change.lines:

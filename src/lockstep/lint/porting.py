@@ -47,7 +47,7 @@ from lockstep.lint.wrappers import (
 
 @dataclass(frozen=True)
 class Change:
-    """What to do about one line, or about several alike."""
+    """Advice on one line, or on several alike."""
 
     section: str
     lines: tuple[int, ...]
@@ -65,7 +65,7 @@ _ADAPTERS = {
     "transformers": "from lockstep.integrations.transformers import TransformersTrainer; "
     "TransformersTrainer(lockstep.init(global_batch=...), model=..., args=...)",
 }
-"""What replaces the trainer of a library."""
+"""The imports and calls that replace the trainer of a library."""
 _ADAPTERS["pytorch_lightning"] = _ADAPTERS["lightning"]
 _TRAINERS = ("Accelerator", "Trainer", "LightningModule")
 _DATA = re.compile(r"load|data|set|dl|batch|iter|val|test", re.IGNORECASE)
@@ -364,7 +364,7 @@ def _source(script: Script, node: ast.expr | None) -> ast.expr | None:
 
 
 def _backward(script: Script, call: ast.Call, name: str, loss: ast.expr | None) -> str:
-    """What makes a backward pass instead, by the name of its loss and the expression that it comes from."""
+    """The call that makes a backward pass, by the name of its loss and the expression that it comes from."""
     loop = _over(script, call)
     rest = "leave out the model's call and the loss"
     is_here = loop is not None and script.same_function(loop, call)
@@ -449,7 +449,7 @@ def _steps(script: Script) -> Iterator[_Found]:
 def _sizes(script: Script) -> Iterator[_Found]:
     """Sizes of what a loop over batches has read: ``len(x)``, ``x.size(0)``, ``x.shape[0]``."""
     for loop in dict.fromkeys(filter(None, (_over(script, call) for call in _backwards(script)))):
-        names = {each.id for each in ast.walk(loop.target) if isinstance(each, ast.Name)}
+        names = names_in(loop.target)
         for node in (each for part in loop.body for each in ast.walk(part)):
             match node:
                 case (

@@ -362,7 +362,7 @@ def renamed(text: str, names: dict[str, str]) -> str:
 
 
 def read_by(node: ast.expr) -> list[ast.expr]:
-    """What a loop reads, out of ``enumerate``, ``tqdm``, ``zip`` and what else is given a loader first."""
+    """The data that a loop reads, out of ``enumerate``, ``tqdm``, ``zip`` and what else is given a loader first."""
     while isinstance(node, ast.Call) and node.args:
         if last_name(node.func) not in ("enumerate", "tqdm", "iter") and not _LOADER.search(
             last_name(node.args[0])
@@ -376,13 +376,13 @@ def read_by(node: ast.expr) -> list[ast.expr]:
 
 def range_of(script: Script, loop: Loop) -> ast.Call | None:
     """The ``range(...)`` that a loop counts in; None for other loops."""
-    node = read_by(loop.iter)[:1] if isinstance(loop, ast.For) else []
-    if node and isinstance(node[0], ast.Name):  # bar = tqdm(range(10))
-        node = [each for value in script.values(node[0])[:1] if value is not None for each in read_by(value)]
-    is_range = (
-        node and isinstance(node[0], ast.Call) and last_name(node[0].func) in ("range", "trange", "count")
-    )
-    return node[0] if is_range and isinstance(node[0], ast.Call) else None
+    read = read_by(loop.iter)[:1] if isinstance(loop, ast.For) else []
+    if read and isinstance(read[0], ast.Name):  # bar = tqdm(range(10))
+        read = [each for value in script.values(read[0])[:1] if value is not None for each in read_by(value)]
+    match read:
+        case [ast.Call(func=function) as call, *_] if last_name(function) in ("range", "trange", "count"):
+            return call
+    return None
 
 
 def bindings(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr | None]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass
 
-from lockstep.lint.script import Script, argument, last_name, method
+from lockstep.lint.script import Script, argument, last_name, method, names_in
 
 DDP, DP, FSDP = "DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"
 _AVERAGES = (
@@ -99,9 +99,7 @@ def reduces(script: Script) -> bool:
 
 
 def _is_main_guard(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and any(
-        isinstance(part, ast.Name) and part.id == "__name__" for part in ast.walk(node.test)
-    )
+    return isinstance(node, ast.If) and "__name__" in names_in(node.test)
 
 
 def optimizers_of(script: Script) -> list[ast.Call]:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 
 from lockstep.lint.finding import Hit, rule
-from lockstep.lint.script import LOOPS, Script, argument, constant, last_name, method, receiver
+from lockstep.lint.script import LOOPS, Script, argument, constant, last_name, method, names_in, receiver
 from lockstep.lint.wrappers import DDP, FSDP, is_managed, wraps
 
 _LOSS = re.compile(r"torch\.nn\..*(Loss|_loss|cross_entropy|cross_entropy_with_logits)$")
@@ -33,7 +33,7 @@ def no_sync_backward_only(script: Script) -> Iterator[Hit]:
         model = script.owner(call)
         inside = [item for statement in node.body for item in ast.walk(statement)]
         made = {name.id for name in inside if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)}
-        read = {name.id for first in backwards[:1] for name in ast.walk(first) if isinstance(name, ast.Name)}
+        read = {name for first in backwards[:1] for name in names_in(first)}
         calls = [item for item in inside if isinstance(item, ast.Call)]
         passes = any(model in map(script.text, (item.func, *item.args)) for item in calls)
         if backwards and not made & read and not passes:

@@ -17,6 +17,7 @@ from lockstep.lint.script import (
     constant,
     is_open,
     last_name,
+    names_in,
     parameters,
     receiver,
 )
@@ -26,7 +27,7 @@ _EVALUATION = re.compile(r"(?<![a-z])(val|valid|validation|test|eval|dev)(?![a-z
 _COUNTED = ("ConfusionMatrix", "MultiLabelConfusionMatrix", "VariableAccumulation")
 """Metrics of ignite that give counts or sums."""
 _QUOTIENTS = ("iou", "dicecoefficient", "jaccardindex")
-"""What ignite computes of a matrix, however often it has counted each sample."""
+"""Metrics that ignite computes of a matrix, however often it has counted each sample."""
 _SPLITTERS = ("sampler", "split_dataset_by_node", "shard", "num_replicas", "webdataset", "scatter")
 
 
@@ -354,7 +355,7 @@ def _is_read_here(script: Script, sampler: str) -> bool:
             given = zip(call.args, parameters(function))
             names |= {name for item, name in given if script.text(item) in loaders}
     loops = script.find(ast.For)
-    read = {part.id for loop in loops for part in ast.walk(loop.iter) if isinstance(part, ast.Name)}
+    read = {name for loop in loops for name in names_in(loop.iter)}
     return bool(sampler) and bool(names & read)
 
 

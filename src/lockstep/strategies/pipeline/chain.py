@@ -105,7 +105,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), list, tuple, dict)
 
 
 def attributes_of(module: nn.Module) -> dict[str, Any]:
-    """What a forward may look at: attributes of the module and its children, of its class and objects, and variables.
+    """The values a forward may look at: attributes of the module, its children, class and objects, and variables.
 
     What is not a plain value stands for itself, and for what a snapshot finds in it.
     """
@@ -220,7 +220,7 @@ def _asked_by_torch() -> bool:
 
 
 _WITHOUT_VALUES = (Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.__len__)
-"""What a forward may ask a tensor for, besides its properties: the answers do not change with its values."""
+"""Methods that a forward may call on a tensor, besides its properties: the answers do not change with its values."""
 
 
 class _OwnTensors(TorchFunctionMode):
@@ -272,7 +272,7 @@ class _OneLevel(fx.Tracer):
         return _Given(node, self)
 
     def nodes(self, module: nn.Module) -> list[fx.Node]:
-        """What the forward calls; afterwards its stand-ins may be looked at."""
+        """The calls of the forward; afterwards its stand-ins may be looked at."""
         try:
             with self._own_tensors:
                 self._conditions = self._conditions_now()

@@ -146,19 +146,8 @@ _BLOCKS = {
 
 
 _ONE_BY_ONE = (
-    *(
-        "relu",
-        "relu6",
-        "leaky_relu",
-        "elu",
-        "gelu",
-        "silu",
-        "mish",
-        "softplus",
-        "hardswish",
-        "sigmoid",
-        "tanh",
-    ),
+    *("relu", "relu6", "leaky_relu", "elu", "gelu", "silu", "mish", "softplus", "hardswish"),
+    *("sigmoid", "tanh"),
     *("exp", "abs", "neg", "sqrt", "square", "pow", "clamp", "add", "radd", "iadd", "sub", "rsub", "isub"),
     *("mul", "rmul", "imul", "div", "truediv", "rtruediv", "itruediv"),
     *(
