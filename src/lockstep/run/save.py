@@ -11,12 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from lockstep import checkpoint
 from lockstep.checkpoint import CheckpointState
@@ -24,7 +23,6 @@ from lockstep.checkpoint.sharded import prepare_sharded
 from lockstep.config.checks import file_path
 from lockstep.config.options import RunOptions
 from lockstep.core.atomic import sole_use, told_holder
-from lockstep.core.fingerprint import sum_of_bits
 from lockstep.core.world import World
 from lockstep.distributed.collectives import (
     broadcast_tensors,
@@ -35,18 +33,16 @@ from lockstep.distributed.collectives import (
 from lockstep.distributed.process_group import open_group
 from lockstep.errors import CheckpointError, ConfigError, LockstepError
 from lockstep.models.weights import compare
-from lockstep.run.attributes import words_of
 from lockstep.run.checks.calls import gather_agreed
-from lockstep.run.code_analysis import Carried, carried_since, changed_since, read_after_loops, users_frames
+from lockstep.run.code_analysis import read_after_loops
 from lockstep.run.epoch_loop import EpochLoop, Position
-from lockstep.run.optimizer_step import has_gradients
-from lockstep.run.prepare import Parts, PreparedModel, frozen_parameters, hyperparameters
+from lockstep.run.prepare import PreparedModel
+from lockstep.run.resumption import Resumption
 from lockstep.run.session import returning_freed_memory
 from lockstep.run.state import RunState
 from lockstep.runtime.control import Stopped, StopReason
 from lockstep.runtime.stop_signals import wait_for_critical_threads
 from lockstep.strategies import IndependentStrategy
-from lockstep.strategies.absent import AbsentTensor
 from lockstep.text import plural, shorten
 
 if TYPE_CHECKING:
@@ -55,233 +51,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LOCK = "writer.lock"
-Attributes = dict[tuple[str, str], str]
-"""See ``RunState.held_attributes``."""
 _CLAIMED = set[Path]()
 """The folders that runs of this process write to."""
 _ENDED = set[Path]()
 """The folders that runs of this process have written to, and have ended."""
 _TIMEOUT = timedelta(hours=2)
 """The time that the quickest rank waits for the slowest disk, at most."""
-
-
-class Resumption:
-    """A check that a resumed run does what the loop has done since the last save, once: neither never nor again.
-
-    save in the body of the loop over steps    the rest of that body is not repeated: compared at its end
-    save after the steps                       the rest of the epoch is not repeated: compared at its end
-    resumed                                    what comes before the loop is repeated: compared where that begins
-    resumed within an epoch                    what comes before the steps is repeated: compared there
-    """
-
-    def __init__(self, loop: EpochLoop) -> None:
-        self._loop = loop
-        self.run: RunState | None = None
-        """Once it is prepared."""
-        self._place, self._held = "", dict[str, str]()
-        self._at_start: dict[str, str] = {}
-        self._restored: dict[str, str] = {}
-        self._settings: dict[str, str] = {}
-        self._extra: dict[str, str] = {}
-        self._noted: tuple[Attributes, dict[FrameType, int]] = ({}, {})
-
-    def begin(self, run: RunState) -> None:
-        """Notes the run as a checkpoint has restored it. Collective."""
-        self._loop.is_resumed, self._restored = True, _trained(run)
-        self._settings = _settings(run)
-
-    def _require_restored(self) -> None:
-        """Raises ``ConfigError`` where the script has changed what was restored, before its loop."""
-        before, self._restored = self._restored, {}
-        if not before or self.run is None:
-            return
-        if changed := [words for words, value in _trained(self.run).items() if value != before[words]]:
-            raise ConfigError(
-                f"After run.prepare the script has changed {shorten(changed, 3)}, which this resumed run has from its "
-                "checkpoint: what was trained would be lost. Do it before run.prepare, as loading weights and "
-                "freezing layers; or under 'if not run.position.step:'."
-            )
-
-    def begin_epochs(self) -> None:
-        """Notes the run as the loop over epochs finds it, where that goes on within one. Collective."""
-        self._require_restored()
-        self._warn_of_settings()
-        if self.run is not None and self._loop.is_resumed and self._loop.position.done:
-            self._at_start, self._extra = _set(self.run), _texts(self.run.extra)
-            self._note_attributes(self.run)
-
-    def _warn_of_settings(self) -> None:
-        """Names what the script has set in place of the checkpoint's before its loop, once. Collective."""
-        before, self._settings = self._settings, {}
-        now = _settings(self.run) if before and self.run is not None else {}
-        lost = [words for words, value in before.items() if now.get(words) != value]
-        if lost and self.run is not None and self.run.strategy.share.holder == 0:
-            logger.warning(
-                "Before its loop the script has set %s anew, which this resumed run had from its checkpoint. What "
-                "depends on it is not what it would have been without the stop. Set it before run.prepare, or under "
-                "'if not run.position.step:'.",
-                shorten(lost, 3),
-            )
-
-    def begin_steps(self) -> None:
-        """Raises ``ConfigError`` where what comes before the steps of an epoch has changed the run once more."""
-        self._require_restored()
-        if self._loop.position.done:  # else a loop of the script's own may begin each epoch with settings
-            self._warn_of_settings()
-        before, self._at_start, self._place, self._settings = self._at_start, {}, "", {}
-        if not before or self.run is None:
-            return
-        run = self.run
-        now = {words: value for words, value in _set(run).items() if before.get(words)}
-        changed = [words for words, value in now.items() if value != before[words]]
-        if changed := changed + self._extra_carried(run) + self._attributes_set_since(run):
-            raise ConfigError(
-                f"The run goes on within epoch {run.position.epoch + 1}, and before run.batches the body of the loop "
-                f"over epochs has changed {shorten(changed, 3)}. Without the stop it would have done that at the "
-                "start of the epoch only, so the bits would not continue. Do it under 'if not run.position.done:'."
-            )
-
-    def _extra_carried(self, run: RunState) -> list[str]:
-        """Entries of ``run.extra`` that the start of the epoch has made of what they were: not what it sets anew."""
-        now = _texts(run.extra)
-        differ = [key for key in {**self._extra, **now} if self._extra.get(key) != now.get(key)]
-        carried = carried_since(self._noted[1]) if differ else set()
-        return [f"run.extra[{key!r}]" for key in differ if carried & {Carried(key), Carried("extra")}]
-
-    def _note_attributes(self, run: RunState) -> None:
-        self._noted = run.held_attributes(), {frame: frame.f_lasti for frame in users_frames()}
-
-    def _attributes_set_since(self, run: RunState) -> list[str]:
-        """Those that the loop's own code has set since they were noted; forward passes set others. Collective."""
-        (before, frames), self._noted = self._noted, ({}, {})
-        now = run.held_attributes()
-        differ = [place for place in {**before, **now} if before.get(place) != now.get(place)]
-        names = changed_since(frames) if differ else set()
-        return [words_of(*place) for place in differ if place[1] in names]
-
-    def note(self, run: RunState) -> None:
-        """Says that a checkpoint has the run as it stands."""
-        self._loop.note_save()
-        independent = isinstance(run.strategy, IndependentStrategy)  # servers go on by themselves
-        self._place = "" if independent else self._loop.place
-        self._held = _held(run, self._loop) if self._place else {}
-        if self._place:
-            self._note_attributes(run)
-
-    def forget(self) -> None:
-        """Says that nothing of what comes would be lost."""
-        self._place, self._noted = "", ({}, {})
-
-    def require_nothing_since(self, place: str) -> None:
-        """Raises ``ConfigError`` at the end of a body, with the words for what a resumed run would not do again."""
-        saved, self._place = self._place, ""
-        if not saved or self.run is None:
-            return
-        run, loop = self.run, self._loop
-        if saved != place and loop.next_epoch is None:
-            return  # the training ends here
-        lost = ["the end of the loop over its batches, by break"]
-        if saved == place:
-            now = _held(run, loop)
-            lost = [words for words, value in now.items() if value != self._held.get(words)]
-            lost += self._attributes_set_since(run)
-        if lost:
-            what = "batches" if saved == "body" else "epochs"
-            raise ConfigError(
-                f"run.save() came before the end of the body of the loop over {what}, and after it the loop has "
-                f"changed {shorten(lost, 3)}. A resumed run does not do that again, so it would go on with other bits. "
-                f"Put run.save() at the end of that body. The checkpoint of step {run.position.step} lacks it: do not "
-                "resume from it."
-            )
-
-
-def _settings(run: RunState) -> dict[str, str]:
-    """Texts of the attributes that a checkpoint would hold, and of what optimizers step with. Collective."""
-    attributes = {words_of(*place): value for place, value in run.held_attributes().items()}
-    return attributes | hyperparameters(run.parts.optimizers)
-
-
-def _texts(values: Mapping[str, Any]) -> dict[str, str]:
-    return {key: str(value) for key, value in values.items()}
-
-
-def _held(run: RunState, loop: EpochLoop) -> dict[str, str]:
-    """Texts of what a loop changes after a step, by the words for it."""
-    parts = run.parts
-    parameters, buffers, beside = _tensors(run)
-    found = {
-        "gradients, by run.backward": str(loop.backward_passes),
-        "parameters": str([parameter._version for parameter in parameters]),
-        "buffers": _bits(buffers),
-        "modules beside the model": str([_text(tensor) for tensor in beside]),
-        "run.extra": str(run.extra),
-        "which parameters are frozen": str(frozen_parameters(run.model.module)),
-        **hyperparameters(parts.optimizers),
-    }
-    for number, optimizer in enumerate(parts.optimizers):
-        found[f"the gradients of optimizer {number}, as by zero_grad()"] = str(has_gradients(optimizer))
-    return found | _schedulers(parts)
-
-
-def _tensors(run: RunState) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Of this process, as checkpoints hold them: parameters, buffers, and those of modules beside the model."""
-    model, modules = run.model, run.parts.modules
-    held = (
-        [*run.strategy.trainable().values(), *model.parameters.values()],
-        [each for name, each in model.module.named_buffers() if name in model.tensors],
-        [each for module in modules for each in (*module.parameters(), *module.buffers())],
-    )
-    parameters, buffers, beside = (
-        [*{id(each): each for each in tensors if not isinstance(each, AbsentTensor)}.values()]
-        for tensors in held
-    )
-    return parameters, buffers, beside
-
-
-def _text(tensor: Tensor) -> int:
-    """Changes with a parameter, quickly, and with the bits of a buffer, which an evaluation may set back."""
-    return tensor._version if isinstance(tensor, nn.Parameter) else int(sum_of_bits(tensor))
-
-
-def _bits(tensors: Sequence[Tensor]) -> str:
-    return str([int(sum_of_bits(each)) for each in tensors])
-
-
-def _trained(run: RunState) -> dict[str, str]:
-    """The tensors of this process, and which parameters are frozen, as texts by the words for it."""
-    parameters, buffers, beside = _tensors(run)
-    return {
-        "parameters": _bits(parameters),
-        "which parameters are frozen": str(frozen_parameters(run.model.module)),
-        "buffers": _bits(buffers),
-        "modules beside the model": _bits(beside),
-    }
-
-
-def _set(run: RunState) -> dict[str, str]:
-    """Texts of what a loop sets at the start of an epoch, by the words for it; empty where that cannot be compared."""
-    parts, model = run.parts, run.model.module
-    modes = str([name for name, each in model.named_modules() if not each.training])
-    found = {
-        **_trained(run),
-        "which modules are in evaluation mode": modes if model.training else "",
-        **hyperparameters(parts.optimizers),
-    }
-    for number, optimizer in enumerate(parts.optimizers):
-        states = [
-            (key, getattr(value, "_version", value))
-            for name, each in optimizer.state.items()
-            for key, value in (each.items() if isinstance(each, Mapping) else ((name, each),))
-        ]
-        found[f"the state of optimizer {number}"] = str(states)
-    return found | _schedulers(parts)
-
-
-def _schedulers(parts: Parts) -> dict[str, str]:
-    return {
-        f"scheduler {number} ({type(each).__name__})": str(each.state_dict())
-        for number, each in enumerate(parts.schedulers)
-    }
 
 
 class Writer:
