@@ -54,7 +54,7 @@ def main():
             scheduler.step()
             if batch.plan.step + 1 == arguments.stop_at:  # at the end of the body: the step counts as done
                 run.save()
-                run.print(f"stopped after step {arguments.stop_at}")
+                run.print(f"stopped after {arguments.stop_at} steps")
                 return
         accuracy = run.evaluate(test_set, correct)
         run.save()

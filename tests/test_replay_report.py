@@ -1,5 +1,6 @@
 """The report of a replay."""
 
+import dataclasses
 from pathlib import Path
 
 from lockstep.config.components import Component
@@ -72,10 +73,18 @@ def test_the_place_the_samples_and_the_numbers_are_told():
         "from      step-00000012, 5 steps before",
         "samples   3, 1, 4",
         "loss      1.5",
-        "norm      2.25",
+        "norm      2.25 (of the sum of the losses, not of their mean)",
     ]
+    assert "\nnorm      2.25\n" in describe(report(compared(MINE)))
     assert lines[6] == f"digest    {MINE.digest}"
     assert len(describe(report(compared(MINE), samples=range(10_000)))) < 1000
+
+
+def test_a_micro_batch_whose_targets_are_all_ignored_has_no_loss():
+    """It was nan, as if the step were at fault."""
+    nothing = dataclasses.replace(report(compared(MINE), micro_batch=5), loss=float("nan"), norm=0.0)
+    assert "\nloss      none: no target counts\nnorm      0 (" in describe(nothing)
+    assert "\nloss      nan\n" in describe(dataclasses.replace(nothing, norm=float("nan")))
 
 
 def test_the_ranks_that_computed_a_micro_batch_are_told():

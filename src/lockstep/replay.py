@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -405,13 +406,15 @@ def describe(report: ReplayReport) -> str:
     steps, k = step - origin.step, report.micro_batch
     before = f"{plural(steps, 'step')} before" if steps else "right before it"
     part = "" if k is None else f", micro-batch {k} of {numbered('rank', start.holders(k, report.leaves))}"
+    of_sum = "" if k is None else " (of the sum of the losses, not of their mean)"
+    counts_nothing = math.isnan(report.loss) and report.norm == 0
     rows = [
         ("run", f"{report.folder}, trained with {start.strategy} on {start.ranks}"),
         ("step", f"{step}{part} (step {report.position} of epoch {report.epoch + 1})"),
         ("from", f"{origin.label}, {before}"),
         ("samples", shorten(report.samples, _MOST_SAMPLES)),
-        ("loss", f"{report.loss:.9g}"),
-        ("norm", f"{report.norm:.9g}"),
+        ("loss", "none: no target counts" if counts_nothing else f"{report.loss:.9g}"),
+        ("norm", f"{report.norm:.9g}{of_sum}"),
         ("digest", report.compared.gradient.digest),
         ("record", _verdict(report)),
     ]

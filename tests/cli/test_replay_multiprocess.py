@@ -292,7 +292,7 @@ def test_a_step_that_is_not_finite_can_be_looked_at_by_micro_batch(replay, chang
     assert told.startswith("lockstep: The loss of step 0 is nan in micro-batch 0 (samples ")
     status, told = replay("plain", "--step", 0, "--micro-batch", 1)
     assert status == 1
-    assert "\nloss      nan\nnorm      nan\n" in told
+    assert "\nloss      nan\nnorm      nan (" in told
     assert "from      the beginning of the run, right before it" in told
 
 

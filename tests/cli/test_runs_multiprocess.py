@@ -119,7 +119,7 @@ def test_clean_ends_what_a_killed_command_left_behind_and_doctor_names_it(comman
         assert main(["clean"]) == 0
         assert orphan.wait(10) == -15
         orphan.stdin.close()
-    assert "ended 1 processes" in capsys.readouterr().out
+    assert "ended 1 process, removed" in capsys.readouterr().out
     assert not left.exists()
 
 

@@ -58,7 +58,7 @@ def test_the_page_has_what_the_run_printed_and_recorded(trained):
     ).groups()
     assert int(of) == len(Digits("validation"))
     assert int(right) == round(last["validation_accuracy"] * int(of))
-    assert f"The log of the run says {percent} %" in text
+    assert f"The last evaluation in the log, after {last['step']} steps, has {percent} %." in text
     for name in ("loss", "validation accuracy", "learning rate", "samples per second"):
         assert f">{name}</text>" in text
     assert "The time of each rank was not recorded" in text
@@ -120,13 +120,23 @@ def test_a_run_that_goes_on_with_resume_auto_is_computed_again(folder):
     assert "samples are correct" in run_page(folder)
 
 
+def test_an_evaluation_before_the_last_epoch_is_not_said_to_be_of_it(folder):
+    """With evaluate_every = 2, the page of a run that was stopped said "for its last epoch"."""
+    records = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    later = {"kind": "epoch", "step": 2 * records[-1]["step"], "epoch": 1, "seconds": 9.0, "loss": 0.1}
+    with (folder / "log.jsonl").open("a") as file:
+        file.write(json.dumps(later) + "\n")
+    page = run_page(folder)
+    assert f"The last evaluation in the log, after {records[-1]['step']} steps, has " in page
+
+
 def test_a_run_with_a_moving_average_says_so_before_its_end_too(folder):
     """Its file is written at the end; until then the log's accuracy stood beside that of the weights themselves."""
     table = json.loads((folder / "job.json").read_text())
     table["starts"][-1]["job"]["training"]["ema_decay"] = 0.9
     (folder / "job.json").write_text(json.dumps(table))
     page = run_page(folder)
-    assert "is that of the moving average of the weights" in page and "The log of the run says" not in page
+    assert "is that of the moving average of the weights" in page and "The last evaluation" not in page
 
 
 def shifted(samples):

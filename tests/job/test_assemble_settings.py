@@ -239,13 +239,13 @@ STEPS = (
     [
         pytest.param(
             (*STEPS, "schedule.step_size=0"),
-            "StepLR has no learning rate for step 2: ZeroDivisionError",
+            "StepLR has no learning rate for step 1: ZeroDivisionError",
             marks=pytest.mark.slow,
         ),
-        ((*STEPS, "schedule.step_size=1", "schedule.gamma=-1"), "The learning rate of step 2 is -0.0"),
+        ((*STEPS, "schedule.step_size=1", "schedule.gamma=-1"), "The learning rate of step 1 is -0.0"),
         pytest.param(
             ("optimizer.lr=inf", "parameters.layer_decay=none"),
-            "The learning rate of step 1 is inf, and should",
+            "The learning rate of step 0 is inf, and should",
             marks=pytest.mark.slow,
         ),
         (("data.validation.target=own_settings:none",), "data.validation has no samples."),

@@ -61,6 +61,21 @@ def test_the_means_of_a_part_of_an_epoch_do_not_stay_beside_those_of_the_whole(t
     }
 
 
+def test_evaluations_within_an_epoch_and_at_its_end_are_one_curve(tmp_path):
+    """Those within an epoch were train/validation_loss, beside the training's own numbers."""
+    pytest.importorskip("tensorboard")
+    logger = TensorBoard(tmp_path)
+    logger.log(2, {"loss": 3.0})
+    logger.log(2, {"validation_loss": 5.0})
+    logger.epoch(0, 4, {"loss": 2.5, "validation_loss": 4.0})
+    logger.close()
+    assert scalars(tmp_path) == {
+        "train/loss": [(2, 3.0)],
+        "epoch/loss": [(4, 2.5)],
+        "epoch/validation_loss": [(2, 5.0), (4, 4.0)],
+    }
+
+
 def test_results_can_be_seen_after_each_epoch_while_the_run_goes_on(tmp_path):
     pytest.importorskip("tensorboard")
     logger = TensorBoard(tmp_path)

@@ -43,6 +43,16 @@ def test_charts_of_wandb_are_drawn_over_optimizer_steps(tmp_path, monkeypatch):
     assert run.log.call_args_list[0] == mock.call({"train/loss": 15.0, "step": 30})
 
 
+def test_a_tracker_has_all_evaluations_in_one_curve(tmp_path, monkeypatch):
+    calls = mock.Mock()
+    monkeypatch.setitem(sys.modules, "wandb", calls)
+    logger = WeightsAndBiases("project", tmp_path, {})
+    logger.log(2, {"validation_loss": 5.0})
+    logger.epoch(0, 4, {"validation_loss": 4.0})
+    sent = [call.args[0] for call in calls.init.return_value.log.call_args_list]
+    assert sent == [{"epoch/validation_loss": 5.0, "step": 2}, {"epoch/validation_loss": 4.0, "step": 4}]
+
+
 def test_wandb_is_sent_each_number_once_and_the_run_goes_on(tmp_path, monkeypatch):
     calls = mock.Mock()
     calls.init.return_value.id = "abc"

@@ -10,6 +10,7 @@ import torch
 from tests.ranks import run_ranks
 from tests.run.jobs import GLOBAL_BATCH, begin, dataset, network, train_step
 from torch import nn
+from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep.core.world import World
@@ -276,6 +277,21 @@ def test_fused_steps_that_overflow_are_skipped_and_counted():
     assert skipped == also_skipped > 0
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_a_step_that_several_optimizers_skip_is_counted_once():
+    """A run of four steps said that eight were skipped."""
+    run = lockstep.init(global_batch=6, micro_batches=3, precision="fp16", loss_scale=2.0**60)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    model, *both = run.prepare(model, *(torch.optim.SGD(each.parameters(), 0.1) for each in model))
+    counts = []
+    for batch in run.batches(TensorDataset(torch.ones(11, 3), torch.zeros(11, dtype=torch.int64))):
+        run.backward(batch, cross_entropy)
+        for optimizer in both:
+            optimizer.step()
+            optimizer.zero_grad()
+        counts.append(run.skipped_steps)
+    assert counts == [1, 2]
 
 
 class NeverEmpty(torch.optim.SGD):

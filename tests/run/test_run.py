@@ -358,7 +358,14 @@ def test_a_metric_of_several_numbers_gives_each_by_its_name():
     with pytest.raises(ConfigError, match=r"Two metrics of run\.evaluate give a number called 'iou_1'"):
         run.evaluate(dataset(), {"iou": Overlap(), "iou_1": correct})
     named.compute = lambda: torch.zeros(2, 2)
-    with pytest.raises(ConfigError, match="which is neither a number nor a dict or list of numbers"):
+    with pytest.raises(
+        ConfigError, match=r"gave a tensor of shape \[2, 2\], which is neither a number nor a dict or"
+    ):
+        run.evaluate(dataset(), named)
+    named.compute = lambda: {"f1": 0.5, "matrix": torch.zeros(2, 2)}
+    with pytest.raises(
+        ConfigError, match=r"gave a tensor of shape \[2, 2\] as 'matrix', where one number is taken"
+    ):
         run.evaluate(dataset(), named)
 
 

@@ -113,6 +113,22 @@ def test_one_value_per_token_counts_tokens():
     assert (float(total), float(weight)) == (10.0, 10.0)
 
 
+@pytest.mark.parametrize(("dtype", "each"), [(torch.bfloat16, 1.0), (torch.float16, 300.0)])
+def test_weights_of_16_bits_are_added_up_in_more(dtype, each):
+    """The mask of 301 tokens weighed 300 in bf16, and larger weights were infinite in fp16."""
+    mask = torch.full((301,), each, dtype=dtype)
+    total, weight = sum_and_weight((2 * mask, mask), 7)
+    assert (float(total), float(weight)) == (2 * 301 * each, 301 * each)
+    loss = nn.CrossEntropyLoss(weight=torch.full((3,), each, dtype=dtype))
+    _, weight = with_exact_mean(loss)(torch.zeros(301, 3, dtype=dtype), torch.zeros(301, dtype=torch.int64))
+    assert float(weight) == 301 * each
+
+
+def test_a_metric_that_is_one_small_whole_number_does_not_overflow():
+    total, weight = sum_and_weight(torch.tensor(100, dtype=torch.uint8), 7)
+    assert (float(total), float(weight)) == (700.0, 7.0)
+
+
 def test_a_loss_or_metric_may_write_its_numbers_into_the_same_tensors_again():
     """They are added up when all micro-batches are done, and were then all like the last one of this process."""
     total, weight = torch.zeros(()), torch.zeros(())

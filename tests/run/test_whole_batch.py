@@ -321,6 +321,25 @@ def test_a_loss_may_write_into_the_outputs_of_the_whole_batch():
     assert float(found) > 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_loss_and_a_weight_for_each_sample_are_added_up(dtype):
+    """The sum of the losses was divided by each weight, and those quotients averaged; bf16 counted 300 for 301."""
+    torch.manual_seed(1)
+    inputs, targets = torch.randn(602, 6), torch.arange(602) % 3
+    run, model, _ = begin(nn.Linear(6, 3), global_batch=602, micro_batches=7)
+    (batch,) = run.batches(TensorDataset(inputs, targets), shuffle=False)
+
+    def masked(output, target):
+        return F.cross_entropy(output, target, reduction="none"), (torch.arange(602) % 2).to(dtype)
+
+    found = run.backward(batch, masked, whole_batch=True)
+    expected = F.cross_entropy(model(inputs), targets, reduction="sum") / 301
+    (gradient,) = torch.autograd.grad(expected, [model.weight])
+    run.close()
+    assert float(found) == pytest.approx(float(expected.detach()), rel=1e-5)
+    torch.testing.assert_close(model.weight.grad, gradient)
+
+
 def test_a_loss_that_is_given_none_and_targets_of_several_lengths_are_told_the_remedy():
     """The one ended in "cannot unpack non-iterable NoneType", the other was said of outputs, which had one shape."""
     run, model, _ = begin(nn.Linear(6, 3), global_batch=8, micro_batches=4)

@@ -135,7 +135,9 @@ def stop(arguments: argparse.Namespace) -> int:
     if run.is_supervised:
         _wait_for(run, 5.0)
     remove_run_directory(run)
-    print(f"{run.run_id} has ended ({count} processes); its last checkpoint stands.", file=sys.stderr)
+    print(
+        f"{run.run_id} has ended ({plural(count, 'process')}); its last checkpoint stands.", file=sys.stderr
+    )
     return EXIT_DONE
 
 
@@ -166,13 +168,12 @@ def clean(arguments: argparse.Namespace) -> int:
             )
             continue
         if arguments.dry_run:
-            print(
-                f"{run.run_id}: would end {len(pids)} processes ({', '.join(pids) or 'none'}), remove {run.directory}"
-            )
+            ending = f"{plural(len(pids), 'process')} ({', '.join(pids) or 'none'})"
+            print(f"{run.run_id}: would end {ending}, remove {run.directory}")
             continue
         count = end_processes(run)
         remove_run_directory(run)
-        print(f"{run.run_id}: ended {count} processes, removed {run.directory}")
+        print(f"{run.run_id}: ended {plural(count, 'process')}, removed {run.directory}")
     return EXIT_DONE
 
 

@@ -211,11 +211,12 @@ def _answers(folder: Path, job: JobConfig, log: RunLog | None, computes: bool) -
     right = len(found.labels) - len(found.wrong)
     text = f"Computed again with the last weights: {right:,} of {plural(len(found.labels), 'sample')} are correct "
     text += f"({percent(right / len(found.labels))})."
-    recorded = log.final("validation_accuracy") if log is not None else None
+    evaluations = log.values("validation_accuracy") if log is not None else []
     if job.training.ema_decay is not None:
         text += " The accuracy in the log is that of the moving average of the weights, and may differ."
-    elif recorded is not None and recorded <= 1:
-        text += f" The log of the run says {percent(recorded)} for its last epoch."
+    elif evaluations and evaluations[-1][1] <= 1:
+        after, recorded = plural(evaluations[-1][0]["step"], "step"), percent(evaluations[-1][1])
+        text += f" The last evaluation in the log, after {after}, has {recorded}."
     matrix = _confusion(found)
     return [head, f"<p>{escape(text)}</p>", _wrong_samples(found), "<h2>Confusion matrix</h2>", matrix]
 

@@ -21,6 +21,14 @@ def that_stay(values: Mapping[str, float]) -> dict[str, float]:
     return {name: each for name, each in values.items() if "epochs_done" not in values or name not in _MEANS}
 
 
+def tags(values: Mapping[str, float], *, of_epoch: bool) -> dict[str, float]:
+    """Values under ``train/``; under ``epoch/`` those of an epoch, and of every evaluation, so that it is one curve."""
+    return {
+        f"{'epoch' if of_epoch or name.startswith('validation_') else 'train'}/{name}": value
+        for name, value in values.items()
+    }
+
+
 class TensorBoard:
     """Writes scalars as TensorBoard's event files; without the package it warns once and does nothing.
 
@@ -39,12 +47,12 @@ class TensorBoard:
         """Does nothing: TensorBoard's axis is the step."""
 
     def log(self, step: int, values: Mapping[str, float], so_far: Mapping[str, float] | None = None) -> None:
-        """Writes each metric under ``train/``."""
-        self._write("train", step, values)
+        """Writes each metric; see ``tags``."""
+        self._write(step, tags(values, of_epoch=False))
 
     def epoch(self, epoch: int, step: int, values: Mapping[str, float], *, is_last: bool = False) -> None:
-        """Writes each result under ``epoch/``, and makes everything so far visible."""
-        self._write("epoch", step, that_stay(values))
+        """Writes each result, and makes everything so far visible."""
+        self._write(step, tags(that_stay(values), of_epoch=True))
         if self._writer is not None:
             self._writer.flush()
 
@@ -53,12 +61,12 @@ class TensorBoard:
         if self._writer is not None:
             self._writer.close()
 
-    def _write(self, group: str, step: int, values: Mapping[str, float]) -> None:
+    def _write(self, step: int, values: Mapping[str, float]) -> None:
         if self._writer is None and not self._missing:
             self._open()
         if self._writer is not None:
             for name, value in values.items():
-                self._writer.add_scalar(f"{group}/{name}", value, step)
+                self._writer.add_scalar(name, value, step)
 
     def _open(self) -> None:
         try:

@@ -12,7 +12,7 @@ from typing import Any
 
 from lockstep.config.reader import flat
 from lockstep.loggers.console import import_installed
-from lockstep.loggers.tensorboard import that_stay
+from lockstep.loggers.tensorboard import tags, that_stay
 
 
 class _Tracker(ABC):
@@ -34,12 +34,12 @@ class _Tracker(ABC):
         """Does nothing: the axis is the step."""
 
     def log(self, step: int, values: Mapping[str, float], so_far: Mapping[str, float] | None = None) -> None:
-        """Sends each metric under ``train/``."""
-        self._write("train", step, values)
+        """Sends each metric; see ``tags``."""
+        self._write(step, tags(values, of_epoch=False))
 
     def epoch(self, epoch: int, step: int, values: Mapping[str, float], *, is_last: bool = False) -> None:
-        """Sends each result under ``epoch/``."""
-        self._write("epoch", step, that_stay(values))
+        """Sends each result."""
+        self._write(step, tags(that_stay(values), of_epoch=True))
 
     def close(self) -> None:
         """Ends the run at the tracker."""
@@ -47,13 +47,13 @@ class _Tracker(ABC):
             self._is_open = False
             self._end()
 
-    def _write(self, group: str, step: int, values: Mapping[str, float]) -> None:
+    def _write(self, step: int, values: dict[str, float]) -> None:
         if not self._is_open:
             file = self._directory / f"{self.package}.txt"
             number = self._open(file.read_text().strip() if file.is_file() else None)
             file.write_text(f"{number}\n")
             self._is_open = True
-        self._send({f"{group}/{name}": value for name, value in values.items()}, step)
+        self._send(values, step)
 
     @abstractmethod
     def _open(self, number: str | None) -> str:

@@ -44,7 +44,6 @@ from lockstep.run.step import sum_and_weight, with_exact_mean
 from lockstep.run.step_errors import explain_loss
 from lockstep.runtime.torch_internals import OVERWRITTEN
 from lockstep.strategies import IndependentStrategy, Strategy
-from lockstep.text import shorten
 
 if TYPE_CHECKING:
     from lockstep.run.run import Run
@@ -270,14 +269,19 @@ def _numbers(name: str, value: Any) -> dict[str, float]:
     """The result of ``compute()``: a number under the metric's name, or several under ``name_key`` or ``name_0``."""
     with suppress(TypeError, ValueError, RuntimeError):
         return {name: float(value)}
+    numbers, part = dict[str, float](), value
+    is_no = ", which is neither a number nor a dict or list of numbers"
     try:
-        parts = value if isinstance(value, Mapping) else dict(enumerate(value))
-        return {f"{name}_{key}": float(each) for key, each in parts.items()}
+        parts = value if isinstance(value, Mapping) else dict(enumerate(map(float, value)))
+        for key, part in parts.items():
+            is_no = f" as {key!r}, where one number is taken"
+            numbers[f"{name}_{key}"] = float(part)
     except (TypeError, ValueError, RuntimeError) as error:
+        what = f"a tensor of shape {list(part.shape)}" if isinstance(part, Tensor) else f"{part!r:.60}"
         raise ConfigError(
-            f"compute() of the metric {name!r} gave {shorten([str(value)], 1)}, which is neither a number nor a dict "
-            "or list of numbers. Compute it from run.predict instead."
+            f"compute() of the metric {name!r} gave {what}{is_no}. Compute it from run.predict instead."
         ) from error
+    return numbers
 
 
 def _mean(name: str, rows: Tensor) -> float:

@@ -67,7 +67,7 @@ class GradientState:
         self._holding: set[int] = set()
         self._limits: list[float | Tensor] = []
         self._steps: Counter[int] = Counter()
-        self._reduced = self._stepping = False
+        self._reduced = self._stepping = self._has_skipped = False
         self._stepped: set[int] = set()
         self._failure = ""
         self.is_divided = False
@@ -377,6 +377,7 @@ class GradientState:
         if not any(state["found_inf_per_device"] for state in seen):
             return
         self._scaler.update()
+        self._has_skipped = False
         if self.scale < _SMALLEST_SCALE:
             raise NonFiniteError(
                 f"The loss scale fell to {self.scale:g} after {self._precision.skipped_steps} skipped steps: gradients "
@@ -389,8 +390,9 @@ class GradientState:
         handle = optimizer.register_step_post_hook(lambda *_: taken.append(True))
         scaler.step(optimizer)
         handle.remove()
-        if self._precision is not None:
-            self._precision.skipped_steps += not taken
+        if not (taken or self._has_skipped) and self._precision is not None:  # once for several optimizers
+            self._precision.skipped_steps += 1
+            self._has_skipped = True
         optimizer._opt_called = True  # type: ignore[attr-defined]  # or a scheduler warns after a skipped first step
         return bool(taken)
 

@@ -192,7 +192,7 @@ def _weight(function: nn.CrossEntropyLoss | nn.NLLLoss, target: Tensor) -> Tenso
     counted = target != function.ignore_index
     if function.weight is None:
         return counted.sum()
-    return function.weight[target.where(counted, 0)].mul(counted).sum()
+    return wide(function.weight[target.where(counted, 0)]).mul(counted).sum()
 
 
 def sum_and_weight(value: Any, samples: int) -> tuple[Tensor, Tensor]:
@@ -206,7 +206,9 @@ def sum_and_weight(value: Any, samples: int) -> tuple[Tensor, Tensor]:
     if isinstance(value, tuple) and len(value) == 2:
         total, weight = map(_plain, value)
         total = wide(total) if isinstance(total, Tensor) else torch.tensor(float(total), dtype=torch.float64)
-        if not isinstance(weight, Tensor):  # torch.tensor would copy to the device, which waits for it
+        if isinstance(weight, Tensor):
+            weight = wide(weight)
+        else:  # torch.tensor would copy to the device, which waits for it
             weight = torch.full((), float(weight), device=total.device)
         if weight.requires_grad:
             raise trained_weight()
@@ -215,10 +217,9 @@ def sum_and_weight(value: Any, samples: int) -> tuple[Tensor, Tensor]:
     if not isinstance(value, Tensor):
         raise no_value(value)
     value = wide(_plain(value))
-    if value.dim() == 0:
-        return value * samples, torch.full((), float(samples), device=value.device)
     numbers = value if value.is_floating_point() else value.to(torch.float64)
-    return numbers.sum(), torch.full((), float(value.numel()), device=value.device)
+    total, count = (numbers.sum(), value.numel()) if value.dim() else (numbers * samples, samples)
+    return total, torch.full((), float(count), device=value.device)
 
 
 def _plain(value: Any) -> Any:

@@ -292,7 +292,8 @@ def _total_loss(compute: StepCompute, first: _Output, inputs: Sequence[Tensor]) 
                 )
             raise
         if isinstance(value, tuple) and len(value) == 2:
-            value = value[0].sum() / value[1]
+            total, weight = (wide(each).sum() if isinstance(each, Tensor) else each for each in value)
+            value = total / weight
         if not isinstance(value, Tensor):
             raise no_value(value)
         total = wide(value).mean()

@@ -156,7 +156,7 @@ class Trainer(Callback):
         rates = [group["lr"] for group in parts.optimizer.param_groups]
         if wrong := [rate for rate in rates if isinstance(rate, float | int) and not 0 <= rate <= _LARGEST]:
             raise ConfigError(
-                f"The learning rate of step {batch.plan.step + 1} is {wrong[0]}, and should be 0 or more and finite. "
+                f"The learning rate of step {batch.plan.step} is {wrong[0]}, and should be 0 or more and finite. "
                 "Correct optimizer.lr, or the table [schedule]."
             )
         self._learning_rates = [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
@@ -175,7 +175,7 @@ class Trainer(Callback):
             raise
         except Exception as error:
             raise ConfigError(
-                f"schedule: {type(scheduler).__name__} has no learning rate for step {step + 1}: "
+                f"schedule: {type(scheduler).__name__} has no learning rate for step {step}: "
                 f"{type(error).__name__}: {error}. Correct its arguments.{users_lines(error)}"
             ) from error
 

@@ -136,6 +136,7 @@ def test_it_survives_pickling_and_refuses_a_part_that_is_none():
     sent = pickle.loads(pickle.dumps(SkipBroken(Each(), most=0.05)))
     read(sent, [4])
     assert sent.skipped(np.arange(100)).tolist() == [4] and sent.limit == 5
+    assert [SkipBroken(Each(), most=n / 100).limit for n in range(100)] == list(range(100))
     for most in (-0.1, 1):
         with pytest.raises(ConfigError, match="of at least 0 and below 1"):
             SkipBroken(Each(), most=most)

@@ -332,6 +332,7 @@ def test_a_replica_that_drifts_is_found_at_the_next_comparison(what, name):
     for message, step in run_ranks(drifting, 3, what, 1):
         assert step == 2
         assert name in message
+        assert message.startswith("After 2 steps the ranks ")  # which are steps 0 and 1
         assert "on ranks 0, 2" in message
 
 

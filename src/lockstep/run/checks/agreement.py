@@ -41,7 +41,7 @@ from lockstep.run.epoch_loop import Position
 from lockstep.run.loop_state import LoopState
 from lockstep.run.prepare import EVALUATING, FREEZING, Parts, frozen_parameters, hyperparameters
 from lockstep.strategies import Strategy, one_sided_writes
-from lockstep.text import at_most, shorten
+from lockstep.text import at_most, plural, shorten
 
 if TYPE_CHECKING:
     from lockstep.run.state import RunState
@@ -331,7 +331,7 @@ def require_equal_replicas(
             values = found[f"{prefix}{switched[0]}>"]
             states = by_rank([on if value == "set" else off for value in values])
             raise ReplicaError(
-                f"After step {step} the ranks differ in whether {shorten(switched, _MOST_NAMES)} "
+                f"After {plural(step, 'step')} the ranks differ in whether {shorten(switched, _MOST_NAMES)} "
                 f"{'is' if len(switched) == 1 else 'are'} {on}: {switched[0]} is {states}. Every rank has to call "
                 f"{calls}: take it out of if run.is_main: and other conditions on the rank."
             )
@@ -339,7 +339,7 @@ def require_equal_replicas(
     tensors, every = ([name for name in each if not name.startswith("<")] for each in (names, digests))
     what = f"hold different bits in {len(tensors)} of {len(every)} tensors" if tensors else "differ"
     raise ReplicaError(
-        f"After step {step} the ranks {what} "
+        f"After {plural(step, 'step')} the ranks {what} "
         f"({shorten(names, _MOST_NAMES)}). {names[0]!r} is {by_rank(values)}. Something changed it on some ranks "
         "only: code under a rank condition, an update outside of optimizer.step(), an optimizer that computes a "
         "setting from the gradients of its process (use strategy 'ddp'), a forward pass that changes a buffer (name it "
