@@ -75,6 +75,12 @@ def test_help_ends_well(command, name):
             "--epohcs is not an argument of 'lockstep train'. Did you mean '--epochs'?",
         ),
         (("train", "--epohcs=3"), "Did you mean '--epochs'?"),
+        (("scale", "digits", "--strategy", "ddp"), "Did you mean '--strategies'?"),
+        (("train", "digits", "--seed", "1"), "It is a setting of the job: --set training.seed=..."),
+        (
+            ("explain", "pipeline", "--ranks", "3"),
+            "--ranks is not an argument of 'lockstep explain pipeline'. See",
+        ),
         (("train", "digits", "--dat", "x"), "Did you mean '--data'?"),
         (
             ("run", "--nproc_per_node=2", "x.py"),

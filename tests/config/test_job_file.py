@@ -60,6 +60,33 @@ lr = 0.1
     }
 
 
+def test_mistakes_in_components_are_reported_with_those_in_settings_in_the_order_of_the_file(job_file):
+    path = job_file(
+        """\
+[model]
+target = "torch.nn:Linear"
+in_featurs = 4
+in_features = 4
+out_features = 2
+[training]
+epoch = 3
+[data.train]
+target = "lockstep.data:Digit"
+[optimizer]
+target = "torch.optim:SDG"
+[modle]
+"""
+    )
+    lines = message(load_job, str(path)).splitlines()[1:]
+    assert [line.strip().removeprefix(f"{path}:").partition(" is ")[0] for line in lines] == [
+        "3: model.in_featurs",
+        "7: training.epoch",
+        "9: data.train.target",
+        "11: optimizer.target",
+        "12: modle",
+    ]
+
+
 @pytest.mark.parametrize(
     ("option", "expected"),
     [

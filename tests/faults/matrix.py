@@ -54,9 +54,9 @@ SECTIONS = {
             "a request to stop that arrives in evaluation, while saving, loading data or starting",
             "it is kept and acted on at the next step, in every phase; the evaluation of a job is left within seconds, "
             "and done again by the resumed run",
-            open="in a loop of one's own an evaluation is left only where it says `repeatable=True`, because a resumed "
-            "run does again what stands between it and the last step, a schedule say; elsewhere one that outlasts the "
-            "grace ends the run at its last checkpoint",
+            open="in a loop of your own an evaluation is left only with `repeatable=True`, because a resumed run "
+            "repeats what stands between the last step and the evaluation, such as a scheduler's step; without it, an "
+            "evaluation that outlasts the grace ends the run at its last checkpoint",
         ),
         Row(
             "P8",
@@ -110,7 +110,7 @@ SECTIONS = {
         ),
         Row(
             "S2",
-            "the meeting place cannot be resolved or reached",
+            "the rendezvous address cannot be resolved or reached",
             "a sentence with the address, within the limit; on one host no name is ever resolved",
         ),
         Row(
@@ -120,7 +120,7 @@ SECTIONS = {
         ),
         Row(
             "S4",
-            "two runs use one meeting place",
+            "two runs use one rendezvous",
             "the second is refused at once and told which run is there",
         ),
         Row(
@@ -133,7 +133,9 @@ SECTIONS = {
             "S6", "an unknown setting or option", "refused with the nearest known one before a process starts"
         ),
         Row(
-            "S7", "several mistakes in one job file", "all told at once with file and line, in less than 1 s"
+            "S7",
+            "several mistakes in one job file",
+            "all reported at once with file and line, in less than 1 s",
         ),
         Row(
             "S8",
@@ -146,10 +148,10 @@ SECTIONS = {
         Row("C2", "ranks give different shapes", "a model is compared before the first step; else as C1"),
         Row(
             "C3",
-            "ranks give different types of number",
-            "the models are compared before the first step, types too",
-            open="what a script of one's own gives to collectives that it calls itself is not looked at, and torch "
-            "mixes types silently",
+            "ranks give tensors of different dtypes",
+            "the models are compared before the first step, dtypes too",
+            open="what a script gives to collectives that it calls itself is not checked, and torch mixes dtypes "
+            "silently",
         ),
         Row(
             "C4", "ranks sum in another order or by another operation", "replicas are compared every n steps"
@@ -235,7 +237,8 @@ SECTIONS = {
             "D1",
             "a corrupt image",
             "the error names file and sample, exit code 3; or, if asked for, another stands in and it is counted",
-            open="there is no command that lists all broken files beforehand",
+            open="`lockstep data JOB` reads every sample beforehand and lists those that cannot be read; of a stream "
+            "it reads the first ones only",
         ),
         Row("D2", "a loader worker is killed", "reported at once, with the memory that it may have missed"),
         Row("D3", "a loader worker hangs", "an error after the limit, with the line at which it stands"),

@@ -17,7 +17,7 @@ from lockstep.config.job import DataConfig
 from lockstep.config.job_file import load_job, parse_set
 from lockstep.data import Digits, ImageFolder, Mixed, RandomResizedCrop, TarShards
 from lockstep.errors import ConfigError
-from lockstep.job.assemble import use_image_cache
+from lockstep.job.assemble import check_classes, use_image_cache
 from lockstep.runtime.control import Stopped, StopReason
 
 NOISE = np.random.RandomState(2).randint(0, 256, (64, 64, 3)).astype(np.uint8)
@@ -189,6 +189,18 @@ def test_tables_whose_columns_are_in_another_order_are_refused(tmp_path, monkeyp
         assert (said in capfd.readouterr().err) == (folder == "turned")
     assert main(["predict", "runs/tables", "--data", "turned", "--devices", "cpu:1"]) == 2
     assert said in capfd.readouterr().err
+
+
+def test_scores_without_a_class_are_told(caplog):
+    """The built-in job for five kinds of flowers trained on three, and lockstep predict refused the run afterwards."""
+    part = types.SimpleNamespace(model=types.SimpleNamespace(args={"num_classes": 12}))
+    check_classes(part, (Digits("train"), None))
+    assert "has 10 classes (0, 1, 2, 3, 4, 5, 6, 7 and 2 more)" in caplog.text
+    assert "Set model.num_classes=10." in caplog.text
+    caplog.clear()
+    part.model.args["num_classes"] = 10
+    check_classes(part, (Digits("train"), None))
+    assert not caplog.text
 
 
 def test_a_run_that_is_asked_to_stop_stops_decoding(photos, tmp_path):

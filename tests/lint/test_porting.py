@@ -185,6 +185,40 @@ def test_a_model_of_several_inputs_is_called_by_forward():
     )
 
 
+def test_a_batch_that_is_a_dict_is_taken_apart_by_forward_and_the_loss():
+    found = advice(
+        """
+        import torch
+        for b in DataLoader(rows, collate_fn=padded):
+            logits = model(b["tokens"], b["lengths"])
+            loss = loss_fn(logits.flatten(0, 1), b["tags"].flatten())
+            loss.backward()
+        """
+    )
+    assert found[6][0].startswith(
+        "loss = run.backward(batch, lambda output, data: loss_fn(output.flatten(0, 1), data['tags'].flatten()), "
+        "forward=lambda data: model(data['tokens'], data['lengths']))"
+    )
+
+
+def test_totals_of_outputs_become_means_beside_the_loss():
+    found = advice(
+        """
+        import torch
+        for x, y in loader:
+            out = model(x)
+            loss = f(out, y)
+            loss.backward()
+            total += loss.item()
+            guess = out.argmax(1)
+            hits += (guess == y).sum().item()
+            seen += 1
+        """
+    )
+    assert found[9][0].startswith("a mean beside the loss: loss, more = run.backward(..., also=")
+    assert 7 not in found and 10 not in found
+
+
 def test_a_loss_that_the_model_returns():
     found = advice("import torch\nfor x in data:\n    total = model(**x).loss\n    total.backward()\n")
     assert found[4][0].startswith(
@@ -307,11 +341,15 @@ def test_evaluations_are_loops_over_data_without_gradients():
                 pass
             for k in topk:
                 pass
+            first, dl = DataLoader(a), DataLoader(b)
+            error = sum(f(model(x), y) for x, y in dl)
+            names = [each for each in data]
         """
     )
     assert found[7][0].startswith("instead of the loop: run.evaluate(loader, metric)")
     assert found[10][0].startswith("instead of the loop: run.evaluate(self.val_loader, metric)")
-    assert 12 not in found
+    assert 12 not in found and 16 not in found
+    assert found[15][0].startswith("instead of the loop: run.evaluate(dl, metric)")
 
 
 def test_gradient_accumulation_and_precision():

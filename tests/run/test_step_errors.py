@@ -11,7 +11,15 @@ from torch.nn import functional as F
 from lockstep.core.plan import BatchShape, SamplePlan
 from lockstep.data.batch import Batch, MicroBatch
 from lockstep.errors import ConfigError
-from lockstep.run.step_errors import explain_loss, explain_operator, no_gradient, no_value, note_data, shown
+from lockstep.run.step_errors import (
+    explain_loss,
+    explain_operator,
+    no_gradient,
+    no_value,
+    note_arguments,
+    note_data,
+    shown,
+)
 
 LOGITS = torch.zeros(2, 3, requires_grad=True)
 
@@ -131,6 +139,34 @@ def test_the_data_of_the_micro_batch_that_failed_are_noted():
             note_data(error, Batch(plan, micro_batches), nn.Linear(6, 2))
             raise
     assert "The data of a micro-batch: (float32 [4, 6])." in raised.value.__notes__
+
+
+class Tagger(nn.Module):
+    def forward(self, tokens, lengths):
+        return tokens.split(lengths.tolist(), wrong=1)
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (
+            {"tokens": 1, "lengths": 2, "tags": 3},
+            "the entries of a micro-batch as keyword arguments. If it takes others, say which: forward=lambda data: "
+            "model(tokens=data['tokens'], lengths=data['lengths']); the loss",
+        ),
+        ((1, 2, 3, 4), "all but the last entry of a micro-batch, the target. If it takes others"),
+    ],
+)
+def test_a_model_that_takes_other_arguments_than_a_batch_has_is_told_of_forward(data, said):
+    model = Tagger()
+    with pytest.raises(TypeError) as raised:
+        model(**data) if isinstance(data, dict) else model(*data[:-1])
+    note_arguments(raised.value, data, model)
+    assert said in raised.value.__notes__[0]
+    with pytest.raises(TypeError, match="wrong") as raised:
+        model(torch.zeros(2), torch.ones(2, dtype=torch.int64))  # an error within the forward pass
+    note_arguments(raised.value, data, model)
+    assert not hasattr(raised.value, "__notes__")
 
 
 class Unordered(nn.Module):

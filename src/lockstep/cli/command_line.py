@@ -9,6 +9,7 @@ holds the one sentence of ``lockstep --help``. Only the module of the command th
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import importlib.metadata
 import os
@@ -77,13 +78,18 @@ class Parser(argparse.ArgumentParser):
         for option, others in _OF_OTHER_LAUNCHERS.items():
             if name in others.split() and option in self._option_string_actions:
                 return f" Use {option}."
-        if "--set" in self._option_string_actions:
+        bare = {
+            each.lstrip("-"): each for each in self._option_string_actions
+        }  # dashes are alike in all of them
+        close = difflib.get_close_matches(name, bare, n=1, cutoff=0.6)
+        near = f" Did you mean '{bare[close[0]]}'?" if close else ""
+        if "--set" in self._option_string_actions and not difflib.get_close_matches(name, close, cutoff=0.75):
             job = importlib.import_module("lockstep.config.job")
             if any(setting == each.name for each in fields(job.TrainingConfig)):
                 return f" It is a setting of the job: --set training.{setting}=..."
             if setting in ("lr", "weight_decay", "momentum"):
                 return f" It is a setting of the job: --set optimizer.{setting}=..."
-        return nearest(asked, self._option_string_actions).partition(" Known:")[0]
+        return near
 
     def error(self, message: str) -> NoReturn:
         """Raises a ``ConfigError`` instead of printing the usage and exiting."""

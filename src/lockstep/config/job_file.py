@@ -136,6 +136,7 @@ def _load(
     config, wrong = read_table(JobConfig, table)
     problems += [problem for problem in wrong if problem.path not in {known.path for known in problems}]
     if config is None or problems:
+        problems += _of_components(table, problems, file, origin) if imports else []
         raise _report(problems, origin)
     config, problems = resolve_placeholders(
         config, None if file.built_in else file.path.parent, origin.is_override
@@ -152,6 +153,24 @@ def _load(
     if problems:
         raise _report(problems, origin)
     return config
+
+
+def _of_components(
+    table: dict[str, Any], problems: Sequence[Problem], file: JobFile, origin: _Origin
+) -> list[Problem]:
+    """What is wrong with the components of a job that has other mistakes, whose settings are left out of ``table``."""
+    for problem in problems:
+        *above, last = problem.path or ("",)
+        inner: Any = table
+        for key in above:
+            inner = inner.get(key) if isinstance(inner, dict) else None
+        if isinstance(inner, dict):
+            inner.pop(last, None)
+    config, _ = read_table(JobConfig, table)
+    if config is None:
+        return []
+    config, _ = resolve_placeholders(config, None if file.built_in else file.path.parent, origin.is_override)
+    return preflight(config.components(), config.code)
 
 
 class _Origin:
@@ -180,12 +199,17 @@ class _Origin:
             return override
         if self._file.path.is_dir():
             return f"the job made for '{self._file.path}'"
-        line = line_of(path, self._file.text)
+        line = self.line(path)
         return f"{self._file.path}:{line}" if line else str(self._file.path)
+
+    def line(self, path: KeyPath) -> int:
+        """The line of the file; 0 for a value of the command line, and for one that is in neither."""
+        return 0 if self.is_override(path) else line_of(path, self._file.text) or 0
 
 
 def _report(problems: Sequence[Problem], origin: _Origin) -> ConfigError:
-    lines = [f"{origin.of(problem.path)}: {problem.text}" for problem in problems]
+    ordered = sorted(problems, key=lambda problem: origin.line(problem.path))
+    lines = [f"{origin.of(problem.path)}: {problem.text}" for problem in ordered]
     if len(lines) == 1:
         return ConfigError(lines[0])
     return ConfigError(f"The job has {len(lines)} mistakes.\n  " + "\n  ".join(lines))

@@ -166,7 +166,7 @@ class World:
 
         Known are Lockstep's own launcher and torchrun (``RANK``), SLURM (``SLURM_PROCID``, inside a step) and
         Open MPI (``OMPI_COMM_WORLD_RANK``); none of them means a world of one. ``LOCKSTEP_RENDEZVOUS`` comes before
-        the meeting place that any of them names. ``ConfigError`` names a variable that is missing or not a number.
+        the rendezvous that any of them names. ``ConfigError`` names a variable that is missing or not a number.
 
         ``RANK`` and ``WORLD_SIZE`` without ``LOCAL_WORLD_SIZE`` mean processes of one host, where they meet at a
         loopback address or by a file. In Kubernetes they mean one process in each pod, as Kubeflow's PyTorchJob starts

@@ -29,7 +29,7 @@ from lockstep.data import SkipBroken, StepLoader, adopt, check_labels
 from lockstep.data.images.decoding import decoded_as
 from lockstep.data.images.encoded import EncodedPairs
 from lockstep.data.keyed import encoded_states, set_encoded_states
-from lockstep.data.naming import told_other_classes, told_other_columns, unwrap_subset
+from lockstep.data.naming import known_classes, told_other_classes, told_other_columns, unwrap_subset
 from lockstep.data.wrappers.wrapping import Wrapping
 from lockstep.distributed.collectives import gather_json
 from lockstep.errors import ConfigError
@@ -44,6 +44,7 @@ from lockstep.run.step import ForwardPass
 from lockstep.runtime.control import Stopped, StopReason
 from lockstep.strategies.layers import ModelParallel
 from lockstep.strategies.pipeline import Pipeline
+from lockstep.text import plural, shorten
 from lockstep.trainer import Accuracy, Trainer, TrainingParts
 
 logger = logging.getLogger(__name__)
@@ -200,7 +201,7 @@ def assemble(config: JobConfig, world: World, *, profile: str = "") -> Trainer:
     run = Run(config.run_options(run_folder(config), profile), world)
     training_set, validation_set = _data_sets(config, run)
     model = _model(config, run.is_main)
-    _check_classes(config, (training_set, validation_set))
+    check_classes(config, (training_set, validation_set))
     steps = run.steps_per_epoch(training_set, model=model, drop_last=config.training.drop_last)
     optimizer, scheduler, loss, metrics = build_recipe(config, model, steps)
     for number, each in enumerate(config.callbacks):
@@ -288,7 +289,7 @@ def _model(config: JobConfig, reads_weights: bool) -> nn.Module:
     return model
 
 
-def _check_classes(config: JobConfig, data_sets: Sequence[Any]) -> None:
+def check_classes(config: JobConfig, data_sets: Sequence[Any]) -> None:
     """Compares what labels and columns of the data sets mean, and labels with the model's classes, where known."""
     trained, evaluated = (each and adopt(each).dataset for each in data_sets)
     if differ := told_other_columns(trained, evaluated) or told_other_classes(trained, evaluated):
@@ -298,6 +299,13 @@ def _check_classes(config: JobConfig, data_sets: Sequence[Any]) -> None:
         for data_set in data_sets:
             if data_set is not None:
                 check_labels(adopt(data_set).dataset, classes)
+        names = known_classes(trained)
+        if names and len(names) < classes:
+            logger.warning(
+                "model.num_classes is %d and the training set has %s (%s), so scores are left over, and lockstep "
+                "predict cannot name them. Set model.num_classes=%d.",
+                *(classes, plural(len(names), "class"), shorten(names, 8), len(names)),
+            )
 
 
 def _scheduler(config: JobConfig, optimizer: torch.optim.Optimizer, steps_per_epoch: int) -> Any:

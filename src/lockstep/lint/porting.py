@@ -336,20 +336,23 @@ def _passes(script: Script) -> Iterator[_Found]:
     """The backward passes, each of which becomes one call with the forward pass and the loss."""
     calls = _backwards(script)
     for call in calls:
-        owner = receiver(call)
-        is_engine = call.args and isinstance(owner, ast.Name) and "loss" not in owner.id.lower()
-        loss = call.args[0] if is_engine else owner
-        scaled = (
-            loss.args[0] if isinstance(loss, ast.Call) and method(loss) == "scale" and loss.args else loss
-        )
-        name = scaled.id if isinstance(scaled, ast.Name) else "loss"
-        yield call, _backward(script, call, name, _source(script, scaled))
+        loss = _loss_of(call)
+        name = loss.id if isinstance(loss, ast.Name) else "loss"
+        yield call, _backward(script, call, name, _source(script, loss))
     if len({script.scope(call) for call in calls}) < len(calls):
         yield (
             calls[0],
             "several backward passes: add the losses of one step in one function; a GAN has a run.backward with "
             "forward= for each of its models (moving.md, Setup)",
         )
+
+
+def _loss_of(call: ast.Call) -> ast.expr:
+    """What a backward pass is called on: ``loss`` of ``loss.backward()`` and ``scaler.scale(loss).backward()``."""
+    owner = receiver(call)
+    is_engine = call.args and isinstance(owner, ast.Name) and "loss" not in owner.id.lower()
+    loss = call.args[0] if is_engine else owner
+    return loss.args[0] if isinstance(loss, ast.Call) and method(loss) == "scale" and loss.args else loss
 
 
 def _source(script: Script, node: ast.expr | None) -> ast.expr | None:
@@ -368,7 +371,7 @@ def _backward(script: Script, call: ast.Call, name: str, loss: ast.expr | None) 
     loop = _over(script, call)
     rest = "leave out the model's call and the loss"
     is_here = loop is not None and script.same_function(loop, call)
-    inputs = _inputs(script, loop) if loop is not None and is_here else []
+    inputs = _inputs(script, loop, loss) if loop is not None and is_here else {}
     rest += "" if loop is None or is_here else "; give batch to this function"
     given = "loss_fn), where loss_fn(output, target) returns the loss"
     if inputs and loop is not None and loss is not None:
@@ -382,8 +385,9 @@ def _backward(script: Script, call: ast.Call, name: str, loss: ast.expr | None) 
     return f"{name} = run.backward(batch, {given}; {rest}"
 
 
-def _inputs(script: Script, loop: ast.For) -> list[str]:
-    """The names of the parts of a batch, where the loop or its body takes it apart: ``x, y``."""
+def _inputs(script: Script, loop: ast.For, loss: ast.expr | None) -> dict[str, str]:
+    """The parts of a batch where the loop or its body takes it apart, ``{"x": "data[0]"}``; else the batch that the
+    loss reads, ``{"batch": "data"}``."""
     target = loop.target
     if "enumerate(" in script.text(loop.iter) and isinstance(target, ast.Tuple):
         target = target.elts[-1]
@@ -391,10 +395,13 @@ def _inputs(script: Script, loop: ast.For) -> list[str]:
         match node:
             case ast.Assign(targets=[ast.Tuple() as parts], value=ast.Name() | ast.ListComp() as value):
                 target = parts if isinstance(target, ast.Name) and target.id in names_in(value) else target
-    return [script.text(each) for each in target.elts] if isinstance(target, ast.Tuple) else []
+    if isinstance(target, ast.Name) and loss is not None and target.id in names_in(loss):
+        return {target.id: "data"}
+    elements = target.elts if isinstance(target, ast.Tuple) else []
+    return {script.text(each): f"data[{number}]" for number, each in enumerate(elements)}
 
 
-def _by_inputs(script: Script, loop: ast.For, inputs: list[str], loss: ast.expr) -> str:
+def _by_inputs(script: Script, loop: ast.For, inputs: dict[str, str], loss: ast.expr) -> str:
     """The loss and, if the model does not just take the first part of a pair, ``forward=``."""
     parts = set(inputs)
     sets = [each for part in loop.body for each in ast.walk(part) if isinstance(each, ast.Assign)]
@@ -418,12 +425,35 @@ def _by_inputs(script: Script, loop: ast.For, inputs: list[str], loss: ast.expr)
     outputs = {script.text(each): f"output[{number}]" for number, each in enumerate(elements)}
     value = renamed(script.text(loss), outputs or {script.text(target): "output"})
     forward = script.text(found[0])
-    if len(inputs) == 2 and forward.endswith(f"({inputs[0]})") and renamed(value, {inputs[0]: ""}) == value:
-        value = renamed(value, {inputs[1]: "target"})
+    first, *others = inputs
+    if len(others) == 1 and forward.endswith(f"({first})") and renamed(value, {first: ""}) == value:
+        value = renamed(value, {others[0]: "target"})
         function = value.removesuffix("(output, target)")
         return f"{function if function != value else f'lambda output, target: {value}'})"
-    places = {name: f"data[{number}]" for number, name in enumerate(inputs)}
-    return f"lambda output, data: {renamed(value, places)}, forward=lambda data: {renamed(forward, places)})"
+    way = "" if forward.endswith(f"(**{first})") else f", forward=lambda data: {renamed(forward, inputs)}"
+    return f"lambda output, data: {renamed(value, inputs)}{way})"
+
+
+def _numbers(script: Script) -> Iterator[_Found]:
+    """Totals that the loop counts in the outputs of the model: ``correct += (output.argmax(1) == y).sum()``."""
+    for call in _backwards(script):
+        loop, loss = _over(script, call), _loss_of(call)
+        source = _source(script, loss)
+        if loop is None or source is None or not script.same_function(loop, call):
+            continue
+        inside = [each for part in loop.body for each in ast.walk(part)]
+        made = [each for each in inside if isinstance(each, ast.Assign) and each.value is not source]
+        outputs = {name for each in made for target in each.targets for name in names_in(target)}
+        outputs &= names_in(source) - _inputs(script, loop, source).keys()
+        for node in inside:
+            if isinstance(node, ast.AugAssign) and not names_in(node.value) & names_in(loss):
+                read = {each.id for each in script.sources(node.value) if isinstance(each, ast.Name)}
+                if read & outputs:
+                    yield (
+                        node,
+                        'a mean beside the loss: loss, more = run.backward(..., also={"accuracy": accuracy}), where '
+                        "accuracy(output, target) returns a value for each sample",
+                    )
 
 
 def _steps(script: Script) -> Iterator[_Found]:
@@ -480,7 +510,7 @@ def _evaluations(script: Script) -> Iterator[_Found]:
         names = [last_name(each.func if isinstance(each, ast.Call) else each) for each in contexts]
         if not {"no_grad", "inference_mode"} & set(names):
             continue
-        loops = [each for each in ast.walk(node) if isinstance(each, ast.For)]
+        loops = [each for each in ast.walk(node) if isinstance(each, ast.For | ast.comprehension)]
         if isinstance(node, ast.With):  # for x, y in data: with torch.no_grad(): ...
             around = script.around(node, ast.For, within_function=True)
             loops += [
@@ -488,9 +518,11 @@ def _evaluations(script: Script) -> Iterator[_Found]:
             ]
         for loop in loops:
             (data, *_) = read_by(loop.iter) or [loop.iter]
-            if isinstance(data, ast.Name | ast.Attribute) and _DATA.search(last_name(data)):
+            is_named = isinstance(data, ast.Name | ast.Attribute) and _DATA.search(last_name(data))
+            made = [last_name(each.func) for each in script.sources(data, 1) if isinstance(each, ast.Call)]
+            if "DataLoader" in made or (is_named and isinstance(loop, ast.For)):
                 yield (
-                    loop,
+                    loop if isinstance(loop, ast.For) else loop.iter,
                     f"instead of the loop: run.evaluate({script.text(data)}, metric), the mean of metric(output, "
                     "target) over all samples",
                 )
@@ -551,7 +583,7 @@ def _torch_calls(section: str) -> Callable[[Script], Iterator[_Found]]:
 _SECTIONS: dict[str, list[Callable[[Script], Iterator[_Found]]]] = {
     "Setup": [_preparation, _devices, _torch_calls("Setup")],
     "Data": [_loaders, _torch_calls("Data")],
-    "The loop": [_loops, _passes, _sizes, _steps],
+    "The loop": [_loops, _passes, _sizes, _numbers, _steps],
     "Evaluation": [_evaluations],
     "Output and files": [_outputs, _loads],
     "Processes": [_wrappers, _ranks, _torch_calls("Processes")],

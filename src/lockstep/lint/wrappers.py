@@ -103,7 +103,7 @@ def _is_main_guard(node: ast.AST) -> bool:
 
 
 def optimizers_of(script: Script) -> list[ast.Call]:
-    """The optimizers, schedulers and averages of weights that are given a name, also by functions of one's own."""
+    """The optimizers, schedulers and averages of weights that are given a name, also by functions of the script."""
     cleared = {script.owner(each) for each in script.method_calls("zero_grad")}
     cleared -= {root_of(script.owner(each)) for each in script.method_calls("parameters", "train", "eval")}
     stepped = {script.owner(each) for each in script.method_calls("step")}

@@ -313,7 +313,8 @@ class GradientState:
         if not self._reduced and id(optimizer) not in self._holding:
             raise ConfigError(
                 "optimizer.step() without run.backward(batch, loss) before it: gradients from loss.backward() are this "
-                "rank's own and were not summed over the ranks."
+                "rank's own and were not summed over the ranks. Call run.backward(batch, loss_fn) in place of the "
+                "model, the loss and loss.backward()."
             )
         self._require_no_frozen_gradients()
         taken = True

@@ -145,7 +145,10 @@ class Parts:
 
 def _require_plain_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"run.prepare takes the model first, and was given a {type(model).__name__}.")
+        raise ConfigError(
+            f"run.prepare takes the model first, which {type(model).__name__} is not: model, optimizer = "
+            "run.prepare(model, optimizer)."
+        )
     if isinstance(model, DataParallel | DistributedDataParallel):
         raise ConfigError(
             f"The model is wrapped in {type(model).__name__}, which would sum its gradients a second time. Give "

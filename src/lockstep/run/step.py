@@ -29,7 +29,14 @@ from lockstep.errors import ConfigError, NonFiniteError
 from lockstep.numerics.compilation import explain_compiler
 from lockstep.numerics.precision import Precision
 from lockstep.numerics.randomness import KeyedRandomness, in_backward
-from lockstep.run.step_errors import explain_loss, no_gradient, no_instance, no_value, trained_weight
+from lockstep.run.step_errors import (
+    explain_loss,
+    no_gradient,
+    no_instance,
+    no_value,
+    note_arguments,
+    trained_weight,
+)
 from lockstep.runtime.control import StopReason
 from lockstep.runtime.devices import current_stream, is_gpu, new_stream, on_stream
 from lockstep.runtime.events import NO_EVENTS, StepEvents
@@ -333,6 +340,7 @@ class ForwardPass:
                 return model(*inputs, **named), target
             except Exception as error:
                 explain_compiler(error)
+                note_arguments(error, data, model)
                 raise
 
     def inputs(

@@ -7,6 +7,8 @@ here is called in a step that succeeds.
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Mapping, Sequence
 from traceback import walk_tb
 from types import FrameType
@@ -24,6 +26,8 @@ from lockstep.runtime.torch_internals import NOT_DETERMINISTIC, OTHER_TYPE, USED
 from lockstep.text import shorten
 
 _MOST_VALUES = 6
+_NOT_BOUND = re.compile(r"forward\(\) (got an unexpected|missing|takes) ")
+"""Texts of Python where a call gives other arguments than a function takes."""
 _OF_CLASSES = (F.cross_entropy.__code__, F.nll_loss.__code__)
 _OF_PROBABILITIES = (F.binary_cross_entropy_with_logits.__code__, F.binary_cross_entropy.__code__)
 
@@ -123,6 +127,21 @@ def note_data(error: Exception, batch: Batch, model: nn.Module) -> None:
         if OTHER_TYPE.is_in(str(error)):
             raise ConfigError(said) from error
     error.add_note(said)
+
+
+def note_arguments(error: Exception, data: Any, model: nn.Module) -> None:
+    """Adds to an error of a model that takes other arguments than it was given how to pass it those of ``data``."""
+    if not isinstance(error, TypeError) or not _NOT_BOUND.search(str(error)):
+        return
+    given, taken = "all but the last entry of a micro-batch, the target", ["data[0]"]
+    if isinstance(data, Mapping):
+        given = "the entries of a micro-batch as keyword arguments"
+        names = [name for name in inspect.signature(model.forward).parameters if name in data]
+        taken = [f"{name}=data[{name!r}]" for name in names] or ["data[...]"]
+    error.add_note(
+        f"The model is called with {given}. If it takes others, say which: forward=lambda data: "
+        f"model({', '.join(taken)}); the loss is then called as loss(output, data)."
+    )
 
 
 def explain_loss(

@@ -312,6 +312,11 @@ STEPS = (
         "script.py:15: Each rank evaluates a share of these samples",
     ),
     (
+        "val = torch.ones(8, 6)",
+        "model(val[run.world.rank :: run.world.world_size])",
+        "script.py:15: Each rank evaluates a share of these samples",
+    ),
+    (
         "pass",
         "print(run.backward(batch, nn.CrossEntropyLoss()) / run.world.world_size)",
         "script.py:15: Run.backward(batch, nn.CrossEntropyLoss()) / run.world.world_size changes a loss of run",

@@ -21,7 +21,16 @@ from lockstep.lint.script import (
     parameters,
     receiver,
 )
-from lockstep.lint.wrappers import DDP, is_distributed, is_managed, reduces, starts_group, wraps
+from lockstep.lint.wrappers import (
+    DDP,
+    is_distributed,
+    is_managed,
+    models_of,
+    optimizers_of,
+    reduces,
+    starts_group,
+    wraps,
+)
 
 _EVALUATION = re.compile(r"(?<![a-z])(val|valid|validation|test|eval|dev)(?![a-z])|(val|test)_?(set|data|ds)")
 _COUNTED = ("ConfusionMatrix", "MultiLabelConfusionMatrix", "VariableAccumulation")
@@ -222,12 +231,15 @@ def of_one_share(script: Script) -> Iterator[Hit]:
         for call, name in samplers
         if for_evaluation(script, call) and _is_read_here(script, name or script.text(call))
     ]
+    fix = "torch.distributed.all_reduce(correct); torch.distributed.all_reduce(count)  # then correct / count"
+    if "lockstep" in script.imported_roots:
+        fix = "run.evaluate(data, metric)  # of all samples, without the sampler or the slice"
     for place in [*shared, *_shares_by_rank(script)]:
         yield Hit(
             place,
             "each rank evaluates a share of these samples and no line sums over the ranks: what is reported "
             "holds for one share.",
-            "torch.distributed.all_reduce(correct); torch.distributed.all_reduce(count)  # then correct / count",
+            fix,
         )
 
 
@@ -354,13 +366,13 @@ def _is_read_here(script: Script, sampler: str) -> bool:
         for call in script.calls_by_name.get(function.name, []):
             given = zip(call.args, parameters(function))
             names |= {name for item, name in given if script.text(item) in loaders}
-    loops = script.find(ast.For)
+    loops: list[ast.For | ast.comprehension] = [*script.find(ast.For), *script.find(ast.comprehension)]
     read = {name for loop in loops for name in names_in(loop.iter)}
     return bool(sampler) and bool(names & read)
 
 
 def _shares_by_rank(script: Script) -> Iterator[ast.expr]:
-    """The expressions by which a loop over validation samples takes those of its rank."""
+    """The expressions by which a loop over validation samples, or a call of the model, takes those of its rank."""
     passes = script.method_calls("backward")
     loops: list[ast.For | ast.comprehension] = [*script.find(ast.For), *script.find(ast.comprehension)]
     for loop in loops:
@@ -371,6 +383,12 @@ def _shares_by_rank(script: Script) -> Iterator[ast.expr]:
         is_inside = not isinstance(scope, ast.Module) and re.search("eval|valid", scope.name.lower())
         if (is_named or is_inside) and not any(script.holds(loop, each) for each in passes):
             yield from [each for each in [loop.iter, *_skipping(loop)] if _is_by_rank(script, each)][:1]
+    models = {model for call in optimizers_of(script) for model in models_of(script, call)}
+    models |= {script.text(call.args[0]) for call in script.method_calls("prepare") if call.args}
+    own = {script.scope(each) for each in passes if not each.args}  # a loop that trains on such shares itself
+    for call in script.calls:  # accuracy(model(x[rank::world_size]), ...)
+        if script.text(call.func) in models and script.scope(call) not in own:
+            yield from [each for each in call.args if _is_by_rank(script, each)][:1]
 
 
 def _skipping(loop: ast.For | ast.comprehension) -> list[ast.expr]:

@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from types import CodeType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -237,7 +238,7 @@ class Rehearsals:
             self._judge_resumption(findings, prepared.state)
             return
         found = findings.of_all_ranks(self._strategy)
-        self.judge(found, _name_of(loss))
+        self.judge(found, _placed(loss))
         if found.keeps:
             self.due[code] = replace(self.due[code], at_latest=max(_COUNTED, step + step // 4))
         if found.by_rank:
@@ -572,3 +573,10 @@ class _Passes(NamedTuple):
 def _name_of(function: Any) -> str:
     function = getattr(function, "func", function)  # of one with arguments filled in, as in job files
     return str(getattr(function, "__qualname__", type(function).__qualname__))
+
+
+def _placed(loss: Any) -> str:
+    """The name of a loss in messages: of a lambda with its file and line."""
+    name, code = _name_of(loss), code_of(loss)
+    is_lambda = name.endswith("<lambda>")
+    return f"{name} ({Path(code.co_filename).name}:{code.co_firstlineno})" if is_lambda else name
