@@ -355,13 +355,13 @@ class Pipeline(Strategy):
             else:
                 compute.resume(micro_batch, "forward" if action.forward else "backward")
             passes, sums = self._passes[action.stage], self._sums[action.stage]
+            reads: list[LossReads | StagesRead] = []
+            if self._is_watching:
+                reads.append(StagesRead(passes.others))
+            if (self._is_watching or self._steps <= _CHECKED_STEPS) and not passes.is_last:
+                reads.append(LossReads(compute.function))
             if action.forward:
                 sums.begin_forward()
-                reads: list[LossReads | StagesRead] = []
-                if self._is_watching:
-                    reads.append(StagesRead(passes.others))
-                if (self._is_watching or self._steps <= _CHECKED_STEPS) and not passes.is_last:
-                    reads.append(LossReads(compute.function))
                 output, target = passes.run(micro_batch, kind, compute, received)
                 for each in reads:
                     each.require_unchanged(passes.name)
@@ -375,6 +375,8 @@ class Pipeline(Strategy):
                 if compute.disturbs and not (passes.is_last and self._options.schedule == "1f1b"):
                     passes.disturb(micro_batch, compute)
                 passes.run_back(micro_batch.k, kind, received)
+                for each in reads:
+                    each.require_unchanged(passes.name)
                 sums.end_backward()
                 if action.stage == min(self._passes):
                     for call in self.events.micro_batch_end:
