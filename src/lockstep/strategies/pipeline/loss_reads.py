@@ -28,8 +28,10 @@ from lockstep.numerics.hooks import backward_hooks, forward_hooks, gradient_hook
 from lockstep.runtime.error_record import is_users_module
 from lockstep.strategies.pipeline.chain import without_parts
 
-_DEEPEST, _MOST = 6, 2000
+_DEEPEST, _MOST = 6, 20_000
 """How far, and how many values, are looked at."""
+_WALKING = frozenset(("modules", "named_modules", "children", "named_children", "get_submodule", "apply"))
+"""By these a function reaches modules without their names."""
 _STORING = frozenset(("setattr", "__setitem__", "setdefault"))
 """By these a hook keeps something under a name that is text."""
 _ADDING = frozenset(("append", "appendleft", "extend", "insert", "add", "clear", "update"))
@@ -44,14 +46,15 @@ _LIBRARIES = (
 
 
 class LossReads:
-    """The values that a loss function can read from outside.
+    """The values that a loss function, or a metric, can read from outside.
 
     Args:
         function: the loss.
+        kind: the word for it.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
+    def __init__(self, function: Callable[..., Any], kind: str = "loss") -> None:
+        self._function, self._kind = function, kind
         self._before = _readable(function)
 
     def require_unchanged(self, stage: str) -> None:
@@ -65,9 +68,9 @@ class LossReads:
         if changed:
             where = f"the stage that begins with {stage!r}" if stage else "the model"
             raise ConfigError(
-                f"The loss reads {changed[0]!r}, which a hook or a module's forward changes in {where}. Under a "
-                f"pipeline the loss runs in another process, whose {changed[0]!r} stays as it is. Return what the loss "
-                "needs from the forward of the model, cut the model with pipeline.split so that the module is in the "
+                f"The {self._kind} reads {changed[0]!r}, which a hook or a module's forward changes in {where}. Under "
+                f"a pipeline it runs in another process, whose {changed[0]!r} stays as it is. Return what it needs "
+                "from the forward of the model, cut the model with pipeline.split so that the module is in the "
                 "last stage, or use strategy 'ddp' or 'fsdp'."
             )
 
@@ -260,9 +263,14 @@ def _inside(label: str, value: Any, names: set[str]) -> list[tuple[str, Any]]:
         return [(f"{label}[{key!r}]", each) for key, each in list(value.items())[:_MOST]]
     if isinstance(value, (list, tuple, deque)):
         return [(f"{label}[{number}]", each) for number, each in enumerate(list(value)[:_MOST])]
+    inner: list[tuple[str, Any]] = []
+    if isinstance(value, nn.Sequential | nn.ModuleList | nn.ModuleDict) or (
+        isinstance(value, nn.Module) and names & _WALKING
+    ):
+        inner = [(f"{label}.{name}", each) for name, each in value.named_modules() if name]
     if isinstance(value, (Tensor, type)) or type(value).__module__.split(".")[0] in _LIBRARIES:
-        return []
-    return _attributes(label, value, names)
+        return inner
+    return inner + _attributes(label, value, names)
 
 
 def _read_by(function: FunctionType, names: set[str]) -> list[tuple[str, Any]]:
@@ -270,7 +278,8 @@ def _read_by(function: FunctionType, names: set[str]) -> list[tuple[str, Any]]:
     if (function.__module__ or "").split(".")[0] in _LIBRARIES and not function.__closure__:
         return []
     mentioned = set(names_in(function.__code__))
-    names |= mentioned
+    names |= mentioned  # and those of getattr
+    names |= {text for code in _codes(function.__code__) for text in code.co_consts if isinstance(text, str)}
     found = []
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
         try:
