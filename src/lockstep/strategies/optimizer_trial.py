@@ -77,7 +77,9 @@ def try_optimizer(
     """
     inner = next((each for each in vars(optimizer).values() if isinstance(each, Optimizer)), None)
     if inner is not None:  # as Lookahead does
-        return Trial(Unit.MODEL, f"wraps another one ({type(inner).__name__}), whose parameters are the whole ones")
+        return Trial(
+            Unit.MODEL, f"wraps another one ({type(inner).__name__}), whose parameters are the whole ones"
+        )
     given = members if members is not None else [group["params"] for group in optimizer.param_groups]
     groups = [list(_examples(parameters, device)) for parameters in given]
     with _own_randomness() as draws:
