@@ -1,3 +1,5 @@
+import re
+
 import pytest
 import torch
 from tests.run.jobs import begin, dataset, train_step
@@ -165,3 +167,32 @@ def test_a_derived_loss_with_a_forward_of_its_own_is_called_as_it_is():
     assert float(total / weight) == pytest.approx(float(Penalised()(output, target)))
     with_exact_mean(loss)(output, target)
     assert loss.calls == 2
+
+
+@pytest.mark.parametrize(
+    ("micro_batches", "other_step", "told"), [(4, None, True), (2, None, False), (4, 3, False)]
+)
+def test_losses_of_exactly_zero_are_told_once(caplog, micro_batches, other_step, told):
+    """Triplets of an anchor, one of its class and one of another, of which two samples have none."""
+    run, _, optimizer = begin(global_batch=8, micro_batches=micro_batches)
+    steps = [0]
+
+    def triplets(output, target):
+        rows = range(len(output))
+        found = [
+            (output[a] - output[p]).norm() - (output[a] - output[n]).norm() + 5.0
+            for a in rows
+            for p in rows
+            for n in rows
+            if a != p and target[a] == target[p] != target[n]
+        ]
+        return sum(found, output.sum() * 0.0) / max(1, len(found)) + (steps[0] == other_step)
+
+    while steps[0] < 12:
+        for batch in run.batches(dataset()):
+            run.backward(batch, triplets)
+            optimizer.step()
+            optimizer.zero_grad()
+            steps[0] += 1
+    said = f"The loss of the first 8 steps is exactly 0, so nothing is trained.* micro-batch of {8 // micro_batches}"
+    assert len(re.findall(said, caplog.text)) == told, caplog.text

@@ -149,6 +149,16 @@ def plain():
     return list(model().parameters())
 
 
+class Wrapping(optim.Optimizer):
+    """Wraps another optimizer, as Lookahead does."""
+
+    def __init__(self, inner):
+        self.inner, self.param_groups, self.state = inner, inner.param_groups, inner.state
+
+    def step(self, closure=None):
+        self.inner.step(closure)
+
+
 def warmed_up(optimizer):
     """The optimizer under a schedule that begins at 0."""
     optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
@@ -181,6 +191,7 @@ TRIALS = {
     "noise": (lambda: Noisy(plain(), lr=0.1), Unit.MODEL),
     "coupled": (lambda: Coupled(plain(), lr=0.1), Unit.MODEL),
     "failing": (lambda: Failing(plain(), lr=0.1), Unit.MODEL),
+    "wrapping": (lambda: Wrapping(optim.SGD(plain(), lr=0.1)), Unit.MODEL),
 }
 
 
@@ -233,6 +244,8 @@ def test_one_option_of_one_group_decides():
         ("norms", "Normalized updates an element by others of its parameter"),
         ("noise", "Noisy draws random numbers in its step"),
         ("coupled", "Coupled updates a parameter by what it finds in others"),
+        ("wrapping", "Wrapping wraps another one (SGD), whose parameters are the whole ones, so"),
+        ("wrapping", "Use the one that it wraps, or"),
     ],
 )
 def test_a_refusal_names_the_optimizer_and_the_remedy(name, words):

@@ -103,7 +103,7 @@ class Run:
         self._prepared: PreparedRun | None = None
         self._initial_values = InitialValues(options.seed)
         self._writer = Writer(options, world, self._loop)
-        self._results = DeferredResults(self.device, overflow_expected=self._precision.scaler is not None)
+        self._results = DeferredResults(self.device, self._precision.scaler is not None, warns=self.is_main)
         self._agreed_data = agreement.AgreedData(self.strategy, self.position, options, warns=self.is_main)
         self._session.before_close = self._release
         self._unseeded = seed_generators(options.seed)

@@ -75,6 +75,11 @@ def try_optimizer(
         device: where it will step.
         members: the parameters of each group, if the optimizer holds parts of them.
     """
+    inner = next((each for each in vars(optimizer).values() if isinstance(each, Optimizer)), None)
+    if inner is not None:  # as Lookahead does
+        return Trial(
+            Unit.MODEL, f"wraps another one ({type(inner).__name__}), whose parameters are the whole ones"
+        )
     given = members if members is not None else [group["params"] for group in optimizer.param_groups]
     groups = [list(_examples(parameters, device)) for parameters in given]
     with _own_randomness() as draws:
@@ -120,6 +125,8 @@ def refused_optimizer(optimizer: Optimizer, trial: Trial, strategy: str) -> Conf
             remedy = "Use fused=False"
     elif trial.unit is Unit.MODEL:
         remedy = "Use an optimizer that updates each parameter by itself and draws nothing"
+        if trial.reason.startswith("wraps"):
+            remedy = "Use the one that it wraps"
     return ConfigError(
         f"Strategy {strategy!r} steps the optimizer on {parts}, and {type(optimizer).__name__} {trial.reason}, so the "
         f"result would not have the bits of one device. {remedy}, or strategy 'ddp'."

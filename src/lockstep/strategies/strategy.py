@@ -147,6 +147,8 @@ class Strategy(ABC):
     """The micro-batches of an evaluation that this process computes; None for ``share``, whose holders it has."""
     reference: nn.Module | None = None
     """A copy of the whole model, with which the first step compares the model as this strategy has changed it."""
+    readers: Sequence[Callable[..., Any]] = ()
+    """The functions that are given the model's outputs in this evaluation, such as metrics."""
     bytes_outside_steps: int = 0
     """Bytes that were given to others in rehearsals and evaluations."""
     absences: Sequence[Absence] = ()

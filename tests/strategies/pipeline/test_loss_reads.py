@@ -75,7 +75,7 @@ def test_a_closure_a_variable_of_it_and_an_argument():
         changes(partial(lambda found, output, target: output + found[0], kept), lambda: kept.append(ONES))
         == "(0)"
     )
-    assert changes(lambda output, target, found=kept: found, lambda: kept.append(1)) == "default 0"
+    assert changes(lambda output, target, found=kept: found, lambda: kept.append(1)) == "found"
     assert changes(lambda output, target: (lambda: kept)(), lambda: kept.append(1)) == "kept"
 
 
@@ -177,3 +177,92 @@ def test_hooks_of_other_stages_may_keep_something_for_the_loop():
     holder.seen.append(1)
     holder.last = 1
     reads.require_unchanged("0")
+
+
+class Scale:
+    """Hooks that are methods, and an object that is a hook."""
+
+    def __init__(self, kept):
+        self.kept, self.factor, self.seen, self.calls = kept, 1.0, [], 0
+
+    def keep(self, name, module, given, found):
+        self.seen.append(found)
+        self.calls += 1
+
+    def use(self, module, given, found):
+        return self.scaled(found)
+
+    def scaled(self, found):
+        return found * self.factor
+
+    def __call__(self, gradient):
+        return gradient * self.kept["scale"]
+
+
+def by_partial(kept, key, module, given, found):
+    return found * kept[key]
+
+
+def inner_hook(kept):
+    def hook(module, given, found):
+        found.register_hook(lambda gradient: gradient * kept["scale"])
+
+    return hook
+
+
+def in_place(kept):
+    def hook(parameter):
+        parameter.grad.mul_(kept["scale"])
+
+    return hook
+
+
+def changed_by(register, change):
+    """The words for what another stage's hook reads and a pass here changes; None where that is nothing."""
+    module = nn.Linear(2, 2)
+    register(module)
+    reads = StagesRead({"3": module})
+    change()
+    try:
+        reads.require_unchanged("0")
+    except ConfigError as error:
+        return re.match("A hook or a module's forward changes (.*) in the stage", str(error))[1]
+    return None
+
+
+def test_hooks_that_are_methods_objects_or_partial_and_those_of_gradients_are_looked_at():
+    kept, skips = {"scale": 1.0}, []
+    scale = Scale(kept)
+    rescale, grow = lambda: kept.update(scale=kept["scale"] + 1), lambda: setattr(scale, "factor", 2.0)
+    assert changed_by(lambda m: m.register_forward_hook(scale.use), grow) == "'factor' of 'self'"
+    for register, name in (
+        (lambda m: m.weight.register_hook(scale), "'kept' of 'self'"),
+        (lambda m: m.register_forward_hook(partial(by_partial, kept, "scale")), "'kept'"),
+        (lambda m: m.register_forward_hook(inner_hook(kept)), "'kept'"),
+        (lambda m: m.bias.register_post_accumulate_grad_hook(in_place(kept)), "'kept'"),
+        (lambda m: m.register_full_backward_hook(lambda m, g, o: (g[0] * kept["scale"],)), "'kept'"),
+    ):
+        assert changed_by(register, rescale) == f"'scale' of {name}"
+
+    def pop(module, given, found):
+        return found + skips.pop()
+
+    assert (
+        changed_by(lambda m: m.register_forward_hook(pop), lambda: skips.append(1)) == "the variable 'skips'"
+    )
+
+
+def test_hooks_of_other_stages_may_note_what_they_see():
+    scale = Scale({"scale": 1.0})
+
+    def note():
+        scale.keep("1", None, None, ONES)
+        scale.kept["other"] = 1
+
+    def register(module):
+        module.register_forward_hook(partial(scale.keep, "0"))
+        module.register_full_backward_hook(partial(scale.keep, "1"))
+        module.weight.register_hook(scale)
+        module.weight.register_post_accumulate_grad_hook(lambda p: scale.seen.append(p.grad))
+
+    assert changed_by(register, note) is None

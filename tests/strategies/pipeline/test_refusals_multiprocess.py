@@ -172,6 +172,23 @@ def shared(kept, sets=True):
     )
 
 
+class Auxiliary(nn.Module):
+    """Keeps a part of the loss, as a mixture of experts does."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.aux = nn.Linear(4, 4), 0.0
+
+    def forward(self, x):
+        weights = self.gate(x).softmax(-1)
+        self.aux = weights.mean(0).square().sum()
+        return x * weights
+
+
+def auxiliary():
+    return nn.Sequential(nn.Linear(4, 4), Auxiliary(), nn.Linear(4, 4), Auxiliary(), nn.Linear(4, 2))
+
+
 class Opaque(nn.Module):
     """Gives something that cannot be sent."""
 
@@ -252,7 +269,17 @@ REFUSED = {
     "for the loss": (
         Noting,
         {"noted": True},
-        r"The loss reads 'model.features', which .* changes in the model. Under a pipeline the loss runs in another",
+        r"The loss reads 'model.features', which .* changes in the model. Under a pipeline it runs in another",
+    ),
+    "for a loss that goes over the modules": (
+        auxiliary,
+        {"auxiliary": "loss"},
+        r"The loss reads 'model.1.aux', which .* changes in the stage that begins with '0'. Under a pipeline it runs",
+    ),
+    "for a metric": (
+        auxiliary,
+        {"auxiliary": "metric", "evaluated": True},
+        r"The metric, or keep=, reads 'model.1.aux', which .* changes in the stage that begins with '0'",
     ),
     "loss of the model": (
         layers,
@@ -285,7 +312,18 @@ REFUSED = {
 }
 
 
-OF_LOOP = ("forward", "average", "decay", "noted", "evaluated", "again", "replaced", "patched", "skipped")
+OF_LOOP = (
+    "auxiliary",
+    "forward",
+    "average",
+    "decay",
+    "noted",
+    "evaluated",
+    "again",
+    "replaced",
+    "patched",
+    "skipped",
+)
 """Changes of the loop; all else is an option."""
 
 
@@ -295,6 +333,8 @@ LATE = (
     "no tensors",
     "for another stage",
     "for another stage in an evaluation",
+    "for a loss that goes over the modules",
+    "for a metric",
     "loss of the model",
     "model in the loss",
     "own forward",
@@ -340,6 +380,14 @@ def one_step(world, case):
     loss = nn.CrossEntropyLoss()
     if given.get("decay"):
         loss = lambda output, target: output.square().mean() + original[0].weight.square().sum()  # noqa: E731
+    metric = loss
+    if given.get("auxiliary"):
+        plain = loss
+
+        def with_auxiliary(output, target):
+            return plain(output, target) + sum(each.aux for each in model.modules() if hasattr(each, "aux"))
+
+        loss, metric = (with_auxiliary, loss) if given["auxiliary"] == "loss" else (loss, with_auxiliary)
     if given.get("noted"):
         loss = lambda output, target: output.square().mean() + model.features.square().mean()  # noqa: E731
     if given.get("again"):
@@ -363,7 +411,7 @@ def one_step(world, case):
             run.backward(batch, loss, forward=own)
             optimizer.step()
             if given.get("evaluated"):
-                run.evaluate(rows(), loss)
+                run.evaluate(rows(), metric)
     run.close()
 
 

@@ -191,11 +191,13 @@ def refusals(world):
 class Switched(TwoLayers):
     """Looks at all features if its class says so; counts its calls, and scales each element."""
 
-    normalises, scale, calls = False, 1.0, 0
+    normalises, scale, calls, dim = False, 1.0, 0, 0
 
     def forward(self, x):
         self.calls += 1
         h = self.first(x).relu() * self.scale
+        if not self.training or self.dim:
+            h = h.softmax(self.dim)
         if self.normalises:
             h = h / (1.0 + h.norm(dim=-1, keepdim=True))
         return self.second(self.between(h).reshape(-1, h.shape[-1]))
@@ -213,17 +215,22 @@ def switched_later(world, name, value):
                 model.between.register_forward_hook(lambda module, given, output: output.softmax(-1))
             elif step == 1:
                 setattr(Switched, name, value)
+                if name == "normalises" and value == "in evaluation":
+                    run.evaluate(rows(), nn.CrossEntropyLoss())
     except ConfigError as error:
         said = str(error)
     finally:
-        Switched.normalises, Switched.scale = False, 1.0
+        Switched.normalises, Switched.scale, Switched.dim = False, 1.0, 0
     run.close()
     return said
 
 
 @pytest.mark.parametrize(
     ("name", "value", "function"),
-    [("normalises", True, "norm"), ("hook", None, "softmax"), ("scale", 0.5, "")],
+    [
+        *(("normalises", True, "norm"), ("normalises", "in evaluation", "norm")),
+        *(("hook", None, "softmax"), ("dim", -1, "softmax"), ("scale", 0.5, "")),
+    ],
 )
 def test_a_loop_that_switches_something_on_between_split_layers_is_refused(name, value, function):
     """The run trained another model than the whole one, with exit status 0."""

@@ -11,24 +11,34 @@ what lies in dictionaries and lists.
 from __future__ import annotations
 
 import dis
+import re
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
-from types import FunctionType, MethodType
+from itertools import chain, pairwise
+from types import CodeType, FunctionType, MethodType, NoneType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lockstep.errors import ConfigError
 from lockstep.numerics.hidden_state import Snapshot, names_in
-from lockstep.numerics.hooks import forward_hooks, is_users
+from lockstep.numerics.hooks import backward_hooks, forward_hooks, gradient_hooks, is_users
+from lockstep.runtime.error_record import is_users_module
 from lockstep.strategies.pipeline.chain import without_parts
 
-_DEEPEST, _MOST = 6, 2000
+_DEEPEST, _MOST = 6, 20_000
 """How far, and how many values, are looked at."""
+_WALKING = frozenset(("modules", "named_modules", "children", "named_children", "get_submodule", "apply"))
+"""By these a function reaches modules without their names."""
 _STORING = frozenset(("setattr", "__setitem__", "setdefault"))
 """By these a hook keeps something under a name that is text."""
+_ADDING = frozenset(("append", "appendleft", "extend", "insert", "add", "clear", "update"))
+"""By these it keeps something without reading what is there."""
+_IN_PLACE = re.compile("[a-z].*[a-z0-9]_|step|register_hook")
+"""The functions and attributes by which a hook changes a gradient, or an output, without giving another one."""
+_MOST_FUNCTIONS = 20
 _LIBRARIES = (
     *("torch", "numpy", "lockstep"),
     *("builtins", "collections", "functools", "math", "random", "typing"),
@@ -36,14 +46,15 @@ _LIBRARIES = (
 
 
 class LossReads:
-    """The values that a loss function can read from outside.
+    """The values that a loss function, or a metric, can read from outside.
 
     Args:
         function: the loss.
+        kind: the word for it.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
+    def __init__(self, function: Callable[..., Any], kind: str = "loss") -> None:
+        self._function, self._kind = function, kind
         self._before = _readable(function)
 
     def require_unchanged(self, stage: str) -> None:
@@ -57,9 +68,9 @@ class LossReads:
         if changed:
             where = f"the stage that begins with {stage!r}" if stage else "the model"
             raise ConfigError(
-                f"The loss reads {changed[0]!r}, which a hook or a module's forward changes in {where}. Under a "
-                f"pipeline the loss runs in another process, whose {changed[0]!r} stays as it is. Return what the loss "
-                "needs from the forward of the model, cut the model with pipeline.split so that the module is in the "
+                f"The {self._kind} reads {changed[0]!r}, which a hook or a module's forward changes in {where}. Under "
+                f"a pipeline it runs in another process, whose {changed[0]!r} stays as it is. Return what it needs "
+                "from the forward of the model, cut the model with pipeline.split so that the module is in the "
                 "last stage, or use strategy 'ddp' or 'fsdp'."
             )
 
@@ -67,8 +78,8 @@ class LossReads:
 class StagesRead:
     """The values that the forwards of other processes' stages can read beside what they are given.
 
-    Of their hooks, those count that give another value in the place of an input or output, with what they read by a
-    fixed name: many hooks only keep something for the loop, each under a key of its own.
+    Of their hooks, those of gradients too, those count that may change a value, with what they read by a fixed name:
+    many hooks only keep something for the loop, each under a key of its own.
 
     Args:
         modules: of these stages, by name.
@@ -100,46 +111,108 @@ class StagesRead:
         return Snapshot({name: without_parts(each) for name, each in self._modules.items()}, restorable=False)
 
     def _read_by_hooks(self) -> dict[str, tuple[Any, int]]:
-        hooks = [
-            hook for each in self._modules.values() for kind in forward_hooks(each) for hook in kind.values()
-        ]
-        users = [hook for hook in hooks if isinstance(hook, FunctionType) and is_users(hook)]
-        read = [pair for hook in users for pair in _read_by_hook(hook)]
-        return {label: (value, _version(value)) for label, value in read}
+        with torch._C.DisableTorchFunctionSubclass():  # the parameters are not in this process
+            of_modules = [(*forward_hooks(each), *backward_hooks(each)) for each in self._modules.values()]
+            tensors = (
+                p for each in self._modules.values() for p in each._parameters.values() if p is not None
+            )
+            kinds = [*chain.from_iterable(of_modules), *chain.from_iterable(map(gradient_hooks, tensors))]
+            users = [hook for kind in kinds for hook in kind.values() if is_users(hook)]
+            read = [pair for hook in users for pair in _read_by_hook(hook)]
+            return {label: (value, _version(value)) for label, value in read}
 
 
-def _read_by_hook(hook: FunctionType) -> Iterator[tuple[str, Any]]:
-    """The numbers and tensors that a hook reads by a fixed name, if it may return one: where they are, and they."""
-    code = list(dis.get_instructions(hook))
-    gives = any(
-        each.opname == "RETURN_VALUE" and not (before.opname == "LOAD_CONST" and before.argval is None)
-        for before, each in pairwise(code)
-    )
-    if not gives or not _STORING.isdisjoint(hook.__code__.co_names):
+def _read_by_hook(hook: Any) -> Iterator[tuple[str, Any]]:
+    """The numbers, tensors and lists that a hook reads by fixed names, with these, if it may change a value."""
+    args: list[Any] = []
+    named: dict[str, Any] = {}
+    while not isinstance(hook, FunctionType):
+        if isinstance(hook, partial):
+            args, named, hook = [*hook.args, *args], {**hook.keywords, **named}, hook.func
+        elif isinstance(hook, MethodType):
+            args, hook = [hook.__self__, *args], hook.__func__
+        elif isinstance(call := vars(type(hook)).get("__call__"), FunctionType) and is_users_module(
+            call.__module__
+        ):
+            args, hook = [hook, *args], call
+        else:
+            return
+    functions, values = [hook], [*zip(hook.__code__.co_varnames, args), *named.items()]
+    for function in functions:  # and those that it calls
+        names = set(names_in(function.__code__))
+        methods = [getattr(type(each), name, None) for each in args[:1] for name in sorted(names)]
+        found = [*_read_by(function, set()), *(("", each) for each in methods)]
+        called = [each for _, each in found if isinstance(each, FunctionType) and each not in functions]
+        called = [each for each in called if is_users_module(each.__module__)]
+        functions += called[: _MOST_FUNCTIONS - len(functions)]
+        values += [(label, each) for label, each in found if not isinstance(each, FunctionType | NoneType)]
+    codes = [list(dis.get_instructions(code)) for each in functions for code in _codes(each.__code__)]
+    if not any(map(_changes_values, codes)) or not _STORING.isdisjoint(hook.__code__.co_names):
         return
-    read = {
-        each.argval
-        for each, following in pairwise(code)
-        if each.opname in ("LOAD_ATTR", "LOAD_METHOD")
-        or (
-            each.opname == "LOAD_CONST"
-            and following.opname != "STORE_SUBSCR"
-            and isinstance(each.argval, str)
-        )
-    }
-    for label, value in _read_by(hook, set()):
-        held = value if isinstance(value, dict) else getattr(value, "__dict__", {})
-        inside = [(f"{key!r} of {label!r}", held[key]) for key in sorted(read) if key in held]
-        for where, each in ((f"the variable {label!r}", value), *inside):
-            if isinstance(each, int | float | str | Tensor):
-                yield where, each
+    read = {name for code in codes for name in _names_read(code)}
+    read |= {each for label, each in values if label in read and isinstance(each, str)}  # names of entries
+    for label, value in values:
+        if label in read:
+            yield from _read_within(f"the variable {label!r}", repr(label), value, read, 3)
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _codes(inner)
+
+
+def _changes_values(code: Sequence[dis.Instruction]) -> bool:
+    """Returns whether a hook may give another value, or change one in place or by a hook that it registers."""
+    for each, following in pairwise(code):
+        if following.opname == "RETURN_VALUE" and not (each.opname == "LOAD_CONST" and each.argval is None):
+            return True
+        if each.opname == "BINARY_OP" and each.argrepr.endswith("=") and following.opname == "STORE_FAST":
+            return True
+        if each.opname == "STORE_ATTR" and each.argval == "grad":
+            return True
+        if each.opname in ("LOAD_ATTR", "LOAD_METHOD") and _IN_PLACE.fullmatch(each.argval):
+            return True
+    return False
+
+
+def _names_read(code: Sequence[dis.Instruction]) -> Iterator[Any]:
+    """The variables, attributes and keys that code loads for more than to store, to count or to add an entry there."""
+    for before, each, following in zip((None, *code), code, (*code[1:], None)):
+        is_counted = "COPY" in getattr(before, "opname", "") or "COPY" in getattr(following, "opname", "")
+        is_added_to = getattr(following, "argval", None) in _ADDING
+        is_load = each.opname.startswith("LOAD") and each.opname != "LOAD_CLOSURE"
+        is_stored = getattr(following, "opname", "") == "STORE_SUBSCR"
+        if is_load and not (is_counted or is_added_to or is_stored):
+            yield from each.argval if isinstance(each.argval, tuple) else [each.argval]
+
+
+def _read_within(where: str, label: str, value: Any, read: set[Any], depth: int) -> Iterator[tuple[str, Any]]:
+    """What is read of a value: itself, or what lies in it under names that are read."""
+    if isinstance(value, int | float | str | Tensor):
+        yield where, value
+    elif isinstance(value, list | deque):
+        yield where, (*value,)
+    elif depth:
+        own = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+        is_module = isinstance(value, nn.Module)
+        held = {**own, **own["_buffers"], **own["_modules"]} if is_module else own
+        for key in [key for key in held if isinstance(key, str | int) and key in read]:
+            yield from _read_within(f"{key!r} of {label}", f"{key!r} of {label}", held[key], read, depth - 1)
 
 
 def _is_same(before: dict[str, Any], after: dict[str, Any], name: str) -> bool:
     if name not in before or name not in after:
         return False
     (old, version), (new, now) = before[name], after[name]
-    return version == now and (old is new or (isinstance(old, int | float | str) and old == new))
+    if isinstance(old, tuple) and isinstance(new, tuple) and len(old) == len(new):  # the entries of a list
+        return all(map(_is_one, old, new))
+    return version == now and _is_one(old, new)
+
+
+def _is_one(old: Any, new: Any) -> bool:
+    return old is new or (isinstance(old, int | float | str) and type(old) is type(new) and old == new)
 
 
 def _readable(function: Callable[..., Any]) -> dict[str, tuple[Any, int]]:
@@ -190,9 +263,14 @@ def _inside(label: str, value: Any, names: set[str]) -> list[tuple[str, Any]]:
         return [(f"{label}[{key!r}]", each) for key, each in list(value.items())[:_MOST]]
     if isinstance(value, (list, tuple, deque)):
         return [(f"{label}[{number}]", each) for number, each in enumerate(list(value)[:_MOST])]
+    inner: list[tuple[str, Any]] = []
+    if isinstance(value, nn.Sequential | nn.ModuleList | nn.ModuleDict) or (
+        isinstance(value, nn.Module) and names & _WALKING
+    ):
+        inner = [(f"{label}.{name}", each) for name, each in value.named_modules() if name]
     if isinstance(value, (Tensor, type)) or type(value).__module__.split(".")[0] in _LIBRARIES:
-        return []
-    return _attributes(label, value, names)
+        return inner
+    return inner + _attributes(label, value, names)
 
 
 def _read_by(function: FunctionType, names: set[str]) -> list[tuple[str, Any]]:
@@ -200,7 +278,8 @@ def _read_by(function: FunctionType, names: set[str]) -> list[tuple[str, Any]]:
     if (function.__module__ or "").split(".")[0] in _LIBRARIES and not function.__closure__:
         return []
     mentioned = set(names_in(function.__code__))
-    names |= mentioned
+    names |= mentioned  # and those of getattr
+    names |= {text for code in _codes(function.__code__) for text in code.co_consts if isinstance(text, str)}
     found = []
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
         try:
@@ -210,7 +289,9 @@ def _read_by(function: FunctionType, names: set[str]) -> list[tuple[str, Any]]:
     found += [
         (name, function.__globals__[name]) for name in sorted(mentioned) if name in function.__globals__
     ]
-    found += [(f"default {number}", each) for number, each in enumerate(function.__defaults__ or ())]
+    defaults = function.__defaults__ or ()
+    arguments = function.__code__.co_varnames[: function.__code__.co_argcount]
+    found += zip(arguments[len(arguments) - len(defaults) :], defaults)
     return found + list((function.__kwdefaults__ or {}).items())
 
 

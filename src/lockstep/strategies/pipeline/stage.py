@@ -26,7 +26,7 @@ from lockstep.runtime.devices import is_gpu
 from lockstep.strategies.pipeline.chain import ChainLink
 from lockstep.strategies.pipeline.channels import PipelineChannel, tensors_of
 from lockstep.strategies.pipeline.links import LINK_BYTES, GroupLink, SharedMemoryLink
-from lockstep.strategies.pipeline.loss_reads import StagesRead
+from lockstep.strategies.pipeline.loss_reads import LossReads, StagesRead
 from lockstep.strategies.strategy import Compute
 
 
@@ -190,16 +190,29 @@ class Passes:
         if inlet is not None and self.neighbours.gradients_out is not None:
             self.neighbours.gradients_out.send(kind, inlet.take())
 
-    def evaluate(self, kind: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A forward pass outside of training, of the model's inputs or of what the stage before sends."""
+    def evaluate(
+        self,
+        kind: Hashable,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        readers: Sequence[Callable[..., Any]] = (),
+    ) -> Any:
+        """A forward pass outside of training, of the model's inputs or of what the stage before sends.
+
+        What ``readers``, which are given the model's output, and other stages read is looked at once for each kind.
+        """
         if self.neighbours.activations_in is not None:
             args, kwargs = (self._received(self.neighbours.activations_in, 0, kind),), {}
-        reads = None if kind in self._evaluated else StagesRead(self.others)
-        self._evaluated.add(kind)
+        watched = kind, *(getattr(each, "__code__", type(each)) for each in readers)
+        reads: list[StagesRead | LossReads] = []
+        if watched not in self._evaluated:
+            reads = [StagesRead(self.others)]
+            reads += [] if self.is_last else [LossReads(each, "metric, or keep=,") for each in readers]
+        self._evaluated.add(watched)
         output = self.stage(*args, **kwargs)
         self._require_unwritten()
-        if reads is not None:
-            reads.require_unchanged(self.name)
+        for each in reads:
+            each.require_unchanged(self.name)
         if self.neighbours.activations_out is not None:
             self.neighbours.activations_out.send(kind, output)
         return output

@@ -106,6 +106,7 @@ class PlacedPipeline(nn.Module):
         whole: a context in which the stages have whole parameters; where they are shared out, the ranks that share
             them must call the model together too.
         require_called: raises ``ConfigError`` where the stages are not what the model's forward would call.
+        readers: the functions that are given the output.
     """
 
     def __init__(
@@ -116,11 +117,12 @@ class PlacedPipeline(nn.Module):
         absences: Sequence[Absence],
         whole: Callable[[], AbstractContextManager[None]] = nullcontext,
         require_called: Callable[[], object] = bool,
+        readers: Callable[[], Sequence[Callable[..., Any]]] = tuple,
     ) -> None:
         super().__init__()
         self._modules, self._parameters, self._buffers = model._modules, model._parameters, model._buffers
         self._passes, self._answers, self._absences, self._whole = passes, answers, absences, whole
-        self._require_called = require_called
+        self._require_called, self._readers = require_called, readers
         vars(self).update(_model=model, training=model.training)  # not a child: its children are
 
     def __getattr__(self, name: str) -> Any:
@@ -181,7 +183,7 @@ class PlacedPipeline(nn.Module):
         output = None
         with self._whole(), torch.no_grad():
             for each in self._passes.values():
-                output = each.evaluate(kind, args, kwargs)
+                output = each.evaluate(kind, args, kwargs, self._readers())
         channels = list(self._answers.values())
         if any(each.is_last for each in self._passes.values()):
             for channel in channels:
@@ -297,7 +299,8 @@ class Pipeline(Strategy):
                 for module in others:
                     _empty(module, names_of, absence)
         placed = PlacedPipeline(
-            *(model, self._passes, self._answers, self.absences, self._whole_stages, self._require_called)
+            *(model, self._passes, self._answers, self.absences, self._whole_stages, self._require_called),
+            readers=lambda: self.readers,
         )
         state = tensor_state(model)
         self._held = {name: held_of(state[name]) for name in self._specs if self._is_mine(name)}
@@ -355,13 +358,13 @@ class Pipeline(Strategy):
             else:
                 compute.resume(micro_batch, "forward" if action.forward else "backward")
             passes, sums = self._passes[action.stage], self._sums[action.stage]
+            reads: list[LossReads | StagesRead] = []
+            if self._is_watching:
+                reads.append(StagesRead(passes.others))
+            if (self._is_watching or self._steps <= _CHECKED_STEPS) and not passes.is_last:
+                reads.append(LossReads(compute.function))
             if action.forward:
                 sums.begin_forward()
-                reads: list[LossReads | StagesRead] = []
-                if self._is_watching:
-                    reads.append(StagesRead(passes.others))
-                if (self._is_watching or self._steps <= _CHECKED_STEPS) and not passes.is_last:
-                    reads.append(LossReads(compute.function))
                 output, target = passes.run(micro_batch, kind, compute, received)
                 for each in reads:
                     each.require_unchanged(passes.name)
@@ -375,6 +378,8 @@ class Pipeline(Strategy):
                 if compute.disturbs and not (passes.is_last and self._options.schedule == "1f1b"):
                     passes.disturb(micro_batch, compute)
                 passes.run_back(micro_batch.k, kind, received)
+                for each in reads:
+                    each.require_unchanged(passes.name)
                 sums.end_backward()
                 if action.stage == min(self._passes):
                     for call in self.events.micro_batch_end:

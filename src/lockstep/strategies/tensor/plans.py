@@ -168,6 +168,11 @@ _ONE_BY_ONE = (
     *("to", "float", "half", "bfloat16", "type_as", "clone", "contiguous", "detach"),
 )
 """Functions of single elements, which give the same on a part of an activation."""
+_BY_SIZES = (
+    *("view", "reshape", "expand", "repeat", "tile", "unflatten", "getitem", "narrow", "split"),
+    *("split_with_sizes", "index_select", "interpolate"),
+)
+"""Functions whose arguments may be sizes, which another batch changes."""
 
 
 class SplitWays(TorchFunctionMode):
@@ -216,8 +221,9 @@ class SplitWays(TorchFunctionMode):
         way = next(iter(ways))
         if name not in _ONE_BY_ONE or len(ways) > 1:
             layer = self.found[way][1]
-            settings = [leaf for leaf in tree_leaves((args, kwargs)) if not isinstance(leaf, Tensor)]
-            way = frozenset(ways), name, str(settings) if "dropout" in name else ""
+            kinds = object if "dropout" in name else () if name in _BY_SIZES else (int, str)
+            leaves = [leaf for leaf in tree_leaves((args, kwargs)) if not isinstance(leaf, Tensor)]
+            way = frozenset(ways), name, str([leaf for leaf in leaves if isinstance(leaf, kinds)])
             self.found[way] = name, layer
         for each in results:
             self._ways[each] = way
@@ -229,9 +235,9 @@ class SplitWays(TorchFunctionMode):
             if way not in compared.found:
                 raise ConfigError(
                     f"The forward pass gives the split outputs of {layer!r} to {name!r} now, and it did not in the "
-                    "first step, in which the model split by tensor.plan was compared with the whole model. Set what "
-                    "decides this before run.prepare, leave these layers whole with tensor.plan, or use strategy "
-                    "'ddp' or 'fsdp'."
+                    "first step, or with other arguments. There the model split by tensor.plan was compared with the "
+                    "whole model. Set what decides this before run.prepare, leave these layers whole with tensor.plan, "
+                    "or use strategy 'ddp' or 'fsdp'."
                 )
 
     def _of(self, values: Any) -> set[object]:

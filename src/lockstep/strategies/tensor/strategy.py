@@ -16,7 +16,7 @@ from equal bits. That is checked in every step: a replicated gradient or loss th
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import replace
 
@@ -86,6 +86,8 @@ class TensorParallel(Replicated):
         self._is_changed = False
         """True in a step before which the loop has changed what decides these ways."""
         self._watching, self._later = ExitStack(), SplitWays({}, {})
+        self._is_evaluation_changed = False
+        """The same in an evaluation, until its first forward pass."""
         promised = Level.BITWISE if reducer is None else reducer.level
         self.level = promised if options.shards or promised is Level.STATISTICAL else Level.TOLERANCE
 
@@ -126,6 +128,21 @@ class TensorParallel(Replicated):
         if self._compared is not None:
             self._later.require_in(self._compared)
         super().end_forward(micro_batch, loss, weight, scale)
+
+    def require_no_calls(self) -> None:
+        """Called where an evaluation begins: notes whether the loop has changed what decides its forward passes."""
+        is_compared = self._compared is not None
+        self._is_evaluation_changed = is_compared and deciding(self._model, self._plan) != self._deciding
+
+    @contextmanager
+    def joined_calls(self) -> Iterator[None]:
+        """See ``Strategy.joined_calls``; watches the first forward pass of an evaluation where these are others now."""
+        compared, is_changed = self._compared, self._is_evaluation_changed
+        self._is_evaluation_changed = False
+        with self._new_ways() if is_changed else nullcontext(SplitWays({}, {})) as ways:
+            yield
+        if compared is not None:
+            ways.require_in(compared)
 
     def _new_ways(self) -> SplitWays:
         return SplitWays(self._split, self._plan)
