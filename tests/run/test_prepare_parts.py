@@ -78,3 +78,18 @@ def test_what_the_compiler_chooses_by_speed_is_refused():
     with pytest.raises(ConfigError, match=f"^The loss function {said}"):
         for batch in run.batches(dataset()):
             train_step(run, batch, optimizer, torch.compile(nn.functional.cross_entropy, mode="max-autotune"))
+
+
+class Schedule:
+    """As ``ScheduledOptim`` of scripts with transformers."""
+
+    def __init__(self, optimizer):
+        self.optimizer, self.steps = optimizer, 0
+
+
+def test_an_object_that_steps_an_optimizer_is_made_of_the_prepared_one():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters())
+    run = lockstep.init(global_batch=GLOBAL_BATCH)
+    with pytest.raises(ConfigError, match="and make the Schedule of the one that it returns"):
+        run.prepare(model, optimizer, Schedule(optimizer))

@@ -25,6 +25,7 @@ from lockstep.lint.script import (
     last_name,
     method,
     names_in,
+    parameters,
     parse,
     range_of,
     read_by,
@@ -36,6 +37,9 @@ from lockstep.lint.wrappers import (
     DDP,
     DP,
     FSDP,
+    backwards,
+    is_scaler,
+    loss_of,
     may_be_model,
     models_of,
     optimizers_of,
@@ -71,6 +75,10 @@ _TRAINERS = ("Accelerator", "Trainer", "LightningModule")
 _DATA = re.compile(r"load|data|set|dl|batch|iter|val|test", re.IGNORECASE)
 """Names of what an evaluation reads."""
 _BATCH = re.compile(r"batch|size|bs$|^\d+$", re.IGNORECASE)
+_SIZE = re.compile(r"len\((\w+)\)|(\w+)\.size\(0\)|(\w+)\.shape\[0\]")
+_MOVED = re.compile(r"\.(to|cuda)\((device|[\w.]*\.device|non_blocking=True|gpu)?\)")
+_PROCESSES = re.compile(r"world|n_?gpu|num_(gpu|proc|dev)|nproc|replicas", re.IGNORECASE)
+"""Names of the number of processes."""
 _MOVE = re.compile(r"^\w+(\.(to|cuda)\([^()]*(\([^()]*\))?[^()]*\))?$|\bfor\b")
 """Texts of what moves a batch to a device or takes it apart, and does not change it."""
 
@@ -96,6 +104,13 @@ _RESUME = (
     "above run.prepare"
 )
 _LAUNCHER = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE")
+_WITH_FORWARD = (
+    "loss_fn, forward=forward), where forward(data) returns the output and loss_fn(output, data) the loss"
+)
+_DATA_OF_THE_LOOP = (
+    "; make a data set of what the loop takes its batches from, such as TensorDataset(x, y), without a permutation; "
+    "where that is all of it, (batch,) = run.batches(data), with global_batch its size or the next multiple of 8"
+)
 _GROUP = "leave out: lockstep.init opens the process group and chooses the device"
 _TORCH_CALLS = {
     "Setup": {
@@ -156,7 +171,7 @@ def changes(text: str, path: str = "script.py") -> list[Change]:
             f"{path} calls lockstep.init already. Check it: lockstep lint {path}; lockstep verify --script {path}."
         )
     sections = {"Setup": [_adapters]} if any(_adapters(script)) else _SECTIONS
-    if sections is _SECTIONS and not _backwards(script):
+    if sections is _SECTIONS and not backwards(script):
         raise ConfigError(
             f"{path} calls no loss.backward(): its training loop must be in another file. Give that file."
         )
@@ -199,17 +214,28 @@ def _preparation(script: Script) -> Iterator[_Found]:
     last = max(made, key=lambda call: call.lineno, default=first)
     models = list(dict.fromkeys(model for call in made for model in models_of(script, call)))
     run = "self.run" if script.class_of(last) else "run"
-    steps = [f"{run} = lockstep.init(global_batch={_batch_size(script)})"]
+    steps = [f"{run} = lockstep.init(global_batch={_batch_size(script, last)})"]
     prepared = models[0] if len(models) == 1 else "models" if models else "model"
     if len(models) > 1:
         steps.append(f"models = nn.ModuleDict({{{', '.join(f'{name!r}: {name}' for name in models)}}})")
-    names = [target_of(script, call) for call in made] or ["optimizer"]
+    inner = {target_of(script, call) for call in made if script.name(call).startswith("torch.optim.")}
+    outer = [  # ScheduledOptim(optimizer, ...), a class of one's own
+        call
+        for call in made
+        if "optim" in last_name(call.func).lower() and not script.name(call).startswith("torch.")
+        if call.args and (script.text(call.args[0]) in inner or "optim" in script.text(call.args[0]).lower())
+    ]
+    names = [target_of(script, call) for call in made if call not in outer] or ["optimizer"]
     given = ", ".join(dict.fromkeys([prepared, *names]))
     steps.append(f"{given} = {run}.prepare({given})")
     returns = [node for node in script.find(ast.Return) if script.same_function(node, last)]
     if any(set(names) & names_in(node) for node in returns):
         steps.append("return run as well")
     yield last, f"{'below' if made else 'where the optimizer is made'}: {'; '.join(steps)}"
+    of_prepared = (
+        "below run.prepare, of the optimizer that it returns, since this object steps what it is given"
+    )
+    yield from ((call, of_prepared) for call in outer)
     if not made or isinstance(script.scope(last), FUNCTIONS):
         yield from _without_run(script, last)
 
@@ -230,18 +256,35 @@ def _without_run(script: Script, first: ast.AST) -> Iterator[_Found]:
             scopes += [each for each in [script.scope(node)] if each not in scopes]
 
 
-def _batch_size(script: Script) -> str:
-    """The batch size of a step: of the first DataLoader that shuffles, else of any; ``B`` where it is not said."""
+def _batch_size(script: Script, begin: ast.AST) -> str:
+    """The batch size of a step: of the first DataLoader that shuffles, else of any; ``B`` where it is not said.
+
+    Parameters of other functions than that in which the run begins come last.
+    """
+    here = script.scope(begin)
     loaders = script.torch_calls("DataLoader")
     shuffling = [call for call in loaders if constant(argument(call, "shuffle")) is True]
     sizes = [argument(call, "batch_size", 1) for call in [*shuffling, *loaders]]
     for settings in script.find(ast.Dict):  # DataLoader(data, **settings)
         pairs = zip(settings.keys, settings.values, strict=True)
         sizes += [value for key, value in pairs if constant(key) == "batch_size"]
-    steps = [range_of(script, loop) for call in _backwards(script) for loop in loops_around(script, call)]
+    steps = [range_of(script, loop) for call in backwards(script) for loop in loops_around(script, call)]
     cuts = [argument(each, "step", 2) for each in steps if each is not None]  # range(0, len(x), 32)
     sizes += [each for each in cuts if each is not None and _BATCH.search(script.text(each))]
-    size = next((script.text(each) for each in sizes if each is not None), "B")
+    sizes += [argument(call, "batch_size") for call in script.calls]  # make_loader(batch_size=32)
+    read = [each for each in script.find(ast.Name, ast.Attribute) if isinstance(each.ctx, ast.Load)]
+    sizes += [each for each in read if last_name(each) == "batch_size"]
+    found: list[ast.expr] = [each for each in sizes if each is not None]
+    given = {
+        each: parameters(scope) if isinstance(scope := script.scope(each), FUNCTIONS) else ()
+        for each in found
+    }
+    known = [each for each in found if script.scope(each) is here or names_in(each).isdisjoint(given[each])]
+    found = known or found or [ast.Name("B")]
+    for each in (found[0], *script.values(found[0])):  # batch // world_size, of each process
+        if isinstance(each, ast.BinOp) and _PROCESSES.search(script.text(each.right)):
+            return script.text(each.left)
+    size = script.text(found[0])
     fewer = math.gcd(int(size), 8) if size.isdigit() else 8
     if script.torch_calls("DistributedSampler"):
         return f"{size} * N"
@@ -279,43 +322,64 @@ def _loaders(script: Script) -> Iterator[_Found]:
         yield from ((call, _SAMPLER) for call in script.method_calls("set_epoch"))
 
 
-def _backwards(script: Script) -> list[ast.Call]:
-    """The calls of ``loss.backward()``, ``scaler.scale(loss).backward()`` and ``engine.backward(loss)``."""
-    found = script.method_calls("backward")
-    return [call for call in found if len(call.args) <= 1 and script.owner(call) not in ("self", "super()")]
-
-
 def _loops(script: Script) -> Iterator[_Found]:
     """The loops over batches and epochs around each backward pass."""
-    for call in _backwards(script):
+    for call in backwards(script):
         around, over_batches = loops_around(script, call), _over(script, call)
         if over_batches is not None:
             yield over_batches, _over_batches(script, over_batches)
             for loop in around[around.index(over_batches) + 1 :][:1]:
-                yield loop, _over_epochs(script, loop)
+                yield loop, _over_epochs(script, loop, around)
         elif around:
             epochs = [loop for loop in around[1:] if isinstance(loop, ast.For)][:1]
-            yield from ((loop, _over_epochs(script, loop)) for loop in epochs)
-            yield (
-                around[0],
-                f"{'' if epochs else 'for epoch in run.epochs(N): '}for batch in run.batches(data); make a data set "
-                "of what the loop takes its batches from, such as TensorDataset(x, y), without a permutation; where "
-                "that is all of it, (batch,) = run.batches(data), with global_batch its size or the next multiple of 8",
-            )
+            yield from ((loop, _over_epochs(script, loop, around)) for loop in epochs)
+            drawn = _drawn(script, around[0], call)
+            rest = ", without iter() and next()" if drawn else _DATA_OF_THE_LOOP
+            begin = "" if epochs else "for epoch in run.epochs(N): "
+            yield around[0], f"{begin}for batch in run.batches({drawn or 'data'}){rest}"
+
+
+def _drawn(script: Script, loop: Loop, call: ast.Call) -> str:
+    """The loaders from whose iterators a loop takes its batches, as ``next(batches)`` or ``batches.next()``."""
+    found: list[str] = []
+    for each in script.calls:
+        drawn = each.args[0] if script.name(each) == "next" and each.args else None
+        drawn = receiver(each) if method(each) in ("next", "__next__") and not each.args else drawn
+        is_here = script.holds(loop, each) or script.same_function(each, call)
+        if is_here and isinstance(drawn, ast.Name | ast.Attribute):
+            given = next((value for value in script.values(drawn) if isinstance(value, ast.Call)), None)
+            read = given.args[0] if given and len(given.args) == 1 else None  # iter(loader), cycle(loader)
+            found.append(script.text(read) if isinstance(read, ast.Name | ast.Attribute) else "loader")
+    found = list(dict.fromkeys(found))
+    return f"({', '.join(found)})" if len(found) > 1 else "".join(found)
 
 
 def _over_batches(script: Script, loop: ast.For) -> str:
-    read = [script.text(each) for each in read_by(loop.iter)]
+    iterated, values = loop.iter, script.values(loop.iter)
+    if (
+        len(values) == 1
+        and isinstance(values[0], ast.Call)
+        and last_name(values[0].func) in ("enumerate", "tqdm")
+    ):
+        iterated = values[0]  # bar = tqdm(enumerate(loader))
+    read = [script.text(each) for each in read_by(iterated)]
     given = read[0] if len(read) == 1 else f"({', '.join(read)})"
     over, target = f"run.batches({given})", "batch"
-    if len(read) == 1 and isinstance(loop.iter, ast.Call):
-        over = script.text(loop.iter).replace(given, over, 1)
+    if len(read) == 1 and isinstance(iterated, ast.Call):
+        over = script.text(iterated).replace(given, over, 1)
     if "enumerate(" in over and isinstance(loop.target, ast.Tuple):
         target = f"{script.text(loop.target.elts[0])}, batch"
     return f"for {target} in {over}:  # a step of all processes together, of len(batch) samples"
 
 
-def _over_epochs(script: Script, loop: Loop) -> str:
+def _over_epochs(script: Script, loop: Loop, around: list[Loop]) -> str:
+    made = optimizers_of(script)
+    for outer in around[around.index(loop) + 1 :][:1]:
+        if made and not any(outer in loops_around(script, call) for call in made):
+            return (
+                "stays, since each run.batches is the next epoch. run.epochs counts those of the whole run: it would "
+                f"do nothing when the loop in line {outer.lineno} comes here again"
+            )
     counted = range_of(script, loop)
     if counted is None or not counted.args:
         return "for epoch in run.epochs(N):"
@@ -334,12 +398,16 @@ def _over_epochs(script: Script, loop: Loop) -> str:
 
 def _passes(script: Script) -> Iterator[_Found]:
     """The backward passes, each of which becomes one call with the forward pass and the loss."""
-    calls = _backwards(script)
+    calls = backwards(script)
     for call in calls:
-        loss = _loss_of(call)
-        name = loss.id if isinstance(loss, ast.Name) else "loss"
-        yield call, _backward(script, call, name, _source(script, loss))
-    if len({script.scope(call) for call in calls}) < len(calls):
+        if is_scaler(script, call):
+            step = f"{script.text(call.args[1])}.step()"
+            yield call, f"below: {step}, with run.clip_gradients above it where it clips"
+        scaled = loss_of(script, call)
+        name = scaled.id if isinstance(scaled, ast.Name) else "loss"
+        yield call, _backward(script, call, name, _source(script, scaled))
+    pairs = [(one, other) for one in calls for other in calls if one.lineno < other.lineno]
+    if any(script.same_function(*pair) and not script.exclusive(*pair) for pair in pairs):
         yield (
             calls[0],
             "several backward passes: add the losses of one step in one function; a GAN has a run.backward with "
@@ -372,10 +440,13 @@ def _backward(script: Script, call: ast.Call, name: str, loss: ast.expr | None) 
     rest = "leave out the model's call and the loss"
     is_here = loop is not None and script.same_function(loop, call)
     inputs = _inputs(script, loop, loss) if loop is not None and is_here else {}
+    is_dict = loop is not None and is_here and not inputs and _by_name(script, loop)
     rest += "" if loop is None or is_here else "; give batch to this function"
     given = "loss_fn), where loss_fn(output, target) returns the loss"
     if inputs and loop is not None and loss is not None:
         given = _by_inputs(script, loop, inputs, loss)
+    elif is_dict and not isinstance(loss, ast.Attribute):
+        given = _WITH_FORWARD
     elif isinstance(loss, ast.Attribute) and loss.attr == "loss":
         given = "lambda output, data: output.loss)"
     elif isinstance(loss, ast.Call) and len(loss.args) == 2 and not loss.keywords and script.name(loss):
@@ -401,6 +472,31 @@ def _inputs(script: Script, loop: ast.For, loss: ast.expr | None) -> dict[str, s
     return {script.text(each): f"data[{number}]" for number, each in enumerate(elements)}
 
 
+def _by_name(script: Script, loop: ast.For) -> bool:
+    """Returns True where a loop takes parts of its batch by name: ``batch["image"]``."""
+    parts = (each for node in loop.body for each in ast.walk(node) if isinstance(each, ast.Subscript))
+    found = {script.text(each.value) for each in parts if isinstance(constant(each.slice), str)}
+    return not names_in(loop.target).isdisjoint(found)
+
+
+def _numbers(script: Script) -> Iterator[_Found]:
+    """What the loop computes from the output of the model below a backward pass."""
+    for call in backwards(script):
+        loop, loss = _over(script, call), _source(script, loss_of(script, call))
+        if loop is None or not isinstance(loss, ast.Call) or not script.same_function(loop, call):
+            continue
+        nodes = [each for part in loop.body for each in ast.walk(part)]
+        made = [target for node in nodes if isinstance(node, ast.Assign) for target in node.targets]
+        names = names_in(loss) & set().union(*map(names_in, made)) - names_in(loop.target)
+        for node in nodes:
+            if isinstance(node, ast.Name) and node.id in names and script.follows(node, call):
+                yield (
+                    node,
+                    f"computed from {node.id}, which the loop does not have any more: loss, more = run.backward(..., "
+                    'also={"accuracy": accuracy}), the mean of accuracy(output, target) over the step',
+                )
+
+
 def _by_inputs(script: Script, loop: ast.For, inputs: dict[str, str], loss: ast.expr) -> str:
     """The loss and, if the model does not just take the first part of a pair, ``forward=``."""
     parts = set(inputs)
@@ -419,12 +515,12 @@ def _by_inputs(script: Script, loop: ast.For, inputs: dict[str, str], loss: ast.
     )  # x = x.view(-1, 784)
     is_clear = len(found) == 1 and not is_changed and not names_in(found[0]) & set_here
     if not is_clear or not any(may_be_model(script, each, parts) for each in ast.walk(found[0])):
-        return "loss_fn, forward=forward), where forward(data) returns the output and loss_fn(output, data) the loss"
+        return _WITH_FORWARD
     target = used[0].targets[0] if used else found[0]
     elements = target.elts if isinstance(target, ast.Tuple) else []
     outputs = {script.text(each): f"output[{number}]" for number, each in enumerate(elements)}
-    value = renamed(script.text(loss), outputs or {script.text(target): "output"})
-    forward = script.text(found[0])
+    value = renamed(_MOVED.sub("", script.text(loss)), outputs or {script.text(target): "output"})
+    forward = _MOVED.sub("", script.text(found[0]))
     first, *others = inputs
     if len(others) == 1 and forward.endswith(f"({first})") and renamed(value, {first: ""}) == value:
         value = renamed(value, {others[0]: "target"})
@@ -432,28 +528,6 @@ def _by_inputs(script: Script, loop: ast.For, inputs: dict[str, str], loss: ast.
         return f"{function if function != value else f'lambda output, target: {value}'})"
     way = "" if forward.endswith(f"(**{first})") else f", forward=lambda data: {renamed(forward, inputs)}"
     return f"lambda output, data: {renamed(value, inputs)}{way})"
-
-
-def _numbers(script: Script) -> Iterator[_Found]:
-    """Totals that the loop counts in the outputs of the model: ``correct += (output.argmax(1) == y).sum()``."""
-    for call in _backwards(script):
-        loop, loss = _over(script, call), _loss_of(call)
-        source = _source(script, loss)
-        if loop is None or source is None or not script.same_function(loop, call):
-            continue
-        inside = [each for part in loop.body for each in ast.walk(part)]
-        made = [each for each in inside if isinstance(each, ast.Assign) and each.value is not source]
-        outputs = {name for each in made for target in each.targets for name in names_in(target)}
-        outputs &= names_in(source) - _inputs(script, loop, source).keys()
-        for node in inside:
-            if isinstance(node, ast.AugAssign) and not names_in(node.value) & names_in(loss):
-                read = {each.id for each in script.sources(node.value) if isinstance(each, ast.Name)}
-                if read & outputs:
-                    yield (
-                        node,
-                        'a mean beside the loss: loss, more = run.backward(..., also={"accuracy": accuracy}), where '
-                        "accuracy(output, target) returns a value for each sample",
-                    )
 
 
 def _steps(script: Script) -> Iterator[_Found]:
@@ -468,7 +542,10 @@ def _steps(script: Script) -> Iterator[_Found]:
             yield call, f"run.clip_gradients({script.text(norm) if norm is not None else 'max_norm'})"
     for call in script.method_calls("step"):
         parts = [part for test in script.tests_around(call) for part in ast.walk(test)]
-        if any(isinstance(part, ast.Mod) for part in parts) and loops_around(script, call):
+        counts = (
+            any(isinstance(part, ast.Mod) for part in parts) and "sched" not in script.owner(call).lower()
+        )
+        if counts and loops_around(script, call):
             yield (
                 call,
                 "if this accumulates gradients: in each step, without the condition, and with lockstep.init("
@@ -478,21 +555,11 @@ def _steps(script: Script) -> Iterator[_Found]:
 
 def _sizes(script: Script) -> Iterator[_Found]:
     """Sizes of what a loop over batches has read: ``len(x)``, ``x.size(0)``, ``x.shape[0]``."""
-    for loop in dict.fromkeys(filter(None, (_over(script, call) for call in _backwards(script)))):
-        names = names_in(loop.target)
+    for loop in dict.fromkeys(filter(None, (_over(script, call) for call in backwards(script)))):
         for node in (each for part in loop.body for each in ast.walk(part)):
-            match node:
-                case (
-                    ast.Call(func=ast.Name(id="len"), args=[ast.Name(id=name)])
-                    | ast.Call(
-                        func=ast.Attribute(value=ast.Name(id=name), attr="size"), args=[ast.Constant(value=0)]
-                    )
-                    | ast.Subscript(
-                        value=ast.Attribute(value=ast.Name(id=name), attr="shape"),
-                        slice=ast.Constant(value=0),
-                    )
-                ) if name in names:
-                    yield node, "len(batch), where it counts samples: those of the step over all processes"
+            size = _SIZE.fullmatch(script.text(node)) if isinstance(node, ast.Call | ast.Subscript) else None
+            if size and names_in(loop.target) & set(size.groups()):
+                yield node, "len(batch), where it counts samples: those of the step over all processes"
 
 
 def _over(script: Script, call: ast.Call) -> ast.For | None:
@@ -514,7 +581,7 @@ def _evaluations(script: Script) -> Iterator[_Found]:
         if isinstance(node, ast.With):  # for x, y in data: with torch.no_grad(): ...
             around = script.around(node, ast.For, within_function=True)
             loops += [
-                each for each in around if not any(script.holds(each, call) for call in _backwards(script))
+                each for each in around if not any(script.holds(each, call) for call in backwards(script))
             ]
         for loop in loops:
             (data, *_) = read_by(loop.iter) or [loop.iter]
@@ -538,13 +605,13 @@ def _outputs(script: Script) -> Iterator[_Found]:
         if begin is not None and script.same_function(call, begin) and call.lineno < begin.lineno:
             advice = "" if is_print else f"below lockstep.init: {advice}"
         if is_print and (owner := script.class_of(call)) is not None:  # not in a data set or a model
-            advice = advice if any(script.holds(owner, each) for each in _backwards(script)) else ""
+            advice = advice if any(script.holds(owner, each) for each in backwards(script)) else ""
         if advice:
             yield call, advice
 
 
 def _loads(script: Script) -> Iterator[_Found]:
-    loops = [loop for call in _backwards(script) for loop in loops_around(script, call)]
+    loops = [loop for call in backwards(script) for loop in loops_around(script, call)]
     for call in script.calls_of("torch.load"):
         yield call, _BEST if any(script.follows(call, loop) for loop in loops) else _RESUME
 
@@ -583,7 +650,7 @@ def _torch_calls(section: str) -> Callable[[Script], Iterator[_Found]]:
 _SECTIONS: dict[str, list[Callable[[Script], Iterator[_Found]]]] = {
     "Setup": [_preparation, _devices, _torch_calls("Setup")],
     "Data": [_loaders, _torch_calls("Data")],
-    "The loop": [_loops, _passes, _sizes, _numbers, _steps],
+    "The loop": [_loops, _passes, _numbers, _sizes, _steps],
     "Evaluation": [_evaluations],
     "Output and files": [_outputs, _loads],
     "Processes": [_wrappers, _ranks, _torch_calls("Processes")],

@@ -26,6 +26,7 @@ FUNCTIONS: tuple[type[Function], ...] = (ast.FunctionDef, ast.AsyncFunctionDef)
 LOOPS: tuple[type[Loop], ...] = (ast.For, ast.While)
 N = TypeVar("N", bound=ast.AST)
 MOST_BYTES = 5_000_000
+_COUNTING = ("range", "trange", "count")
 _LOADER = re.compile(r"load|dl$|batches", re.IGNORECASE)
 """Names of what a loop over batches reads, through any function."""
 _MOST_VALUES = 16
@@ -363,7 +364,7 @@ def renamed(text: str, names: dict[str, str]) -> str:
 
 def read_by(node: ast.expr) -> list[ast.expr]:
     """The data that a loop reads, out of ``enumerate``, ``tqdm``, ``zip`` and what else is given a loader first."""
-    while isinstance(node, ast.Call) and node.args:
+    while isinstance(node, ast.Call) and node.args and last_name(node.func) not in _COUNTING:
         if last_name(node.func) not in ("enumerate", "tqdm", "iter") and not _LOADER.search(
             last_name(node.args[0])
         ):
@@ -380,7 +381,7 @@ def range_of(script: Script, loop: Loop) -> ast.Call | None:
     if read and isinstance(read[0], ast.Name):  # bar = tqdm(range(10))
         read = [each for value in script.values(read[0])[:1] if value is not None for each in read_by(value)]
     match read:
-        case [ast.Call(func=function) as call, *_] if last_name(function) in ("range", "trange", "count"):
+        case [ast.Call(func=function) as call, *_] if last_name(function) in _COUNTING:
             return call
     return None
 

@@ -1,11 +1,11 @@
-"""The calls by which a script trains: optimizers, and on several ranks model wrappers, process group, libraries."""
+"""The calls by which a script trains: optimizers, backward passes, model wrappers, process group, libraries."""
 
 from __future__ import annotations
 
 import ast
 from dataclasses import dataclass
 
-from lockstep.lint.script import Script, argument, last_name, method, names_in
+from lockstep.lint.script import Script, argument, last_name, method, names_in, receiver
 
 DDP, DP, FSDP = "DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"
 _AVERAGES = (
@@ -120,6 +120,29 @@ def optimizers_of(script: Script) -> list[ast.Call]:
         if target and (of_torch or of_others or is_made or is_schedule or name.endswith(_AVERAGES)):
             made.append(call)
     return made
+
+
+def backwards(script: Script) -> list[ast.Call]:
+    """The calls of ``loss.backward()``, ``scaler.scale(loss).backward()`` and ``engine.backward(loss)``."""
+    found = script.method_calls("backward")
+    found = [call for call in found if len(call.args) <= 1 and script.owner(call) not in ("self", "super()")]
+    return found + [call for call in script.calls if is_scaler(script, call)]
+
+
+def is_scaler(script: Script, call: ast.Call) -> bool:
+    """Returns True for ``loss_scaler(loss, optimizer, ...)``, as of timm: backward pass, clipping and step in one."""
+    is_scaler = len(call.args) > 1 and "scaler" in last_name(call.func).lower()
+    return is_scaler and "optim" in script.text(call.args[1]).lower()
+
+
+def loss_of(script: Script, call: ast.Call) -> ast.expr:
+    """The loss of a backward pass, out of the scaler or engine that is given it."""
+    loss = receiver(call)
+    if (call.args and isinstance(loss, ast.Name) and "loss" not in loss.id.lower()) or is_scaler(
+        script, call
+    ):
+        return call.args[0]
+    return loss.args[0] if isinstance(loss, ast.Call) and method(loss) == "scale" and loss.args else loss
 
 
 def target_of(script: Script, call: ast.Call) -> str:

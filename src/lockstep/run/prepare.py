@@ -81,9 +81,16 @@ class Parts:
                     f"run.prepare was given the class {each.__name__}. Create an instance: {each.__name__}(...)."
                 )
             if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
+                name = type(each).__name__
+                wraps = any(isinstance(part, Optimizer) for part in getattr(each, "__dict__", {}).values())
                 raise ConfigError(
-                    f"run.prepare takes a model, optimizers, schedulers, and modules to keep beside the model; a "
-                    f"{type(each).__name__} is none of them. Give data sets to run.batches and run.evaluate."
+                    "run.prepare takes a model, optimizers, schedulers, and modules to keep beside the model; a "
+                    f"{name} is none of them. "
+                    + (
+                        f"Give run.prepare the optimizer that it steps, and make the {name} of the one that it returns."
+                        if wraps
+                        else "Give data sets to run.batches and run.evaluate."
+                    )
                 )
             if not isinstance(state := each.state_dict(), Mapping):
                 raise ConfigError(
