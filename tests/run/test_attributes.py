@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from lockstep.checkpoint.manifest import canonical, decode, encode
 from lockstep.core.fingerprint import digest_tensor
 from lockstep.errors import CheckpointMismatch, ConfigError
-from lockstep.numerics.hidden_state import slots_of
+from lockstep.core.values import slots_of
 from lockstep.numerics.initial_values import InitialValues
 from lockstep.run.attributes import Attributes
 from lockstep.run.prepare import Parts
@@ -240,7 +240,7 @@ ODD = {
         lambda model: setattr(model, "act", F.gelu),
         "'act' of 5 (torch.nn.functional.relu, was torch._C._nn",
     ),
-    "a long list": (change_rows, "'rows' of 5 (10 entries, was 100011 entries)"),
+    "a long list": (change_rows, "'rows' of 5 (10 entries, was 100011 entries of digest "),
     "a class": (
         lambda model: setattr(Odd, "scale", 2.0),
         "the class attribute 'scale' of Odd (1.0, was 2.0)",

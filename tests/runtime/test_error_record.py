@@ -177,7 +177,7 @@ def test_packages_in_folders_of_the_system_or_another_environment_are_not_the_us
         (tmp_path / folder).mkdir()
         (tmp_path / folder / f"of_{folder[:4]}.py").touch()
     code = (
-        "import of_site, of_dist, of_mine\nfrom lockstep.runtime.error_record import is_users_module\n"
+        "import of_site, of_dist, of_mine\nfrom lockstep.core.users_code import is_users_module\n"
         "print([is_users_module(name) for name in ('of_site', 'of_dist', 'of_mine')])"
     )
     folders = [str(tmp_path / each) for each in ("site-packages", "dist-packages", "mine")]

@@ -38,21 +38,20 @@ from lockstep.checkpoint.state import (
     wrapped_optimizers,
 )
 from lockstep.core.fingerprint import checksum, sum_of_bits
-from lockstep.data.keyed import encoded_state, set_encoded_state
-from lockstep.distributed.collectives import gather_json
-from lockstep.errors import ConfigError
-from lockstep.numerics.hidden_state import (
-    ALIAS,
-    Snapshot,
+from lockstep.core.values import (
     as_stored,
     attributes_of,
     entries_of,
     is_users_object,
+    octets_of,
     refill,
+    set_octets,
     slots_of,
-    without_key,
 )
-from lockstep.numerics.value_text import octets_of, set_octets
+from lockstep.data.keyed import encoded_state, set_encoded_state
+from lockstep.distributed.collectives import gather_json
+from lockstep.errors import ConfigError
+from lockstep.numerics.hidden_state import ALIAS, Snapshot, without_key
 from lockstep.run.prepare import Parts
 from lockstep.strategies import Strategy
 from lockstep.strategies.absent import AbsentTensor
@@ -203,7 +202,7 @@ class Values:
     def _array(self, array: Any, path: str) -> JSON:
         if isinstance(array, np.memmap):
             return _LEFT_OUT
-        has_more = array.dtype.hasobject or array.dtype.fields or isinstance(array, np.ma.MaskedArray)
+        has_more = array.dtype.hasobject or array.dtype.fields or attributes_of(array)  # as a mask
         if has_more or array.nbytes > self._room:
             return self._unheld()
         numbers = torch.tensor(np.frombuffer(array.tobytes(), dtype=np.uint8))
@@ -212,6 +211,8 @@ class Values:
     def _container(self, value: Any, path: str, depth: int) -> JSON:
         kind, value = type(value).__qualname__, as_stored(value)
         self._entries += len(value)
+        if attributes_of(value):  # of a subclass: entries are held, and these are not
+            self.unheld.add(self._place)
         if self._entries > _MOST_ENTRIES or depth > _MOST_DEPTH:
             return self._unheld()
         pairs = list(entries_of(value) if isinstance(value, dict) else enumerate(value))
@@ -502,7 +503,12 @@ def _registered(module: nn.Module) -> list[Tensor]:
 
 def _memory_of(tensor: Tensor) -> int | None:
     """Equal for tensors that share memory; None for those whose numbers do not lie in memory here."""
-    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided or tensor.is_meta:
+    if (
+        type(tensor) not in (Tensor, nn.Parameter)
+        or tensor.layout is not torch.strided
+        or tensor.is_meta
+        or tensor.is_nested
+    ):
         return None
     return tensor.untyped_storage().data_ptr() or id(tensor)
 

@@ -36,31 +36,50 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from lockstep.core.fingerprint import digest_tensor
-from lockstep.data.keyed import encoded_state
-from lockstep.numerics.hidden_state import (
+from lockstep.core.users_code import (
+    homes_of,
+    is_users_code,
+    is_users_function,
+    is_users_module,
+    methods_of,
+)
+from lockstep.core.values import (
+    BUFFERS,
     NAMESPACES,
-    Place,
+    How,
+    Part,
     as_stored,
     attributes_of,
+    class_name,
+    copied,
+    entries_in,
+    entries_of,
+    inside,
+    inside_object,
     is_closed,
-    is_users_code,
+    is_plain,
     is_users_object,
-    slots_of,
+    of_class,
+    parted,
+    parts_of_tensor,
+    short_digest,
+    size_of,
+    text_of_plain,
+    text_of_size,
+    text_of_table,
 )
-from lockstep.numerics.value_text import class_name, is_plain, parts_of_tensor, short_digest, text_of_plain
+from lockstep.data.keyed import encoded_state
+from lockstep.numerics.hidden_state import Place
 from lockstep.run.code_analysis import (
     CONSTRUCTORS,
     changed_by_reading,
     changed_names,
-    homes_of,
     live_in,
-    methods_of,
     names_loaded,
     owners_of,
     users_frames,
 )
 from lockstep.run.optimizer_step import PreparedOptimizer
-from lockstep.runtime.error_record import is_users_module
 from lockstep.strategies.absent import AbsentTensor
 
 logger = logging.getLogger(__name__)
@@ -317,8 +336,8 @@ class Variables:
                 self._note(name, self._text_of(value), value, has_values=True)
         elif issubclass(kind, np.ndarray):
             self._array(value, name)
-            if issubclass(kind, np.ma.MaskedArray):
-                self._look(value.mask, f"{name}.mask", name, "mask", depth, only_tensors)
+            for part in inside_object(value):  # a mask, or attributes of a class of the user's
+                self._look_at_part(part, name, depth, only_tensors)
         elif (state := encoded_state(value)) is not None:
             self._generator(value, state, name, depth, only_tensors)
         elif issubclass(kind, nn.Module):
@@ -334,14 +353,11 @@ class Variables:
         """Looks at what holds other values."""
         kind = type(value)
         if issubclass(kind, FunctionType | _LRU_CACHED):
-            for key, held in copied(vars(value).items()):
-                self._look(held, f"{name}.{key}", vars(value), key, depth + 1, only_tensors)
-            if kind is FunctionType and is_users_code(value.__code__, value.__module__ or ""):
-                self._function(value, name, depth, only_tensors)
+            self._function(value, name, depth, only_tensors)
         elif issubclass(kind, type):
             self._class(value, depth, only_tensors)
         elif issubclass(kind, list | tuple | deque | dict):
-            self._container(as_stored(value), name, depth, only_tensors)
+            self._container(value, name, depth, only_tensors)
             self._attributes(value, name, depth, only_tensors)
         elif issubclass(kind, DataLoader):
             for key in ("dataset", "sampler", "generator", "collate_fn"):
@@ -351,8 +367,10 @@ class Variables:
                 every = sorted(map(_text_of_entry, [*value] if len(value) <= _MOST_SORTED else ()))
                 content = f" of digest {short_digest(repr(every).encode())}"
                 self._note(name, f"{len(value)} entries{content}", value, has_values=self._is_in_data)
-        elif kind.__module__.partition(".")[0] == "pandas" and hasattr(kind, "iloc"):
-            self._table(value, name)
+        elif text := text_of_table(value):
+            self._note(name, text, value, has_values=True)
+        elif issubclass(kind, BUFFERS):
+            self._whole(value, name, [np.frombuffer(value, np.uint8)], depth, kind.__name__, only_tensors)
         elif issubclass(kind, Dataset) or kind.__module__.startswith(_OF_TORCH) or not is_closed(value):
             self._attributes(value, name, depth, only_tensors)
         elif (parts := parts_of(value)) is not None or issubclass(kind, GeneratorType):
@@ -367,29 +385,32 @@ class Variables:
         seeds = getattr(getattr(value, "bit_generator", value), "seed_seq", None)
         self._look(seeds, f"{name}.seed_seq", name, "seed_seq", depth, only_tensors)
 
+    def _look_at_part(
+        self, part: Part, name: str, depth: int, only_tensors: bool, home: str | None = None
+    ) -> None:
+        holder = part.holder if part.how in (How.ENTRY, How.ATTRIBUTE) else home or name
+        self._look(part.value, part.path(name), holder, part.key, depth + 1, only_tensors)
+
     def _container(self, value: Any, name: str, depth: int, only_tensors: bool) -> None:
         """Looks at the entries of a list, tuple, deque or dict; one text stands for those of a long one."""
-        is_dict, is_long = issubclass(type(value), dict), len(value) > _MOST_ENTRIES
-        content, is_told = _content_of(value, 0 if self._is_in_data else _MOST_ENTRIES)
-        entries = dict.items(value) if is_dict else enumerate(value)
+        is_dict, is_long = issubclass(type(value), dict), size_of(value) > _MOST_ENTRIES
+        text, is_told = text_of_size(value, 0 if self._is_in_data else _MOST_ENTRIES)
         is_foreign = only_tensors or self._is_in_data  # what a data set has read may fill a cache
-        has_tensors = is_long and _begins_with_tensors(entries)
+        has_tensors = is_long and _begins_with_tensors(value)
         if is_long and (has_tensors or not is_foreign):
-            every = entries if is_dict else value
-            some = copied(itertools.islice(every, 0, None, 1 + len(value) // _samples_of(every)))
-            self._whole(value, name, some, depth, f"{len(value)} entries{content}")
-            self.with_values |= {name} if content or has_tensors else set()
+            every = entries_of(value) if is_dict else as_stored(value)
+            some = copied(itertools.islice(every, 0, None, 1 + size_of(value) // _samples_of(value)))
+            self._whole(value, name, some, depth, text)
+            self.with_values.add(name)
         elif is_told or not only_tensors:
             order = [*filter(is_plain, value)] if is_dict and not is_foreign else []
-            content = content or (f" of digest {short_digest(repr(order).encode())}" if order else "")
-            self._note(name, f"{len(value)} entries{content}", value, has_values=self._is_in_data)
+            text += f" of digest {short_digest(repr(order).encode())}" if order else ""
+            self._note(name, text, value, has_values=self._is_in_data)
         if self._is_in_data and not is_told:
             self.perhaps_read.add(name)
-        for key, held in copied(entries) if not is_long else ():
-            if is_told and self._is_in_data and (held is None or is_plain(held)):
-                continue
-            entry = f"{name}[{key!r}]" if is_plain(key) else f"{name}[...]"
-            self._look(held, entry, value, key, depth + 1, only_tensors)
+        for key, held in entries_in(value) if not is_long else ():
+            if not (is_told and self._is_in_data and (held is None or is_plain(held))):
+                self._look_at_part(Part(How.ENTRY, value, key, held), name, depth, only_tensors)
 
     def _whole(
         self, value: Any, name: str, parts: list[Any], depth: int, what: str, only_tensors: bool = False
@@ -406,34 +427,33 @@ class Variables:
         if not only_tensors or hasattr(type(value), "__next__"):
             self._note(name, f"{what} of digest {short_digest(repr(texts).encode())}", value)
 
-    def _function(self, function: FunctionType, name: str, depth: int, only_tensors: bool) -> None:
-        """Looks at the variables around a function whose own function has returned, and at its defaults."""
-        code = function.__code__
-        self._codes.append((code, function.__globals__))
-        homes = homes_of(code)
-        for key, cell in zip(code.co_freevars, function.__closure__ or ()):
-            if homes and not any(f"{each}: {key}" in self.local for each in homes):
-                with suppress(ValueError):  # it has no value yet
-                    self._look(cell.cell_contents, f"{name}.{key}", homes[-1], key, depth + 1, only_tensors)
-        defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-        for number, held in enumerate(defaults):
-            self._look(held, f"{name}(default {number})", name, number, depth + 1, only_tensors)
+    def _function(self, function: Any, name: str, depth: int, only_tensors: bool) -> None:
+        """Looks at the variables around a function whose own function has returned, its defaults and attributes."""
+        is_own, homes = type(function) is FunctionType and is_users_function(function), list[str]()
+        if is_own:
+            self._codes.append((function.__code__, function.__globals__))
+            homes = homes_of(function.__code__)
+        for part in inside(function):
+            is_known = part.how is How.VARIABLE and (
+                not homes or any(f"{each}: {part.key}" in self.local for each in homes)
+            )
+            if part.how is How.ATTRIBUTE or (is_own and not is_known):
+                home = homes[-1] if part.how is How.VARIABLE else None
+                self._look_at_part(part, name, depth, only_tensors, home)
 
     def _class(self, kind: type, depth: int, only_tensors: bool) -> None:
         """Looks at the attributes of a class of the user's."""
         was_live, self._is_live = self._is_live, True  # whatever object it was found by
-        for cls in kind.__mro__ if not issubclass(kind, Enum) else ():
-            if is_users_module(cls.__module__) and (cls is kind or id(cls) not in self._seen):
-                self._seen.setdefault(id(cls), (0, 0))
-                own = class_name(cls, self._named)
-                for key, held in copied(vars(cls).items()):
-                    held = getattr(held, "__func__", held)
-                    if not (key.startswith("__") or isinstance(held, property)):
-                        self._look(held, f"{own}.{key}", own, key, depth + 1, only_tensors)
+        known = {id(each) for each in kind.__mro__ if each is not kind and id(each) in self._seen}
+        for _, owner, key, held in of_class(kind) if not issubclass(kind, Enum) else ():
+            if not (id(owner) in known or key.startswith("__")):
+                self._seen.setdefault(id(owner), (0, 0))
+                own = class_name(owner, self._named)
+                self._look(held, f"{own}.{key}", own, key, depth + 1, only_tensors)
         self._is_live = was_live
 
     def _attributes(self, value: Any, name: str, depth: int, only_tensors: bool) -> None:
-        kind, held = type(value), attributes_of(value)
+        kind = type(value)
         is_data = issubclass(kind, Dataset) or (hasattr(kind, "__getitem__") and hasattr(kind, "__len__"))
         was = self._is_in_data, self._is_in_dataset
         self._is_in_data = self._is_in_data or is_data
@@ -447,22 +467,12 @@ class Variables:
         foreign = only_tensors or not is_told
         own: Collection[str] = changed_by_reading(kind) if is_data else ()  # type: ignore[arg-type]
         self._changed_by_reading.update(own)
-        for key, each in copied(held.items()):
-            if key not in own:
-                self._look(each, f"{name}.{key}", held, key, depth + 1, foreign)
-        for key, each in slots_of(value).items() if is_open else ():
-            if key not in own:
-                self._look(each, f"{name}.{key}", name, key, depth + 1, foreign)
+        for part in inside_object(value, own):
+            if part.how is not How.SLOT or is_open:
+                self._look_at_part(part, name, depth, foreign)
         if is_open:
             self._look(kind, class_name(kind, self._named), name, kind, depth + 1, foreign)
         self._is_in_data, self._is_in_dataset = was
-
-    def _table(self, table: Any, name: str) -> None:
-        """Notes a table or a column of pandas."""
-        with suppress(Exception):  # entries that have no hash
-            some = table.iloc[:: max(1, len(table) // _SAMPLE)]
-            content = sys.modules["pandas"].util.hash_pandas_object(some).to_numpy().tobytes()
-            self._note(name, f"{table.shape} of digest {short_digest(content)}", table, has_values=True)
 
     def _text_of(self, tensor: Tensor) -> str:
         version = "" if tensor.is_inference() else f"version {tensor._version}"
@@ -488,7 +498,7 @@ class Variables:
     def _array(self, array: Any, name: str) -> None:
         if array.dtype.hasobject and array.dtype.names is None:
             some = array.ravel()[:: max(1, array.size // _MOST_SAMPLES)].tolist()
-            what = f"{list(array.shape)}{_content_of(array.ravel(), _MOST_ENTRIES)[0]}"
+            what = f"{list(array.shape)}, {text_of_size(array, _MOST_ENTRIES)[0]}"
             self._whole(array, name, some, 0, what)
         elif not (array.dtype.hasobject or _is_on_disk(array)):
             step = 1 if array.nbytes <= self._most_bytes else self._step(array.size)
@@ -549,45 +559,23 @@ def _is_on_disk(array: Any) -> bool:
     return isinstance(array, np.memmap) or (isinstance(array, np.ndarray) and _is_on_disk(array.base))
 
 
-def _content_of(entries: Any, least: int) -> tuple[str, bool]:
-    """A digest of more than ``least`` entries, or some of them, and whether any is plain or such as (path, label)."""
-    if len(entries) <= least:
-        return "", False
-    every = copied(dict.items(entries)) if isinstance(entries, dict) else entries
-    some = list(itertools.islice(every, 0, None, max(1, len(entries) // _SAMPLE)))
-    parts = [part for each in some for part in _parted(each)]
-    plain = [part if part is None or is_plain(part) else "..." for part in parts]
-    is_told = any(part is not None and is_plain(part) for part in parts)
-    return f" of digest {short_digest(repr(plain).encode())}", is_told
-
-
 def _samples_of(entries: Any) -> int:
     """How many of a long list's entries are looked at: fewer where each has many parts, as in a replay buffer."""
-    if len(entries) <= _MOST_SAMPLES:
+    if size_of(entries) <= _MOST_SAMPLES:
         return _MOST_SAMPLES
-    parts = max(1, *(len(_parted(each)) for each in copied(itertools.islice(entries, 1))))
+    parts = (
+        2 if isinstance(entries, dict) else max(1, *(len(parted(each)) for _, each in entries_in(entries, 1)))
+    )
     return max(_MOST_SAMPLES // 8, _MOST_SAMPLES // parts)
 
 
-def _begins_with_tensors(entries: Iterable[tuple[Any, Any]]) -> bool:
-    first = copied(itertools.islice(entries, 1))
-    return any(isinstance(part, Tensor | np.ndarray) for _, one in first for part in _parted(one))
-
-
-def _parted(entry: Any) -> Any:
-    return entry if type(entry) in (list, tuple) else (entry,)
+def _begins_with_tensors(entries: Any) -> bool:
+    first = entries_in(entries, 1)
+    return any(isinstance(part, Tensor | np.ndarray) for _, one in first for part in parted(one))
 
 
 def _text_of_entry(entry: Any) -> str:
-    return ", ".join(text_of_plain(each) if is_plain(each) else "..." for each in _parted(entry))
-
-
-def copied(entries: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-    """The entries; none of a container that another thread is changing."""
-    try:
-        return list(entries)
-    except RuntimeError:
-        return []
+    return ", ".join(text_of_plain(each) if is_plain(each) else "..." for each in parted(entry))
 
 
 def parts_of(value: Any) -> Any:

@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from lockstep.core.values import is_plain, text_of_plain
 from lockstep.data.keyed import encoded_state, set_encoded_state
 from lockstep.errors import ConfigError
 from lockstep.numerics.hidden_state import Snapshot
-from lockstep.numerics.value_text import is_plain, text_of_plain
 from lockstep.run.code_analysis import (
     Carried,
     carried_since,

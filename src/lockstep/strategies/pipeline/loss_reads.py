@@ -20,8 +20,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lockstep.core.users_code import names_in
 from lockstep.errors import ConfigError
-from lockstep.numerics.hidden_state import Snapshot, names_in
+from lockstep.numerics.hidden_state import Snapshot
 from lockstep.numerics.hooks import forward_hooks, is_users
 from lockstep.strategies.pipeline.chain import without_parts
 
