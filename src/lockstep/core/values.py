@@ -84,93 +84,107 @@ NAMESPACES = (
 """Classes of Python, NumPy and torch whose objects hold what the user puts there."""
 
 
-class How(Enum):
-    """How a value is held by another."""
-
-    ENTRY = "an entry, or an argument of a partial"
-    ATTRIBUTE = "an attribute"
-    SLOT = "an attribute in a slot of the class"
-    OF_CLASS = "an attribute of a class"
-    VARIABLE = "a variable around a function"
-    GLOBAL = "a global variable"
-    DEFAULT = "a default of a function"
-    INNER = "a part without a name, such as the object of a method"
+# How a value is held by another: the words for it there, of its key and what holds it.
+ENTRY = "{1}[{0!r}]"
+ATTRIBUTE = "the attribute {0!r} of {1}"
+OF_CLASS = "the class attribute {0!r} of {1}"
+VARIABLE = "the variable {0!r} of {1}"
+GLOBAL = "the global variable {0!r}"
+DEFAULT = "a default of {1}[{0!r}]"
+INNER = "{1}"
+"""Of a part that has no name of its own, such as the object of a method."""
+Place = tuple[int | str, Any]
+"""Where a value is: by the id of the dict or list that holds it, and the key; a variable of a function by the qualified
+name of the function, and its own."""
 
 
 class Part(NamedTuple):
     """A value inside another one."""
 
-    how: How
+    how: str
     holder: Any
-    """The container, the dict of attributes or globals, the object with slots, the class, the cell; or None."""
+    """The container, the dict of attributes or globals, the object with slots, the class, the cell of a variable or the
+    qualified name of its function; or None."""
     key: Any
     value: Any
 
     @property
+    def place(self) -> Place:
+        """See ``Place``."""
+        return (self.holder if isinstance(self.holder, str) else id(self.holder)), self.key
+
+    @property
     def is_fixed(self) -> bool:
         """True for a part in whose place no other can be put, as an entry of a tuple."""
-        return not (self.how in _BY_NAME or isinstance(self.holder, dict | list))
+        return self.how in (ENTRY, DEFAULT, INNER) and not isinstance(self.holder, dict | list)
+
+    def words(self, name: str) -> str:
+        """The part of what has this name, for a message."""
+        if self.how == ENTRY and not is_plain(self.key):
+            return f"{name}[...]"
+        return self.how.format(self.key, name)
 
     def path(self, name: str) -> str:
-        """A short name for the part of a value that has this one."""
-        if self.how is How.ENTRY:
-            return f"{name}[{self.key!r}]" if is_plain(self.key) else f"{name}[...]"
-        if self.how is How.DEFAULT:
+        """A short form of ``words``."""
+        if self.how == ENTRY:
+            return self.words(name)
+        if self.how == DEFAULT:
             return f"{name}(default {self.key})"
-        if self.how is How.OF_CLASS:
+        if self.how == OF_CLASS:
             return f"{self.holder.__name__}.{self.key}"
-        return str(self.key) if self.how is How.GLOBAL else f"{name}.{self.key}" if self.key else name
+        return str(self.key) if self.how == GLOBAL else name if self.how == INNER else f"{name}.{self.key}"
 
     def put(self, value: Any) -> None:
         """Puts a value there."""
-        if self.how is How.SLOT:
-            object.__setattr__(self.holder, self.key, value)  # of a frozen class, too
-        elif self.how is How.VARIABLE:
+        if isinstance(self.holder, dict):
+            dict.__setitem__(self.holder, self.key, value)  # no method of a class of the user's
+        elif isinstance(self.holder, list):
+            list.__setitem__(self.holder, self.key, value)
+        elif self.how == VARIABLE:
             self.holder.cell_contents = value
-        elif self.how is How.OF_CLASS:
-            if vars(self.holder).get(self.key, self) is not value:
-                setattr(self.holder, self.key, value)
-        else:
-            (dict if isinstance(self.holder, dict) else list).__setitem__(self.holder, self.key, value)
+        elif self.how == ATTRIBUTE:
+            object.__setattr__(self.holder, self.key, value)  # a slot, of a frozen class, too
+        elif vars(self.holder).get(self.key, self) is not value:
+            setattr(self.holder, self.key, value)
 
 
-_BY_NAME = (How.SLOT, How.VARIABLE, How.OF_CLASS)
 CONTAINERS = (list, tuple, deque, dict, set, frozenset, MappingProxyType)
 
 
-def inside(value: Any, leave_out: Iterable[str] = (), most: int | None = None) -> Iterator[Part]:
+def inside(value: Any, leave_out: Iterable[str] = (), most: int | None = None) -> list[Part]:
     """The parts of a value as they are stored.
 
     ``leave_out``: attributes. ``most``: how many entries of a container or array, the first.
     """
-    kind = type(value)
+    kind, found = type(value), list[Part]()
     if issubclass(kind, CONTAINERS) or (issubclass(kind, np.ndarray) and value.dtype == object):
-        yield from (Part(How.ENTRY, value, *each) for each in entries_in(value, most))
+        found = [Part(ENTRY, value, *each) for each in entries_in(value, most)]
     elif issubclass(kind, FunctionType):
         for key, cell in zip(value.__code__.co_freevars, value.__closure__ or ()):
             with suppress(ValueError):  # it has no value yet
-                yield Part(How.VARIABLE, cell, key, cell.cell_contents)
-        yield from (Part(How.DEFAULT, None, *each) for each in enumerate(value.__defaults__ or ()))
+                found.append(Part(VARIABLE, cell, key, cell.cell_contents))
+        found += [Part(DEFAULT, None, *each) for each in enumerate(value.__defaults__ or ())]
         by_name = value.__kwdefaults__ or {}
-        yield from (Part(How.DEFAULT, by_name, *each) for each in copied(by_name.items()))
+        found += [Part(DEFAULT, by_name, *each) for each in copied(by_name.items())]
     elif issubclass(kind, functools.partial):
-        yield Part(How.INNER, None, "func", value.func)
-        yield from (Part(How.ENTRY, value.args, *each) for each in enumerate(value.args))
-        yield from (Part(How.ENTRY, value.keywords, *each) for each in copied(value.keywords.items()))
+        found = [Part(INNER, None, "func", value.func)]
+        found += [Part(ENTRY, value.args, *each) for each in enumerate(value.args)]
+        found += [Part(ENTRY, value.keywords, *each) for each in copied(value.keywords.items())]
     elif issubclass(kind, MethodType | BuiltinFunctionType):
-        yield Part(How.INNER, None, "__self__", value.__self__)
-        if kind is MethodType:
-            yield Part(How.INNER, None, "__func__", value.__func__)
+        names = ("__self__", "__func__") if kind is MethodType else ("__self__",)
+        found = [Part(INNER, None, name, getattr(value, name)) for name in names]
     elif kind is ContextVar:
-        yield Part(How.INNER, None, "", value.get(None))
-    yield from inside_object(value, leave_out)
+        found = [Part(INNER, None, "", value.get(None))]
+    return found + inside_object(value, leave_out)
 
 
-def inside_object(value: Any, leave_out: Iterable[str] = ()) -> Iterator[Part]:
+def inside_object(value: Any, leave_out: Iterable[str] = ()) -> list[Part]:
     """The attributes of an object, without the entries of a container."""
     held = attributes_of(value)
-    yield from (Part(How.ATTRIBUTE, held, *each) for each in copied(held.items()) if each[0] not in leave_out)
-    yield from (Part(How.SLOT, value, *each) for each in slots_of(value).items() if each[0] not in leave_out)
+    found = [Part(ATTRIBUTE, held, key, each) for key, each in copied(held.items()) if key not in leave_out]
+    return found + [
+        Part(ATTRIBUTE, value, *each) for each in slots_of(value).items() if each[0] not in leave_out
+    ]
 
 
 def entries_in(container: Any, most: int | None = None) -> list[tuple[Any, Any]]:
@@ -230,18 +244,21 @@ def of_class(kind: type) -> Iterator[Part]:
     """The attributes of a class of the user's and of those of his that it inherits from; of methods the functions."""
     for cls in kind.__mro__:
         for key, held in copied(vars(cls).items()) if is_users_module(cls.__module__) else ():
-            yield Part(How.OF_CLASS, cls, key, function_of(held))
+            yield Part(OF_CLASS, cls, key, function_of(held))
 
 
-def globals_of(names: Set[str], space: dict[str, Any], seen: set[int] | None = None) -> Iterator[Part]:
-    """The globals that code names, and those that it names of the user's own modules among them."""
+def globals_of(
+    names: Set[str], space: dict[str, Any], attributes: Set[str] | None = None, seen: set[int] | None = None
+) -> Iterator[Part]:
+    """The globals that code names, and the attributes that it names of the user's own modules among them."""
+    attributes = names if attributes is None else attributes
     seen = set() if seen is None else seen
     for key in sorted(names & space.keys()):
         held = space[key]
-        yield Part(How.GLOBAL, space, key, held)
+        yield Part(GLOBAL, space, key, held)
         if type(held) is ModuleType and is_users_module(held.__name__) and id(held) not in seen:
             seen.add(id(held))
-            yield from globals_of(names, vars(held), seen)
+            yield from globals_of(attributes, vars(held), None, seen)
 
 
 def short_digest(content: bytes) -> str:
@@ -395,10 +412,9 @@ def is_users_object(value: Any) -> bool:
 
 def attributes_of(value: Any) -> dict[str, Any]:
     """The attributes of an object as they are stored, those in slots aside; none for one that has no dict."""
-    if issubclass(type(value), threading.local):
-        return vars(value)  # of this thread
+    is_local = issubclass(type(value), threading.local)
     try:
-        held = object.__getattribute__(value, "__dict__")
+        held = vars(value) if is_local else object.__getattribute__(value, "__dict__")
     except (AttributeError, TypeError):
         return {}
     return held if isinstance(held, dict) else {}
@@ -406,15 +422,18 @@ def attributes_of(value: Any) -> dict[str, Any]:
 
 def slots_of(value: Any) -> dict[str, Any]:
     """The attributes of an object that are in slots of its classes."""
-    found = {}
-    for cls in type(value).__mro__:
+    return {name: getattr(value, name) for name in _slots_in(type(value)) if hasattr(value, name)}
+
+
+@functools.lru_cache(1_024)
+def _slots_in(kind: type) -> tuple[str, ...]:
+    found = []
+    for cls in kind.__mro__:
         slots = vars(cls).get("__slots__", ())
         for key in (slots,) if isinstance(slots, str) else tuple(slots):
             is_private = key.startswith("__") and not key.endswith("__")
-            name = f"_{cls.__name__.lstrip('_')}{key}" if is_private else key
-            if key not in ("__dict__", "__weakref__") and hasattr(value, name):
-                found[name] = getattr(value, name)
-    return found
+            found.append(f"_{cls.__name__.lstrip('_')}{key}" if is_private else key)
+    return tuple(name for name in dict.fromkeys(found) if name not in ("__dict__", "__weakref__"))
 
 
 def entries_of(container: dict[Any, Any]) -> Iterable[tuple[Any, Any]]:

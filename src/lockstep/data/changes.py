@@ -31,8 +31,12 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler, Subset
 
 from lockstep.core.fingerprint import digest_tensor
 from lockstep.core.values import (
+    ATTRIBUTE,
     CONTAINERS,
-    How,
+    DEFAULT,
+    ENTRY,
+    INNER,
+    OF_CLASS,
     is_plain,
     is_users_object,
     octets_of,
@@ -189,14 +193,14 @@ def _parts(value: Any) -> Iterator[Any]:
         own = type(value).__module__.startswith("lockstep.")
         is_long = isinstance(value, CONTAINERS) and size_of(value) > _MOST_ENTRIES
         for how, _, name, each in reached_from(value, 0 if is_long else _MOST_ENTRIES):
-            if how in (How.ATTRIBUTE, How.SLOT):
+            if how == ATTRIBUTE:
                 is_place = isinstance(value, Sampler) and name == "epoch"  # the run has its own
                 is_read = not is_place and not (own and name.startswith("_"))
-            elif isinstance(each, FunctionType) and how is How.OF_CLASS:
+            elif isinstance(each, FunctionType) and how == OF_CLASS:
                 is_read = not isinstance(value, type)  # methods
             else:
-                is_hidden = how is How.OF_CLASS and name.startswith("__")
-                is_read = how in (How.ENTRY, How.DEFAULT, How.INNER) or (_is_read(each) and not is_hidden)
+                is_hidden = how == OF_CLASS and name.startswith("__")
+                is_read = how in (ENTRY, DEFAULT, INNER) or (_is_read(each) and not is_hidden)
             if is_read:
                 yield each
 

@@ -177,13 +177,6 @@ def _like_own(own: Any, state: Any) -> Any:
     return np.array(state, dtype=own.dtype) if isinstance(own, np.ndarray) else state
 
 
-_GENERATORS = (
-    torch.Generator,
-    np.random.Generator,
-    np.random.BitGenerator,
-    np.random.RandomState,
-    random.Random,
-)
 _MOST_PLACES, _MOST_ENTRIES = 5_000, 64
 """Of what a data set leads to; of a list or dict."""
 
@@ -197,7 +190,7 @@ def generators_of(roots: Mapping[str, Any]) -> dict[str, Any]:
         if value is None or is_plain(value) or isinstance(value, _ENDS) or id(value) in seen:
             continue
         seen[id(value)] = value  # which stays, so that its identity is its own
-        if isinstance(value, _GENERATORS):
+        if encoded_state(value) is not None:
             found[name] = value
         else:
             todo += [(part.path(name), part.value) for part in reached_from(value, _MOST_ENTRIES)]
@@ -353,8 +346,8 @@ def content_of(data: Any, depth: int = 8, within: tuple[int, ...] = ()) -> list[
         return [digest_tensor(part) for part in parts_of_tensor(data)]
     if isinstance(data, np.ndarray) and not data.dtype.hasobject:
         mask = [np.ma.getmaskarray(data)] if isinstance(data, np.ma.MaskedArray) else []
-        octets = [np.ascontiguousarray(each).view(np.uint8) for each in (np.asarray(data), *mask)]
-        return [digest_tensor(torch.from_numpy(each.copy())) for each in octets]
+        arrays = [np.ascontiguousarray(each).view(np.uint8) for each in (np.asarray(data), *mask)]
+        return [digest_tensor(torch.from_numpy(each.copy())) for each in arrays]
     if (octets := octets_of(data)) is not None:
         return [text_of_octets(octets)]
     if id(data) in within:

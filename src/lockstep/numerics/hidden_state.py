@@ -30,8 +30,10 @@ from lockstep.core.fingerprint import digest_tensor
 from lockstep.core.users_code import homes_of, is_users_function, is_users_module, names_in
 from lockstep.core.values import (
     CONTAINERS,
-    How,
+    ENTRY,
+    VARIABLE,
     Part,
+    Place,
     attributes_of,
     class_name,
     entries_of,
@@ -66,16 +68,6 @@ ALIAS = "what is "
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TRANSPARENT = (functools.partial, MethodType, BuiltinFunctionType, ContextVar, threading.local)
 """Objects of Python's that are looked into, though their classes are not."""
-_WORDS = {
-    How.ENTRY: "{1}[{0!r}]",
-    How.ATTRIBUTE: "the attribute {0!r} of {1}",
-    How.SLOT: "the attribute {0!r} of {1}",
-    How.OF_CLASS: "the class attribute {0!r} of {1}",
-    How.VARIABLE: "the variable {0!r} of {1}",
-    How.GLOBAL: "the global variable {0!r}",
-    How.DEFAULT: "a default of {1}[{0!r}]",
-    How.INNER: "{1}",
-}
 _MOST_PLACES = 50_000
 _MOST_ENTRIES = 1_000
 _MOST_DEPTH = 50
@@ -89,11 +81,6 @@ class Kind(Enum):
     GENERATOR = "generator"
     TENSOR = "tensor"
     OTHER = "other"
-
-
-Place = tuple[int | str, Any]
-"""Where a value is: by the id of the dict or list that holds it, and the key; a variable of a function by the qualified
-name of the function, and its own."""
 
 
 class Snapshot:
@@ -179,9 +166,9 @@ class Snapshot:
         self._value(value, name)
         if isinstance(value, type | FunctionType | BuiltinFunctionType):
             self._note(name, f"{value.__module__}.{value.__qualname__}")
-        if part.is_fixed:
+        elif not self._restorable or part.is_fixed:
             return
-        if self._restorable and isinstance(value, _NUMBERS):
+        elif isinstance(value, _NUMBERS):
             self._setters[name] = value, part.put
         elif isinstance(value, Tensor) and name in self._setters:
             self._setters[name] = self._setters[name][0], functools.partial(_set_tensor, value, part.put)
@@ -267,25 +254,21 @@ class Snapshot:
 
     def _inside(self, value: Any, name: str, leave_out: Collection[str] = ()) -> None:
         """Looks at the parts of a value; each attribute may be bound anew, those in ``leave_out`` aside."""
+        held = attributes_of(value)
         if self._restorable:
-            held = attributes_of(value)
             kept = {key: each for key, each in held.items() if key not in leave_out}
             self._remember(functools.partial(_rebind, held, kept, frozenset(leave_out)))
+        is_set = isinstance(value, set | frozenset)
         for part in inside(value, leave_out, _MOST_ENTRIES):
             how, holder, key, each = part
-            words = _WORDS[how].format(key, name)
-            if isinstance(value, set | frozenset) and (each is None or is_plain(each)):
+            if is_set and (each is None or is_plain(each)):
                 continue  # ``_container`` has its text
-            if how is How.ENTRY and not is_plain(key):
-                words = f"{name}[...]"
-            elif how is How.VARIABLE:
+            words = part.words(name)
+            self.places[id(holder), key] = words, each
+            if how == VARIABLE:
                 self.places |= {(home, key): (words, each) for home in homes_of(value.__code__)}
-            else:
-                self.places[id(holder), key] = words, each
-            is_whole = how is How.ATTRIBUTE or (
-                how is How.ENTRY and holder is value
-            )  # see above and ``_container``
-            if not (is_whole or part.is_fixed):
+            is_known = holder is held or (how == ENTRY and holder is value)  # put back together
+            if not (is_known or part.is_fixed):
                 self._remember(functools.partial(part.put, each))
             self._held(part, words)
         if is_users_module(type(value).__module__):
@@ -302,7 +285,9 @@ class Snapshot:
             if buffer is not None:
                 self._value(buffer, f"the buffer {key!r} of {words}")
         for key, parameter in module._parameters.items():
-            if parameter is not None:  # a hook of the backward pass may keep something there
+            if parameter is not None and (
+                self._restorable or vars(parameter)
+            ):  # hooks may keep something there
                 own = [each for each in type(parameter).__mro__ if each.__module__.startswith("lockstep.")]
                 kept = [name for each in own for name in inspect.get_annotations(each)]
                 self._inside(parameter, f"the parameter {key!r} of {words}", kept)
@@ -327,7 +312,7 @@ class Snapshot:
                 self._value(value, f"{named}.{key}")
             else:
                 self._remember(functools.partial(part.put, value))
-                self._held(part, _WORDS[part.how].format(key, named))
+                self._held(part, part.words(named))
 
     def _function(self, function: FunctionType, name: str) -> None:
         if is_users_function(function):
@@ -347,7 +332,7 @@ class Snapshot:
                 value is random or value is np.random or (value is np and "random" in names)
             )
         else:
-            words = _WORDS[part.how].format(key)
+            words = part.words("")
             words = told_apart(space, words, f"{words} of {space.get('__name__')}", self._named)
             self.places[id(space), key] = words, value
             if not isinstance(value, type | FunctionType):
