@@ -1,15 +1,21 @@
+import datetime
 import json
 import random
 import sys
+from array import array
+from collections import deque
+from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
 
 from lockstep.core.seeding import sample_seed
 from lockstep.data.keyed import (
     SampleKeys,
+    content_of,
     encoded_states,
     generators_kept,
     generators_of,
@@ -145,3 +151,89 @@ def test_the_states_of_the_generators_go_to_another_process_as_json():
     set_encoded_states(json.loads(sent))
     found = torch.rand(3).tolist(), np.random.normal(size=3).tolist(), [random.gauss(0, 1) for _ in range(3)]
     assert found == expected
+
+
+class Slotted:
+    __slots__ = ("value",)
+
+    def __init__(self, value):
+        self.value = value
+
+
+@dataclass
+class Extended:
+    one: int = 1
+
+    def __post_init__(self):
+        self.other = None
+
+
+def extended(value):
+    made = Extended()
+    made.other = value
+    return made
+
+
+def table_of(value):
+    made = np.empty(1, object)
+    made[0] = [value]
+    return made
+
+
+# Each was no content of a sample, so that one which differed was taken for equal.
+CONTENT = {
+    "a deque": lambda value: deque([value]),
+    "a set": lambda value: {value, "a"},
+    "slots": Slotted,
+    "an attribute beside fields": extended,
+    "an array of objects": table_of,
+    "a mask": lambda value: np.ma.MaskedArray([1.0, 2.0], [0, value - 1]),
+    "bytes": lambda value: bytearray([value]),
+    "an array": lambda value: array("d", [value]),
+    "complex": lambda value: complex(value),
+    "compressed rows": lambda value: (torch.eye(2) * value).to_sparse_csr(),
+    "a large number": lambda value: 10**5_000 + value,
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize("name", CONTENT)
+def test_all_that_a_sample_holds_is_its_content(name):
+    make = CONTENT[name]
+    assert content_of([make(1)]) == content_of([make(1)]) != content_of([make(2)])
+
+
+def test_content_may_refer_to_itself_and_to_times():
+    def sample():
+        made = [1, SimpleNamespace(read_at=datetime.datetime.now(), path="/tmp/a", value=2)]
+        made.append(made)
+        return made
+
+    assert content_of(sample()) == content_of(sample())
+
+
+def test_the_text_of_common_samples_is_what_checkpoints_have():
+    """Digests of samples are compared with those of a run that another version of Lockstep began."""
+    assert content_of((1, "a", 2.5, b"c", True, None, {"k": [3]})) == [
+        "1",
+        "'a'",
+        "2.5",
+        "b'c'",
+        "True",
+        "'k'",
+        "3",
+    ]
+    assert len(content_of([torch.ones(3), np.ones(3, np.float32)])) == 2
+
+
+def test_generators_in_modules_sets_and_methods_are_found():
+    made = [random.Random(n) for n in range(4)]
+    module = ModuleType("tools_of_a_test")
+    module.generator, module.unread = made[0], random.Random(9)
+
+    def keeps(*, held=made[3]):
+        return held
+
+    space = {"module": module}
+    roots = {"read": eval("lambda: module.generator", space), "held": [{made[1]}, made[2].random, keeps]}
+    assert set(map(id, generators_of(roots).values())) == set(map(id, made))

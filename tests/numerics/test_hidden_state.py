@@ -4,6 +4,7 @@ import random
 from collections import OrderedDict, defaultdict, deque
 from functools import partial
 from random import gauss, getstate
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -258,3 +259,82 @@ def test_code_that_names_a_global_generator_is_found(root):
 )
 def test_other_code_draws_nothing(root):
     assert not draws_globally(root)
+
+
+class Bag(list):
+    pass
+
+
+def bag():
+    made = Bag([1])
+    made.level = 0
+    return made
+
+
+def objects():
+    made = np.empty(2, object)
+    made[:] = [1], Meter()
+    return made
+
+
+def raise_level(held):
+    held.level = 1
+
+
+# Each was looked into by other parts of Lockstep, and not by snapshots.
+RICHER = {
+    "an attribute of a list": (bag, raise_level),
+    "an entry of a long list": (lambda: [0] * 2_000, lambda held: held.__setitem__(1_500, 1)),
+    "an array of objects": (objects, lambda held: held[0].append(2)),
+    "an object in an array": (objects, lambda held: held[1].add(1.0)),
+    "the list of a method": (lambda: [].append, lambda held: held(1)),
+    "an attribute of a partial": (lambda: partial(print), raise_level),
+    "a mask": (lambda: np.ma.MaskedArray([1.0, 2.0], [0, 0]), lambda held: held.__setitem__(0, np.ma.masked)),
+    "an object in a set": (lambda: {Meter()}, lambda held: next(iter(held)).add(1.0)),
+    "a function in a tuple": (lambda: [(draws_nothing,)], lambda held: held.__setitem__(0, (calls_another,))),
+}
+
+
+@pytest.mark.parametrize("name", RICHER)
+def test_what_others_look_into_snapshots_look_into(name):
+    make, change = RICHER[name]
+    held = make()
+    before = Snapshot({"f": lambda: held})
+    change(held)
+    assert before.changed(Snapshot({"f": lambda: held}, restorable=False))
+    before.restore()
+    assert not before.changed(Snapshot({"f": lambda: held}, restorable=False))
+
+
+def test_tables_of_pandas_are_compared():
+    pandas = pytest.importorskip("pandas")
+    table = pandas.DataFrame({"level": [0, 0]})
+    before = Snapshot({"f": lambda: table}, restorable=False)
+    table.loc[1, "level"] = 1
+    assert before.changed(Snapshot({"f": lambda: table}, restorable=False))
+
+
+def test_a_table_that_a_class_has_is_another_one_and_is_put_back():
+    class Recurrent:
+        memory = (0.0,)
+
+        def step(self):
+            type(self).memory = (1.0,)
+
+    held = Recurrent()
+    before = Snapshot({"f": held.step})
+    held.step()
+    assert before.changed(Snapshot({"f": held.step}, restorable=False))
+    before.restore()
+    assert Recurrent.memory == (0.0,)
+
+
+def test_two_functions_name_other_attributes_of_one_module():
+    """What the second named was not looked at, since the module had been."""
+    settings = ModuleType("settings_of_a_test")
+    settings.rate, settings.scale = 0, 0
+    one, other = (eval(f"lambda: settings.{name}", {"settings": settings}) for name in ("rate", "scale"))
+    before = Snapshot({"one": one, "other": other})
+    settings.scale = 1
+    (said,) = before.changed(Snapshot({"one": one, "other": other}, restorable=False))
+    assert said == "the global variable 'scale'"

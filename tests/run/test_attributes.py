@@ -23,8 +23,8 @@ from torch.nn import functional as F
 
 from lockstep.checkpoint.manifest import canonical, decode, encode
 from lockstep.core.fingerprint import digest_tensor
+from lockstep.core.values import slots_of
 from lockstep.errors import CheckpointMismatch, ConfigError
-from lockstep.numerics.hidden_state import slots_of
 from lockstep.numerics.initial_values import InitialValues
 from lockstep.run.attributes import Attributes
 from lockstep.run.prepare import Parts
@@ -183,6 +183,10 @@ def test_values_of_every_kind_go_through_a_checkpoint(tmp_path):
     assert again[1].layers == [again[1].inner]
 
 
+class Bag(list):
+    """A list with an attribute, which goes through no checkpoint with its entries."""
+
+
 class Odd(nn.Module):
     """Reads what no checkpoint holds."""
 
@@ -193,6 +197,8 @@ class Odd(nn.Module):
         self.key, self.act, self.switch = object(), F.relu, nn.Identity()
         self.by_object, self.rows = {self.key: 1.0}, [1.0] * 10
         self.times, self.turn = factors()
+        self.bag = Bag([1.0])
+        self.bag.level = 1.0
         self.share, self.settings, self.table = (
             Fraction(1),
             [MappingProxyType({"a": 1.0})],
@@ -205,7 +211,7 @@ class Odd(nn.Module):
         x = self.act(x) * self.by_object[self.key] * self.rows[0] * type(self).scale * GLOBALS["scale"]
         x = x * float(self.share) * self.settings[0]["a"] * self.table.to_dense()[0, 0] * SCALE.get()
         x = x * float(self.masked.filled(2.0).mean()) * float(self.record["a"][0])
-        x = x * float(os.environ.get("SCALE_OF_A_TEST", "1.0"))
+        x = x * self.bag.level * float(os.environ.get("SCALE_OF_A_TEST", "1.0"))
         return self.switch(self.times(x))
 
 
@@ -240,7 +246,11 @@ ODD = {
         lambda model: setattr(model, "act", F.gelu),
         "'act' of 5 (torch.nn.functional.relu, was torch._C._nn",
     ),
-    "a long list": (change_rows, "'rows' of 5 (10 entries, was 100011 entries)"),
+    "a long list": (change_rows, "'rows' of 5 (10 entries, was 100011 entries of digest "),
+    "an attribute of a list": (
+        lambda model: setattr(model.bag, "level", 2.0),
+        "the attribute 'level' of the attribute 'bag' of 5 (1.0, was 2.0)",
+    ),
     "a class": (
         lambda model: setattr(Odd, "scale", 2.0),
         "the class attribute 'scale' of Odd (1.0, was 2.0)",
@@ -543,3 +553,11 @@ def test_how_tensors_lie_in_memory_goes_through_a_checkpoint(tmp_path):
     for one, other in zip(*tensors, strict=True):
         assert one.stride() == other.stride() and torch.equal(one, other)
     assert tensors[1][0].stride() == (1, 6)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_may_be_an_attribute():
+    """The look at it raised torch's "Internal error: NestedTensorImpl doesn't support sizes"."""
+    model = nn.Linear(2, 2)
+    model.rows = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    assert Attributes(parts_of(model)).capture(SimpleNamespace(replicated=True), {}) == {}

@@ -3,7 +3,9 @@
 import multiprocessing
 from array import array
 from collections import UserList, deque
-from types import SimpleNamespace
+from ctypes import c_int
+from functools import partial
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -360,3 +362,64 @@ def test_a_level_that_each_epoch_sets_in_place_is_no_other_data_set_after_a_stop
 
     whole = losses()
     assert losses(stop=3) + losses() == whole
+
+
+class Bag(list):
+    pass
+
+
+def settings():
+    made = ModuleType("settings_of_a_test")
+    made.level = 0
+    return made
+
+
+def put_level(held):
+    held.level = 1
+
+
+def put_value(held):
+    held.value = 1
+
+
+def function_of(held):
+    return eval("lambda x: x * held.level", {"held": held, "__name__": __name__})
+
+
+def around_partial(part):
+    return lambda x: part(x)
+
+
+def memory():
+    return torch.from_numpy(np.zeros(3))
+
+
+# Each was changed unseen: the loaders were not made anew, and workers read the copy that they were forked with.
+SEEN = {
+    "a class": (lambda: type("Level", (), {"level": 0, "__module__": __name__}), put_level, None),
+    "an attribute of a list": (Bag, put_level, None),
+    "an attribute of a function": (lambda: lambda x: x, put_level, None),
+    "an attribute of a partial": (lambda: partial(print), put_level, None),
+    "a slot": (Slotted, put_level, None),
+    "a keyword": (dict, lambda held: held.update(a=1), lambda held: lambda x, *, table=held: table),
+    "a module": (settings, put_level, function_of),
+    "a method of a dict": (dict, lambda held: held.update(a=1), lambda held: held.get),
+    "a partial around": (
+        dict,
+        lambda held: held.update(a=1),
+        lambda held: (lambda part: lambda: part)(partial(max, held)),
+    ),
+    "a number of C": (lambda: c_int(0), put_value, None),
+    "memory of an array": (memory, lambda held: held.numpy().__setitem__(0, 1.0), None),
+}
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_notes_see_what_other_looks_see(name):
+    make, change, around = SEEN[name]
+    held, data = make(), Curriculum()
+    data.transform = around(held) if around else held
+    before = Notes(data)
+    assert before == Notes(data) and before.are_whole
+    change(held)
+    assert before != Notes(data)

@@ -1,11 +1,12 @@
 """Variables of the user's loop: which of them it reads again, and what becomes of them over a resume."""
 
 import copy
+import ctypes
 import random
 import re
 import sys
 import textwrap
-from collections import deque
+from collections import OrderedDict, deque
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -795,8 +796,13 @@ def test_values_of_every_kind_have_texts():
         "text": "x" * 100,
         "large": 10**5000,
         "system": random.SystemRandom(),
+        "array of a class": np.ones(1).view(type("Units", (np.ndarray,), {})),
+        "structure": type("Structure", (ctypes.Structure,), {"_fields_": [("level", ctypes.c_int)]})(),
+        "ordered": OrderedDict(a=1, b=2),
     }
+    kept["ordered"].move_to_end("a")
     kept["itself"] = kept
+    kept["array of a class"].level, kept["structure"].level = 1, 2
     found = Variables.of_loop(frozenset()).texts
     own = {name.rpartition(": ")[2]: text for name, text in found.items()}
     assert own["kept['many']"].startswith("1000 entries of digest ")
@@ -806,3 +812,7 @@ def test_values_of_every_kind_have_texts():
     assert own["kept['tensor']"].startswith("[3] of digest ")
     assert own["kept['big']"].startswith("version 0, a sample of digest ")
     assert len(own["kept['text']"]) < 80
+    assert own["kept['array of a class'].level"] == "1"
+    assert own["kept['structure']"].startswith("Structure of digest ")
+    ordered = [name for name in own if name.startswith("kept['ordered'][")]
+    assert ordered == ["kept['ordered']['b']", "kept['ordered']['a']"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, cast
@@ -33,6 +33,7 @@ from torch.utils.data import (
 
 from lockstep.core.plan import Indices, Permutation
 from lockstep.core.seeding import derive_seed, permutation_key
+from lockstep.core.values import ENTRY, inside
 from lockstep.data.batch import DeviceTransform
 from lockstep.data.images.transforms import FinishAlias, device_transform_of
 from lockstep.data.keyed import SampleKeys, encoded_state, generators_kept, seed_generators
@@ -203,28 +204,22 @@ def plain_state(part: Any, depth: int = 3) -> dict[str, Any]:
     A tensor or array of one number is a number: a count, more often than memory that is filled anew.
     """
     found: dict[str, Any] = {}
-    for name, value in _attributes(part):
+    is_closed = isinstance(part, type | ModuleType | torch.Tensor | np.ndarray)
+    for how, _, key, value in () if is_closed else inside(part, most=100):
+        name = str(key)
+        if how == ENTRY and not hasattr(value, "__dict__"):
+            continue  # of objects, as the stages of a pipeline; others may be a cache
         if _is_order(value):
             found[f"{name} of {len(value)}"] = hash(tuple(value))
         elif isinstance(value, bool | int | float | str):
             found[name] = repr(value) if isinstance(value, float) else value  # NaN is not equal to itself
-        elif isinstance(value, torch.Tensor | np.ndarray) and math.prod(value.shape) == 1:
+        elif isinstance(value, torch.Tensor | np.ndarray | np.generic) and math.prod(value.shape) == 1:
             found[name] = str(value.tolist())
         elif (state := encoded_state(value)) is not None:
             found[name] = state
         elif depth:
             found |= {f"{name}.{inner}": each for inner, each in plain_state(value, depth - 1).items()}
     return found
-
-
-def _attributes(part: Any) -> Iterable[tuple[str, Any]]:
-    if isinstance(part, list | tuple):  # of objects: the stages of a pipeline; of files there may be many
-        return [(str(place), value) for place, value in enumerate(part[:100]) if hasattr(value, "__dict__")]
-    if isinstance(part, dict):
-        return [(str(name), value) for name, value in list(part.items())[:100] if hasattr(value, "__dict__")]
-    if isinstance(part, type | ModuleType | torch.Tensor | np.ndarray):
-        return ()
-    return list(getattr(part, "__dict__", {}).items())
 
 
 class Indexed(Dataset[Any]):

@@ -6,38 +6,47 @@ are made anew where the notes of a set are no longer those with which they were 
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import io
 import logging
 import re
 from array import array
-from collections import UserDict, UserList, deque
+from collections import deque
 from collections.abc import Iterator, Mapping
-from enum import Enum
 from functools import partial
 from multiprocessing.sharedctypes import SynchronizedBase
 from pathlib import PurePath
-from threading import Thread
 from types import (
     BuiltinFunctionType,
     FunctionType,
     MethodDescriptorType,
     MethodType,
     ModuleType,
-    SimpleNamespace,
 )
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset
+from torch.utils.data import DataLoader, IterableDataset, Sampler, Subset
 
+from lockstep.core.fingerprint import digest_tensor
+from lockstep.core.values import (
+    ATTRIBUTE,
+    CONTAINERS,
+    DEFAULT,
+    ENTRY,
+    INNER,
+    OF_CLASS,
+    is_plain,
+    is_users_object,
+    octets_of,
+    reached_from,
+    size_of,
+    slots_of,
+)
 from lockstep.data.adopt import Stream
-from lockstep.data.keyed import read_by
 from lockstep.data.wrappers.weighted import Weighted
 from lockstep.data.wrappers.wrapping import Wrapping
-from lockstep.runtime.error_record import is_users_file, is_users_module
 
 CHOICE = "choice of samples"
 """Begins the words for what wrappers choose."""
@@ -47,12 +56,12 @@ _MOST_NOTES, _MOST_ENTRIES, _DEPTH = 2_000, 64, 8
 _MOST_BYTES, _MOST_HASHED = 1 << 20, 100_000
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _LEAVES = (
-    *(type, BuiltinFunctionType, MethodDescriptorType, np.ufunc),
-    *(ModuleType, logging.Logger, io.IOBase, Enum),
+    *(MethodDescriptorType, np.ufunc),
+    *(ModuleType, logging.Logger, io.IOBase),
 )
-_FIXED = (PurePath, range, re.Pattern, np.generic, np.dtype, torch.dtype, torch.device, torch.Generator)
+_FIXED = (PurePath, re.Pattern, torch.Generator)
 """Types whose values stay what they are; a generator is drawn from, and what it draws is looked for elsewhere."""
-_CONTAINERS = (list, tuple, deque, Mapping, MethodType)
+_CONTAINERS = (list, tuple, deque, Mapping, MethodType, BuiltinFunctionType)
 _Note = tuple[Any, ...]
 
 
@@ -74,7 +83,7 @@ class Notes:
         if not isinstance(other, Notes) or len(self._notes) != len(other._notes):
             return False
         return all(
-            (one is two or (isinstance(one, _PLAIN) and type(one) is type(two))) and mine == theirs
+            (one is two or (_is_plain(one) and type(one) is type(two))) and mine == theirs
             for (one, mine), (two, theirs) in zip(self._notes, other._notes)
         )
 
@@ -98,7 +107,7 @@ class Notes:
             return
         note, is_all = _noted(value)
         self._notes.append((value, note))  # the value is kept, so that its identity stays its own
-        if isinstance(value, (*_PLAIN, *_LEAVES, *_FIXED)):
+        if _is_plain(value) or isinstance(value, (*_LEAVES, *_FIXED)):
             return
         self.are_whole = self.are_whole and is_all and depth > 0 and len(self._notes) < _MOST_NOTES
         if depth == 0 or len(self._notes) >= _MOST_NOTES:
@@ -129,14 +138,21 @@ def _noted(value: Any) -> tuple[_Note, bool]:
 
     Its parts are noted on their own.
     """
-    if isinstance(value, _PLAIN):
+    if _is_plain(value):
         return (value,), True
     if isinstance(value, SynchronizedBase):  # workers may have read ahead with what it was
         return (bytes(value.get_obj()),), True
-    if isinstance(value, bytearray | array):
-        return (bytes(value),), True
+    if (octets := octets_of(value)) is not None:
+        return (octets,), True
     if isinstance(value, torch.Tensor):
-        return ((), False) if value.is_inference() else ((value._version,), True)
+        is_plain_one = (
+            type(value) in (torch.Tensor, torch.nn.Parameter) and not value.is_nested and value.is_cpu
+        )
+        is_small = is_plain_one and value.layout is torch.strided and value.nbytes <= _MOST_BYTES
+        digest = (
+            digest_tensor(value) if is_small else ""
+        )  # its memory may be an array's, or its .data are changed
+        return ((), False) if value.is_inference() else ((value._version, digest), True)
     if isinstance(value, np.ndarray):
         is_small = value.nbytes <= _MOST_BYTES and not value.dtype.hasobject
         note = (value.shape, hash(value.tobytes()) if is_small else 0)
@@ -146,14 +162,15 @@ def _noted(value: Any) -> tuple[_Note, bool]:
     except Exception:  # a data set may have none
         count = -1
     if isinstance(value, set | frozenset):
-        return (frozenset(value),), all(isinstance(each, _PLAIN) for each in value)
+        return (frozenset(value),), all(map(_is_plain, value))
     if isinstance(value, list | tuple | deque | Mapping) and count > _MOST_ENTRIES:
         try:
             return (count, hash(_frozen(value)) if count <= _MOST_HASHED else 0), count <= _MOST_HASHED
         except TypeError:
             return (count,), False
     is_fixed = type(value).__module__.startswith("pyarrow.")  # its tables cannot be written to
-    return (count,), is_fixed or isinstance(value, _CONTAINERS) or hasattr(value, "__dict__")
+    is_open = isinstance(value, _CONTAINERS) or hasattr(value, "__dict__") or bool(slots_of(value))
+    return (count,), is_fixed or is_open
 
 
 def _frozen(value: Any) -> Any:
@@ -171,57 +188,34 @@ def _parts(value: Any) -> Iterator[Any]:
     """The values of an object that a loader reads by."""
     if isinstance(value, DataLoader):
         yield from (value.dataset, value.sampler, value.collate_fn)
-    elif isinstance(value, Mapping):
-        yield from value.values() if len(value) <= _MOST_ENTRIES else ()
-    elif isinstance(value, list | tuple | deque):
-        yield from value if len(value) <= _MOST_ENTRIES else ()
-    elif isinstance(value, MethodType):
-        yield from (value.__self__, value.__func__)
-    elif isinstance(value, FunctionType):
-        yield from _read_by(value)
-    elif isinstance(value, partial):
-        yield from (value.func, value.args, value.keywords)
     # The others are read here, as they are.
-    elif not isinstance(value, Stream | IterableDataset | torch.Tensor | np.ndarray | SynchronizedBase):
+    elif not isinstance(value, Stream | IterableDataset | torch.Tensor | SynchronizedBase):
         own = type(value).__module__.startswith("lockstep.")
-        for name, each in getattr(value, "__dict__", {}).items():
-            is_place = isinstance(value, Sampler) and name == "epoch"  # the run has its own
-            if not is_place and not (own and name.startswith("_")):
+        is_long = isinstance(value, CONTAINERS) and size_of(value) > _MOST_ENTRIES
+        for how, _, name, each in reached_from(value, 0 if is_long else _MOST_ENTRIES):
+            if how == ATTRIBUTE:
+                is_place = isinstance(value, Sampler) and name == "epoch"  # the run has its own
+                is_read = not is_place and not (own and name.startswith("_"))
+            elif isinstance(each, FunctionType) and how == OF_CLASS:
+                is_read = not isinstance(value, type)  # methods
+            else:
+                is_hidden = how == OF_CLASS and name.startswith("__")
+                is_read = how in (ENTRY, DEFAULT, INNER) or (_is_read(each) and not is_hidden)
+            if is_read:
                 yield each
-        methods = [
-            getattr(each, "__func__", each) for kind in type(value).__mro__ for each in vars(kind).values()
-        ]
-        yield from filter(_is_users, methods)
-        yield from _held_by_class(type(value))
 
 
 _READABLE = (
-    *(*_PLAIN, list, tuple, dict, torch.Tensor, np.ndarray, SimpleNamespace, argparse.Namespace),
-    *(deque, set, frozenset, bytearray, array, SynchronizedBase, UserDict, UserList),
+    *(*CONTAINERS, torch.Tensor, np.ndarray, bytearray, array),
+    *(type, FunctionType, MethodType, BuiltinFunctionType, partial),
 )
 
 
-def _held_by_class(kind: type) -> Iterator[Any]:
-    """The values of attributes of a class of the user's, its methods aside."""
-    for each in kind.__mro__ if is_users_module(kind.__module__) else ():
-        own = vars(each).items() if is_users_module(each.__module__) else ()
-        yield from (held for key, held in own if not key.startswith("__") and isinstance(held, _READABLE))
+def _is_read(value: Any) -> bool:
+    """True for what samples may be made of, where code of the user's reads it: not a model, nor a library's object."""
+    is_users = is_users_object(value) and not isinstance(value, torch.nn.Module)
+    return is_users or _is_plain(value) or isinstance(value, _READABLE)
 
 
-def _is_users(function: Any) -> bool:
-    return isinstance(function, FunctionType) and is_users_file(function.__code__.co_filename)
-
-
-def _read_by(function: FunctionType) -> Iterator[Any]:
-    """Everything that a function of the user's reads beside its arguments: values, containers and further functions."""
-    for _, each in read_by(function) if _is_users(function) else ():
-        if isinstance(each, type):
-            yield from _held_by_class(each)
-        elif isinstance(each, _READABLE) or _is_users(each) or _is_users_object(each):
-            yield each
-
-
-def _is_users_object(value: Any) -> bool:
-    """True for an object of a class of the user's that samples may be made of."""
-    is_else = isinstance(value, (*_LEAVES, torch.nn.Module, Dataset, DataLoader, Thread))
-    return is_users_module(type(value).__module__) and not is_else
+def _is_plain(value: Any) -> bool:
+    return value is None or is_plain(value)

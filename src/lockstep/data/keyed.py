@@ -7,15 +7,15 @@ generator at all.
 
 from __future__ import annotations
 
+import datetime
 import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
-from itertools import islice
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -27,8 +27,20 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from lockstep.core.fingerprint import digest_tensor
 from lockstep.core.plan import Indices, mix
 from lockstep.core.seeding import sample_seeds
+from lockstep.core.values import (
+    attributes_of,
+    entries_in,
+    inside,
+    is_closed,
+    is_plain,
+    octets_of,
+    parts_of_tensor,
+    reached_from,
+    text_of_octets,
+    text_of_plain,
+    text_of_table,
+)
 from lockstep.errors import DataError
-from lockstep.runtime.error_record import is_users_file, is_users_module
 
 EVALUATION_EPOCH = -1
 """The epoch in the keys of samples that are evaluated: they look alike after every epoch of training."""
@@ -165,13 +177,6 @@ def _like_own(own: Any, state: Any) -> Any:
     return np.array(state, dtype=own.dtype) if isinstance(own, np.ndarray) else state
 
 
-_GENERATORS = (
-    torch.Generator,
-    np.random.Generator,
-    np.random.BitGenerator,
-    np.random.RandomState,
-    random.Random,
-)
 _MOST_PLACES, _MOST_ENTRIES = 5_000, 64
 """Of what a data set leads to; of a list or dict."""
 
@@ -182,53 +187,14 @@ def generators_of(roots: Mapping[str, Any]) -> dict[str, Any]:
     todo, seen = deque(roots.items()), dict[int, Any]()
     while todo and len(seen) < _MOST_PLACES:
         name, value = todo.popleft()
-        if value is None or isinstance(value, _ENDS) or id(value) in seen:
+        if value is None or is_plain(value) or isinstance(value, _ENDS) or id(value) in seen:
             continue
         seen[id(value)] = value  # which stays, so that its identity is its own
-        if isinstance(value, _GENERATORS):
+        if encoded_state(value) is not None:
             found[name] = value
         else:
-            todo += _parts(name, value)
+            todo += [(part.path(name), part.value) for part in reached_from(value, _MOST_ENTRIES)]
     return found
-
-
-def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        yield from ((f"{name}[{key!r:.40}]", each) for key, each in islice(value.items(), _MOST_ENTRIES))
-    elif isinstance(value, list | tuple | deque):
-        yield from ((f"{name}[{place}]", each) for place, each in enumerate(islice(value, _MOST_ENTRIES)))
-    elif isinstance(value, MethodType | BuiltinFunctionType):
-        yield name, value.__self__
-        yield name, getattr(value, "__func__", None)
-    elif isinstance(value, partial):
-        yield from ((name, each) for each in (value.func, value.args, value.keywords))
-    elif isinstance(value, FunctionType):
-        yield from read_by(value, name)
-    elif isinstance(value, type):
-        for each in value.__mro__ if is_users_module(value.__module__) else ():
-            own = vars(each).items() if is_users_module(each.__module__) else ()
-            yield from ((f"{each.__name__}.{key}", getattr(one, "__func__", one)) for key, one in own)
-    else:
-        held: Any = getattr(value, "__dict__", None)
-        held = held if isinstance(held, dict) else {}  # some objects make it of themselves
-        yield from ((f"{name}.{key}", each) for key, each in held.items())
-        slots = [vars(each).get("__slots__", ()) for each in type(value).__mro__]
-        keys = [key for each in slots for key in ([each] if isinstance(each, str) else each)]
-        yield from ((f"{name}.{key}", getattr(value, key, None)) for key in keys if key != "__dict__")
-        yield name, type(value)
-
-
-def read_by(function: FunctionType, name: str = "") -> Iterator[tuple[str, Any]]:
-    """The values that a function reads beside its arguments, by the words for them; ``name`` are those for itself."""
-    for key, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        with suppress(ValueError):  # not set yet
-            yield f"{name}: {key}", cell.cell_contents
-    yield name, function.__defaults__
-    codes = [function.__code__] if is_users_file(function.__code__.co_filename) else []
-    while codes:
-        code = codes.pop()
-        codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
-        yield from ((key, function.__globals__.get(key)) for key in code.co_names)
 
 
 class Rereading:
@@ -367,33 +333,49 @@ def _leads_to(begun: np.random.RandomState, words: npt.NDArray[np.uint32]) -> bo
     return False
 
 
-def content_of(data: Any, depth: int = 8) -> list[str]:
+def content_of(data: Any, depth: int = 8, within: tuple[int, ...] = ()) -> list[str]:
     """Digests of the arrays, and texts of the numbers and strings, in data of any depth.
 
-    Of objects, such as a dataclass or a graph, it is what their attributes hold, texts aside.
+    Of objects, such as a dataclass or a graph, it is what their attributes hold, texts and times aside.
+
+    Args:
+        depth: of objects in objects.
+        within: the ids of what the data are in, which they may refer to again.
     """
-    if isinstance(data, Mapping):
-        return [text for key, value in data.items() for text in (repr(key), *content_of(value, depth))]
-    if isinstance(data, list | tuple):
-        return [text for value in data for text in content_of(value, depth)]
     if isinstance(data, Tensor):
-        if data.layout is torch.sparse_coo:
-            return [digest_tensor(part) for part in (data._indices(), data._values())]
-        return [digest_tensor(data)] if data.layout is torch.strided else []
+        return [digest_tensor(part) for part in parts_of_tensor(data)]
     if isinstance(data, np.ndarray) and not data.dtype.hasobject:
-        return [digest_tensor(torch.from_numpy(np.ascontiguousarray(data).view(np.uint8).copy()))]
-    if isinstance(data, bool | int | float | str | bytes | np.generic):
-        return [repr(data)]
+        mask = [np.ma.getmaskarray(data)] if isinstance(data, np.ma.MaskedArray) else []
+        arrays = [np.ascontiguousarray(each).view(np.uint8) for each in (np.asarray(data), *mask)]
+        return [digest_tensor(torch.from_numpy(each.copy())) for each in arrays]
+    if (octets := octets_of(data)) is not None:
+        return [text_of_octets(octets)]
+    if id(data) in within:
+        return ["itself"]
+    inner = partial(content_of, depth=depth, within=(*within, id(data)))
+    if isinstance(data, set | frozenset):
+        return sorted(repr(inner(value)) for value in data)
+    if isinstance(data, Mapping):
+        return [text for key, value in data.items() for text in (repr(key), *inner(value))]
+    if isinstance(data, list | tuple | deque | np.ndarray):
+        return [text for _, value in entries_in(data) for text in inner(value)]
+    if is_plain(data):
+        return [text_of_plain(data) if type(data) is int else repr(data)]
+    if text := text_of_table(data):
+        return [text]
     if isinstance(data, _CLOSED) or not depth:
         return []
-    held = [getattr(data, each.name, None) for each in fields(data)] if is_dataclass(data) else []
-    held = held or list(getattr(data, "__dict__", {}).values())
+    held = {each.name: getattr(data, each.name, None) for each in fields(data)} if is_dataclass(data) else {}
+    held |= attributes_of(data) if is_closed(data) else {part.key: part.value for part in inside(data)}
     return [
-        text for value in held if not isinstance(value, str | bytes) for text in content_of(value, depth - 1)
+        text
+        for value in held.values()
+        if not isinstance(value, str | bytes | datetime.date | datetime.time)
+        for text in inner(value, depth=depth - 1)
     ]
 
 
 _CLOSED = (type, ModuleType, FunctionType, Dataset, DataLoader, torch.nn.Module)
 """Objects that a sample may refer to and that are not its content."""
-_ENDS = (str, bytes, int, float, complex, np.generic, np.ndarray, Tensor, ModuleType, CodeType)
+_ENDS = (Tensor, ModuleType, CodeType)
 """Values that lead to no generator."""

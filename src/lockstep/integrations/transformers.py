@@ -40,10 +40,11 @@ from transformers.trainer_utils import (
 )
 
 from lockstep.checkpoint.manifest import decode, encode
+from lockstep.core.values import is_users_object
 from lockstep.data.keyed import generators_kept
 from lockstep.distributed.collectives import broadcast_tensors, gather_json
 from lockstep.errors import ConfigError
-from lockstep.numerics.hidden_state import Snapshot, is_users_object
+from lockstep.numerics.hidden_state import Snapshot
 from lockstep.run import Run
 from lockstep.run.checks.means import Deviation, deviation_over, own_rows
 from lockstep.run.step import DeviceTransfer, evaluating

@@ -10,77 +10,64 @@ looks into the user's own code only: functions and classes of installed packages
 
 from __future__ import annotations
 
-import argparse
 import functools
 import inspect
-import io
-import itertools
-import logging
 import os
-import queue
 import random
 import threading
-from collections import ChainMap, OrderedDict, UserDict, UserList, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextvars import ContextVar
 from enum import Enum
-from multiprocessing.sharedctypes import SynchronizedBase
-from types import (
-    BuiltinFunctionType,
-    CellType,
-    CodeType,
-    FunctionType,
-    MappingProxyType,
-    MethodType,
-    ModuleType,
-    SimpleNamespace,
-)
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributions import Distribution
-from torch.utils.data import DataLoader, Dataset
 
 from lockstep.core.fingerprint import digest_tensor
-from lockstep.data.keyed import encoded_state, set_encoded_state
-from lockstep.numerics.value_text import (
+from lockstep.core.users_code import homes_of, is_users_function, is_users_module, names_in
+from lockstep.core.values import (
+    CONTAINERS,
+    ENTRY,
+    VARIABLE,
+    Part,
+    Place,
+    attributes_of,
     class_name,
+    entries_of,
+    globals_of,
+    inside,
+    is_closed,
     is_plain,
     octets_of,
+    of_class,
     parts_of_tensor,
     position_of,
+    refill,
     set_octets,
     short_digest,
     short_text,
+    size_of,
     text_of_array,
     text_of_octets,
     text_of_plain,
+    text_of_size,
+    text_of_table,
     text_of_tensor,
     told_apart,
 )
-from lockstep.runtime.error_record import CLOSED_PACKAGES, LIBRARIES, is_users_module
+from lockstep.data.keyed import encoded_state, set_encoded_state
 from lockstep.text import shorten
 
 _NUMBERS = (bool, int, float, complex, np.generic)
 _OF_TORCH = vars(nn.Module()).keys() - {"training"}
-_INNER = ".<locals>."
 ALIAS = "what is "
 """Begins the text of a place whose object was found at another before."""
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
-_CLOSED = (
-    *(Dataset, DataLoader, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler),
-    *(ModuleType, threading.Thread, logging.Logger, io.IOBase),
-)
-"""Objects that are not looked into: they are not part of a forward pass."""
-_CLOSED_MODULES = ("transformers.trainer_callback",)
-"""Their objects are what a Trainer knows of its loop, which ``TransformersTrainer`` keeps."""
-NAMESPACES = (
-    *(SimpleNamespace, argparse.Namespace, UserDict, UserList, ChainMap, queue.Queue),
-    *(SynchronizedBase, Distribution, np.poly1d),
-)
-"""Classes of Python, NumPy and torch whose objects hold what the user puts there."""
+_TRANSPARENT = (functools.partial, MethodType, BuiltinFunctionType, ContextVar, threading.local)
+"""Objects of Python's that are looked into, though their classes are not."""
 _MOST_PLACES = 50_000
 _MOST_ENTRIES = 1_000
 _MOST_DEPTH = 50
@@ -94,11 +81,6 @@ class Kind(Enum):
     GENERATOR = "generator"
     TENSOR = "tensor"
     OTHER = "other"
-
-
-Place = tuple[int | str, Any]
-"""Where a value is: by the id of the dict or list that holds it, and the key; a variable of a function by the qualified
-name of the function, and its own."""
 
 
 class Snapshot:
@@ -178,15 +160,18 @@ class Snapshot:
         if self._restorable:
             self._undo.append(undo)
 
-    def _held(self, value: Any, name: str, put: Callable[[Any], object]) -> None:
-        """Looks at what a variable, an attribute or an entry holds; ``put`` gives it another value."""
+    def _held(self, part: Part, name: str) -> None:
+        """Looks at what a variable, an attribute or an entry holds."""
+        value = part.value
         self._value(value, name)
         if isinstance(value, type | FunctionType | BuiltinFunctionType):
             self._note(name, f"{value.__module__}.{value.__qualname__}")
-        if self._restorable and isinstance(value, _NUMBERS):
-            self._setters[name] = value, put
+        elif not self._restorable or part.is_fixed:
+            return
+        elif isinstance(value, _NUMBERS):
+            self._setters[name] = value, part.put
         elif isinstance(value, Tensor) and name in self._setters:
-            self._setters[name] = self._setters[name][0], functools.partial(_set_tensor, value, put)
+            self._setters[name] = self._setters[name][0], functools.partial(_set_tensor, value, part.put)
 
     def _value(self, value: Any, name: str) -> None:
         if value is None or is_plain(value):
@@ -206,29 +191,31 @@ class Snapshot:
     def _look_at(self, value: Any, name: str) -> None:
         if isinstance(value, Tensor):
             self._tensor(value, name)
-        elif isinstance(value, np.ndarray):
-            self._array(value, name)
         elif _is_global_generator(value):
             self.draws_globally = True
         elif (state := encoded_state(value)) is not None:
             self._note(name, f"state {short_digest(repr(state).encode())}", Kind.GENERATOR)
             self._remember(functools.partial(set_encoded_state, value, state))
-        elif isinstance(value, list | deque | dict | set):
-            self._container(value, name)
-        elif isinstance(value, tuple | frozenset):
-            self._entries(enumerate(value), name)
-        elif isinstance(value, MappingProxyType | threading.local):
-            held = vars(value) if isinstance(value, threading.local) else value
-            self._entries(held.items(), name)
-        elif isinstance(value, ContextVar):
-            self._value(value.get(None), name)
         elif (octets := octets_of(value)) is not None:
             self._note(name, text_of_octets(octets), Kind.TENSOR)
             self._remember(functools.partial(set_octets, value, octets))
         elif isinstance(value, type):
             self._class(value)
+        elif isinstance(value, nn.Module):
+            self._module(value, name)
+        elif isinstance(value, FunctionType):
+            self._function(value, name or value.__qualname__)
+        elif isinstance(value, (np.ndarray, *CONTAINERS, *_TRANSPARENT)):
+            if isinstance(value, np.ndarray):
+                self._array(value, name)
+            elif isinstance(value, CONTAINERS):
+                self._container(value, name)
+            self._inside(value, name)
+        elif (text := text_of_table(value)) or is_closed(value):
+            self._note(name, text or f"{type(value).__qualname__}{position_of(value)}")
         else:
-            self._callable_or_object(value, name)
+            self._note(name, type(value).__qualname__)
+            self._inside(value, name)
 
     def _tensor(self, tensor: Tensor, name: str) -> None:
         if isinstance(tensor, nn.Parameter) or id(tensor) in self._known:
@@ -246,55 +233,46 @@ class Snapshot:
             self._remember(functools.partial(_put_back, tensor, self._setters[name][0]))
 
     def _array(self, array: Any, name: str) -> None:
-        if array.dtype.hasobject or self._bytes + array.nbytes > _MOST_BYTES:
+        if self._bytes + array.nbytes > _MOST_BYTES:
             return
         self._bytes += array.nbytes
-        self._note(name, text_of_array(array), Kind.TENSOR)
+        if not array.dtype.hasobject:
+            self._note(name, text_of_array(array), Kind.TENSOR)
         if self._restorable and array.flags.writeable:
             self._remember(functools.partial(array.__setitem__, ..., array.copy()))
 
     def _container(self, value: Any, name: str) -> None:
-        self._note(name, f"{len(value)} entries")
-        if self._restorable:
+        if isinstance(value, set | frozenset):
+            self._note(name, f"{len(value)} entries {short_text(repr(sorted(map(repr, value))))}")
+        elif isinstance(value, list | deque | dict) or size_of(value) > _MOST_ENTRIES:
+            self._note(name, text_of_size(value, _MOST_ENTRIES)[0])
+        if self._restorable and isinstance(value, list | deque | dict | set):
             kind: Any = set if isinstance(value, set) else list
             entries = dict(entries_of(value)) if isinstance(value, dict) else kind(value)
             self._remember(functools.partial(refill, value, entries))
             self._setters[name] = entries, functools.partial(_shrink, value)
-        if isinstance(value, dict):
-            self._entries(entries_of(value), name, value)
-        elif isinstance(value, set):
-            self._note(name, f"{len(value)} entries {short_text(repr(sorted(map(repr, value))))}")
-        else:
-            self._entries(enumerate(value), name, value)
 
-    def _entries(self, entries: Iterable[tuple[Any, Any]], name: str, container: Any = ()) -> None:
-        if len(container) <= _MOST_ENTRIES:
-            for key, value in entries:
-                entry = f"{name}[{key!r}]" if is_plain(key) else f"{name}[...]"
-                if is_plain(key):
-                    self.places[id(container), key] = entry, value
-                if isinstance(container, dict | list):
-                    self._held(value, entry, functools.partial(container.__setitem__, key))
-                else:
-                    self._value(value, entry)
-
-    def _callable_or_object(self, value: Any, name: str) -> None:
-        if isinstance(value, functools.partial):
-            for each in (value.func, value.args, value.keywords):
-                self._value(each, name)
-        elif isinstance(value, MethodType):
-            self._value(value.__self__, name)
-            self._value(value.__func__, name)
-        elif isinstance(value, FunctionType):
-            self._function(value, name)
-        elif isinstance(value, BuiltinFunctionType):
-            self.draws_globally |= _is_global_generator(value.__self__)
-        elif isinstance(value, nn.Module):
-            self._module(value, name)
-        elif not is_closed(value):
-            self._object(value, name)
-        else:
-            self._note(name, f"{type(value).__qualname__}{position_of(value)}")
+    def _inside(self, value: Any, name: str, leave_out: Collection[str] = ()) -> None:
+        """Looks at the parts of a value; each attribute may be bound anew, those in ``leave_out`` aside."""
+        held = attributes_of(value)
+        if self._restorable:
+            kept = {key: each for key, each in held.items() if key not in leave_out}
+            self._remember(functools.partial(_rebind, held, kept, frozenset(leave_out)))
+        is_set = isinstance(value, set | frozenset)
+        for part in inside(value, leave_out, _MOST_ENTRIES):
+            how, holder, key, each = part
+            if is_set and (each is None or is_plain(each)):
+                continue  # ``_container`` has its text
+            words = part.words(name)
+            self.places[id(holder), key] = words, each
+            if how == VARIABLE:
+                self.places |= {(home, key): (words, each) for home in homes_of(value.__code__)}
+            is_known = holder is held or (how == ENTRY and holder is value)  # put back together
+            if not (is_known or part.is_fixed):
+                self._remember(functools.partial(part.put, each))
+            self._held(part, words)
+        if is_users_module(type(value).__module__):
+            self._value(type(value), name)
 
     def _module(self, module: nn.Module, name: str) -> None:
         for key, child in module._modules.items():
@@ -307,10 +285,12 @@ class Snapshot:
             if buffer is not None:
                 self._value(buffer, f"the buffer {key!r} of {words}")
         for key, parameter in module._parameters.items():
-            if parameter is not None:  # a hook of the backward pass may keep something there
+            if parameter is not None and (
+                self._restorable or vars(parameter)
+            ):  # hooks may keep something there
                 own = [each for each in type(parameter).__mro__ if each.__module__.startswith("lockstep.")]
                 kept = [name for each in own for name in inspect.get_annotations(each)]
-                self._slots(vars(parameter), f"the parameter {key!r} of {words}", leave_out=kept)
+                self._inside(parameter, f"the parameter {key!r} of {words}", kept)
         hooks = [each for kind in _HOOKS for each in vars(module).get(kind, {}).values()]
         own = [each for each in hooks if is_users_module(getattr(each, "__module__", None) or "")]
         self._note(f"the hooks of {words}", repr([getattr(each, "__qualname__", "") for each in own]))
@@ -318,128 +298,52 @@ class Snapshot:
             self._value(hook, f"a hook of {words}")
         home = type(module).__module__
         if not home.startswith("lockstep.") or home.startswith("lockstep.models."):
-            self._slots(vars(module), words, leave_out=_OF_TORCH)
-            self._value(type(module), words)
-
-    def _object(self, value: Any, name: str) -> None:
-        self._note(name, type(value).__qualname__)
-        if isinstance(getattr(value, "__dict__", None), dict):
-            self._slots(vars(value), name)
-        for key, held in slots_of(value).items():
-            put = functools.partial(_set, value, key)
-            self._remember(functools.partial(put, held))
-            self._held(held, f"the attribute {key!r} of {name}", put)
-        self._value(type(value), name)
-
-    def _slots(self, held: dict[str, Any], owner: str, leave_out: Iterable[str] = ()) -> None:
-        """The attributes of an object, each of which may be bound anew."""
-        if self._restorable:
-            kept = {key: value for key, value in held.items() if key not in leave_out}
-            self._remember(functools.partial(_rebind, held, kept, frozenset(leave_out)))
-        for key, value in list(held.items()):
-            if key not in leave_out:
-                words = f"the attribute {key!r} of {owner}"
-                self.places[id(held), key] = words, value
-                self._held(value, words, functools.partial(held.__setitem__, key))
+            self._inside(module, words, _OF_TORCH)
 
     def _class(self, cls: type) -> None:
-        for each in cls.__mro__:
-            module = getattr(each, "__module__", "")
-            if (id(each) in self._seen and each is not cls) or not is_users_module(module):
+        known = {id(each) for each in cls.__mro__ if each is not cls and id(each) in self._seen}
+        for part in of_class(cls):
+            _, owner, key, value = part
+            if id(owner) in known or (key.startswith("__") and key not in ("__call__", "__init__")):
                 continue
-            named = class_name(each, self._named)
-            self._seen[id(each)] = each, each.__qualname__
-            for key, value in list(vars(each).items()):
-                if key.startswith("__") and key not in ("__call__", "__init__"):
-                    continue
-                if isinstance(value, staticmethod | classmethod):
-                    value = value.__func__
-                elif isinstance(value, property):
-                    value = value.fget
-                words = f"the class attribute {key!r} of {named}"
-                if isinstance(value, FunctionType):
-                    self._value(value, f"{named}.{key}")
-                elif is_plain(value):
-                    put = functools.partial(_set, each, key)
-                    self._remember(functools.partial(put, value))
-                    self._held(value, words, put)
-                elif not callable(value):
-                    self._value(value, words)
+            self._seen[id(owner)] = owner, owner.__qualname__
+            named = class_name(owner, self._named)
+            if isinstance(value, FunctionType):
+                self._value(value, f"{named}.{key}")
+            else:
+                self._remember(functools.partial(part.put, value))
+                self._held(part, part.words(named))
 
     def _function(self, function: FunctionType, name: str) -> None:
-        code = function.__code__
-        if not is_users_code(code, function.__module__ or ""):
-            return
-        words = name or function.__qualname__
-        *outer, _ = itertools.accumulate(code.co_qualname.split(_INNER), lambda one, two: one + _INNER + two)
-        for key, cell in zip(code.co_freevars, function.__closure__ or ()):
-            self._cell(cell, f"the variable {key!r} of {words}", [(each, key) for each in outer])
-        for values in (function.__defaults__, function.__kwdefaults__):
-            self._value(values, f"a default of {words}")
-        self._slots(vars(function), words)
-        names = frozenset(names_in(code))
-        for key in names & function.__globals__.keys():
-            self._global(function.__globals__, key, names)
+        if is_users_function(function):
+            self._inside(function, name)
+            names = names_in(function.__code__)
+            for part in globals_of(names, function.__globals__):
+                self._global(part, names)
 
-    def _cell(self, cell: CellType, name: str, places: Iterable[Place]) -> None:
-        try:
-            held = cell.cell_contents
-        except ValueError:  # it has no value yet
-            return
-        self.places |= dict.fromkeys(places, (name, held))
-        put = functools.partial(_set, cell, "cell_contents")
-        self._remember(functools.partial(put, held))
-        self._held(held, name, put)
-
-    def _global(self, space: dict[str, Any], key: str, names: frozenset[str]) -> None:
+    def _global(self, part: Part, names: frozenset[str]) -> None:
         """One global that code names; ``names`` are all that it names, attributes of modules among them."""
-        value = space[key]
+        _, space, key, value = part
         if value is os.environ or (value is os and names & {"environ", "getenv"}):
             for variable, text in os.environ.items():
                 self._note(f"the environment variable {variable!r}", short_text(text))
-            return
-        if isinstance(value, ModuleType):
-            is_numpys = value is np.random or (value is np and "random" in names)
-            self.draws_globally |= value is random or is_numpys
-            if is_users_module(value.__name__) and id(value) not in self._seen:
-                self._seen[id(value)] = value, key
-                for inner in names & vars(value).keys():
-                    self._global(vars(value), inner, names)
-            return
-        words = f"the global variable {key!r}"
-        words = told_apart(space, words, f"{words} of {space.get('__name__')}", self._named)
-        self.places[id(space), key] = words, value
-        if not isinstance(value, type | FunctionType):
-            self._remember(functools.partial(_bind, space, key, value))
-        self._held(value, words, functools.partial(space.__setitem__, key))
+        elif isinstance(value, ModuleType):
+            self.draws_globally |= (
+                value is random or value is np.random or (value is np and "random" in names)
+            )
+        else:
+            words = part.words("")
+            words = told_apart(space, words, f"{words} of {space.get('__name__')}", self._named)
+            self.places[id(space), key] = words, value
+            if not isinstance(value, type | FunctionType):
+                self._remember(functools.partial(part.put, value))
+            self._held(part, words)
 
 
 def draws_globally(*roots: Any) -> bool:
     """True if the code of these modules and functions names NumPy's or Python's global generator of random numbers."""
     found = Snapshot({str(number): root for number, root in enumerate(roots)}, restorable=False)
     return found.draws_globally
-
-
-def names_in(code: CodeType) -> Iterator[str]:
-    """The globals and attributes that code names, that of inner functions included."""
-    yield from code.co_names
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            yield from names_in(inner)
-
-
-def is_users_code(code: CodeType, module: str) -> bool:
-    """Returns whether code of a module, by its name, is the user's own."""
-    return not code.co_filename.startswith(LIBRARIES) and is_users_module(module)
-
-
-def is_closed(value: Any) -> bool:
-    """True for an object whose attributes are its own affair."""
-    kind = type(value)
-    if issubclass(kind, NAMESPACES):
-        return False
-    package = kind.__module__.partition(".")[0]
-    return issubclass(kind, _CLOSED) or package in CLOSED_PACKAGES or kind.__module__ in _CLOSED_MODULES
 
 
 def _is_global_generator(value: Any) -> bool:
@@ -462,67 +366,6 @@ def _put_back(tensor: Tensor, values: Tensor) -> None:
         tensor.detach().copy_(values)
 
 
-def is_users_object(value: Any) -> bool:
-    """True for an object of a class of the user's own, or of a namespace of Python's, whose attributes are his."""
-    return issubclass(type(value), NAMESPACES) or (
-        is_users_module(type(value).__module__) and not is_closed(value)
-    )
-
-
-def attributes_of(value: Any) -> dict[str, Any]:
-    """The attributes of an object as they are stored, those in slots aside; none for one that has no dict."""
-    try:
-        held = object.__getattribute__(value, "__dict__")
-    except (AttributeError, TypeError):
-        return {}
-    return held if isinstance(held, dict) else {}
-
-
-def slots_of(value: Any) -> dict[str, Any]:
-    """The attributes of an object that are in slots of its classes."""
-    found = {}
-    for cls in type(value).__mro__:
-        slots = vars(cls).get("__slots__", ())
-        for key in (slots,) if isinstance(slots, str) else tuple(slots):
-            is_private = key.startswith("__") and not key.endswith("__")
-            name = f"_{cls.__name__.lstrip('_')}{key}" if is_private else key
-            if key not in ("__dict__", "__weakref__") and hasattr(value, name):
-                found[name] = getattr(value, name)
-    return found
-
-
-def entries_of(container: dict[Any, Any]) -> Iterable[tuple[Any, Any]]:
-    """The entries as they are stored: a class of the user's may make something else of them when it is asked."""
-    return OrderedDict.items(container) if isinstance(container, OrderedDict) else dict.items(container)
-
-
-def as_stored(container: Any) -> Any:
-    """The container; of a tuple whose class answers otherwise when it is asked, as e3nn's, what it holds."""
-    kind = type(container)
-    if not issubclass(kind, tuple) or (kind.__len__, kind.__iter__) == (tuple.__len__, tuple.__iter__):
-        return container
-    return tuple(tuple.__iter__(container))
-
-
-def refill(container: Any, entries: Any) -> None:
-    """Gives a list, deque, set or dict these entries, as they are stored; one that has them is left alone."""
-    if isinstance(container, dict):
-        now = [*entries_of(container)]
-        same = (a == c and b is d for (a, b), (c, d) in zip(now, entries.items()))
-        if len(now) == len(entries) and all(same):
-            return
-        base = OrderedDict if isinstance(container, OrderedDict) else dict
-        base.clear(container)
-        for key, value in entries.items():
-            base.__setitem__(container, key, value)
-        return
-    container.clear()
-    if isinstance(container, set):
-        container.update(entries)
-    else:
-        container.extend(entries)
-
-
 def _shrink(container: Any, entries: Any) -> None:
     """Takes out what was added to some entries; values that were set anew stay."""
     if isinstance(container, dict):
@@ -541,16 +384,6 @@ def _rebind(held: dict[str, Any], kept: dict[str, Any], leave_out: frozenset[str
     for key, value in kept.items():
         if held.get(key, _rebind) is not value:
             held[key] = value
-
-
-def _bind(space: dict[str, Any], key: str, value: Any) -> None:
-    if space.get(key, _bind) is not value:
-        space[key] = value
-
-
-def _set(owner: Any, key: str, value: Any) -> None:
-    if getattr(owner, key, _set) is not value:
-        setattr(owner, key, value)
 
 
 def without_key(place: str) -> str:

@@ -38,21 +38,24 @@ from lockstep.checkpoint.state import (
     wrapped_optimizers,
 )
 from lockstep.core.fingerprint import checksum, sum_of_bits
-from lockstep.data.keyed import encoded_state, set_encoded_state
-from lockstep.distributed.collectives import gather_json
-from lockstep.errors import ConfigError
-from lockstep.numerics.hidden_state import (
-    ALIAS,
-    Snapshot,
+from lockstep.core.values import (
+    CONTAINERS,
+    Part,
     as_stored,
     attributes_of,
     entries_of,
+    inside,
+    inside_object,
+    is_plain,
     is_users_object,
+    octets_of,
     refill,
-    slots_of,
-    without_key,
+    set_octets,
 )
-from lockstep.numerics.value_text import octets_of, set_octets
+from lockstep.data.keyed import encoded_state, set_encoded_state
+from lockstep.distributed.collectives import gather_json
+from lockstep.errors import ConfigError
+from lockstep.numerics.hidden_state import ALIAS, Snapshot, without_key
 from lockstep.run.prepare import Parts
 from lockstep.strategies import Strategy
 from lockstep.strategies.absent import AbsentTensor
@@ -168,7 +171,7 @@ class Values:
         self._entries += len(fields)
         if self._entries > _MOST_ENTRIES or depth > _MOST_DEPTH:
             return self._unheld()
-        every = ([key, self._value(each, f"{path}.{key}", depth + 1)] for key, each in fields.items())
+        every = ([key, self._value(each.value, f"{path}.{key}", depth + 1)] for key, each in fields.items())
         held: JSON = [pair for pair in every if pair[1] != _LEFT_OUT]
         return ["object", kind.__qualname__, held] if held else _LEFT_OUT
 
@@ -203,7 +206,7 @@ class Values:
     def _array(self, array: Any, path: str) -> JSON:
         if isinstance(array, np.memmap):
             return _LEFT_OUT
-        has_more = array.dtype.hasobject or array.dtype.fields or isinstance(array, np.ma.MaskedArray)
+        has_more = array.dtype.hasobject or array.dtype.fields or attributes_of(array)  # as a mask
         if has_more or array.nbytes > self._room:
             return self._unheld()
         numbers = torch.tensor(np.frombuffer(array.tobytes(), dtype=np.uint8))
@@ -212,6 +215,8 @@ class Values:
     def _container(self, value: Any, path: str, depth: int) -> JSON:
         kind, value = type(value).__qualname__, as_stored(value)
         self._entries += len(value)
+        if attributes_of(value):  # of a subclass: entries are held, and these are not
+            self.unheld.add(self._place)
         if self._entries > _MOST_ENTRIES or depth > _MOST_DEPTH:
             return self._unheld()
         pairs = list(entries_of(value) if isinstance(value, dict) else enumerate(value))
@@ -310,9 +315,12 @@ class _Restoring:
                 own = copy.copy(own) if is_new else own
                 has = _fields_of(own)
                 for key, each in fields:
-                    value = self.value(each, has.get(key, _MISSING), f"{path}.{key}")
-                    if value is not has.get(key, _MISSING):
-                        _set_field(own, key, value)
+                    now = has[key].value if key in has else _MISSING
+                    value = self.value(each, now, f"{path}.{key}")
+                    if key in has:
+                        has[key].put(value)
+                    elif value is not _MISSING:
+                        object.__setattr__(own, key, value)  # of a frozen class, too
                 return own
         return self._lost(own)
 
@@ -477,20 +485,10 @@ def _laid_out_as(module: nn.Module, strides: Mapping[str, list[int]]) -> bool:
     return strides.keys() <= own.keys()
 
 
-def _fields_of(value: Any) -> dict[str, Any]:
+def _fields_of(value: Any) -> dict[str, Part]:
     """The attributes of an object of any class as they are stored."""
-    held = attributes_of(value)
-    if isinstance(value, nn.Module):
-        return {key: each for key, each in held.items() if key not in _OF_BASES or key in _REGISTERED}
-    return {**held, **slots_of(value)}
-
-
-def _set_field(owner: Any, key: str, value: Any) -> None:
-    held = attributes_of(owner)
-    if key in held or not hasattr(type(owner), key):
-        held[key] = value
-    else:
-        object.__setattr__(owner, key, value)  # a slot, of a frozen class, too
+    left_out = _OF_BASES.difference(_REGISTERED) if isinstance(value, nn.Module) else ()
+    return {part.key: part for part in inside_object(value, left_out)}
 
 
 def _registered(module: nn.Module) -> list[Tensor]:
@@ -502,7 +500,12 @@ def _registered(module: nn.Module) -> list[Tensor]:
 
 def _memory_of(tensor: Tensor) -> int | None:
     """Equal for tensors that share memory; None for those whose numbers do not lie in memory here."""
-    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided or tensor.is_meta:
+    if (
+        type(tensor) not in (Tensor, nn.Parameter)
+        or tensor.layout is not torch.strided
+        or tensor.is_meta
+        or tensor.is_nested
+    ):
         return None
     return tensor.untyped_storage().data_ptr() or id(tensor)
 
@@ -538,19 +541,16 @@ def unsaved_tensors(optimizer: Optimizer, is_whole: bool) -> dict[str, str]:
         seen |= {id(inner), id(inner.state)}
 
     def look(value: Any, name: str) -> None:
-        if isinstance(value, bool | int | float | str | bytes | None) or id(value) in seen:
+        if is_plain(value) or id(value) in seen:
             return
         seen.add(id(value))
         if isinstance(value, Tensor) and not value.is_meta and not isinstance(value, AbsentTensor):
             found[name] = f"{tuple(value.shape)} {int(sum_of_bits(value))}"
-        elif isinstance(value, Mapping):
-            for key, each in value.items():
-                look(each, f"{name}[{key!r}]" if isinstance(key, str | int) else f"{name}[...]")
-        elif isinstance(value, list | tuple | set | deque):
-            for place, each in enumerate(value):
-                look(each, f"{name}[{place}]")
         elif isinstance(value, Optimizer):
             look(value.state, f"{name}.state")
+        elif isinstance(value, CONTAINERS) or is_users_object(value):
+            for part in inside(value):
+                look(part.value, part.path(name))
 
     for key, value in vars(optimizer).items():
         if key not in ("defaults", "param_groups"):

@@ -23,8 +23,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from lockstep.numerics.hidden_state import is_users_code
-from lockstep.runtime.error_record import is_users_module
+from lockstep.core.users_code import is_users_code, is_users_module, methods_of
 
 
 def live_names(code: CodeType, offset: int) -> frozenset[str]:
@@ -453,20 +452,6 @@ def functions_by_name(spaces: Iterable[Mapping[str, Any]]) -> dict[str, list[Cod
                 if name in CONSTRUCTORS:
                     found[value.__name__].append(method.__code__)
     return found
-
-
-def methods_of(kind: type) -> Iterator[tuple[str, FunctionType]]:
-    """The methods of a class of the user's, those that it inherits from others of his among them."""
-    for cls in kind.__mro__:
-        for name, value in list(vars(cls).items()) if is_users_module(cls.__module__) else ():
-            inner = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
-            if isinstance(inner, FunctionType):
-                yield name, inner
-
-
-def homes_of(code: CodeType) -> list[str]:
-    """The qualified names of the functions within which a function is made, the outermost first."""
-    return [*itertools.accumulate(code.co_qualname.split(".<locals>.")[:-1], "{}.<locals>.{}".format)]
 
 
 @functools.cache

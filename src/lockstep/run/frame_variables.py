@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from inspect import GEN_CREATED, getgeneratorstate
 from types import CodeType, FunctionType, GeneratorType, MappingProxyType, MethodType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,31 +36,55 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from lockstep.core.fingerprint import digest_tensor
-from lockstep.data.keyed import encoded_state
-from lockstep.numerics.hidden_state import (
-    NAMESPACES,
-    Place,
-    as_stored,
-    attributes_of,
-    is_closed,
+from lockstep.core.users_code import (
+    codes_in,
+    homes_of,
     is_users_code,
-    is_users_object,
-    slots_of,
+    is_users_function,
+    is_users_module,
+    methods_of,
 )
-from lockstep.numerics.value_text import class_name, is_plain, parts_of_tensor, short_digest, text_of_plain
+from lockstep.core.values import (
+    ATTRIBUTE,
+    BUFFERS,
+    DEFAULT,
+    ENTRY,
+    GLOBAL,
+    INNER,
+    NAMESPACES,
+    VARIABLE,
+    Part,
+    as_stored,
+    class_name,
+    copied,
+    entries_in,
+    entries_of,
+    globals_of,
+    inside,
+    inside_object,
+    is_closed,
+    is_plain,
+    is_users_object,
+    of_class,
+    parted,
+    parts_of_tensor,
+    short_digest,
+    size_of,
+    text_of_plain,
+    text_of_size,
+    text_of_table,
+)
+from lockstep.data.keyed import encoded_state
 from lockstep.run.code_analysis import (
     CONSTRUCTORS,
     changed_by_reading,
     changed_names,
-    homes_of,
     live_in,
-    methods_of,
     names_loaded,
     owners_of,
     users_frames,
 )
 from lockstep.run.optimizer_step import PreparedOptimizer
-from lockstep.runtime.error_record import is_users_module
 from lockstep.strategies.absent import AbsentTensor
 
 logger = logging.getLogger(__name__)
@@ -79,29 +103,6 @@ _OF_TORCH = (
 """Modules of torch whose objects hold what a loop changes."""
 
 
-class Entry(NamedTuple):
-    """A plain value, and where it is."""
-
-    holder: Any
-    """The dict or list; of a variable of a function, the qualified name of that."""
-    key: Any
-    value: Any
-
-    @property
-    def place(self) -> Place:
-        """See ``Place``."""
-        return (self.holder if isinstance(self.holder, str) else id(self.holder)), self.key
-
-
-class _Held(NamedTuple):
-    """A variable, an attribute or an entry: its value, and what holds it under which key."""
-
-    name: str
-    value: Any
-    holder: Any
-    key: str
-
-
 @dataclass
 class Variables:
     """The variables of the user's frames at a moment."""
@@ -112,7 +113,7 @@ class Variables:
     """Values by the name of the variable, with attributes and entries, as text that is equal where values are."""
     values: dict[str, Any] = field(default_factory=dict)
     """The values themselves."""
-    plain: dict[str, Entry] = field(default_factory=dict)
+    plain: dict[str, Part] = field(default_factory=dict)
     """Values that are plain."""
     tensors: dict[str, list[Any]] = field(default_factory=dict)
     """Of each variable that is a tensor: it; of one that is a module: it, and its tensors."""
@@ -164,27 +165,27 @@ class Variables:
         ``enters_loop``: a loop begins now, and will make a pass.
         """
         found, frames = cls(known), users_frames()
-        variables: list[tuple[str, Any, bool, Any]] = []
+        variables: list[tuple[str, Part, bool]] = []
         for frame, live, owner in zip(frames, live_in(frames, enters_loop=enters_loop), owners_of(frames)):
-            code, holder = frame.f_code, owner.removesuffix(": ") or frame.f_globals
+            code, home = frame.f_code, owner.removesuffix(": ") or frame.f_globals
             found.local |= {
                 f"{owner}{name}" for name in code.co_varnames + code.co_cellvars + code.co_freevars
             }
             variables += [
-                (f"{owner}{name}", value, name in live, holder)
+                (f"{owner}{name}", Part(VARIABLE, home, name, value), name in live)
                 for name, value in copied(frame.f_locals.items())
                 if not name.startswith("__")
             ]
-        read = {id(value) for _, value, is_live, _ in variables if is_live}  # by another frame, perhaps
-        for name, value, is_live, holder in variables:
+        read = {id(part.value) for _, part, is_live in variables if is_live}  # by another frame, perhaps
+        for name, part, is_live in variables:
             found.local.add(name)
             found.read |= {name} if is_live else set()
-            found._is_live = is_live or id(value) in read
-            found._look(value, name, holder, name.rpartition(": ")[2])
+            found._is_live = is_live or id(part.value) in read
+            found._look(part, name)
         found._is_live = True
         for number, each in enumerate(filter(_is_users_callback, callbacks), 1):
             name = getattr(each, "__name__", type(each).__name__)
-            found._look(each, f"{name} (callback {number})", None, None)
+            found._look(Part(INNER, None, None, each), f"{name} (callback {number})")
         found._codes += [(frame.f_code, frame.f_globals) for frame in frames]
         found._modules = {frame.f_code for frame in frames if frame.f_code.co_name == "<module>"}
         own = {key: id(space) for space in (each.f_globals for each in frames[::-1]) for key in [*space]}
@@ -195,48 +196,45 @@ class Variables:
     def _look_at_what_data_reads(self, own: Mapping[str, int]) -> None:
         """Looks at the values that functions of data sets read: globals, and variables of the frames."""
         places, attributes = self._read_by_data(own)
-        places = [*(_Held("", each, None, "") for each in self._bound), *places]
+        places = [*(("", Part(INNER, None, "", each)) for each in self._bound), *places]
         self._is_in_data = self._is_in_dataset = True
-        known = {entry.place: name for name, entry in self.plain.items()}
+        known = {part.place: name for name, part in self.plain.items()}
         seen = set[int]()
-        for name, held, holder, key in places:
-            name = known.get((holder if isinstance(holder, str) else id(holder), key), name)
-            if key in self._changed_by_reading:
+        for name, part in places:
+            name, held = known.get(part.place, name), part.value
+            if part.key in self._changed_by_reading:
                 first, last = self._seen.get(id(held), (0, 0))
                 self.perhaps_read.update(self._noted[first:last])
             elif held is not None and (is_plain(held) or isinstance(held, _VALUES)):
-                self._look(held, name, holder, key)
+                self._look(part, name)
             elif is_users_object(held) and not isinstance(held, Dataset | nn.Module) and id(held) not in seen:
                 seen.add(id(held))
-                values = attributes_of(held)
-                read = values.keys() & attributes
-                places += [_Held(f"{name}.{each}", values[each], values, each) for each in read]
+                read = [each for each in inside_object(held) if each.key in attributes]
+                places += [(each.path(name), each) for each in read]
 
-    def _read_by_data(self, own: Mapping[str, int]) -> tuple[list[_Held], set[str]]:
+    def _read_by_data(self, own: Mapping[str, int]) -> tuple[list[tuple[str, Part]], set[str]]:
         """The variables that functions of data sets name, and the attributes; notes what these functions change."""
-        places, attributes, seen = list[_Held](), set[str](), set[FunctionType]()
+        places, attributes, seen = list[tuple[str, Part]](), set[str](), set[FunctionType]()
         while self._reading:
             function = self._reading.pop()
-            if function in seen or not is_users_code(function.__code__, function.__module__ or ""):
+            if function in seen or not is_users_function(function):
                 continue
             seen.add(function)
-            space, codes = function.__globals__, [function.__code__]
-            for code in codes:
-                codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
-            attributes.update(*(names_loaded(code, "LOAD_ATTR") for code in codes))
+            codes = [*codes_in(function.__code__)]
+            read = set[str]().union(*(names_loaded(code, "LOAD_ATTR") for code in codes))
             names = set[str]().union(*(names_loaded(code, "LOAD_GLOBAL", "LOAD_NAME") for code in codes))
-            for key in names & space.keys():
-                if isinstance(space[key], FunctionType):
-                    self._reading.append(space[key])
-                    whole = [(space[key].__code__, -1, math.inf)]
+            attributes |= read
+            for part in globals_of(names, function.__globals__, read):
+                _, space, key, held = part
+                if isinstance(held, FunctionType):
+                    self._reading.append(held)
+                    whole = [(held.__code__, -1, math.inf)]
                     self._changed_by_reading |= changed_names(whole, {}, of_functions=True)
-                name = key if own.get(key) == id(space) else f"{space.get('__name__')}.{key}"
-                places.append(_Held(name, space[key], space, key))
-            for key, cell in zip(codes[0].co_freevars, function.__closure__ or ()):
-                for home in homes_of(codes[0]):
-                    if f"{home}: {key}" in self.local:
-                        with suppress(ValueError):  # it has no value yet
-                            places.append(_Held(f"{home}: {key}", cell.cell_contents, home, key))
+                places.append((_name_of(key, space, own), part))
+            for part in inside(function):
+                homes = homes_of(codes[0]) if part.how == VARIABLE else ()
+                local = [home for home in homes if f"{home}: {part.key}" in self.local]
+                places += [(f"{home}: {part.key}", part._replace(holder=home)) for home in local]
         return places, attributes
 
     def _look_at_globals(self, own: Mapping[str, int]) -> None:
@@ -250,14 +248,14 @@ class Variables:
             self._codes += [(inner, space) for inner in code.co_consts if isinstance(inner, CodeType)]
             for key in code.co_names:
                 held = space.get(key, sys.modules.get(key))  # which the code may import
-                name = key if own.get(key) == id(space) else f"{space.get('__name__')}.{key}"
+                name = _name_of(key, space, own)
                 if type(held) is ModuleType and is_users_module(held.__name__):
                     self._codes.append((code, vars(held)))
                 elif key in space and name in self.texts:
                     if code not in self._modules:
                         self.live.add(name)  # functions may read what the code of the module does not
                 elif key in space:
-                    self._look(held, name, space, key)
+                    self._look(Part(GLOBAL, space, key, held), name)
 
     def held(self, name: str) -> list[Any]:
         """The objects at a name by whose values a loss that reads them is known: tensors, arrays, containers."""
@@ -268,27 +266,20 @@ class Variables:
     def renew_floats(self, names: Collection[str]) -> None:
         """Puts an equal float in the place of each that an object, a dict or a list holds: what is set anew shows."""
         for name in names & self.plain.keys():
-            holder, key, value = self.plain[name]
-            if type(value) is not float:
-                continue
-            renewed = value * 1.0
-            if isinstance(holder, dict):
-                dict.__setitem__(holder, key, renewed)
-            elif isinstance(holder, list):
-                list.__setitem__(holder, key, renewed)
-            else:
-                continue
-            self.plain[name], self.values[name] = Entry(holder, key, renewed), renewed
-            self.renewed.add(name)
+            part = self.plain[name]
+            if type(part.value) is float and not (part.is_fixed or isinstance(part.holder, str)):
+                part = part._replace(value=part.value * 1.0)
+                part.put(part.value)
+                self.plain[name], self.values[name] = part, part.value
+                self.renewed.add(name)
 
-    def _look(
-        self, value: Any, name: str, holder: Any, key: Any, depth: int = 0, only_tensors: bool = False
-    ) -> None:
+    def _look(self, part: Part, name: str, depth: int = 0, only_tensors: bool = False) -> None:
         """Notes a value and what it holds. ``only_tensors``: no numbers, as of objects of installed packages."""
+        value = part.value
         if value is None or is_plain(value):
             if not only_tensors:
                 self._note(name, text_of_plain(value), value)
-                self.plain[name] = Entry(holder, key, value)
+                self.plain[name] = part
             return
         if id(value) in self.known or len(self._seen) > _MOST_PLACES:
             return
@@ -317,8 +308,8 @@ class Variables:
                 self._note(name, self._text_of(value), value, has_values=True)
         elif issubclass(kind, np.ndarray):
             self._array(value, name)
-            if issubclass(kind, np.ma.MaskedArray):
-                self._look(value.mask, f"{name}.mask", name, "mask", depth, only_tensors)
+            for part in inside_object(value):  # a mask, or attributes of a class of the user's
+                self._look_at_part(part, name, depth, only_tensors)
         elif (state := encoded_state(value)) is not None:
             self._generator(value, state, name, depth, only_tensors)
         elif issubclass(kind, nn.Module):
@@ -334,25 +325,24 @@ class Variables:
         """Looks at what holds other values."""
         kind = type(value)
         if issubclass(kind, FunctionType | _LRU_CACHED):
-            for key, held in copied(vars(value).items()):
-                self._look(held, f"{name}.{key}", vars(value), key, depth + 1, only_tensors)
-            if kind is FunctionType and is_users_code(value.__code__, value.__module__ or ""):
-                self._function(value, name, depth, only_tensors)
+            self._function(value, name, depth, only_tensors)
         elif issubclass(kind, type):
             self._class(value, depth, only_tensors)
-        elif issubclass(kind, list | tuple | deque | dict):
-            self._container(as_stored(value), name, depth, only_tensors)
+        elif issubclass(kind, list | tuple | deque | dict | MappingProxyType):
+            self._container(value, name, depth, only_tensors)
             self._attributes(value, name, depth, only_tensors)
         elif issubclass(kind, DataLoader):
             for key in ("dataset", "sampler", "generator", "collate_fn"):
-                self._look(getattr(value, key, None), f"{name}.{key}", vars(value), key, depth + 1)
+                self._look_at_part(Part(ATTRIBUTE, vars(value), key, getattr(value, key, None)), name, depth)
         elif issubclass(kind, set | frozenset):
             if not only_tensors:
                 every = sorted(map(_text_of_entry, [*value] if len(value) <= _MOST_SORTED else ()))
                 content = f" of digest {short_digest(repr(every).encode())}"
                 self._note(name, f"{len(value)} entries{content}", value, has_values=self._is_in_data)
-        elif kind.__module__.partition(".")[0] == "pandas" and hasattr(kind, "iloc"):
-            self._table(value, name)
+        elif text := text_of_table(value):
+            self._note(name, text, value, has_values=True)
+        elif issubclass(kind, BUFFERS):
+            self._whole(value, name, [np.frombuffer(value, np.uint8)], depth, kind.__name__, only_tensors)
         elif issubclass(kind, Dataset) or kind.__module__.startswith(_OF_TORCH) or not is_closed(value):
             self._attributes(value, name, depth, only_tensors)
         elif (parts := parts_of(value)) is not None or issubclass(kind, GeneratorType):
@@ -365,31 +355,31 @@ class Variables:
         self.generators[name] = value
         self._note(name, short_digest(repr(state).encode()), value)
         seeds = getattr(getattr(value, "bit_generator", value), "seed_seq", None)
-        self._look(seeds, f"{name}.seed_seq", name, "seed_seq", depth, only_tensors)
+        self._look(Part(ATTRIBUTE, name, "seed_seq", seeds), f"{name}.seed_seq", depth, only_tensors)
+
+    def _look_at_part(self, part: Part, name: str, depth: int, only_tensors: bool = False) -> None:
+        self._look(part, part.path(name), depth + 1, only_tensors)
 
     def _container(self, value: Any, name: str, depth: int, only_tensors: bool) -> None:
         """Looks at the entries of a list, tuple, deque or dict; one text stands for those of a long one."""
-        is_dict, is_long = issubclass(type(value), dict), len(value) > _MOST_ENTRIES
-        content, is_told = _content_of(value, 0 if self._is_in_data else _MOST_ENTRIES)
-        entries = dict.items(value) if is_dict else enumerate(value)
+        is_dict, is_long = issubclass(type(value), dict), size_of(value) > _MOST_ENTRIES
+        text, is_told = text_of_size(value, 0 if self._is_in_data else _MOST_ENTRIES)
         is_foreign = only_tensors or self._is_in_data  # what a data set has read may fill a cache
-        has_tensors = is_long and _begins_with_tensors(entries)
+        has_tensors = is_long and _begins_with_tensors(value)
         if is_long and (has_tensors or not is_foreign):
-            every = entries if is_dict else value
-            some = copied(itertools.islice(every, 0, None, 1 + len(value) // _samples_of(every)))
-            self._whole(value, name, some, depth, f"{len(value)} entries{content}")
-            self.with_values |= {name} if content or has_tensors else set()
+            every = entries_of(value) if is_dict else as_stored(value)
+            some = copied(itertools.islice(every, 0, None, 1 + size_of(value) // _samples_of(value)))
+            self._whole(value, name, some, depth, text)
+            self.with_values.add(name)
         elif is_told or not only_tensors:
             order = [*filter(is_plain, value)] if is_dict and not is_foreign else []
-            content = content or (f" of digest {short_digest(repr(order).encode())}" if order else "")
-            self._note(name, f"{len(value)} entries{content}", value, has_values=self._is_in_data)
+            text += f" of digest {short_digest(repr(order).encode())}" if order else ""
+            self._note(name, text, value, has_values=self._is_in_data)
         if self._is_in_data and not is_told:
             self.perhaps_read.add(name)
-        for key, held in copied(entries) if not is_long else ():
-            if is_told and self._is_in_data and (held is None or is_plain(held)):
-                continue
-            entry = f"{name}[{key!r}]" if is_plain(key) else f"{name}[...]"
-            self._look(held, entry, value, key, depth + 1, only_tensors)
+        for key, held in entries_in(value) if not is_long else ():
+            if not (is_told and self._is_in_data and (held is None or is_plain(held))):
+                self._look_at_part(Part(ENTRY, value, key, held), name, depth, only_tensors)
 
     def _whole(
         self, value: Any, name: str, parts: list[Any], depth: int, what: str, only_tensors: bool = False
@@ -398,7 +388,7 @@ class Variables:
         bounds = 1 << 12 if self._is_in_data else _MOST_BYTES
         inner = Variables(self.known, local=self.local, _is_in_data=self._is_in_data, _most_bytes=bounds)
         for number, part in enumerate(parts):
-            inner._look(part, f"{name}[{number}]", name, number, depth + 1, only_tensors)
+            inner._look_at_part(Part(ENTRY, name, number, part), name, depth, only_tensors)
         self._kept, self._codes = [*self._kept, parts, inner], [*self._codes, *inner._codes]
         self._reading, self._bound = self._reading + inner._reading, self._bound + inner._bound
         self.generators |= inner.generators
@@ -406,34 +396,33 @@ class Variables:
         if not only_tensors or hasattr(type(value), "__next__"):
             self._note(name, f"{what} of digest {short_digest(repr(texts).encode())}", value)
 
-    def _function(self, function: FunctionType, name: str, depth: int, only_tensors: bool) -> None:
-        """Looks at the variables around a function whose own function has returned, and at its defaults."""
-        code = function.__code__
-        self._codes.append((code, function.__globals__))
-        homes = homes_of(code)
-        for key, cell in zip(code.co_freevars, function.__closure__ or ()):
-            if homes and not any(f"{each}: {key}" in self.local for each in homes):
-                with suppress(ValueError):  # it has no value yet
-                    self._look(cell.cell_contents, f"{name}.{key}", homes[-1], key, depth + 1, only_tensors)
-        defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-        for number, held in enumerate(defaults):
-            self._look(held, f"{name}(default {number})", name, number, depth + 1, only_tensors)
+    def _function(self, function: Any, name: str, depth: int, only_tensors: bool) -> None:
+        """Looks at the variables around a function whose own function has returned, its defaults and attributes."""
+        is_own, homes = type(function) is FunctionType and is_users_function(function), list[str]()
+        if is_own:
+            self._codes.append((function.__code__, function.__globals__))
+            homes = homes_of(function.__code__)
+        for part in inside(function):
+            if part.how == ATTRIBUTE:
+                self._look_at_part(part, name, depth, only_tensors)
+            elif is_own and part.how == DEFAULT:
+                self._look_at_part(part._replace(holder=name), name, depth, only_tensors)
+            elif homes and not any(f"{each}: {part.key}" in self.local for each in homes):
+                self._look_at_part(part._replace(holder=homes[-1]), name, depth, only_tensors)
 
     def _class(self, kind: type, depth: int, only_tensors: bool) -> None:
         """Looks at the attributes of a class of the user's."""
         was_live, self._is_live = self._is_live, True  # whatever object it was found by
-        for cls in kind.__mro__ if not issubclass(kind, Enum) else ():
-            if is_users_module(cls.__module__) and (cls is kind or id(cls) not in self._seen):
-                self._seen.setdefault(id(cls), (0, 0))
-                own = class_name(cls, self._named)
-                for key, held in copied(vars(cls).items()):
-                    held = getattr(held, "__func__", held)
-                    if not (key.startswith("__") or isinstance(held, property)):
-                        self._look(held, f"{own}.{key}", own, key, depth + 1, only_tensors)
+        known = {id(each) for each in kind.__mro__ if each is not kind and id(each) in self._seen}
+        for part in of_class(kind) if not issubclass(kind, Enum) else ():
+            if not (id(part.holder) in known or part.key.startswith("__")):
+                self._seen.setdefault(id(part.holder), (0, 0))
+                own = class_name(part.holder, self._named)
+                self._look(part._replace(holder=own), f"{own}.{part.key}", depth + 1, only_tensors)
         self._is_live = was_live
 
     def _attributes(self, value: Any, name: str, depth: int, only_tensors: bool) -> None:
-        kind, held = type(value), attributes_of(value)
+        kind = type(value)
         is_data = issubclass(kind, Dataset) or (hasattr(kind, "__getitem__") and hasattr(kind, "__len__"))
         was = self._is_in_data, self._is_in_dataset
         self._is_in_data = self._is_in_data or is_data
@@ -447,22 +436,12 @@ class Variables:
         foreign = only_tensors or not is_told
         own: Collection[str] = changed_by_reading(kind) if is_data else ()  # type: ignore[arg-type]
         self._changed_by_reading.update(own)
-        for key, each in copied(held.items()):
-            if key not in own:
-                self._look(each, f"{name}.{key}", held, key, depth + 1, foreign)
-        for key, each in slots_of(value).items() if is_open else ():
-            if key not in own:
-                self._look(each, f"{name}.{key}", name, key, depth + 1, foreign)
+        for part in inside_object(value, own):
+            if is_open or isinstance(part.holder, dict):
+                self._look_at_part(part, name, depth, foreign)
         if is_open:
-            self._look(kind, class_name(kind, self._named), name, kind, depth + 1, foreign)
+            self._look(Part(INNER, name, "", kind), class_name(kind, self._named), depth + 1, foreign)
         self._is_in_data, self._is_in_dataset = was
-
-    def _table(self, table: Any, name: str) -> None:
-        """Notes a table or a column of pandas."""
-        with suppress(Exception):  # entries that have no hash
-            some = table.iloc[:: max(1, len(table) // _SAMPLE)]
-            content = sys.modules["pandas"].util.hash_pandas_object(some).to_numpy().tobytes()
-            self._note(name, f"{table.shape} of digest {short_digest(content)}", table, has_values=True)
 
     def _text_of(self, tensor: Tensor) -> str:
         version = "" if tensor.is_inference() else f"version {tensor._version}"
@@ -488,7 +467,7 @@ class Variables:
     def _array(self, array: Any, name: str) -> None:
         if array.dtype.hasobject and array.dtype.names is None:
             some = array.ravel()[:: max(1, array.size // _MOST_SAMPLES)].tolist()
-            what = f"{list(array.shape)}{_content_of(array.ravel(), _MOST_ENTRIES)[0]}"
+            what = f"{list(array.shape)}, {text_of_size(array, _MOST_ENTRIES)[0]}"
             self._whole(array, name, some, 0, what)
         elif not (array.dtype.hasobject or _is_on_disk(array)):
             step = 1 if array.nbytes <= self._most_bytes else self._step(array.size)
@@ -511,7 +490,7 @@ class Variables:
             for key, held in copied(vars(each).items()) if id(each) not in self.known else ():
                 if is_plain(held) and key != "training" and not key.startswith("_"):
                     self._note(f"{path}.{key}", text_of_plain(held), held)
-                    self.plain[f"{path}.{key}"] = Entry(vars(each), key, held)
+                    self.plain[f"{path}.{key}"] = Part(ATTRIBUTE, vars(each), key, held)
 
     def _note(self, name: str, text: str, value: Any, *, has_values: bool = False) -> None:
         self.texts[name], self.values[name] = text, value
@@ -529,19 +508,22 @@ class Variables:
             self.of_datasets.update(names)
 
 
+def _name_of(key: str, space: dict[str, Any], own: Mapping[str, int]) -> str:
+    """A global, with its module unless code of the loop means this one by the name."""
+    return key if own.get(key) == id(space) else f"{space.get('__name__')}.{key}"
+
+
 def _is_users_callback(value: Any) -> bool:
-    is_function = type(value) is FunctionType
-    return is_users_code(value.__code__, value.__module__ or "") if is_function else is_users_object(value)
+    return is_users_function(value) if type(value) is FunctionType else is_users_object(value)
 
 
 def _functions_in(value: Any) -> list[FunctionType]:
     """A function itself, and the methods of the class of an object, or of a class."""
     value = getattr(value, "__func__", value) if isinstance(value, MethodType) else value
+    if isinstance(value, FunctionType):
+        return [value]
     kind = value if isinstance(value, type) else type(value)
-    held: list[Any] = [value]
-    if kind is not FunctionType:
-        held = [each for name, each in methods_of(kind) if name not in CONSTRUCTORS]
-    return [each for each in held if isinstance(each, FunctionType)]
+    return [each for name, each in methods_of(kind) if name not in CONSTRUCTORS]
 
 
 def _is_on_disk(array: Any) -> bool:
@@ -549,45 +531,23 @@ def _is_on_disk(array: Any) -> bool:
     return isinstance(array, np.memmap) or (isinstance(array, np.ndarray) and _is_on_disk(array.base))
 
 
-def _content_of(entries: Any, least: int) -> tuple[str, bool]:
-    """A digest of more than ``least`` entries, or some of them, and whether any is plain or such as (path, label)."""
-    if len(entries) <= least:
-        return "", False
-    every = copied(dict.items(entries)) if isinstance(entries, dict) else entries
-    some = list(itertools.islice(every, 0, None, max(1, len(entries) // _SAMPLE)))
-    parts = [part for each in some for part in _parted(each)]
-    plain = [part if part is None or is_plain(part) else "..." for part in parts]
-    is_told = any(part is not None and is_plain(part) for part in parts)
-    return f" of digest {short_digest(repr(plain).encode())}", is_told
-
-
 def _samples_of(entries: Any) -> int:
     """How many of a long list's entries are looked at: fewer where each has many parts, as in a replay buffer."""
-    if len(entries) <= _MOST_SAMPLES:
+    if size_of(entries) <= _MOST_SAMPLES:
         return _MOST_SAMPLES
-    parts = max(1, *(len(_parted(each)) for each in copied(itertools.islice(entries, 1))))
+    parts = (
+        2 if isinstance(entries, dict) else max(1, *(len(parted(each)) for _, each in entries_in(entries, 1)))
+    )
     return max(_MOST_SAMPLES // 8, _MOST_SAMPLES // parts)
 
 
-def _begins_with_tensors(entries: Iterable[tuple[Any, Any]]) -> bool:
-    first = copied(itertools.islice(entries, 1))
-    return any(isinstance(part, Tensor | np.ndarray) for _, one in first for part in _parted(one))
-
-
-def _parted(entry: Any) -> Any:
-    return entry if type(entry) in (list, tuple) else (entry,)
+def _begins_with_tensors(entries: Any) -> bool:
+    first = entries_in(entries, 1)
+    return any(isinstance(part, Tensor | np.ndarray) for _, one in first for part in parted(one))
 
 
 def _text_of_entry(entry: Any) -> str:
-    return ", ".join(text_of_plain(each) if is_plain(each) else "..." for each in _parted(entry))
-
-
-def copied(entries: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-    """The entries; none of a container that another thread is changing."""
-    try:
-        return list(entries)
-    except RuntimeError:
-        return []
+    return ", ".join(text_of_plain(each) if is_plain(each) else "..." for each in parted(entry))
 
 
 def parts_of(value: Any) -> Any:
@@ -603,10 +563,8 @@ def parts_of(value: Any) -> Any:
             if not is_own or any(type(each) is kind and not is_users_code(each.gi_code, "") for each in held):
                 return None  # one around run.batches
             return [frame.f_lasti, dict(frame.f_locals), [each for each in held if hasattr(each, "__next__")]]
-        if hasattr(kind, "get_obj"):  # memory that processes share
-            return parts_of(value.get_obj())
-        if kind is MappingProxyType or kind is threading.local:
-            return dict(value if kind is MappingProxyType else vars(value))
+        if kind is threading.local:
+            return dict(vars(value))
         if kind is ContextVar:
             return [value.get(None)]
         with suppress(TypeError):
@@ -623,7 +581,7 @@ def parts_of(value: Any) -> Any:
 _OF_PYTHON = frozenset(
     """
     _contextvars _csv _queue _thread array builtins collections configparser ctypes datetime decimal enum fractions
-    functools itertools multiprocessing.sharedctypes operator pathlib queue statistics types
+    functools itertools operator pathlib queue statistics types
     """.split()  # noqa: SIM905
 )
 _PLACES = ("coords", "iterindex", "line_num")

@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from lockstep.core.values import Part, is_plain, text_of_plain
 from lockstep.data.keyed import encoded_state, set_encoded_state
 from lockstep.errors import ConfigError
 from lockstep.numerics.hidden_state import Snapshot
-from lockstep.numerics.value_text import is_plain, text_of_plain
 from lockstep.run.code_analysis import (
     Carried,
     carried_since,
@@ -36,7 +36,7 @@ from lockstep.run.code_analysis import (
     owners_of,
     users_frames,
 )
-from lockstep.run.frame_variables import Entry, Variables
+from lockstep.run.frame_variables import Variables
 from lockstep.runtime.events import StepEvents
 from lockstep.text import shorten
 
@@ -54,7 +54,7 @@ class Lost:
 
     held: list[Any]
     """A tensor, a module and its tensors, an array, or a container."""
-    plain: Entry | None
+    plain: Part | None
     state: str
     """See ``state_of``; where the steps begin."""
 
@@ -228,7 +228,7 @@ class LoopState:
         numbers = {*self._settings(), *self._measured}
         return {
             name
-            for name, (_, _, value) in found.plain.items()
+            for name, (*_, value) in found.plain.items()
             if type(value) is float and value in numbers and name not in found.of_data
         }
 

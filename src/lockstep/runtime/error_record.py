@@ -10,7 +10,6 @@ import json
 import operator
 import os
 import struct
-import sys
 import sysconfig
 import time
 import traceback
@@ -21,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from lockstep.core.users_code import PACKAGE, is_users_file
 from lockstep.core.world import host_name
 from lockstep.errors import EXIT_RANK, ConfigError, LockstepError
 from lockstep.runtime.control import map_file
@@ -31,20 +31,6 @@ from lockstep.text import plural
 
 _RUNPY = "<frozen runpy>"
 _INSTALLED = sysconfig.get_path("purelib") + os.sep
-LIBRARIES = tuple(
-    path + os.sep
-    for path in dict.fromkeys(
-        [
-            *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-            *(each for each in sys.path if Path(each).name in ("site-packages", "dist-packages")),
-        ]
-    )
-    if path
-)
-"""The folders of Python itself and of installed packages, those of the system and of the user among them."""
-CLOSED_PACKAGES = (sys.stdlib_module_names | {"lockstep", "torch", "numpy", "builtins"}) - {"__main__"}
-"""Packages whose objects are their own affair."""
-_PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,21 +106,6 @@ def _users_frames(frames: TracebackType | None) -> list[traceback.FrameSummary]:
     ]
 
 
-def is_users_file(file: str) -> bool:
-    """True for code of the user's own, by its file: not of Python, Lockstep or an installed package."""
-    return not file.startswith((_PACKAGE, *LIBRARIES))
-
-
-def is_users_module(module: str) -> bool:
-    """True for a module of the user's own, by its name: neither installed, nor torch's, nor this package."""
-    if module.partition(".")[0] in CLOSED_PACKAGES:
-        return False
-    if module == "__main__":  # profilers, as python -m cProfile, run scripts under a module of their own
-        return True
-    file = getattr(sys.modules.get(module), "__file__", None)
-    return not isinstance(file, str) or not file.startswith(LIBRARIES)
-
-
 def about_own_backward(error: BaseException, beat: Beat | None) -> str:
     """The call to leave out, for torch's error of a ``loss.backward()``, or a GradScaler, beside ``run.backward``.
 
@@ -142,7 +113,7 @@ def about_own_backward(error: BaseException, beat: Beat | None) -> str:
     """
     frames = traceback.extract_tb(error.__traceback__)
     if beat is None:
-        is_in_loop = not any(frame.filename.startswith(_PACKAGE) for frame in frames)
+        is_in_loop = not any(frame.filename.startswith(PACKAGE) for frame in frames)
     else:
         is_in_loop = beat.phase == "update"
     is_of_autograd = (
@@ -171,7 +142,7 @@ class _UsersStack(traceback.StackSummary):
             traceback.FrameSummary
         ] = []  # of Python and packages, part of the row if they call Lockstep again
         for frame in self:
-            if frame.filename.startswith(_PACKAGE):
+            if frame.filename.startswith(PACKAGE):
                 row += [*called, frame]
                 called = []
                 self._rows |= {id(each): 0 for each in row} | ({id(row[0]): len(row)} if len(row) > 1 else {})
@@ -192,7 +163,7 @@ def _without_own_frames(error: traceback.TracebackException) -> traceback.Traceb
     parts: list[traceback.TracebackException | None] = [error]
     for part in parts:
         if part is not None:
-            if part.stack and not part.stack[-1].filename.startswith(_PACKAGE):
+            if part.stack and not part.stack[-1].filename.startswith(PACKAGE):
                 part.stack = _UsersStack(part.stack)
             parts += [part.__cause__, part.__context__]
     return error

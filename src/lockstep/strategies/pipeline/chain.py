@@ -28,9 +28,10 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from lockstep.core.users_code import names_in
 from lockstep.numerics.blocks import CONTAINERS
 from lockstep.numerics.compilation import is_compiled
-from lockstep.numerics.hidden_state import Snapshot, names_in
+from lockstep.numerics.hidden_state import Snapshot
 
 _FUNCTIONS = (
     *(torch.relu, torch.tanh, torch.sigmoid),

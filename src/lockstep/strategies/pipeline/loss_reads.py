@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.core.users_code import is_users_module, names_in
 from lockstep.errors import ConfigError
-from lockstep.numerics.hidden_state import Snapshot, names_in
+from lockstep.numerics.hidden_state import Snapshot
 from lockstep.numerics.hooks import backward_hooks, forward_hooks, gradient_hooks, is_users
-from lockstep.runtime.error_record import is_users_module
 from lockstep.strategies.pipeline.chain import without_parts
 
 _DEEPEST, _MOST = 6, 20_000

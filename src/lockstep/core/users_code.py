@@ -1,0 +1,87 @@
+"""Which code is the user's own, by its file or its module, and what it names."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from types import CodeType, FunctionType
+
+PACKAGE = str(Path(__file__).parents[1]) + os.sep
+"""The folder of Lockstep."""
+LIBRARIES = tuple(
+    path + os.sep
+    for path in dict.fromkeys(
+        [
+            *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+            *(each for each in sys.path if Path(each).name in ("site-packages", "dist-packages")),
+        ]
+    )
+    if path
+)
+"""The folders of Python itself and of installed packages, those of the system and of the user among them."""
+CLOSED_PACKAGES = (sys.stdlib_module_names | {"lockstep", "torch", "numpy", "builtins"}) - {"__main__"}
+"""Packages whose objects are their own affair."""
+
+
+def is_users_file(file: str) -> bool:
+    """True for code of the user's own, by its file: not of Python, Lockstep or an installed package."""
+    return not file.startswith((PACKAGE, *LIBRARIES))
+
+
+def is_users_module(module: str) -> bool:
+    """True for a module of the user's own, by its name: neither installed, nor torch's, nor this package."""
+    if module.partition(".")[0] in CLOSED_PACKAGES:
+        return False
+    if module == "__main__":  # profilers, as python -m cProfile, run scripts under a module of their own
+        return True
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return not isinstance(file, str) or not file.startswith(LIBRARIES)
+
+
+def is_users_code(code: CodeType, module: str) -> bool:
+    """Returns whether code of a module, by its name, is the user's own."""
+    return not code.co_filename.startswith(LIBRARIES) and is_users_module(module)
+
+
+def is_users_function(function: FunctionType) -> bool:
+    """See ``is_users_code``."""
+    return is_users_code(function.__code__, function.__module__ or "")
+
+
+def codes_in(code: CodeType) -> Iterator[CodeType]:
+    """A function's code, and that of the functions within it."""
+    yield code
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from codes_in(inner)
+
+
+@functools.cache
+def names_in(code: CodeType) -> frozenset[str]:
+    """The globals and attributes that code names, that of inner functions included."""
+    return frozenset(name for each in codes_in(code) for name in each.co_names)
+
+
+def homes_of(code: CodeType) -> list[str]:
+    """The qualified names of the functions within which a function is made, the outermost first."""
+    return [*itertools.accumulate(code.co_qualname.split(".<locals>.")[:-1], "{}.<locals>.{}".format)]
+
+
+def methods_of(kind: type) -> Iterator[tuple[str, FunctionType]]:
+    """The methods of a class of the user's, those that it inherits from others of his among them."""
+    for cls in kind.__mro__:
+        for name, value in list(vars(cls).items()) if is_users_module(cls.__module__) else ():
+            if isinstance(inner := function_of(value), FunctionType):
+                yield name, inner
+
+
+def function_of(value: object) -> object:
+    """The function of a property, or of a static or class method; other values as they are."""
+    if isinstance(value, property | functools.cached_property):
+        return value.fget if isinstance(value, property) else value.func
+    return value.__func__ if isinstance(value, staticmethod | classmethod) else value

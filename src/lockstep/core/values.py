@@ -1,0 +1,468 @@
+"""What the user's values consist of, and short texts of them that are equal where the values are.
+
+    list, tuple, deque, dict, set       entries, as they are stored
+    array of objects, mappingproxy      the same, and those of threading.local and ContextVar
+    partial, method                     the function, its object and arguments
+    function                            the variables around it, defaults, attributes; ``globals_of`` has what it names
+    class of the user's                 ``of_class``: attributes and methods, inherited ones of his classes among them
+    any object                          attributes, those in slots, too
+
+All that looks into values asks ``inside`` for their parts. No code of the user's is run by that. Which objects are
+opened, how far, and what is noted of a part depends on what is asked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import array
+import ctypes
+import datetime
+import functools
+import hashlib
+import io
+import itertools
+import logging
+import queue
+import sys
+import threading
+import warnings
+from collections import ChainMap, OrderedDict, UserDict, UserList, deque
+from collections.abc import Iterable, Iterator, Set, Sized
+from contextlib import suppress
+from contextvars import ContextVar
+from decimal import Decimal
+from enum import Enum
+from fractions import Fraction
+from multiprocessing.sharedctypes import SynchronizedBase
+from types import (
+    BuiltinFunctionType,
+    FunctionType,
+    GeneratorType,
+    MappingProxyType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributions import Distribution
+from torch.utils.data import DataLoader, Dataset
+
+from lockstep.core.fingerprint import digest_tensor
+from lockstep.core.users_code import (
+    CLOSED_PACKAGES,
+    function_of,
+    is_users_function,
+    is_users_module,
+    names_in,
+)
+
+_T = TypeVar("_T")
+_PLAIN = (
+    *(bool, int, float, complex, str, bytes, Enum, np.generic, np.dtype),
+    *(torch.dtype, torch.device, torch.Size, range, slice),
+    *(Decimal, Fraction, datetime.date, datetime.time, datetime.timedelta),
+)
+BUFFERS = (bytearray, array.array, ctypes._SimpleCData, ctypes.Array, ctypes.Structure)
+_ITERATORS = ("builtins", "itertools", "collections", "_collections")
+"""Modules whose iterators tell how far they have come."""
+_MOST_CHARACTERS, _MOST_BITS, _SAMPLE = 60, 1 << 10, 4_096
+_CLOSED = (
+    *(Dataset, DataLoader, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler),
+    *(ModuleType, threading.Thread, logging.Logger, io.IOBase),
+)
+"""Objects that are not looked into: they are not part of a forward pass."""
+_CLOSED_MODULES = ("transformers.trainer_callback",)
+"""Their objects are what a Trainer knows of its loop, which ``TransformersTrainer`` keeps."""
+NAMESPACES = (
+    *(SimpleNamespace, argparse.Namespace, UserDict, UserList, ChainMap, queue.Queue),
+    *(SynchronizedBase, Distribution, np.poly1d),
+)
+"""Classes of Python, NumPy and torch whose objects hold what the user puts there."""
+
+
+# How a value is held by another: the words for it there, of its key and what holds it.
+ENTRY = "{1}[{0!r}]"
+ATTRIBUTE = "the attribute {0!r} of {1}"
+OF_CLASS = "the class attribute {0!r} of {1}"
+VARIABLE = "the variable {0!r} of {1}"
+GLOBAL = "the global variable {0!r}"
+DEFAULT = "a default of {1}[{0!r}]"
+INNER = "{1}"
+"""Of a part that has no name of its own, such as the object of a method."""
+Place = tuple[int | str, Any]
+"""Where a value is: by the id of the dict or list that holds it, and the key; a variable of a function by the qualified
+name of the function, and its own."""
+
+
+class Part(NamedTuple):
+    """A value inside another one."""
+
+    how: str
+    holder: Any
+    """The container, the dict of attributes or globals, the object with slots, the class, the cell of a variable or the
+    qualified name of its function; or None."""
+    key: Any
+    value: Any
+
+    @property
+    def place(self) -> Place:
+        """See ``Place``."""
+        return (self.holder if isinstance(self.holder, str) else id(self.holder)), self.key
+
+    @property
+    def is_fixed(self) -> bool:
+        """True for a part in whose place no other can be put, as an entry of a tuple."""
+        return self.how in (ENTRY, DEFAULT, INNER) and not isinstance(self.holder, dict | list)
+
+    def words(self, name: str) -> str:
+        """The part of what has this name, for a message."""
+        if self.how == ENTRY and not is_plain(self.key):
+            return f"{name}[...]"
+        return self.how.format(self.key, name)
+
+    def path(self, name: str) -> str:
+        """A short form of ``words``."""
+        if self.how == ENTRY:
+            return self.words(name)
+        if self.how == DEFAULT:
+            return f"{name}(default {self.key})"
+        if self.how == OF_CLASS:
+            return f"{self.holder.__name__}.{self.key}"
+        return str(self.key) if self.how == GLOBAL else name if self.how == INNER else f"{name}.{self.key}"
+
+    def put(self, value: Any) -> None:
+        """Puts a value there."""
+        if isinstance(self.holder, dict):
+            dict.__setitem__(self.holder, self.key, value)  # no method of a class of the user's
+        elif isinstance(self.holder, list):
+            list.__setitem__(self.holder, self.key, value)
+        elif self.how == VARIABLE:
+            self.holder.cell_contents = value
+        elif self.how == ATTRIBUTE:
+            object.__setattr__(self.holder, self.key, value)  # a slot, of a frozen class, too
+        elif vars(self.holder).get(self.key, self) is not value:
+            setattr(self.holder, self.key, value)
+
+
+CONTAINERS = (list, tuple, deque, dict, set, frozenset, MappingProxyType)
+
+
+def inside(value: Any, leave_out: Iterable[str] = (), most: int | None = None) -> list[Part]:
+    """The parts of a value as they are stored.
+
+    ``leave_out``: attributes. ``most``: how many entries of a container or array, the first.
+    """
+    kind, found = type(value), list[Part]()
+    if issubclass(kind, CONTAINERS) or (issubclass(kind, np.ndarray) and value.dtype == object):
+        found = [Part(ENTRY, value, *each) for each in entries_in(value, most)]
+    elif issubclass(kind, FunctionType):
+        for key, cell in zip(value.__code__.co_freevars, value.__closure__ or ()):
+            with suppress(ValueError):  # it has no value yet
+                found.append(Part(VARIABLE, cell, key, cell.cell_contents))
+        found += [Part(DEFAULT, None, *each) for each in enumerate(value.__defaults__ or ())]
+        by_name = value.__kwdefaults__ or {}
+        found += [Part(DEFAULT, by_name, *each) for each in copied(by_name.items())]
+    elif issubclass(kind, functools.partial):
+        found = [Part(INNER, None, "func", value.func)]
+        found += [Part(ENTRY, value.args, *each) for each in enumerate(value.args)]
+        found += [Part(ENTRY, value.keywords, *each) for each in copied(value.keywords.items())]
+    elif issubclass(kind, MethodType | BuiltinFunctionType):
+        names = ("__self__", "__func__") if kind is MethodType else ("__self__",)
+        found = [Part(INNER, None, name, getattr(value, name)) for name in names]
+    elif kind is ContextVar:
+        found = [Part(INNER, None, "", value.get(None))]
+    return found + inside_object(value, leave_out)
+
+
+def inside_object(value: Any, leave_out: Iterable[str] = ()) -> list[Part]:
+    """The attributes of an object, without the entries of a container."""
+    held = attributes_of(value)
+    found = [Part(ATTRIBUTE, held, key, each) for key, each in copied(held.items()) if key not in leave_out]
+    return found + [
+        Part(ATTRIBUTE, value, *each) for each in slots_of(value).items() if each[0] not in leave_out
+    ]
+
+
+def entries_in(container: Any, most: int | None = None) -> list[tuple[Any, Any]]:
+    """The entries of one of ``CONTAINERS``, or an array, by key or number; none of one that changes meanwhile."""
+    kind = type(container)
+    if issubclass(kind, dict):
+        return copied(entries_of(container), most)
+    if kind is MappingProxyType:
+        return copied(container.items(), most)
+    return copied(enumerate(container.flat if issubclass(kind, np.ndarray) else as_stored(container)), most)
+
+
+def copied(entries: Iterable[_T], most: int | None = None) -> list[_T]:
+    """The entries; none of a container that another thread is changing."""
+    try:
+        return list(itertools.islice(entries, most))
+    except RuntimeError:
+        return []
+
+
+def reached_from(value: Any, most: int) -> Iterator[Part]:
+    """The parts of a value, and what its code reads: globals that a function names, attributes of a class."""
+    yield from inside(value, most=most)
+    if isinstance(value, FunctionType):
+        yield from globals_of(names_in(value.__code__), value.__globals__) if is_users_function(value) else ()
+    else:
+        yield from of_class(value if isinstance(value, type) else type(value))
+
+
+def size_of(container: Any) -> int:
+    """The number of entries of one of ``CONTAINERS`` or of an array."""
+    return container.size if issubclass(type(container), np.ndarray) else len(as_stored(container))
+
+
+def text_of_size(container: Any, least: int) -> tuple[str, bool]:
+    """The number of entries, of more than ``least`` also a digest; whether any is plain, or such as (path, label).
+
+    Of many entries the digest is of some.
+    """
+    size = size_of(container)
+    if size <= least:
+        return f"{size} entries", False
+    every = entries_in(container) if issubclass(type(container), dict) else container
+    some = list(itertools.islice(every, 0, None, max(1, size // _SAMPLE)))
+    parts = [part for each in some for part in parted(each)]
+    plain = [part if part is None or is_plain(part) else "..." for part in parts]
+    is_told = any(part is not None and is_plain(part) for part in parts)
+    return f"{size} entries of digest {short_digest(repr(plain).encode())}", is_told
+
+
+def parted(entry: Any) -> Any:
+    """The parts of an entry that is a list or tuple; others as the only one."""
+    return entry if type(entry) in (list, tuple) else (entry,)
+
+
+def of_class(kind: type) -> Iterator[Part]:
+    """The attributes of a class of the user's and of those of his that it inherits from; of methods the functions."""
+    for cls in kind.__mro__:
+        for key, held in copied(vars(cls).items()) if is_users_module(cls.__module__) else ():
+            yield Part(OF_CLASS, cls, key, function_of(held))
+
+
+def globals_of(
+    names: Set[str], space: dict[str, Any], attributes: Set[str] | None = None, seen: set[int] | None = None
+) -> Iterator[Part]:
+    """The globals that code names, and the attributes that it names of the user's own modules among them."""
+    attributes = names if attributes is None else attributes
+    seen = set() if seen is None else seen
+    for key in sorted(names & space.keys()):
+        held = space[key]
+        yield Part(GLOBAL, space, key, held)
+        if type(held) is ModuleType and is_users_module(held.__name__) and id(held) not in seen:
+            seen.add(id(held))
+            yield from globals_of(attributes, vars(held), None, seen)
+
+
+def short_digest(content: bytes) -> str:
+    """Eight digits that tell contents apart."""
+    return hashlib.sha256(content).hexdigest()[:8]
+
+
+def told_apart(owner: Any, name: str, longer: str, known: dict[str, Any]) -> str:
+    """The name of an owner; the longer one, or that with a number, where another owner in ``known`` has it."""
+    words, number = name, 1
+    while known.setdefault(words, owner) is not owner:
+        words, number = longer if number == 1 else f"{longer} ({number})", number + 1
+    return words
+
+
+def class_name(kind: type, known: dict[str, Any]) -> str:
+    """See ``told_apart``."""
+    return told_apart(kind, kind.__name__, f"{kind.__module__}.{kind.__qualname__}", known)
+
+
+def is_plain(value: Any) -> bool:
+    """Returns whether a value is a number, a text, or another that never changes and has no parts."""
+    return issubclass(type(value), _PLAIN)
+
+
+def text_of_plain(value: Any) -> str:
+    """A value that ``is_plain`` as a short text."""
+    if type(value) is int and value.bit_length() > _MOST_BITS:  # Python writes no number of 4,300 digits
+        return f"an int of digest {short_digest(hex(value).encode())}"
+    return short_text(repr(value))
+
+
+def short_text(text: str) -> str:
+    """The text, cut to ``_MOST_CHARACTERS``; a digest distinguishes texts that differ in what was cut off."""
+    if len(text) <= _MOST_CHARACTERS:
+        return text
+    return f"{text[:_MOST_CHARACTERS]}... ({short_digest(text.encode())})"
+
+
+def text_of_tensor(tensor: Tensor) -> str:
+    """A tensor in memory, of any layout."""
+    if tensor.layout is torch.strided and not tensor.is_nested and tensor.numel() == 1:
+        return f"tensor({tensor.item()!r})"
+    digests = "".join(map(digest_tensor, parts_of_tensor(tensor)))
+    if tensor.is_nested:
+        return f"a nested tensor of digest {short_digest(digests.encode())}"
+    if tensor.layout is torch.strided:
+        return f"a tensor {list(tensor.shape)} of digest {digests[:8]}"
+    return f"a sparse tensor {list(tensor.shape)} of digest {short_digest(digests.encode())}"
+
+
+def parts_of_tensor(tensor: Tensor) -> list[Tensor]:
+    """The dense tensors of which a tensor consists; none where its layout is not known."""
+    if tensor.is_nested:
+        return list(tensor.unbind())
+    if tensor.layout is torch.strided:
+        return [tensor]
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return []
+
+
+def text_of_array(values: Any) -> str:
+    """A NumPy array of numbers, with its mask."""
+    digest = hashlib.sha256(np.ascontiguousarray(values).tobytes())
+    if isinstance(values, np.ma.MaskedArray):
+        digest.update(np.ma.getmaskarray(values).tobytes())
+    return f"an array {list(values.shape)} of digest {digest.hexdigest()[:8]}"
+
+
+def text_of_table(table: Any) -> str:
+    """A table or a column of pandas, of a long one some rows; empty for other objects."""
+    kind = type(table)
+    if kind.__module__.partition(".")[0] == "pandas" and hasattr(kind, "iloc"):
+        with suppress(Exception):  # entries that have no hash
+            some = table.iloc[:: max(1, len(table) // _SAMPLE)]
+            content = sys.modules["pandas"].util.hash_pandas_object(some).to_numpy().tobytes()
+            return f"{table.shape} of digest {short_digest(content)}"
+    return ""
+
+
+def octets_of(value: Any) -> bytes | None:
+    """The memory of a bytearray, an array of Python's, or a value that processes share; None for other objects."""
+    return np.frombuffer(value, np.uint8).tobytes() if issubclass(type(value), BUFFERS) else None
+
+
+def set_octets(value: Any, octets: bytes) -> None:
+    """Gives an object the memory that ``octets_of`` returned for one of its kind."""
+    if isinstance(value, bytearray):
+        value[:] = octets
+    elif isinstance(value, array.array):
+        del value[:]
+        value.frombytes(octets)
+    else:
+        np.frombuffer(value, np.uint8)[:] = np.frombuffer(octets, np.uint8)
+
+
+def text_of_octets(octets: bytes) -> str:
+    """A short text for the result of ``octets_of``."""
+    return f"{len(octets)} bytes of digest {short_digest(octets)}"
+
+
+def position_of(iterator: Any) -> str:
+    """How far an iterator of Python's own has come; empty for other objects, and where that cannot be known."""
+    if isinstance(iterator, GeneratorType):
+        if (frame := iterator.gi_frame) is None:
+            return " at its end"
+        held = {key: text_of_plain(each) for key, each in frame.f_locals.items() if is_plain(each)}
+        return f" at line {frame.f_lineno} {short_text(repr(held))}"
+    if not isinstance(iterator, Iterator) or type(iterator).__module__ not in _ITERATORS:
+        return ""
+    try:
+        with warnings.catch_warnings():
+            # Those of itertools cannot be copied from Python 3.14 on.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            made: Any = iterator.__reduce__()
+    except TypeError:
+        return ""
+    _, arguments, *state = made
+    return f" at ({', '.join(map(_text_of_part, (*arguments, *state)))})"
+
+
+def _text_of_part(part: Any) -> str:
+    if is_plain(part):
+        return text_of_plain(part)
+    if isinstance(part, tuple) and len(part) < 4:
+        return ", ".join(map(_text_of_part, part))
+    size = f" of {len(part)}" if isinstance(part, Sized) else ""
+    return f"{type(part).__qualname__}{position_of(part)}{size}"
+
+
+def is_closed(value: Any) -> bool:
+    """True for an object whose attributes are its own affair."""
+    kind = type(value)
+    if issubclass(kind, NAMESPACES):
+        return False
+    package = kind.__module__.partition(".")[0]
+    return issubclass(kind, _CLOSED) or package in CLOSED_PACKAGES or kind.__module__ in _CLOSED_MODULES
+
+
+def is_users_object(value: Any) -> bool:
+    """True for an object of a class of the user's own, or of a namespace of Python's, whose attributes are his."""
+    return issubclass(type(value), NAMESPACES) or (
+        is_users_module(type(value).__module__) and not is_closed(value)
+    )
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """The attributes of an object as they are stored, those in slots aside; none for one that has no dict."""
+    is_local = issubclass(type(value), threading.local)
+    try:
+        held = vars(value) if is_local else object.__getattribute__(value, "__dict__")
+    except (AttributeError, TypeError):
+        return {}
+    return held if isinstance(held, dict) else {}
+
+
+def slots_of(value: Any) -> dict[str, Any]:
+    """The attributes of an object that are in slots of its classes."""
+    return {name: getattr(value, name) for name in _slots_in(type(value)) if hasattr(value, name)}
+
+
+@functools.lru_cache(1_024)
+def _slots_in(kind: type) -> tuple[str, ...]:
+    found = []
+    for cls in kind.__mro__:
+        slots = vars(cls).get("__slots__", ())
+        for key in (slots,) if isinstance(slots, str) else tuple(slots):
+            is_private = key.startswith("__") and not key.endswith("__")
+            found.append(f"_{cls.__name__.lstrip('_')}{key}" if is_private else key)
+    return tuple(name for name in dict.fromkeys(found) if name not in ("__dict__", "__weakref__"))
+
+
+def entries_of(container: dict[Any, Any]) -> Iterable[tuple[Any, Any]]:
+    """The entries as they are stored: a class of the user's may make something else of them when it is asked."""
+    return OrderedDict.items(container) if isinstance(container, OrderedDict) else dict.items(container)
+
+
+def as_stored(container: Any) -> Any:
+    """The container; of a tuple whose class answers otherwise when it is asked, as e3nn's, what it holds."""
+    kind = type(container)
+    if not issubclass(kind, tuple) or (kind.__len__, kind.__iter__) == (tuple.__len__, tuple.__iter__):
+        return container
+    return tuple(tuple.__iter__(container))
+
+
+def refill(container: Any, entries: Any) -> None:
+    """Gives a list, deque, set or dict these entries, as they are stored; one that has them is left alone."""
+    if isinstance(container, dict):
+        now = [*entries_of(container)]
+        same = (a == c and b is d for (a, b), (c, d) in zip(now, entries.items()))
+        if len(now) == len(entries) and all(same):
+            return
+        base = OrderedDict if isinstance(container, OrderedDict) else dict
+        base.clear(container)
+        for key, value in entries.items():
+            base.__setitem__(container, key, value)
+        return
+    container.clear()
+    if isinstance(container, set):
+        container.update(entries)
+    else:
+        container.extend(entries)
