@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields
 from functools import cache
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from lockstep.core.plan import StepPlan
 from lockstep.data.batch import Batch, DeviceTransform, MicroBatch, map_leaves
-from lockstep.errors import ConfigError, NonFiniteError
+from lockstep.errors import ConfigError
 from lockstep.numerics.compilation import explain_compiler
 from lockstep.numerics.precision import Precision
 from lockstep.numerics.randomness import KeyedRandomness, in_backward
@@ -35,6 +35,7 @@ from lockstep.run.step_errors import (
     no_instance,
     no_value,
     note_arguments,
+    raise_non_finite,
     trained_weight,
 )
 from lockstep.runtime.control import StopReason
@@ -612,35 +613,4 @@ def _tell_zeros(plan: StepPlan) -> None:
         "A loss that compares samples, such as one of triplets, is given one micro-batch of %s at a time, in "
         "which there may be nothing to compare: give run.backward whole_batch=True, or take a smaller micro_batches.",
         *(_MOST_ZEROS, plural(len(plan.indices[0]), "sample")),
-    )
-
-
-def raise_non_finite(result: StepResult, plan: StepPlan, later_updates: int = 0) -> NoReturn:
-    """Raises ``NonFiniteError`` naming step, micro-batch and samples.
-
-    ``later_updates`` is the number of updates that were made before the result was read, as happens on a GPU.
-    """
-    update = (
-        "No update was made with it."
-        if later_updates == 0
-        else f"It was read back {later_updates} steps later, so this run's weights are lost; its checkpoints are not."
-    )
-    if bad := (~result.losses.isfinite()).nonzero().flatten().tolist():
-        k = bad[0]
-        raise NonFiniteError(
-            f"The loss of step {plan.step} is {float(result.losses[k])} in micro-batch {k} (samples "
-            f"{shorten(plan.numbers(k))}). {update} Look at these samples, lower the learning rate, or clip gradients. "
-            "A mean over masked tokens that none of them has is nan: return the pair (sum, how many were counted)."
-        )
-    samples = [number for k in range(plan.leaves) for number in plan.numbers(k)]
-    if not result.weight:
-        raise NonFiniteError(
-            f"The loss of step {plan.step} has no mean, since its weights add up to 0 (samples {shorten(samples)}), as "
-            f"where all targets are masked or ignored. {update} Leave samples without a target out of the data set, or "
-            "take a larger global_batch."
-        )
-    raise NonFiniteError(
-        f"The loss of step {plan.step} is finite, but a gradient is NaN or infinite (samples {shorten(samples)}). "
-        f"{update} Look for an operation whose derivative is infinite, such as a square root at zero, or clip "
-        "gradients."
     )

@@ -1,4 +1,4 @@
-"""Says what is wrong where the user's forward pass or loss raises, returns what is not a loss, or depends on the rank.
+"""Says what is wrong where a forward pass or loss raises, is not finite, is no loss, or depends on the rank.
 
 torch's own errors name neither the micro-batch nor the line to change. Where the cause is known, a ``ConfigError``
 says it, with torch's as its cause; to any other error a note is added that shows what the function was given. Nothing
@@ -12,17 +12,19 @@ import re
 from collections.abc import Mapping, Sequence
 from traceback import walk_tb
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
+from lockstep.core.plan import StepPlan
 from lockstep.data.batch import Batch, MicroBatch
-from lockstep.errors import ConfigError, LockstepError
+from lockstep.errors import ConfigError, LockstepError, NonFiniteError
 from lockstep.numerics.compilation import explain_compiler
 from lockstep.runtime.torch_internals import NOT_DETERMINISTIC, OTHER_TYPE, USED_UP
+from lockstep.strategies import StepResult
 from lockstep.text import shorten
 
 _MOST_VALUES = 6
@@ -320,3 +322,34 @@ def _no_output(output: Any, function: str) -> str:
 
 def _names(types: set[torch.dtype]) -> str:
     return " and ".join(sorted(str(each).removeprefix("torch.") for each in types))
+
+
+def raise_non_finite(result: StepResult, plan: StepPlan, later_updates: int = 0) -> NoReturn:
+    """Raises ``NonFiniteError`` naming step, micro-batch and samples.
+
+    ``later_updates`` is the number of updates that were made before the result was read, as happens on a GPU.
+    """
+    update = (
+        "No update was made with it."
+        if later_updates == 0
+        else f"It was read back {later_updates} steps later, so this run's weights are lost; its checkpoints are not."
+    )
+    if bad := (~result.losses.isfinite()).nonzero().flatten().tolist():
+        k = bad[0]
+        raise NonFiniteError(
+            f"The loss of step {plan.step} is {float(result.losses[k])} in micro-batch {k} (samples "
+            f"{shorten(plan.numbers(k))}). {update} Look at these samples, lower the learning rate, or clip gradients. "
+            "A mean over masked tokens that none of them has is nan: return the pair (sum, how many were counted)."
+        )
+    samples = [number for k in range(plan.leaves) for number in plan.numbers(k)]
+    if not result.weight:
+        raise NonFiniteError(
+            f"The loss of step {plan.step} has no mean, since its weights add up to 0 (samples {shorten(samples)}), as "
+            f"where all targets are masked or ignored. {update} Leave samples without a target out of the data set, or "
+            "take a larger global_batch."
+        )
+    raise NonFiniteError(
+        f"The loss of step {plan.step} is finite, but a gradient is NaN or infinite (samples {shorten(samples)}). "
+        f"{update} Look for an operation whose derivative is infinite, such as a square root at zero, or clip "
+        "gradients."
+    )
