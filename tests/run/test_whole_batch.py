@@ -340,6 +340,46 @@ def test_a_loss_and_a_weight_for_each_sample_are_added_up(dtype):
     torch.testing.assert_close(model.weight.grad, gradient)
 
 
+def mean_of_pairs(output, target):
+    similar = output @ output.T - 99 * torch.eye(len(output))
+    return F.cross_entropy(similar, target.roll(1) % len(output)), len(output) * (len(output) - 1)
+
+
+def sum_of_pairs(output, target):
+    mean, count = mean_of_pairs(output, target)
+    return mean * count, torch.tensor(count)
+
+
+class Queued:
+    """Keeps how often it was called, and how many rows it was given."""
+
+    def __init__(self):
+        self.calls, self.rows = 0, []
+
+    def __call__(self, output, target):
+        self.calls += 1
+        self.rows.append(len(output))
+        return mean_of_pairs(output, target)
+
+
+@pytest.mark.parametrize(("loss", "warns"), [(mean_of_pairs, 1), (sum_of_pairs, 0), (Queued(), 1)])
+def test_a_mean_beside_a_count_is_warned_of_once(loss, warns, caplog):
+    """It was divided by the count without a word."""
+    torch.manual_seed(1)
+    run, _, optimizer = begin(nn.Linear(6, 3), global_batch=32, micro_batches=4)
+    for batch in run.batches(TensorDataset(torch.randn(96, 6), torch.arange(96) % 32), shuffle=False):
+        value = float(run.backward(batch, loss, whole_batch=True))
+        optimizer.step()
+        optimizer.zero_grad()
+    run.close()
+    assert value > 0
+    said = [record.message for record in caplog.records if "as if the first were a mean" in record.message]
+    assert len(said) == warns
+    assert all(", 992), which counts as (sum, weight)" in each and ", 240), as if" in each for each in said)
+    if isinstance(loss, Queued):
+        assert loss.calls == 3 and loss.rows == [32, 32, 32]  # the call for half of the batch left nothing
+
+
 def test_a_loss_that_is_given_none_and_targets_of_several_lengths_are_told_the_remedy():
     """The one ended in "cannot unpack non-iterable NoneType", the other was said of outputs, which had one shape."""
     run, model, _ = begin(nn.Linear(6, 3), global_batch=8, micro_batches=4)

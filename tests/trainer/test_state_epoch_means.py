@@ -185,6 +185,20 @@ def test_groups_with_rates_of_their_own_and_the_loss_scale_are_named(tmp_path):
     assert "learning_rate" not in record
 
 
+def test_groups_whose_rates_meet_keep_their_names(tmp_path):
+    """The curve of each ended there, and a comparison showed the rates of an earlier step as the last ones."""
+    job = trainer(World(), tmp_path)
+    found = []
+    for rates in ([0.1, 0.1], [0.1, 0.02], [0.02, 0.02]):
+        job._learning_rates = rates
+        found.append(job._read())
+    assert found == [
+        {"learning_rate": 0.1},
+        {"learning_rate_1": 0.1, "learning_rate_2": 0.02},
+        {"learning_rate_1": 0.02, "learning_rate_2": 0.02},
+    ]
+
+
 def sent(world, folder, checks):
     """The bytes that are counted as sent, per step and in all."""
     job = trainer(world, folder / checks, epochs=1, checks=checks)

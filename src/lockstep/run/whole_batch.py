@@ -11,7 +11,9 @@ bits do not depend on the number of processes, and the gradient is that of one u
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain, zip_longest
 from typing import Any
@@ -24,7 +26,9 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from lockstep.core.fingerprint import digest_tensor
 from lockstep.core.plan import StepPlan
 from lockstep.data.batch import Batch, MicroBatch
+from lockstep.data.keyed import generators_kept
 from lockstep.errors import ConfigError
+from lockstep.numerics.hidden_state import Snapshot
 from lockstep.numerics.precision import dtype_named
 from lockstep.run.checks.short_step import with_own_data
 from lockstep.run.evaluation import gathered_in_order, require_exact
@@ -72,6 +76,8 @@ class SurrogateCompute(StepCompute):
     """The loss of the whole batch."""
     gradients: Sequence[Sequence[Tensor | None]] = ()
     """By each tensor of the output of each micro-batch."""
+    remark: str = ""
+    """The warning of a loss that seems to return a mean and a count."""
 
     def digests(self) -> list[str]:
         """Those of the loss and of its gradients, which are the same on every rank that has a micro-batch."""
@@ -100,8 +106,12 @@ class SurrogateCompute(StepCompute):
         return product - product.detach() + total, torch.full((), weight, device=product.device)
 
 
-def surrogate(compute: StepCompute, batch: Batch, strategy: Strategy) -> SurrogateCompute:
+def surrogate(
+    compute: StepCompute, batch: Batch, strategy: Strategy, *, looks: bool = False
+) -> SurrogateCompute:
     """Runs the model on this process's micro-batches without gradients, and the loss on all outputs. Collective.
+
+    If it ``looks``, a loss that returns a pair is called for half of the batch as well.
 
     Raises:
         ConfigError: an output cannot be put together, or the loss uses parameters itself.
@@ -125,7 +135,7 @@ def surrogate(compute: StepCompute, batch: Batch, strategy: Strategy) -> Surroga
     if not computed:  # a process without a micro-batch has nothing that a gradient would be for
         return SurrogateCompute.taking(compute, total=torch.zeros((), device=strategy.device))
     are_common = [bool(column[0]) and len(set(column)) == 1 for column in zip_longest(*texts)]
-    return _surrogate(compute, computed[0].with_common(are_common), gathered, form, sizes)
+    return _surrogate(compute, computed[0].with_common(are_common), gathered, form, sizes, looks=looks)
 
 
 _Form = list[tuple[str, int, list[int]]]
@@ -247,13 +257,26 @@ def _gathered(
 
 
 def _surrogate(
-    compute: StepCompute, first: _Output, whole: list[Tensor], form: _Form, sizes: Sequence[int]
+    compute: StepCompute,
+    first: _Output,
+    whole: list[Tensor],
+    form: _Form,
+    sizes: Sequence[int],
+    *,
+    looks: bool,
 ) -> SurrogateCompute:
     inputs = [
         each.requires_grad_() if number < first.of_output and each.is_floating_point() else each
         for number, each in enumerate(whole)
     ]
-    total = _total_loss(compute, first, inputs)
+    value = _value(compute, first, inputs)
+    if compute.metrics is not None:
+        compute.metrics.note_batch()
+    with compute.autocast(), torch.enable_grad():
+        total = _total(value)
+    compute.randomness.leave()
+    if not total.requires_grad:
+        raise no_gradient(inputs[: first.of_output])
     _require_outputs_only(total, inputs, compute.forward_pass.model)
     trained = [each for each in inputs if each.requires_grad]
     found = dict(zip(map(id, trained), torch.autograd.grad(total, trained, allow_unused=True)))
@@ -268,11 +291,43 @@ def _surrogate(
             gradient = wide(gradient)
             columns.append([gradient, *[torch.zeros_like(gradient)] * (len(sizes) - 1)])
     gradients = [list(column) for column in zip(*columns)]
-    return SurrogateCompute.taking(compute, total=total.detach(), gradients=gradients)
+    remark = ""
+    if looks and isinstance(value, tuple):
+        half = [each[: len(each) // 2] if form[n][1] else each for n, each in enumerate(whole)]
+        remark = _mean_and_count(compute, first, half, value)
+    return SurrogateCompute.taking(compute, total=total.detach(), gradients=gradients, remark=remark)
 
 
-def _total_loss(compute: StepCompute, first: _Output, inputs: Sequence[Tensor]) -> Tensor:
-    """The loss of the whole batch, of copies of ``inputs`` in the form of the ``first`` output and target."""
+def _mean_and_count(compute: StepCompute, first: _Output, half: Sequence[Tensor], pair: Any) -> str:
+    """A warning if the loss of ``half`` of the batch tells that it returns (mean, count), which is no (sum, weight)."""
+    before, mean, (total, count) = Snapshot({"the loss": compute.function}), math.inf, pair
+    with generators_kept(), suppress(Exception):  # it may need the whole batch, or be negative
+        part, few = _value(compute, first, half)
+        mean, summed = (abs(math.log(part / total * ratio)) for ratio in (1.0, count / few))
+    compute.randomness.leave()
+    before.restore()
+    if not (math.isfinite(mean) and mean < summed and few < count):
+        return ""
+    return (
+        f"The loss of the whole batch returned the pair ({float(total):.6g}, {float(count):.6g}), which counts as "
+        f"(sum, weight), so the first is divided by the second. For half of the batch it is ({float(part):.6g}, "
+        f"{float(few):.6g}), as if the first were a mean. If it is one, return {{'loss': mean, 'count': number}}, with "
+        "also=['count'] if you need the number."
+    )
+
+
+def _total(value: Any) -> Tensor:
+    """The loss of the whole batch, from what the function returned."""
+    if isinstance(value, tuple) and len(value) == 2:
+        total, weight = (wide(each).sum() if isinstance(each, Tensor) else each for each in value)
+        value = total / weight
+    if not isinstance(value, Tensor):
+        raise no_value(value)
+    return wide(value).mean()
+
+
+def _value(compute: StepCompute, first: _Output, inputs: Sequence[Tensor]) -> Any:
+    """What the loss gives for copies of ``inputs`` in the form of the ``first`` output and target."""
     waiting = (each.clone() for each in inputs)  # the loss may write into them
     leaves = [next(waiting) if isinstance(each, Tensor) else each for each in first.leaves]
     output, target = tree_unflatten(leaves, first.spec)
@@ -280,9 +335,7 @@ def _total_loss(compute: StepCompute, first: _Output, inputs: Sequence[Tensor]) 
     with compute.autocast(), torch.enable_grad():
         compute.randomness.begin_loss()
         try:
-            value = compute.value(output, target)
-            if compute.metrics is not None:
-                compute.metrics.note_batch()
+            return compute.value(output, target)
         except Exception as error:
             if any(each is None for each in leaves):
                 error.add_note(
@@ -291,16 +344,6 @@ def _total_loss(compute: StepCompute, first: _Output, inputs: Sequence[Tensor]) 
                     "micro-batch. Let forward= return what the loss needs as tensors, such as (output, labels)."
                 )
             raise
-        if isinstance(value, tuple) and len(value) == 2:
-            total, weight = (wide(each).sum() if isinstance(each, Tensor) else each for each in value)
-            value = total / weight
-        if not isinstance(value, Tensor):
-            raise no_value(value)
-        total = wide(value).mean()
-    compute.randomness.leave()
-    if not total.requires_grad:
-        raise no_gradient(output)
-    return total
 
 
 def _require_outputs_only(total: Tensor, inputs: Sequence[Tensor], model: nn.Module) -> None:

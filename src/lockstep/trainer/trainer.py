@@ -58,6 +58,7 @@ class Trainer(Callback):
         self._settings, self._saving, self._log_every = settings, saving, log_every
         self._meter = Meter(run.strategy, parts.accuracy)
         self._learning_rates: list[Any] = []
+        self._have_differed = False  # so that a curve does not end where they meet
         self._progress = Progress("validation_loss" if parts.accuracy is None else "validation_accuracy")
         self._progress.load_state_dict(run.extra.get("trainer", {}))
         self._values: dict[str, float] = dict(run.extra.get("values", {}))
@@ -184,7 +185,8 @@ class Trainer(Callback):
         values = self._meter.read()
         rates = [float(rate) for rate in self._learning_rates]
         names = [f"learning_rate_{number}" for number in range(1, len(rates) + 1)]
-        values |= zip(names if len({*rates}) > 1 else ["learning_rate"], rates)
+        self._have_differed |= len({*rates}) > 1
+        values |= zip(names if self._have_differed else ["learning_rate"], rates)
         if self.run.options.precision == "fp16":
             values["loss_scale"] = self._meter.scale
         return values

@@ -503,8 +503,11 @@ class Rehearsals:
             return surrogate(compute, batch, self._strategy)
         asked: list[str] = []
         with watching_calls(asked, "the loss of the whole batch", no_exchange=OF_WHOLE_BATCH):
-            found = surrogate(compute, batch, self._strategy)
+            found = surrogate(compute, batch, self._strategy, looks=True)
         self._warn_of_asked(asked)
+        if found.remark and "the pair" not in self._warned and self._is_main:
+            logger.warning("%s", found.remark)
+        self._warned |= {"the pair"} if found.remark else set()
         mine = found.digests() if batch.micro_batches else []
         everyone = [each for each in self._strategy.gather_records(mine) if each]
         if any(each != everyone[0] for each in everyone):
