@@ -389,6 +389,11 @@ class StepMetrics:
         unchecked = set(names) if new({"loss": loss}) else set()
         return cls(LossEntries(loss, names), unchecked, of_batch=whole_batch)
 
+    @property
+    def functions(self) -> list[Callable[..., Any]]:
+        """Those that are called beside the loss."""
+        return [*self._given.values()] if self._entries is None else []
+
     def loss_of(self, loss: Callable[..., Any]) -> Callable[..., Any]:
         """The loss function of the step, where the user gave ``loss``."""
         return with_exact_mean(loss) if self._entries is None else self._entries

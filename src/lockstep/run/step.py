@@ -12,7 +12,7 @@ a step runs while the device still computes the step before it, unless the loop 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields
 from functools import cache
@@ -371,6 +371,11 @@ class StepCompute:
     """Numbers that are computed beside the loss."""
     disturbs: bool = False
     """See ``lockstep.strategies.Compute``."""
+
+    @property
+    def readers(self) -> Sequence[Callable[..., Any]]:
+        """See ``lockstep.strategies.Compute``."""
+        return self.function, *(() if self.metrics is None else self.metrics.functions)
 
     @classmethod
     def taking(cls, compute: StepCompute, **others: Any) -> Self:

@@ -42,8 +42,8 @@ class Compute(Protocol):
     """The forward pass and the loss of micro-batches, whole or in parts."""
 
     @property
-    def function(self) -> Callable[..., Any]:
-        """The loss function, of (output, target)."""
+    def readers(self) -> Sequence[Callable[..., Any]]:
+        """The functions of (output, target): the loss, then metrics that are computed beside it."""
 
     @property
     def disturbs(self) -> bool:

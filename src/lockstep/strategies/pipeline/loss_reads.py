@@ -263,6 +263,8 @@ def _inside(label: str, value: Any, names: set[str]) -> list[tuple[str, Any]]:
         return [(f"{label}[{key!r}]", each) for key, each in list(value.items())[:_MOST]]
     if isinstance(value, (list, tuple, deque)):
         return [(f"{label}[{number}]", each) for number, each in enumerate(list(value)[:_MOST])]
+    if type(value).__module__.startswith("lockstep.run."):  # it calls the user's function
+        return [(label, each) for each in vars(value).values() if callable(each)]
     inner: list[tuple[str, Any]] = []
     if isinstance(value, nn.Sequential | nn.ModuleList | nn.ModuleDict) or (
         isinstance(value, nn.Module) and names & _WALKING

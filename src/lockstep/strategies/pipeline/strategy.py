@@ -347,7 +347,7 @@ class Pipeline(Strategy):
         self._frozen = frozen
         kinds = [("trained", self._frozen, *kind_of(each.data)) for each in batch.micro_batches]
         if self._is_watching:
-            self._require_unset(compute.function)
+            self._require_unset(compute.readers)
         begun: set[int] = set()
         for action, following in zip(order, (*order[1:], None)):
             micro_batch, kind = batch.micro_batches[action.place], kinds[action.place]
@@ -362,7 +362,8 @@ class Pipeline(Strategy):
             if self._is_watching:
                 reads.append(StagesRead(passes.others))
             if (self._is_watching or self._steps <= _CHECKED_STEPS) and not passes.is_last:
-                reads.append(LossReads(compute.function))
+                loss, *metrics = compute.readers
+                reads += [LossReads(loss), *(LossReads(each, "metric") for each in metrics)]
             if action.forward:
                 sums.begin_forward()
                 output, target = passes.run(micro_batch, kind, compute, received)
@@ -391,13 +392,14 @@ class Pipeline(Strategy):
         steps = self._steps_alike
         return steps <= _CHECKED_STEPS or (steps >= _CHECKED_AGAIN and steps.bit_count() == 1)
 
-    def _require_unset(self, loss: Callable[..., Any]) -> None:
+    def _require_unset(self, readers: Sequence[Callable[..., Any]]) -> None:
         """Raises ``ConfigError`` where a loss reads what the forward of an opened module, which is not run, sets."""
         for name, module in self._opened.items():
             if name in self._calls:
-                reads = LossReads(loss)
+                reads = [*map(LossReads, readers)]
                 with reading(module, training=module.training):
-                    reads.require_unchanged(name)
+                    for each in reads:
+                        each.require_unchanged(name)
 
     def _frozen_now(self) -> int:
         """A number for what is frozen now, equal on all ranks: it decides which activations need gradients."""
