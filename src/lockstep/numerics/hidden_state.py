@@ -420,12 +420,17 @@ def draws_globally(*roots: Any) -> bool:
     return found.draws_globally
 
 
-def names_in(code: CodeType) -> Iterator[str]:
-    """The globals and attributes that code names, that of inner functions included."""
-    yield from code.co_names
+def codes_in(code: CodeType) -> Iterator[CodeType]:
+    """Code, and that of inner functions."""
+    yield code
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
-            yield from names_in(inner)
+            yield from codes_in(inner)
+
+
+def names_in(code: CodeType) -> Iterator[str]:
+    """The globals and attributes that code names, that of inner functions included."""
+    return (name for each in codes_in(code) for name in each.co_names)
 
 
 def is_users_code(code: CodeType, module: str) -> bool:

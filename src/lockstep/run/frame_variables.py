@@ -42,6 +42,7 @@ from lockstep.numerics.hidden_state import (
     Place,
     as_stored,
     attributes_of,
+    codes_in,
     is_closed,
     is_users_code,
     is_users_object,
@@ -220,9 +221,7 @@ class Variables:
             if function in seen or not is_users_code(function.__code__, function.__module__ or ""):
                 continue
             seen.add(function)
-            space, codes = function.__globals__, [function.__code__]
-            for code in codes:
-                codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+            space, codes = function.__globals__, [*codes_in(function.__code__)]
             attributes.update(*(names_loaded(code, "LOAD_ATTR") for code in codes))
             names = set[str]().union(*(names_loaded(code, "LOAD_GLOBAL", "LOAD_NAME") for code in codes))
             for key in names & space.keys():

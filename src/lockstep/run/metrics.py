@@ -120,7 +120,7 @@ def evaluate_means(
         EvaluationStopped: they have stopped, all after the same number of micro-batches.
     """
     means = _MetricMeans(opened, metrics, unchecked)
-    opened.run.strategy.readers = [*metrics.values()]
+    opened.run.strategy.note_readers([*metrics.values()])
     for place, micro_batch in opened.rounds():
         with means.calls(), opened.noting_failure():
             if micro_batch is not None:

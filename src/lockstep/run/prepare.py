@@ -436,8 +436,8 @@ def _try_optimizer(optimizer: Optimizer, names: Mapping[Tensor, str], strategy: 
         raise ConfigError(
             f"{type(optimizer).__name__} computes gradients from those of single samples that hooks leave on the "
             f"parameters (grad_sample), as Opacus does, and under strategy {strategy.name!r} a process has only its "
-            "own samples, so the parameters would differ. Let forward= return the clipped gradients and add the noise "
-            "in the loop, as docs/moving.md shows, or train on one device with strategy 'single'."
+            "own samples. Let forward= return clipped gradients and add noise in the loop, as docs/moving.md shows, "
+            "or train on one device with strategy 'single'."
         )
     if needs_closure(optimizer):
         require_whole(optimizer, strategy)

@@ -113,9 +113,9 @@ def test_modules_that_the_loss_goes_over():
     def by_name(output, target):
         return sum(getattr(each, "aux", 0.0) for each in model)
 
-    for number, loss in enumerate((over_all, by_name, lambda output, target: model[1][0].aux)):
-        assert changes(loss, lambda: setattr(model[1][0], "aux", number + 1.0)) == "model.1.0.aux"
-        assert changes(loss, lambda: setattr(model[0], "unread", number + 1.0)) is None
+    for loss in (over_all, by_name, lambda output, target: model[1][0].aux):
+        assert changes(loss, lambda: setattr(model[1][0], "aux", model[1][0].aux + 1.0)) == "model.1.0.aux"
+        assert changes(loss, lambda: setattr(model[0], "unread", 1.0)) is None
 
 
 def test_an_object_that_holds_itself_ends():

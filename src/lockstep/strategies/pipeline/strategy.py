@@ -106,7 +106,6 @@ class PlacedPipeline(nn.Module):
         whole: a context in which the stages have whole parameters; where they are shared out, the ranks that share
             them must call the model together too.
         require_called: raises ``ConfigError`` where the stages are not what the model's forward would call.
-        readers: the functions that are given the output.
     """
 
     def __init__(
@@ -117,12 +116,11 @@ class PlacedPipeline(nn.Module):
         absences: Sequence[Absence],
         whole: Callable[[], AbstractContextManager[None]] = nullcontext,
         require_called: Callable[[], object] = bool,
-        readers: Callable[[], Sequence[Callable[..., Any]]] = tuple,
     ) -> None:
         super().__init__()
         self._modules, self._parameters, self._buffers = model._modules, model._parameters, model._buffers
         self._passes, self._answers, self._absences, self._whole = passes, answers, absences, whole
-        self._require_called, self._readers = require_called, readers
+        self._require_called = require_called
         vars(self).update(_model=model, training=model.training)  # not a child: its children are
 
     def __getattr__(self, name: str) -> Any:
@@ -183,7 +181,7 @@ class PlacedPipeline(nn.Module):
         output = None
         with self._whole(), torch.no_grad():
             for each in self._passes.values():
-                output = each.evaluate(kind, args, kwargs, self._readers())
+                output = each.evaluate(kind, args, kwargs)
         channels = list(self._answers.values())
         if any(each.is_last for each in self._passes.values()):
             for channel in channels:
@@ -299,8 +297,7 @@ class Pipeline(Strategy):
                 for module in others:
                     _empty(module, names_of, absence)
         placed = PlacedPipeline(
-            *(model, self._passes, self._answers, self.absences, self._whole_stages, self._require_called),
-            readers=lambda: self.readers,
+            *(model, self._passes, self._answers, self.absences, self._whole_stages, self._require_called)
         )
         state = tensor_state(model)
         self._held = {name: held_of(state[name]) for name in self._specs if self._is_mine(name)}
@@ -385,6 +382,11 @@ class Pipeline(Strategy):
                 if action.stage == min(self._passes):
                     for call in self.events.micro_batch_end:
                         call(micro_batch)
+
+    def note_readers(self, readers: Sequence[Callable[..., Any]]) -> None:
+        """See ``Strategy.note_readers``."""
+        for passes in self._passes.values():
+            passes.readers = readers
 
     @property
     def _is_watching(self) -> bool:
