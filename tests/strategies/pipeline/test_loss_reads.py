@@ -245,7 +245,7 @@ def changed_by(register, change):
     try:
         reads.require_unchanged("0")
     except ConfigError as error:
-        return re.match("A hook or a module's forward changes (.*) in the stage", str(error))[1]
+        return re.match("A hook, a module's forward or the loss changes (.*) in the stage", str(error))[1]
     return None
 
 

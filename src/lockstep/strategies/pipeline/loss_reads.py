@@ -100,11 +100,11 @@ class StagesRead:
         changed = next(iter((*self._before.changed(self._found()), *by_hooks)), None)
         if changed is not None:
             raise ConfigError(
-                f"A hook or a module's forward changes {changed} in the stage that begins with {stage!r}, and modules "
-                "of another stage can read that. Under a pipeline these run in another process, where it stays as it "
-                "is. Return what they need from the module before them, in a tuple or a dict with the activations, "
-                "cut the model with pipeline.split so that these modules are in one stage, or use strategy 'ddp' or "
-                "'fsdp'."
+                f"A hook, a module's forward or the loss changes {changed} in the stage that begins with {stage!r}, "
+                "and modules of another stage can read that. Under a pipeline these run in another process, where it "
+                "stays as it is. Return what they need from the module before them, in a tuple or a dict with the "
+                "activations, cut the model with pipeline.split so that these modules are in one stage, or use "
+                "strategy 'ddp' or 'fsdp'."
             )
 
     def _found(self) -> Snapshot:

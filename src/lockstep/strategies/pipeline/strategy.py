@@ -359,16 +359,17 @@ class Pipeline(Strategy):
             if self._is_watching:
                 reads.append(StagesRead(passes.others))
             if (self._is_watching or self._steps <= _CHECKED_STEPS) and not passes.is_last:
-                loss, *metrics = compute.readers
-                reads += [LossReads(loss), *(LossReads(each, "metric") for each in metrics)]
+                first, *metrics = compute.readers
+                reads += [LossReads(first), *(LossReads(each, "metric") for each in metrics)]
             if action.forward:
                 sums.begin_forward()
                 output, target = passes.run(micro_batch, kind, compute, received)
-                for each in reads:
-                    each.require_unchanged(passes.name)
                 sums.end_forward(micro_batch.k)
                 if passes.is_last:
                     loss = self._end(action.place, len(mine), output, target, micro_batch, compute)
+                for each in reads:
+                    each.require_unchanged(passes.name)
+                if passes.is_last:
                     passes.end_in(micro_batch.k, loss if scale == 1.0 else loss * scale)
                 else:
                     passes.pass_on(micro_batch.k, kind, output)
