@@ -1,7 +1,10 @@
+import pytest
 import torch
+from tests.run.jobs import begin
 from torch import nn
 
 from lockstep.config.options import RunOptions
+from lockstep.errors import ConfigError
 from lockstep.numerics.initial_values import InitialValues
 from lockstep.numerics.precision import Precision
 from lockstep.run.prepare import Parts, prepare_model
@@ -41,3 +44,21 @@ def test_a_buffer_that_is_none_is_not_missing_in_the_fingerprint():
         nn.Sequential(nn.InstanceNorm2d(3, affine=True), nn.BatchNorm2d(3, track_running_stats=False))
     )
     assert found.with_all_buffers({}) == {}
+
+
+class OfSamples(torch.optim.SGD):
+    """Makes gradients from those of single samples, as the optimizer of Opacus does."""
+
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad = getattr(parameter, "grad", None)
+            if hasattr(parameter, "grad_sample"):
+                parameter.grad = parameter.grad_sample.mean(0)
+        return super().step(closure)
+
+
+def test_an_optimizer_of_gradients_of_samples_is_refused_where_a_process_has_some_of_them():
+    """It ended in an error on replicas that differ."""
+    begin(make_optimizer=OfSamples)[0].close()
+    with pytest.raises(ConfigError, match=r"OfSamples computes gradients from those of single samples.*'dp'"):
+        begin(make_optimizer=OfSamples, strategy="dp", dp={"replicas": 2})

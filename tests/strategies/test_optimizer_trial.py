@@ -244,6 +244,7 @@ def test_one_option_of_one_group_decides():
         ("norms", "Normalized updates an element by others of its parameter"),
         ("noise", "Noisy draws random numbers in its step"),
         ("coupled", "Coupled updates a parameter by what it finds in others"),
+        ("adafactor", "Adafactor fails on rows of parameters (ZeroDivisionError: float division by zero)"),
         ("wrapping", "Wrapping wraps another one (SGD), whose parameters are the whole ones, so"),
         ("wrapping", "Use the one that it wraps, or"),
     ],

@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from lockstep.core.users_code import is_users_code, is_users_module, methods_of
+from lockstep.core.users_code import codes_in, is_users_code, is_users_module, methods_of
 
 
 def live_names(code: CodeType, offset: int) -> frozenset[str]:
@@ -207,14 +207,8 @@ def _accesses(instruction: dis.Instruction) -> _Accesses:
 @functools.cache
 def _set_by_inner(code: CodeType) -> frozenset[str]:
     """The variables that functions inside of this one set, as ``nonlocal`` or ``global``."""
-    found: set[str] = set()
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            for each in dis.get_instructions(inner):
-                if each.opname in ("STORE_DEREF", "STORE_GLOBAL"):
-                    found.add(str(each.argval))
-            found |= _set_by_inner(inner)
-    return frozenset(found)
+    _, *inner = codes_in(code)
+    return frozenset[str]().union(*(names_loaded(each, "STORE_DEREF", "STORE_GLOBAL") for each in inner))
 
 
 class Carried(NamedTuple):

@@ -175,7 +175,7 @@ def evaluation(
     transform = run._loaders.source(data).device_transform
     _warn_if_within_epoch(run)
     run.synchronize()
-    run.strategy.readers = ()
+    run.strategy.note_readers(())
     run.strategy.require_no_calls()
     heartbeat.mark("evaluate", epoch=epoch, step=step)
     stop = EvaluationStop(run.strategy, heartbeat) if repeatable and _can_repeat(run) else None
@@ -260,7 +260,7 @@ def predict_in_order(
             "samples (Weighted, WeightedRandomSampler). Give it the data set itself."
         )
     require_function("keep", keep)
-    opened.run.strategy.readers = () if keep is None else (keep,)
+    opened.run.strategy.note_readers(() if keep is None else (keep,))
     rows = predict(opened, partial(_kept, opened, keep), everywhere=everywhere)
     return rows if rows is None or torch.equal(order, places) else rows[order]
 

@@ -119,7 +119,7 @@ def evaluate_means(
         EvaluationStopped: they have stopped, all after the same number of micro-batches.
     """
     means = _MetricMeans(opened, metrics, unchecked)
-    opened.run.strategy.readers = [*metrics.values()]
+    opened.run.strategy.note_readers([*metrics.values()])
     for place, micro_batch in opened.rounds():
         with means.calls(), opened.noting_failure():
             if micro_batch is not None:
@@ -392,6 +392,11 @@ class StepMetrics:
         names = [also] if isinstance(also, str) else list(also)
         unchecked = set(names) if new({"loss": loss}) else set()
         return cls(LossEntries(loss, names), unchecked, of_batch=whole_batch)
+
+    @property
+    def functions(self) -> list[Callable[..., Any]]:
+        """Those that are called beside the loss."""
+        return [*self._given.values()] if self._entries is None else []
 
     def loss_of(self, loss: Callable[..., Any]) -> Callable[..., Any]:
         """The loss function of the step, where the user gave ``loss``."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from inspect import isfunction, unwrap
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +27,7 @@ from lockstep.config.options import RunOptions
 from lockstep.core.fingerprint import Context, cpu_of, device_model, digest_tensors
 from lockstep.errors import ConfigError
 from lockstep.numerics.blocks import compile_blocks
-from lockstep.numerics.hidden_state import draws_globally
+from lockstep.numerics.hidden_state import draws_globally, names_in
 from lockstep.numerics.initial_values import InitialValues, empty_tensors, without_values
 from lockstep.numerics.precision import Precision
 from lockstep.numerics.randomness import KeyedRandomness
@@ -439,6 +440,15 @@ def _averages_to_keep(parts: Parts, strategy: Strategy) -> list[AveragedModel]:
 
 def _try_optimizer(optimizer: Optimizer, names: Mapping[Tensor, str], strategy: Strategy) -> None:
     """Finds out what an optimizer needs of the strategy; ``ConfigError`` where it does not have that."""
+    is_alone = strategy.replicated and strategy.share.holders == 1 and len(strategy.devices) < 2
+    methods = [each for kind in type(optimizer).__mro__ for each in vars(kind).values() if isfunction(each)]
+    if not is_alone and any("grad_sample" in names_in(unwrap(each).__code__) for each in methods):
+        raise ConfigError(
+            f"{type(optimizer).__name__} computes gradients from those of single samples that hooks leave on the "
+            f"parameters (grad_sample), as Opacus does, and under strategy {strategy.name!r} a process has only its "
+            "own samples. Let forward= return clipped gradients and add noise in the loop, as docs/moving.md shows, "
+            "or train on one device with strategy 'single'."
+        )
     if needs_closure(optimizer):
         require_whole(optimizer, strategy)
     is_apart = not strategy.replicated and not isinstance(strategy, IndependentStrategy)

@@ -12,7 +12,7 @@ a step runs while the device still computes the step before it, unless the loop 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields
 from functools import cache
@@ -382,6 +382,11 @@ class StepCompute:
     disturbs: bool = False
     """See ``lockstep.strategies.Compute``."""
 
+    @property
+    def readers(self) -> Sequence[Callable[..., Any]]:
+        """See ``lockstep.strategies.Compute``."""
+        return self.function, *(() if self.metrics is None else self.metrics.functions)
+
     @classmethod
     def taking(cls, compute: StepCompute, **others: Any) -> Self:
         """An instance of this class with the fields of ``compute``, except those in ``others``."""
@@ -511,17 +516,17 @@ def with_step(stop: int, step: int, *, is_alone: bool) -> int:
 class _SentFlags:
     """Results of steps whose flags are on their way to the host, which does not wait for them."""
 
-    def __init__(self, results: list[tuple[StepResult, StepPlan]], *, with_losses: bool) -> None:
+    def __init__(self, results: list[tuple[StepResult, StepPlan]]) -> None:
         self.results = results
         finite, stop = torch.stack([each.finite for each, _ in results]), results[-1][0].stop
-        losses = [each.loss.double().view(1) for each, _ in results] if with_losses else []
-        flags = torch.cat([finite.double(), *losses, stop.double().view(1)])
+        losses = torch.stack([each.loss for each, _ in results])
+        flags = torch.cat([finite.double(), losses.double(), stop.double().view(1)])
         self._host = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True)
         self._host.copy_(flags, non_blocking=True)
         self._copied = current_stream(flags.device).record_event()
 
     def read(self) -> list[float]:
-        """Whether each was finite, maybe their losses, then the last stop code; waits if a device is far behind."""
+        """Whether each was finite, their losses, and the last stop code; waits if a device is far behind."""
         if not self._copied.query():
             self._copied.synchronize()
         found: list[float] = self._host.tolist()
@@ -530,7 +535,11 @@ class _SentFlags:
 
 _LOOK_EVERY = 8
 _MOST_ZEROS = 8
-"""So many first steps with a loss of exactly 0 are told."""
+_ONLY_ZEROS = (
+    "The loss of the first %d steps is exactly 0, so nothing is trained, unless it has a gradient nevertheless. A loss "
+    "that compares samples, such as one of triplets, is given one micro-batch of %s at a time, in which there may be "
+    "nothing to compare: give run.backward whole_batch=True, or take a smaller micro_batches."
+)
 
 
 class DeferredResults:
@@ -562,21 +571,19 @@ class DeferredResults:
         if self._every == 1 or not is_gpu(result.finite.device):
             self.read()
             return
-        counts = self._zeros < _MOST_ZEROS
-        before, self._sent = self._sent, _SentFlags(self._results, with_losses=counts)
+        before, self._sent = self._sent, _SentFlags(self._results)
         self._results = []
         if before is not None:
             *flags, stop = before.read()
-            finite, losses = flags[: len(before.results)], flags[len(before.results) :]
-            self._look(before.results, finite, losses, stop, later=self._every)
+            self._look(before.results, flags[: self._every], flags[self._every :], stop, later=self._every)
 
     def read(self) -> None:
         """Reads all results; ``NonFiniteError`` names the first step that was not finite."""
         results = [*(self._sent.results if self._sent is not None else ()), *self._results]
         self._sent, self._results = None, []
         if results:
-            losses = [each.loss for each, _ in results] if self._zeros < _MOST_ZEROS else []
-            self._look(results, [each.finite for each, _ in results], losses, results[-1][0].stop, later=0)
+            finite, losses = zip(*((each.finite, each.loss) for each, _ in results))
+            self._look(results, finite, losses, results[-1][0].stop, later=0)
 
     def _look(
         self,
@@ -600,17 +607,8 @@ class DeferredResults:
             if not self._overflow_expected and not good:  # in this order: a tensor is read
                 raise_non_finite(result, plan, later_updates=later + len(results) - 1 - number)
         self.stop = StopReason(reason) or self.stop
-        for loss in losses:
-            if self._zeros < _MOST_ZEROS:
-                self._zeros = _MOST_ZEROS if loss else self._zeros + 1
-                if self._zeros == _MOST_ZEROS and not loss:
-                    _tell_zeros(results[-1][1])
-
-
-def _tell_zeros(plan: StepPlan) -> None:
-    logger.warning(
-        "The loss of the first %d steps is exactly 0, so nothing is trained, unless it has a gradient nevertheless. "
-        "A loss that compares samples, such as one of triplets, is given one micro-batch of %s at a time, in "
-        "which there may be nothing to compare: give run.backward whole_batch=True, or take a smaller micro_batches.",
-        *(_MOST_ZEROS, plural(len(plan.indices[0]), "sample")),
-    )
+        for loss in losses if self._zeros < _MOST_ZEROS else ():
+            self._zeros = _MOST_ZEROS + 1 if loss else self._zeros + 1
+            if self._zeros == _MOST_ZEROS:
+                samples = plural(len(results[-1][1].indices[0]), "sample")
+                logger.warning(_ONLY_ZEROS, _MOST_ZEROS, samples)

@@ -139,7 +139,7 @@ def _in_rows(optimizer: Optimizer, groups: Sequence[Sequence[_Example]], whole: 
     parts = _Copy(optimizer, rows)  # all in one copy: that it steps each parameter alone is known by now
     failed = parts.step()
     if failed:
-        return Trial(Unit.PARAMETER, failed)
+        return Trial(Unit.PARAMETER, failed.replace("small", "rows of"))
     worst = Trial(Unit.ELEMENT, "")
     for number, members in enumerate(groups):
         for place, example in enumerate(members):

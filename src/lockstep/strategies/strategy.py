@@ -42,8 +42,8 @@ class Compute(Protocol):
     """The forward pass and the loss of micro-batches, whole or in parts."""
 
     @property
-    def function(self) -> Callable[..., Any]:
-        """The loss function, of (output, target)."""
+    def readers(self) -> Sequence[Callable[..., Any]]:
+        """The functions of (output, target): the loss, then metrics that are computed beside it."""
 
     @property
     def disturbs(self) -> bool:
@@ -147,8 +147,6 @@ class Strategy(ABC):
     """The micro-batches of an evaluation that this process computes; None for ``share``, whose holders it has."""
     reference: nn.Module | None = None
     """A copy of the whole model, with which the first step compares the model as this strategy has changed it."""
-    readers: Sequence[Callable[..., Any]] = ()
-    """The functions that are given the model's outputs in this evaluation, such as metrics."""
     bytes_outside_steps: int = 0
     """Bytes that were given to others in rehearsals and evaluations."""
     absences: Sequence[Absence] = ()
@@ -219,6 +217,9 @@ class Strategy(ABC):
     def gather_records(self, value: Any) -> list[Any]:
         """The values of all processes that are left; they must survive JSON. Collective."""
         return [value] if self.all_ranks is None else gather_json(value, self.all_ranks, self.device)
+
+    def note_readers(self, readers: Sequence[Callable[..., Any]]) -> None:  # noqa: B027  # all is in this process
+        """Takes the functions that are given the model's outputs in an evaluation, such as metrics."""
 
     def require_no_calls(self) -> None:  # noqa: B027  # most strategies compute a forward pass without other ranks
         """Raises ``ConfigError`` on every rank if some ranks call the model while others are here. Collective."""

@@ -288,6 +288,30 @@ def test_what_the_loop_reads_of_the_last_micro_batch_is_told(caplog):
     assert "weight" not in told and "unread" not in told
 
 
+class Centered(nn.Module):
+    """A loss that keeps the center of all outputs, as that of DINO."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("center", torch.zeros(1))
+
+    def forward(self, output, target):
+        found = F.cross_entropy(output - self.center, target)
+        self.center.lerp_(output.detach().mean(), 0.1)
+        return found
+
+
+def test_a_loss_that_keeps_a_center_is_refused_and_told_of_the_whole_batch():
+    run = Run(RunOptions.of(global_batch=8, micro_batches=4), World())
+    run.prepare(model())
+    said = "the buffer 'center' of the loss Centered .* once for all samples of a step, with whole_batch=True"
+    for batch in run.batches(data()):
+        with pytest.raises(ConfigError, match=said):
+            run.backward(batch, Centered())
+        break
+    run.close()
+
+
 def test_weights_that_are_cached_around_a_step_are_refused():
     trained = model()
     nn.utils.parametrizations.weight_norm(trained[0])

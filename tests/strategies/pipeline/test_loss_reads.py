@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import ConfigError
+from lockstep.run.metrics import LossEntries
 from lockstep.run.step import with_exact_mean
 from lockstep.strategies.pipeline.loss_reads import LossReads, StagesRead
 
@@ -95,8 +96,26 @@ def test_a_loss_module():
     assert changes(criterion, lambda: criterion.seen.update(x=1)) == "seen"
     assert changes(criterion, lambda: criterion.scale.mul_(2)) == "scale"
     assert changes(criterion, lambda: criterion.other.update(x=1)) is None
+    entries = LossEntries(criterion, ["loss"])  # as with also= of run.backward
+    assert changes(entries, lambda: criterion.seen.update(x=2)) == "seen['x']"
     wrapped = with_exact_mean(nn.CrossEntropyLoss())
     assert changes(wrapped, lambda: KEPT.clear()) is None
+
+
+def test_modules_that_the_loss_goes_over():
+    """As one that adds up what the modules of a mixture of experts keep: it had the part of the last stage."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU()))
+    model[0].aux = model[1][0].aux = 0.0
+
+    def over_all(output, target):
+        return sum(each.aux for each in model.modules() if hasattr(each, "aux"))
+
+    def by_name(output, target):
+        return sum(getattr(each, "aux", 0.0) for each in model)
+
+    for loss in (over_all, by_name, lambda output, target: model[1][0].aux):
+        assert changes(loss, lambda: setattr(model[1][0], "aux", model[1][0].aux + 1.0)) == "model.1.0.aux"
+        assert changes(loss, lambda: setattr(model[0], "unread", 1.0)) is None
 
 
 def test_an_object_that_holds_itself_ends():
@@ -226,7 +245,7 @@ def changed_by(register, change):
     try:
         reads.require_unchanged("0")
     except ConfigError as error:
-        return re.match("A hook or a module's forward changes (.*) in the stage", str(error))[1]
+        return re.match("A hook, a module's forward or the loss changes (.*) in the stage", str(error))[1]
     return None
 
 

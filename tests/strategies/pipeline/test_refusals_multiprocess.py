@@ -281,6 +281,11 @@ REFUSED = {
         {"auxiliary": "metric", "evaluated": True},
         r"The metric, or keep=, reads 'model.1.aux', which .* changes in the stage that begins with '0'",
     ),
+    "of a loss for a hook": (
+        layers,
+        {"set": True},
+        r"or the loss changes 'spread' of 'kept' in the stage that begins with '2', and modules of another stage",
+    ),
     "loss of the model": (
         layers,
         {"decay": True},
@@ -313,6 +318,7 @@ REFUSED = {
 
 
 OF_LOOP = (
+    "set",
     "auxiliary",
     "forward",
     "average",
@@ -335,6 +341,7 @@ LATE = (
     "for another stage in an evaluation",
     "for a loss that goes over the modules",
     "for a metric",
+    "of a loss for a hook",
     "loss of the model",
     "model in the loss",
     "own forward",
@@ -380,7 +387,14 @@ def one_step(world, case):
     loss = nn.CrossEntropyLoss()
     if given.get("decay"):
         loss = lambda output, target: output.square().mean() + original[0].weight.square().sum()  # noqa: E731
-    metric = loss
+    metric, kept = loss, {"spread": 1.0}
+    if given.get("set"):
+        original[0].weight.register_hook(lambda gradient: gradient * kept["spread"])
+
+        def loss(output, target):
+            kept["spread"] = float(output.detach().std())
+            return nn.functional.cross_entropy(output, target)
+
     if given.get("auxiliary"):
         plain = loss
 

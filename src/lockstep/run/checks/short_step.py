@@ -190,11 +190,15 @@ class Findings:
         what = "loss" if self.losses_differ else f"gradient of {self.gradients[0]!r}"
         begin = f"The {what} of one micro-batch, computed twice under the same keys, has other bits the second time"
         if self.changed:
+            of_loss = any("of the loss" in name for name in self.changed)
+            once = (
+                "; or call the loss once for all samples of a step, with whole_batch=True" if of_loss else ""
+            )
             raise ConfigError(
                 f"{begin}, since the forward pass or the loss keeps something from one call to the next. It changed "
                 f"{told(self.changed, _MOST)}. Each number of processes would give another result. Set it in the loop "
-                "before run.backward, from the number of the step; or make it a buffer that running_buffers names, "
-                f"which is averaged. {OFF}"
+                f"before run.backward, from the number of the step{once}; or make it a buffer of the model that "
+                f"running_buffers names, which is averaged. {OFF}"
             )
         raise ConfigError(
             f"{begin}, and nothing was found that changed in between: the model or the loss depends on something that "

@@ -16,13 +16,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, pairwise
-from types import CodeType, FunctionType, MethodType, NoneType
+from types import FunctionType, MethodType, NoneType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lockstep.core.users_code import is_users_module, names_in
+from lockstep.core.users_code import codes_in, is_users_module, names_in
 from lockstep.errors import ConfigError
 from lockstep.numerics.hidden_state import Snapshot
 from lockstep.numerics.hooks import backward_hooks, forward_hooks, gradient_hooks, is_users
@@ -100,11 +100,11 @@ class StagesRead:
         changed = next(iter((*self._before.changed(self._found()), *by_hooks)), None)
         if changed is not None:
             raise ConfigError(
-                f"A hook or a module's forward changes {changed} in the stage that begins with {stage!r}, and modules "
-                "of another stage can read that. Under a pipeline these run in another process, where it stays as it "
-                "is. Return what they need from the module before them, in a tuple or a dict with the activations, "
-                "cut the model with pipeline.split so that these modules are in one stage, or use strategy 'ddp' or "
-                "'fsdp'."
+                f"A hook, a module's forward or the loss changes {changed} in the stage that begins with {stage!r}, "
+                "and modules of another stage can read that. Under a pipeline these run in another process, where it "
+                "stays as it is. Return what they need from the module before them, in a tuple or a dict with the "
+                "activations, cut the model with pipeline.split so that these modules are in one stage, or use "
+                "strategy 'ddp' or 'fsdp'."
             )
 
     def _found(self) -> Snapshot:
@@ -113,9 +113,9 @@ class StagesRead:
     def _read_by_hooks(self) -> dict[str, tuple[Any, int]]:
         with torch._C.DisableTorchFunctionSubclass():  # the parameters are not in this process
             of_modules = [(*forward_hooks(each), *backward_hooks(each)) for each in self._modules.values()]
-            tensors = (
+            tensors = [
                 p for each in self._modules.values() for p in each._parameters.values() if p is not None
-            )
+            ]
             kinds = [*chain.from_iterable(of_modules), *chain.from_iterable(map(gradient_hooks, tensors))]
             users = [hook for kind in kinds for hook in kind.values() if is_users(hook)]
             read = [pair for hook in users for pair in _read_by_hook(hook)]
@@ -131,22 +131,20 @@ def _read_by_hook(hook: Any) -> Iterator[tuple[str, Any]]:
             args, named, hook = [*hook.args, *args], {**hook.keywords, **named}, hook.func
         elif isinstance(hook, MethodType):
             args, hook = [hook.__self__, *args], hook.__func__
-        elif isinstance(call := vars(type(hook)).get("__call__"), FunctionType) and is_users_module(
-            call.__module__
-        ):
-            args, hook = [hook, *args], call
         else:
-            return
+            call = vars(type(hook)).get("__call__")
+            if not isinstance(call, FunctionType) or not is_users_module(call.__module__):
+                return
+            args, hook = [hook, *args], call
     functions, values = [hook], [*zip(hook.__code__.co_varnames, args), *named.items()]
-    for function in functions:  # and those that it calls
+    for function in functions:  # and those that it calls, which are added
         names = set(names_in(function.__code__))
         methods = [getattr(type(each), name, None) for each in args[:1] for name in sorted(names)]
         found = [*_read_by(function, set()), *(("", each) for each in methods)]
+        values += [pair for pair in found if not isinstance(pair[1], FunctionType | NoneType)]
         called = [each for _, each in found if isinstance(each, FunctionType) and each not in functions]
-        called = [each for each in called if is_users_module(each.__module__)]
-        functions += called[: _MOST_FUNCTIONS - len(functions)]
-        values += [(label, each) for label, each in found if not isinstance(each, FunctionType | NoneType)]
-    codes = [list(dis.get_instructions(code)) for each in functions for code in _codes(each.__code__)]
+        functions += filter(lambda each: is_users_module(each.__module__), called[:_MOST_FUNCTIONS])
+    codes = [list(dis.get_instructions(code)) for each in functions for code in codes_in(each.__code__)]
     if not any(map(_changes_values, codes)) or not _STORING.isdisjoint(hook.__code__.co_names):
         return
     read = {name for code in codes for name in _names_read(code)}
@@ -156,25 +154,15 @@ def _read_by_hook(hook: Any) -> Iterator[tuple[str, Any]]:
             yield from _read_within(f"the variable {label!r}", repr(label), value, read, 3)
 
 
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            yield from _codes(inner)
-
-
 def _changes_values(code: Sequence[dis.Instruction]) -> bool:
     """Returns whether a hook may give another value, or change one in place or by a hook that it registers."""
-    for each, following in pairwise(code):
-        if following.opname == "RETURN_VALUE" and not (each.opname == "LOAD_CONST" and each.argval is None):
-            return True
-        if each.opname == "BINARY_OP" and each.argrepr.endswith("=") and following.opname == "STORE_FAST":
-            return True
-        if each.opname == "STORE_ATTR" and each.argval == "grad":
-            return True
-        if each.opname in ("LOAD_ATTR", "LOAD_METHOD") and _IN_PLACE.fullmatch(each.argval):
-            return True
-    return False
+    return any(
+        (following.opname == "RETURN_VALUE" and (each.opname, each.argval) != ("LOAD_CONST", None))
+        or (following.opname == "STORE_FAST" and each.opname == "BINARY_OP" and each.argrepr.endswith("="))
+        or (each.opname == "STORE_ATTR" and each.argval == "grad")
+        or (each.opname in ("LOAD_ATTR", "LOAD_METHOD") and _IN_PLACE.fullmatch(each.argval))
+        for each, following in pairwise(code)
+    )
 
 
 def _names_read(code: Sequence[dis.Instruction]) -> Iterator[Any]:
@@ -182,9 +170,8 @@ def _names_read(code: Sequence[dis.Instruction]) -> Iterator[Any]:
     for before, each, following in zip((None, *code), code, (*code[1:], None)):
         is_counted = "COPY" in getattr(before, "opname", "") or "COPY" in getattr(following, "opname", "")
         is_added_to = getattr(following, "argval", None) in _ADDING
-        is_load = each.opname.startswith("LOAD") and each.opname != "LOAD_CLOSURE"
-        is_stored = getattr(following, "opname", "") == "STORE_SUBSCR"
-        if is_load and not (is_counted or is_added_to or is_stored):
+        is_stored = each.opname == "LOAD_CLOSURE" or getattr(following, "opname", "") == "STORE_SUBSCR"
+        if each.opname.startswith("LOAD") and not (is_counted or is_added_to or is_stored):
             yield from each.argval if isinstance(each.argval, tuple) else [each.argval]
 
 
@@ -206,13 +193,8 @@ def _is_same(before: dict[str, Any], after: dict[str, Any], name: str) -> bool:
     if name not in before or name not in after:
         return False
     (old, version), (new, now) = before[name], after[name]
-    if isinstance(old, tuple) and isinstance(new, tuple) and len(old) == len(new):  # the entries of a list
-        return all(map(_is_one, old, new))
-    return version == now and _is_one(old, new)
-
-
-def _is_one(old: Any, new: Any) -> bool:
-    return old is new or (isinstance(old, int | float | str) and type(old) is type(new) and old == new)
+    pairs = zip(old, new) if isinstance(old, tuple) and isinstance(new, tuple) else [(old, new)]
+    return version == now and all(a is b or (isinstance(a, int | float | str) and a == b) for a, b in pairs)
 
 
 def _readable(function: Callable[..., Any]) -> dict[str, tuple[Any, int]]:
@@ -228,7 +210,7 @@ def _readable(function: Callable[..., Any]) -> dict[str, tuple[Any, int]]:
 def _version(value: Any) -> int:
     if isinstance(value, Tensor):
         return value._version if not value.is_inference() else 0
-    return len(value) if isinstance(value, (dict, list, set, deque)) else 0
+    return len(value) if isinstance(value, (dict, list, tuple, set, deque)) else 0
 
 
 def _reach(function: Callable[..., Any], names: set[str]) -> Iterator[tuple[str, Any]]:
@@ -263,13 +245,16 @@ def _inside(label: str, value: Any, names: set[str]) -> list[tuple[str, Any]]:
         return [(f"{label}[{key!r}]", each) for key, each in list(value.items())[:_MOST]]
     if isinstance(value, (list, tuple, deque)):
         return [(f"{label}[{number}]", each) for number, each in enumerate(list(value)[:_MOST])]
+    if type(value).__module__.startswith("lockstep.run."):  # it calls the user's function
+        return [(label, each) for each in vars(value).values() if callable(each)]
     inner: list[tuple[str, Any]] = []
-    if isinstance(value, nn.Sequential | nn.ModuleList | nn.ModuleDict) or (
-        isinstance(value, nn.Module) and names & _WALKING
-    ):
-        inner = [(f"{label}.{name}", each) for name, each in value.named_modules() if name]
-    if isinstance(value, (Tensor, type)) or type(value).__module__.split(".")[0] in _LIBRARIES:
-        return inner
+    if isinstance(value, nn.Module):
+        is_walked = isinstance(value, nn.Sequential | nn.ModuleList | nn.ModuleDict) or names & _WALKING
+        inner = (
+            [(f"{label}.{name}", each) for name, each in value.named_modules() if name] if is_walked else []
+        )
+    elif isinstance(value, (Tensor, type)) or type(value).__module__.split(".")[0] in _LIBRARIES:
+        return []
     return inner + _attributes(label, value, names)
 
 
@@ -279,7 +264,9 @@ def _read_by(function: FunctionType, names: set[str]) -> list[tuple[str, Any]]:
         return []
     mentioned = set(names_in(function.__code__))
     names |= mentioned  # and those of getattr
-    names |= {text for code in _codes(function.__code__) for text in code.co_consts if isinstance(text, str)}
+    names |= {
+        text for code in codes_in(function.__code__) for text in code.co_consts if isinstance(text, str)
+    }
     found = []
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
         try:

@@ -115,6 +115,8 @@ class Passes:
         self, stage: Stage, neighbours: Neighbours, name: str, others: Mapping[str, nn.Module]
     ) -> None:
         self.stage, self.neighbours, self.name, self.others = stage, neighbours, name, others
+        self.readers: Sequence[Callable[..., Any]] = ()
+        """The functions that are given the model's outputs in an evaluation."""
         self._evaluated: set[Hashable] = set()
         self._roots: dict[int, list[Tensor]] = {}
         self._inlets: dict[int, _Inlet] = {}
@@ -190,24 +192,15 @@ class Passes:
         if inlet is not None and self.neighbours.gradients_out is not None:
             self.neighbours.gradients_out.send(kind, inlet.take())
 
-    def evaluate(
-        self,
-        kind: Hashable,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        readers: Sequence[Callable[..., Any]] = (),
-    ) -> Any:
-        """A forward pass outside of training, of the model's inputs or of what the stage before sends.
-
-        What ``readers``, which are given the model's output, and other stages read is looked at once for each kind.
-        """
+    def evaluate(self, kind: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A forward pass outside of training, of the model's inputs or of what the stage before sends."""
         if self.neighbours.activations_in is not None:
             args, kwargs = (self._received(self.neighbours.activations_in, 0, kind),), {}
-        watched = kind, *(getattr(each, "__code__", type(each)) for each in readers)
+        watched = kind, *(getattr(each, "__code__", type(each)) for each in self.readers)
         reads: list[StagesRead | LossReads] = []
         if watched not in self._evaluated:
-            reads = [StagesRead(self.others)]
-            reads += [] if self.is_last else [LossReads(each, "metric, or keep=,") for each in readers]
+            of_outputs = () if self.is_last else self.readers
+            reads = [StagesRead(self.others), *(LossReads(each, "metric, or keep=,") for each in of_outputs)]
         self._evaluated.add(watched)
         output = self.stage(*args, **kwargs)
         self._require_unwritten()

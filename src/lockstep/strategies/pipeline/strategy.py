@@ -106,7 +106,6 @@ class PlacedPipeline(nn.Module):
         whole: a context in which the stages have whole parameters; where they are shared out, the ranks that share
             them must call the model together too.
         require_called: raises ``ConfigError`` where the stages are not what the model's forward would call.
-        readers: the functions that are given the output.
     """
 
     def __init__(
@@ -117,12 +116,11 @@ class PlacedPipeline(nn.Module):
         absences: Sequence[Absence],
         whole: Callable[[], AbstractContextManager[None]] = nullcontext,
         require_called: Callable[[], object] = bool,
-        readers: Callable[[], Sequence[Callable[..., Any]]] = tuple,
     ) -> None:
         super().__init__()
         self._modules, self._parameters, self._buffers = model._modules, model._parameters, model._buffers
         self._passes, self._answers, self._absences, self._whole = passes, answers, absences, whole
-        self._require_called, self._readers = require_called, readers
+        self._require_called = require_called
         vars(self).update(_model=model, training=model.training)  # not a child: its children are
 
     def __getattr__(self, name: str) -> Any:
@@ -183,7 +181,7 @@ class PlacedPipeline(nn.Module):
         output = None
         with self._whole(), torch.no_grad():
             for each in self._passes.values():
-                output = each.evaluate(kind, args, kwargs, self._readers())
+                output = each.evaluate(kind, args, kwargs)
         channels = list(self._answers.values())
         if any(each.is_last for each in self._passes.values()):
             for channel in channels:
@@ -299,8 +297,7 @@ class Pipeline(Strategy):
                 for module in others:
                     _empty(module, names_of, absence)
         placed = PlacedPipeline(
-            *(model, self._passes, self._answers, self.absences, self._whole_stages, self._require_called),
-            readers=lambda: self.readers,
+            *(model, self._passes, self._answers, self.absences, self._whole_stages, self._require_called)
         )
         state = tensor_state(model)
         self._held = {name: held_of(state[name]) for name in self._specs if self._is_mine(name)}
@@ -347,7 +344,7 @@ class Pipeline(Strategy):
         self._frozen = frozen
         kinds = [("trained", self._frozen, *kind_of(each.data)) for each in batch.micro_batches]
         if self._is_watching:
-            self._require_unset(compute.function)
+            self._require_unset(compute.readers)
         begun: set[int] = set()
         for action, following in zip(order, (*order[1:], None)):
             micro_batch, kind = batch.micro_batches[action.place], kinds[action.place]
@@ -362,15 +359,17 @@ class Pipeline(Strategy):
             if self._is_watching:
                 reads.append(StagesRead(passes.others))
             if (self._is_watching or self._steps <= _CHECKED_STEPS) and not passes.is_last:
-                reads.append(LossReads(compute.function))
+                first, *metrics = compute.readers
+                reads += [LossReads(first), *(LossReads(each, "metric") for each in metrics)]
             if action.forward:
                 sums.begin_forward()
                 output, target = passes.run(micro_batch, kind, compute, received)
-                for each in reads:
-                    each.require_unchanged(passes.name)
                 sums.end_forward(micro_batch.k)
                 if passes.is_last:
                     loss = self._end(action.place, len(mine), output, target, micro_batch, compute)
+                for each in reads:
+                    each.require_unchanged(passes.name)
+                if passes.is_last:
                     passes.end_in(micro_batch.k, loss if scale == 1.0 else loss * scale)
                 else:
                     passes.pass_on(micro_batch.k, kind, output)
@@ -385,19 +384,25 @@ class Pipeline(Strategy):
                     for call in self.events.micro_batch_end:
                         call(micro_batch)
 
+    def note_readers(self, readers: Sequence[Callable[..., Any]]) -> None:
+        """See ``Strategy.note_readers``."""
+        for passes in self._passes.values():
+            passes.readers = readers
+
     @property
     def _is_watching(self) -> bool:
         """True in the first steps, and each time that their number has doubled: the loop may have changed something."""
         steps = self._steps_alike
         return steps <= _CHECKED_STEPS or (steps >= _CHECKED_AGAIN and steps.bit_count() == 1)
 
-    def _require_unset(self, loss: Callable[..., Any]) -> None:
+    def _require_unset(self, readers: Sequence[Callable[..., Any]]) -> None:
         """Raises ``ConfigError`` where a loss reads what the forward of an opened module, which is not run, sets."""
         for name, module in self._opened.items():
             if name in self._calls:
-                reads = LossReads(loss)
+                reads = [*map(LossReads, readers)]
                 with reading(module, training=module.training):
-                    reads.require_unchanged(name)
+                    for each in reads:
+                        each.require_unchanged(name)
 
     def _frozen_now(self) -> int:
         """A number for what is frozen now, equal on all ranks: it decides which activations need gradients."""

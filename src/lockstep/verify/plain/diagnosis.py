@@ -20,17 +20,9 @@ from lockstep.verify.report import Comparison
 from lockstep.verify.trace import StepTrace, Trace
 
 _CHECKS: tuple[Callable[[Pair, int], Diagnosis | None], ...] = (
-    checks.frozen,
-    checks.stale,
-    checks.buffers,
-    checks.hyperparameters,
-    samples.samples,
-    samples.inputs,
-    samples.losses,
-    checks.skipped,
-    gradients.gradients,
-    checks.replicas,
-    checks.update,
+    *(checks.frozen, checks.stale, checks.buffers, checks.hyperparameters),
+    *(samples.samples, samples.inputs, samples.losses),
+    *(checks.skipped, gradients.gradients, checks.replicas, checks.update),
 )
 
 
