@@ -314,8 +314,8 @@ SECTIONS = {
         ),
         Row(
             "T2",
-            "the disk of the logs is full, or a rank has no descriptor left",
-            "the failure is reported all the same, with its exit code",
+            "the disk of the logs is full, a rank has no descriptor left, or a limit (`ulimit -f`) refuses its memory",
+            "the failure is reported all the same, with its exit code and, for a limit, with its name",
         ),
         Row(
             "T3",
