@@ -203,8 +203,8 @@ SECTIONS = {
         ),
         Row(
             "K2",
-            "the disk is full",
-            "what was there stays; a sentence with the place and the sizes; no temporary file stays",
+            "the disk is full, or the folder of a run is made read-only while it goes on",
+            "what was there stays; a sentence with the place and, for a checkpoint, the sizes; no temporary file stays",
             open="the run ends then; there is no setting to go on without checkpoints",
         ),
         Row(
