@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from lockstep.job import load_job
 from lockstep.job.assemble import assemble
 from lockstep.job.rank import main, record, train
 from lockstep.job.run_folder import read_starts, run_folder
+from lockstep.runtime.events import Callback
 
 SHORT = ("data.workers=0", "log.tensorboard=false", "log.progress=false", "run.name=x", "training.epochs=1")
 
@@ -144,3 +146,28 @@ def test_a_summary_that_does_not_fit_says_that_the_run_is_complete(tmp_path):
         f"The run in '{tmp_path / 'x'}' is complete, but its summary could not be written to standard output: No space "
         "left on device."
     )
+
+
+class Remover(Callback):
+    """Removes a folder after each step."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_step_end(self, batch):
+        shutil.rmtree(self.folder)
+
+
+def removed_meanwhile(world, config):
+    train(config, world)
+    return read_starts(run_folder(config))
+
+
+def test_a_run_folder_that_was_removed_meanwhile_ends_with_its_job(tmp_path):
+    """``lockstep report`` and ``predict`` took it for that of a script."""
+    remover = f"callbacks=[{{target='{__name__}:Remover', folder='{tmp_path}/x'}}]"
+    config = job(tmp_path, *ONE_STEP, "log.every=1", remover)
+    (starts,) = run_ranks(removed_meanwhile, 1, config)
+    assert [start.job for start in starts] == [config]
+    assert (tmp_path / "x" / "log.jsonl").is_file()
+    assert (tmp_path / "x" / "outcome.json").is_file()

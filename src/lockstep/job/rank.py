@@ -159,6 +159,8 @@ def train(config: JobConfig, world: World, *, proof: str = "", profile: str = ""
         )
         proof = proof if bitwise else ""
         ended = {"fingerprint": outcome.fingerprint, "portable": outcome.is_portable, "proof": proof}
+        if not (run_folder(config) / FILE).exists():  # the folder was removed or moved away meanwhile
+            write_whole(run_folder(config) / FILE, with_start(starts[:-1], starts[-1]).encode())
         write_whole(run_folder(config) / OUTCOME, (json.dumps(ended, indent=1) + "\n").encode())
     return report(outcome, proof)
 
