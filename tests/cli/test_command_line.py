@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 
@@ -145,6 +146,16 @@ def test_an_error_decides_its_exit_status_and_an_interrupt_is_130(command, monke
     Failing.error = ZeroDivisionError()
     with pytest.raises(ZeroDivisionError):
         command("train")
+
+
+@pytest.mark.fault("K2")
+def test_output_to_a_full_disk_is_a_sentence():
+    """It was a traceback with exit status 1, which is that of ``lint`` for findings."""
+    line = [sys.executable, "-m", "lockstep", "--version"]
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert ended.returncode == 3
+    assert ended.stderr == "lockstep: the output could not be written: No space left on device.\n"
 
 
 def test_only_the_module_of_the_command_is_imported():

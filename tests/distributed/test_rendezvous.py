@@ -9,7 +9,7 @@ from torch.distributed.rendezvous import _rendezvous_handlers
 
 from lockstep.core.world import World
 from lockstep.distributed.rendezvous import meeting_address, open_store, register_env_rendezvous
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, LockstepError
 
 
 def world(rendezvous):
@@ -34,6 +34,15 @@ def test_an_environment_without_an_address_is_refused(monkeypatch):
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     with pytest.raises(ConfigError, match="MASTER_ADDR is ''"):
         open_store(world("env://"), 1.0)
+
+
+@pytest.mark.fault("S2")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_name_that_a_rank_does_not_know_is_told_with_what_to_set(rank):
+    """As the names of nodes that only the cluster's controller knows: the other ranks were told to look at rank 0."""
+    of_rank = World(rank=rank, world_size=2, local_world_size=2, rendezvous="tcp://nowhere:29500")
+    with pytest.raises(LockstepError, match=r"Name or service not known\. Set MASTER_ADDR"):
+        open_store(of_rank, 0.0)
 
 
 def test_an_unknown_scheme_is_refused():

@@ -205,8 +205,8 @@ SECTIONS = {
         ),
         Row(
             "K2",
-            "the disk is full",
-            "what was there stays; a sentence with the place and the sizes; no temporary file stays",
+            "the disk is full, or the folder of a run is made read-only while it goes on",
+            "what was there stays; a sentence with the place and, for a checkpoint, the sizes; no temporary file stays",
             open="the run ends then; there is no setting to go on without checkpoints",
         ),
         Row(
@@ -317,8 +317,8 @@ SECTIONS = {
         ),
         Row(
             "T2",
-            "the disk of the logs is full, or a rank has no descriptor left",
-            "the failure is reported all the same, with its exit code",
+            "the disk of the logs is full, a rank has no descriptor left, or a limit (`ulimit -f`) refuses its memory",
+            "the failure is reported all the same, with its exit code and, for a limit, with its name",
         ),
         Row(
             "T3",

@@ -1,6 +1,10 @@
 """The files that a job leaves in its run folder when it starts."""
 
+import contextlib
 import json
+import os
+import shutil
+from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -9,11 +13,12 @@ from tests.ranks import run_ranks
 from lockstep.config.job_file import parse_set
 from lockstep.core.plan import Share
 from lockstep.data.images.decoding import pixels_digest
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, DataError
 from lockstep.job import load_job
 from lockstep.job.assemble import assemble
-from lockstep.job.rank import record
+from lockstep.job.rank import main, record, train
 from lockstep.job.run_folder import read_starts, run_folder
+from lockstep.runtime.events import Callback
 
 SHORT = ("data.workers=0", "log.tensorboard=false", "log.progress=false", "run.name=x", "training.epochs=1")
 
@@ -86,3 +91,83 @@ def test_recording_can_be_left_out(tmp_path, settings):
     config = job(tmp_path, *(f"training.{each}" for each in settings))
     assert run_ranks(body, 1, config, False) == [False]
     assert read_starts(tmp_path / "x")
+
+
+ONE_STEP = ("training.max_steps=1", "schedule.warmup_epochs=0")
+
+
+def trained(world, config):
+    with pytest.raises(DataError) as refusal:
+        train(config, world)
+    return str(refusal.value)
+
+
+@pytest.mark.fault("K2")
+@pytest.mark.parametrize(
+    ("name", "place", "reason"),
+    [
+        ("gradients.jsonl", "A file in {folder}", "No space left on device"),
+        ("outcome.json", "{folder}/.outcome.json", "Is a directory"),
+    ],
+)
+def test_a_file_of_the_run_that_cannot_be_written_is_a_sentence(tmp_path, name, place, reason):
+    """It was a traceback."""
+    config = job(tmp_path, *ONE_STEP)
+    if "space" in reason:
+        (tmp_path / "x" / name).symlink_to("/dev/full")
+    else:
+        (tmp_path / "x" / name).mkdir()
+    (message,) = run_ranks(trained, 1, config)
+    assert message.startswith(place.format(folder=tmp_path / "x"))
+    assert message.endswith(
+        f" could not be written: {reason}. Make room, or make the folder writable, and go on with --resume auto."
+    )
+
+
+def reported(world, config):
+    payload = {"config": config.to_json(), "proof": "", "profile": ""}
+    with (
+        Path("/dev/full").open("w") as full,
+        contextlib.redirect_stdout(full),
+        pytest.raises(DataError) as refusal,
+    ):
+        try:
+            main(payload)
+        finally:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())  # for what the buffer holds
+    return str(refusal.value)
+
+
+@pytest.mark.fault("K2")
+def test_a_summary_that_does_not_fit_says_that_the_run_is_complete(tmp_path):
+    """It was a failure of rank 0, after which the run was started again."""
+    (message,) = run_ranks(reported, 1, job(tmp_path, *ONE_STEP))
+    assert message == (
+        f"The run in '{tmp_path / 'x'}' is complete, but its summary could not be written to standard output: No space "
+        "left on device."
+    )
+
+
+class Remover(Callback):
+    """Removes a folder after each step."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_step_end(self, batch):
+        shutil.rmtree(self.folder)
+
+
+def removed_meanwhile(world, config):
+    train(config, world)
+    return read_starts(run_folder(config))
+
+
+def test_a_run_folder_that_was_removed_meanwhile_ends_with_its_job(tmp_path):
+    """``lockstep report`` and ``predict`` took it for that of a script."""
+    remover = f"callbacks=[{{target='{__name__}:Remover', folder='{tmp_path}/x'}}]"
+    config = job(tmp_path, *ONE_STEP, "log.every=1", remover)
+    (starts,) = run_ranks(removed_meanwhile, 1, config)
+    assert [start.job for start in starts] == [config]
+    assert (tmp_path / "x" / "log.jsonl").is_file()
+    assert (tmp_path / "x" / "outcome.json").is_file()

@@ -3,8 +3,9 @@
 from pathlib import Path
 
 import pytest
+from tests.launch.command import wait_until
 
-from lockstep.launch.stragglers import SECONDS, SlowRanks, StepWindow
+from lockstep.launch.stragglers import SlowRanks, StepWindow
 from lockstep.runtime.heartbeat import StepTimer
 
 
@@ -58,7 +59,10 @@ def test_other_ranks_than_before_begin_anew(take):
 @pytest.mark.fault("P11")
 def test_a_rank_with_a_slow_disk_is_named_and_the_run_goes_on(command):
     script = Path(__file__).with_name("slow_loop.py")
-    code, lines = command.start(script, 3 * SECONDS + 4, 2).end()
+    command.start(script, command.marks / "end", 2)
+    wait_until(lambda: "\n" in command.stderr, 120, "the line about the slow rank")
+    (command.marks / "end").touch()
+    code, lines = command.end()
     assert code == 0
     assert len(lines) == 1
     assert lines[0].startswith("lockstep: rank 2 is slow: ")

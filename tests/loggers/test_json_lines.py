@@ -3,7 +3,7 @@ import os
 
 import pytest
 
-from lockstep.loggers import JsonLines, MultiLogger
+from lockstep.loggers import CsvTable, JsonLines, MultiLogger
 
 
 def records(path):
@@ -34,6 +34,20 @@ def test_each_record_can_be_read_at_once(tmp_path):
     ]
     logger.close()
     logger.close()
+
+
+@pytest.mark.parametrize("logger", [JsonLines, CsvTable])
+def test_a_log_whose_folder_is_removed_or_moved_goes_on_in_a_new_one(tmp_path, logger):
+    """What followed went to the removed file, where nobody could read it."""
+    lines = logger(tmp_path / "run" / "log")
+    lines.log(1, {"loss": 0.5})
+    before = (tmp_path / "run" / "log").read_text()
+    (tmp_path / "run").rename(tmp_path / "moved")
+    lines.log(2, {"loss": 0.25})
+    lines.log(3, {"loss": 0.125})
+    lines.close()
+    assert (tmp_path / "moved" / "log").read_text() == before
+    assert [record["step"] for record in logger(tmp_path / "run" / "log")._records()] == [2, 3]
 
 
 @pytest.mark.parametrize("resumed_at", [0, 3, 4, 6, 8])

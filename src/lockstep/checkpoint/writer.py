@@ -141,7 +141,8 @@ def not_written(step: int, directory: Path) -> Iterator[None]:
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"The checkpoint of step {step} could not be written to {directory}: {error}. "
-            "What was there before is untouched; make room or choose another folder."
+            "What was there before is untouched; make room, choose another folder, or raise the limits of this shell "
+            "(ulimit -f and -n)."
         ) from error
 
 

@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lockstep import __version__
-from lockstep.errors import EXIT_CONFIG, EXIT_INTERRUPTED, ConfigError, LockstepError, nearest
+from lockstep.core.atomic import NO_ROOM
+from lockstep.errors import EXIT_CONFIG, EXIT_DATA, EXIT_INTERRUPTED, ConfigError, LockstepError, nearest
 from lockstep.runtime.output import lasting_stderr, open_standard_streams
 from lockstep.runtime.stop_signals import undo_inherited_signal_settings
 from lockstep.text import printable
@@ -206,8 +207,12 @@ def _run(words: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except OSError as error:
-        if error.filename is None or _is_of_user(error):
+        if _is_of_user(error) or (error.filename is None and error.errno not in NO_ROOM):
             raise
+        if error.filename is None:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what the buffer holds
+            print(f"lockstep: the output could not be written: {error.strerror}.", file=sys.stderr)
+            return EXIT_DATA
         print(f"lockstep: {printable(str(error.filename))}: {error.strerror}.", file=sys.stderr)
         return EXIT_CONFIG
     except SystemExit as ending:  # argparse ends this way after --help and --version

@@ -76,6 +76,11 @@ def _from_environment() -> tuple[str, int]:
     return host, int(port)
 
 
+_NO_SUCH_NAME = (
+    "Set MASTER_ADDR, or --rendezvous tcp://HOST:PORT, to an address of rank 0's host that all ranks know."
+)
+
+
 @stack_marker(Mark.WAITS_FOR_RENDEZVOUS)
 def _tcp_store(host: str, port: int, world: World, limit: float, *, served: bool) -> Store:
     serve = world.rank == 0 and not served
@@ -95,9 +100,11 @@ def _tcp_store(host: str, port: int, world: World, limit: float, *, served: bool
         )
     except (RuntimeError, ValueError, OSError) as error:
         reason = (getattr(error, "strerror", None) or str(error).splitlines()[0]).rstrip(".")
+        unknown = isinstance(error, socket.gaierror)
+        check = _NO_SUCH_NAME if unknown else "Check that rank 0 runs there and that its port is reachable."
         raise RankError(
-            f"Rank {world.rank} could not connect to the store at {host}:{port} within {limit:g} s: {reason}. Check "
-            f"that rank 0 runs there and that its port is reachable.{of_an_earlier_program(world)}"
+            f"Rank {world.rank} could not connect to the store at {host}:{port} within {limit:g} s: {reason}. {check}"
+            f"{of_an_earlier_program(world)}"
         ) from error
 
 
@@ -129,7 +136,9 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
-        raise ConfigError(f"The rendezvous host {host!r} cannot be resolved on rank 0: {error}.") from error
+        raise ConfigError(
+            f"The rendezvous host {host!r} cannot be resolved on rank 0: {error.strerror}. {_NO_SUCH_NAME}"
+        ) from error
     try:
         return socket.create_server(address, family=family, backlog=1024)
     except OSError as error:

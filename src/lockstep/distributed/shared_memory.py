@@ -23,7 +23,9 @@ import torch
 import torch.distributed as dist
 
 from lockstep.distributed.collectives import gather_json
+from lockstep.errors import ConfigError
 from lockstep.runtime.stack_dump import Mark, stack_marker
+from lockstep.text import format_bytes
 
 CACHE_LINE = 64
 _SYSCALL = {"x86_64": 202}
@@ -113,16 +115,25 @@ def can_share_memory(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def share_memory(size: int, group: dist.ProcessGroup) -> mmap.mmap:
-    """Zeroed memory that all ranks of the group map; the first rank opens it. Collective."""
+    """Zeroed memory that all ranks of the group map; the first rank opens it. Collective.
+
+    ``ConfigError`` where a limit of this process does not allow that.
+    """
     first = dist.get_rank(group) == 0
     descriptor = -1
-    if first:
-        descriptor = os.memfd_create("lockstep-memory", os.MFD_CLOEXEC)
-        os.ftruncate(descriptor, size)
-    owner, number = gather_json([os.getpid(), descriptor], group, torch.device("cpu"))[0]
-    if not first:
-        descriptor = os.open(f"/proc/{owner}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
-    memory = mmap.mmap(descriptor, size)
+    try:
+        if first:
+            descriptor = os.memfd_create("lockstep-memory", os.MFD_CLOEXEC)
+            os.ftruncate(descriptor, size)
+        owner, number = gather_json([os.getpid(), descriptor], group, torch.device("cpu"))[0]
+        if not first:
+            descriptor = os.open(f"/proc/{owner}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+        memory = mmap.mmap(descriptor, size)
+    except OSError as error:
+        raise ConfigError(
+            f"Ranks of this host share {format_bytes(size)} of memory, and that was refused: {error.strerror}. Raise "
+            "the limits on files and memory (ulimit -f, -n and -v)."
+        ) from error
     dist.barrier(group=group)
     os.close(descriptor)
     return memory

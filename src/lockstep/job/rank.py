@@ -6,7 +6,8 @@ import contextlib
 import json
 import logging
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,11 @@ from typing import Any
 from lockstep.config.job import JobConfig, ScheduleConfig
 from lockstep.config.options import mention_unused_options
 from lockstep.config.strategy_options import Level
-from lockstep.core.atomic import write_whole
+from lockstep.core.atomic import NO_ROOM, write_whole
 from lockstep.core.plan import Share
 from lockstep.core.world import World
 from lockstep.distributed.collectives import gather_json
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, DataError
 from lockstep.job.assemble import assemble
 from lockstep.job.run_folder import (
     FILE,
@@ -30,6 +31,7 @@ from lockstep.job.run_folder import (
     with_start,
 )
 from lockstep.run import Run
+from lockstep.runtime.error_record import users_lines
 from lockstep.runtime.output import log_to_terminal
 from lockstep.text import format_bytes, percent, plural, samples_per_second
 from lockstep.trainer import Trainer, TrainingOutcome
@@ -120,7 +122,13 @@ def main(payload: Any) -> None:
     config = JobConfig.from_json(payload["config"])
     lines = train(config, world, proof=payload["proof"], profile=payload["profile"])
     if world.is_main:
-        print(lines, flush=True)
+        try:
+            print(lines, flush=True)
+        except OSError as error:
+            raise DataError(
+                f"The run in '{run_folder(config)}' is complete, but its summary could not be written to standard "
+                f"output: {error.strerror}."
+            ) from error
 
 
 def train(config: JobConfig, world: World, *, proof: str = "", profile: str = "") -> str:
@@ -138,18 +146,41 @@ def train(config: JobConfig, world: World, *, proof: str = "", profile: str = ""
         if isinstance(config.schedule, ScheduleConfig) and config.schedule.unused:
             unused = ", ".join(f"schedule.{name}" for name in config.schedule.unused)
             logger.warning("A schedule of kind %r does not use %s.", config.schedule.kind, unused)
-    recorder = record(trainer, config, run_folder(config))
-    starts = read_starts(run_folder(config)) if world.is_main else []
-    outcome = trainer.fit()
-    if recorder is not None:
-        recorder.end(trainer.run.position.step, outcome.fingerprint, outcome.weights)
-    if not world.is_main:
-        return ""
-    bitwise = outcome.level is Level.BITWISE and config.training.reduce == "ordered" and one_recipe(starts)
-    proof = proof if bitwise else ""
-    ended = {"fingerprint": outcome.fingerprint, "portable": outcome.is_portable, "proof": proof}
-    write_whole(run_folder(config) / OUTCOME, (json.dumps(ended, indent=1) + "\n").encode())
+    with _written(run_folder(config)):
+        recorder = record(trainer, config, run_folder(config))
+        starts = read_starts(run_folder(config)) if world.is_main else []
+        outcome = trainer.fit()
+        if recorder is not None:
+            recorder.end(trainer.run.position.step, outcome.fingerprint, outcome.weights)
+        if not world.is_main:
+            return ""
+        bitwise = (
+            outcome.level is Level.BITWISE and config.training.reduce == "ordered" and one_recipe(starts)
+        )
+        proof = proof if bitwise else ""
+        ended = {"fingerprint": outcome.fingerprint, "portable": outcome.is_portable, "proof": proof}
+        if not (run_folder(config) / FILE).exists():  # the folder was removed or moved away meanwhile
+            write_whole(run_folder(config) / FILE, with_start(starts[:-1], starts[-1]).encode())
+        write_whole(run_folder(config) / OUTCOME, (json.dumps(ended, indent=1) + "\n").encode())
     return report(outcome, proof)
+
+
+@contextlib.contextmanager
+def _written(folder: Path) -> Iterator[None]:
+    """Turns what the system says of a run folder in which no file can be written into one ``DataError``."""
+    try:
+        yield
+    except OSError as error:
+        place = (
+            Path(os.fsdecode(error.filename)).absolute() if isinstance(error.filename, str | bytes) else None
+        )
+        is_ours = error.errno in NO_ROOM if place is None else place.is_relative_to(folder.absolute())
+        if not is_ours or users_lines(error):
+            raise
+        raise DataError(
+            f"{place or f'A file in {folder}'} could not be written: {error.strerror}. Make room, or make the folder "
+            "writable, and go on with --resume auto."
+        ) from error
 
 
 def report(outcome: TrainingOutcome, proof: str) -> str:

@@ -21,7 +21,9 @@ class CsvTable(MetricsFile):
     _columns: tuple[str, ...] = ()
 
     def _opened(self, record: dict[str, Any]) -> IO[str]:
-        if self._file is None and self._path.is_file():
+        if not self._path.is_file():
+            self._columns = ()
+        elif self._file is None:
             self._columns = tuple(dict.fromkeys(name for each in self._records() for name in each))
         file = super()._opened(record)
         if new := tuple(name for name in record if name not in self._columns):

@@ -64,7 +64,10 @@ class MetricsFile(ABC):
         file.flush()
 
     def _opened(self, record: dict[str, Any]) -> IO[str]:
-        """The file, ready for a record to be appended."""
+        """The file, ready for a record to be appended; a new one where it was removed, or moved with its folder."""
+        if self._file is not None and not self._path.exists():
+            self._file.close()
+            self._file = None
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             if self._path.is_file():

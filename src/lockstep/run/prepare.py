@@ -25,9 +25,10 @@ from lockstep.checkpoint.state import encoded_extra_states, tensor_state
 from lockstep.checkpoint.writer import require_storable
 from lockstep.config.options import RunOptions
 from lockstep.core.fingerprint import Context, cpu_of, device_model, digest_tensors
+from lockstep.core.users_code import names_in
 from lockstep.errors import ConfigError
 from lockstep.numerics.blocks import compile_blocks
-from lockstep.numerics.hidden_state import draws_globally, names_in
+from lockstep.numerics.hidden_state import draws_globally
 from lockstep.numerics.initial_values import InitialValues, empty_tensors, without_values
 from lockstep.numerics.precision import Precision
 from lockstep.numerics.randomness import KeyedRandomness

@@ -103,6 +103,7 @@ def test_a_report_of_many_ranks_stays_short():
     lines = describe(judge_stall(snapshots), snapshots)
     assert len(lines) <= 25
     assert "the others wait for rank 50" in lines[0]
+    assert all(remedy in lines[1] for remedy in ("run --stall-limit ", "train --set run.stall_limit="))
     assert lines[2].startswith("  rank 50")
 
 

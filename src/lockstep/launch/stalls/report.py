@@ -184,7 +184,10 @@ def _headline(verdict: StallVerdict, snapshots: Sequence[RankSnapshot]) -> Itera
         where = f"{first.beat.position}{_at(first)}"
         yield f"No progress for {first.silence:.0f} s: {who} is in {where}. No rank waits for it."
     if verdict.is_deadlock:
-        yield "If this is expected to take so long, raise --stall-limit SECONDS (0: wait forever)."
+        yield (
+            "If this is expected to take so long, raise the limit: lockstep run --stall-limit SECONDS, lockstep train "
+            "--set run.stall_limit=SECONDS (0: wait forever)."
+        )
 
 
 def _at(snapshot: RankSnapshot) -> str:
