@@ -269,8 +269,12 @@ def load_weights(model: nn.Module, path: Path | str, *, strict_head: bool = Fals
         path: the file. Names with ``module.`` before them are understood.
         strict_head: refuse weights made for another number of classes, instead of leaving out the head.
 
-    ``CheckpointMismatch`` lists every other name that is missing, unexpected, or of another shape; nothing
-    has been loaded then.
+    Raises:
+        CheckpointMismatch: lists every other name that is missing, unexpected, or of another shape. Nothing has been
+            loaded then.
+        CheckpointError: the file is missing or broken.
+
+    Each rank may load the file, or rank 0 alone, with ``run.prepare(..., values_from_main=True)``.
     """
     path = Path(path)
     given = _strip(_read(path))
