@@ -110,8 +110,8 @@ def _warn_of_misplaced(target: ScriptTarget) -> None:
         option = word.partition("=")[0]
         if option in known and option.startswith("--") and option.lstrip("-") not in text:
             print(
-                f"{option} stands after {target.path} and is given to the script, whose text does not mention it. "
-                f"Options of lockstep run stand before the script: lockstep run {option} ... {target.path}",
+                f"{option} comes after {target.path}, so it is passed to the script, which does not mention it. "
+                f"Options of lockstep run go before the script: lockstep run {option} ... {target.path}",
                 file=sys.stderr,
             )
 

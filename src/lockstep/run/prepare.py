@@ -273,8 +273,8 @@ class PreparedModel:
             return
         changed = [name for each, name in {**known, **now}.items() if each not in known or each not in now]
         raise ConfigError(
-            f"The parameter {changed[0]!r} of the model was replaced, added or taken out after run.prepare, so nobody "
-            "would sum its gradient over the ranks. Change modules before run.prepare, and values in place "
+            f"The parameter {changed[0]!r} of the model was replaced, added or taken out after run.prepare, so "
+            "its gradient would not be summed over the ranks. Change modules before run.prepare, and values in place "
             "(parameter.copy_ under torch.no_grad)."
         )
 
