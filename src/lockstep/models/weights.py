@@ -262,7 +262,7 @@ def block_numbers(names: Sequence[str]) -> dict[str, int]:
 
 
 def load_weights(model: nn.Module, path: Path | str, *, strict_head: bool = False) -> WeightsReport:
-    """Loads a ``.safetensors`` or ``.pth`` file into an unwrapped model; no code in the file is run.
+    """Loads a ``.safetensors`` or ``.pth`` file into an unwrapped model, on every rank; no code in the file is run.
 
     Args:
         model: takes the weights in place; other dtypes are converted.
@@ -270,11 +270,8 @@ def load_weights(model: nn.Module, path: Path | str, *, strict_head: bool = Fals
         strict_head: refuse weights made for another number of classes, instead of leaving out the head.
 
     Raises:
-        CheckpointMismatch: lists every other name that is missing, unexpected, or of another shape. Nothing has been
-            loaded then.
+        CheckpointMismatch: lists all other names that are missing, unexpected, or of another shape; nothing is loaded.
         CheckpointError: the file is missing or broken.
-
-    Each rank may load the file, or rank 0 alone, with ``run.prepare(..., values_from_main=True)``.
     """
     path = Path(path)
     given = _strip(_read(path))

@@ -146,8 +146,7 @@ class Parts:
 def _require_plain_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise ConfigError(
-            f"run.prepare takes the model first, which {type(model).__name__} is not: model, optimizer = "
-            "run.prepare(model, optimizer)."
+            f"run.prepare(model, optimizer) takes the model first, which {type(model).__name__} is not."
         )
     if isinstance(model, DataParallel | DistributedDataParallel):
         raise ConfigError(
