@@ -189,7 +189,7 @@ def _recipe_findings(folder: Path, chain: Chain) -> Iterator[AuditFinding]:
         entry = recorded.get(start.step)
         if entry is None:
             yield AuditFinding(
-                where=f"step {start.step}", what="job.json has a start here that the chain has not"
+                where=f"step {start.step}", what="job.json has a start here that is not in the chain"
             )
         elif entry["recipe"] != recipe_digest(start.job):
             what = "job.json has another recipe than the one the run recorded when it started here"

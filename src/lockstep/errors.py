@@ -1,10 +1,10 @@
 """The errors of Lockstep, one tree.
 
     LockstepError
-    ├── ConfigError               the request cannot be fulfilled            exit code 2
+    ├── ConfigError               options or a program to be changed         exit code 2
     │   └── CheckpointMismatch    a valid checkpoint of another run          exit code 2
     ├── DataError                 a file or sample is invalid                exit code 3
-    │   └── CheckpointError       a checkpoint is missing, torn or altered   exit code 3
+    │   └── CheckpointError       a checkpoint missing, torn or not written  exit code 3
     ├── RankError                 a rank raised, was killed, or left early   exit code 4
     │   └── ReplicaError          ranks that must agree have other bits      exit code 4
     ├── StallError                a rank stopped making progress             exit code 5
@@ -36,7 +36,7 @@ class LockstepError(Exception):
 
 
 class ConfigError(LockstepError):
-    """The request cannot be fulfilled; nothing was started or written."""
+    """Options, a command or a program that cannot be carried out as asked; the message says what to change."""
 
     exit_code = EXIT_CONFIG
 
@@ -52,7 +52,7 @@ class DataError(LockstepError):
 
 
 class CheckpointError(DataError):
-    """A checkpoint is missing, incomplete or altered; it was not used."""
+    """A checkpoint is missing, incomplete or altered, and was not used; or it could not be written."""
 
 
 class RankError(LockstepError):
@@ -66,7 +66,7 @@ class ReplicaError(RankError):
 
 
 class StallError(LockstepError):
-    """A rank made no progress within its limit."""
+    """A rank made no progress within its limit, such as ``--stall-limit``."""
 
     exit_code = EXIT_STALLED
 

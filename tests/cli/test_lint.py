@@ -96,6 +96,16 @@ def test_a_file_named_twice_is_checked_once(command, wrong):
     assert command("lint", wrong, wrong)[1].endswith("2 findings.\n")
 
 
+def test_a_folder_stands_for_the_python_files_below_it(command, wrong, tmp_path):
+    for name in ("src/a/one.py", "src/two.py", "src/.venv/hidden.py", "src/notes.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(WRONG)
+    report = json.loads(command("lint", "--json", "src")[1])
+    assert [f["path"] for f in report["findings"]] == ["src/a/one.py"] * 2 + ["src/two.py"] * 2
+    (tmp_path / "empty").mkdir()
+    assert "empty is a folder without Python files" in command("lint", "empty")[2]
+
+
 def test_the_rules_are_printed_as_a_table(command):
     status, output, _ = command("lint", "--rules")
     assert status == 0

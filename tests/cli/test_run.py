@@ -75,7 +75,7 @@ def test_options_behind_a_script_that_does_not_mention_them_are_told(
     monkeypatch.setattr(run, "supervise", lambda target, options, joined: 0)
     assert run.main(parse(str(script), *words)) == 0
     heard = capsys.readouterr().err
-    assert ("stands after" in heard and f"lockstep run {words[0].partition('=')[0]} ..." in heard) == told
+    assert ("comes after" in heard and f"lockstep run {words[0].partition('=')[0]} ..." in heard) == told
 
 
 def joined(monkeypatch, *words):

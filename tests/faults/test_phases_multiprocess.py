@@ -9,7 +9,7 @@ from tests.launch.command import Command
 SCRIPT = Path(__file__).with_name("phased_training.py")
 LONG_EVALUATION = SCRIPT.with_name("long_evaluation.py")
 SLOW = pytest.mark.slow
-SAVED = "Saved in {}. Go on with the same command and --resume auto, in a script with resume='auto'."
+SAVED = "Saved in {}. Continue with the same command and --resume auto, in a script with resume='auto'."
 PREEMPTED = "Preempted: {} ranks stopped at step {}. Exit code 75."
 
 

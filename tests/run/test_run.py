@@ -42,7 +42,7 @@ def test_a_script_that_is_stopped_or_resumed_says_so(tmp_path, caplog, monkeypat
         for batch in run.batches(dataset()):
             run._session.heartbeat.control.request_stop(StopReason.INTERRUPTED)
             train_step(run, batch, optimizer)
-    assert f"Saved in {tmp_path}/step-00000001. Go on with" in caplog.text
+    assert f"Saved in {tmp_path}/step-00000001. Continue with" in caplog.text
     run.close()
     caplog.clear()
     begin(directory=tmp_path, resume="auto")

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from dataclasses import asdict
+from pathlib import Path
 
 from lockstep.cli.shared_options import add_options
 from lockstep.errors import EXIT_CONFIG, EXIT_DONE, ConfigError
@@ -17,7 +18,9 @@ EXIT_FINDINGS = 1
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's arguments."""
-    parser.add_argument("scripts", nargs="*", metavar="SCRIPT", help="a Python file; it is read, never run")
+    parser.add_argument(
+        "scripts", nargs="*", metavar="SCRIPT", help="a Python file or a folder; it is read, never run"
+    )
     add_options(
         parser,
         ("--json", "", False, "print the findings as JSON"),
@@ -37,13 +40,20 @@ def main(arguments: argparse.Namespace) -> int:
         raise ConfigError("No script was given. Example: lockstep lint train.py")
     found: list[Finding] = []
     mistakes: list[str] = []
-    for path in dict.fromkeys(arguments.scripts):
+    for path in dict.fromkeys(each for given in arguments.scripts for each in _files(given)):
         try:
             found += check_file(path, rules)
         except ConfigError as error:
             mistakes.append(str(error))
     _print(found, mistakes, as_json=arguments.json)
     return EXIT_CONFIG if mistakes else EXIT_FINDINGS if found else EXIT_DONE
+
+
+def _files(given: str) -> list[str]:
+    """The Python files below a folder, but for those in hidden folders; else what was given."""
+    below = sorted(Path(given).rglob("*.py")) if Path(given).is_dir() else []
+    visible = [each for each in below if not any(part[0] == "." for part in each.relative_to(given).parts)]
+    return list(map(str, visible)) or [given]
 
 
 def _print(found: list[Finding], mistakes: list[str], as_json: bool) -> None:

@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--devices", "N", "auto", "N, auto, cpu, cpu:N or a list such as 0,5"),
         ("--threads", "N", int, "intra-op threads per rank (default: OMP_NUM_THREADS, else 1)"),
         ("--portable", "", False, "the same bits on every x86-64 CPU with AVX2"),
-        ("--logs", "DIR", "", "folder for the output and the errors of the ranks"),
+        ("--logs", "DIR", "", "folder for the output and the errors of the ranks (default: a temporary one)"),
         ("--grace", "SECONDS", 25.0, "time to save and exit after SIGTERM or SIGUSR1"),
         ("--stall-limit", "SECONDS", 60.0, "time without progress until a hanging run is ended; 0: never"),
         ("--restarts", "N", 0, "restarts after a lost process, for a script that saves into a run folder"),
@@ -110,8 +110,8 @@ def _warn_of_misplaced(target: ScriptTarget) -> None:
         option = word.partition("=")[0]
         if option in known and option.startswith("--") and option.lstrip("-") not in text:
             print(
-                f"{option} stands after {target.path} and is given to the script, whose text does not mention it. "
-                f"Options of lockstep run stand before the script: lockstep run {option} ... {target.path}",
+                f"{option} comes after {target.path}, so it is passed to the script, which does not mention it. "
+                f"Options of lockstep run go before the script: lockstep run {option} ... {target.path}",
                 file=sys.stderr,
             )
 

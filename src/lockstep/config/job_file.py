@@ -159,8 +159,7 @@ def _of_components(
     table: dict[str, Any], problems: Sequence[Problem], file: JobFile, origin: _Origin
 ) -> list[Problem]:
     """What is wrong with the components of a job that has other mistakes, whose settings are left out of ``table``."""
-    for problem in problems:
-        *above, last = problem.path or ("",)
+    for *above, last in (problem.path for problem in problems if problem.path):
         inner: Any = table
         for key in above:
             inner = inner.get(key) if isinstance(inner, dict) else None

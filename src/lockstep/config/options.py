@@ -95,7 +95,10 @@ class RunSettings(StrategyOptions, Recipe):
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(RunSettings):
-    """The recipe of a run, and how it is carried out. The fields from ``directory`` on do not decide the result."""
+    """The recipe of a run, and how it is carried out: the options of ``lockstep.init`` (docs/own-loop.md).
+
+    The fields from ``directory`` on do not decide the result.
+    """
 
     threads: int | None = field(default=None, metadata={"check": threads})
     """CPU threads of each rank; by default what the launcher set, or 1. Part of the recipe on a CPU."""

@@ -137,7 +137,7 @@ def folder_job(folder: Path) -> str:
     """The job that trains on a folder of images. Raises ``ConfigError`` where it is none."""
     if (folder / "job.json").is_file():
         raise ConfigError(
-            f"'{folder}' is the folder of a run, not a job. Go on with the run: lockstep train JOB --resume "
+            f"'{folder}' is the folder of a run, not a job. Continue the run: lockstep train JOB --resume "
             f"{shlex.quote(str(folder))}, where JOB is the job that it was started with."
         )
     for file in sorted(folder.glob("*.toml")):

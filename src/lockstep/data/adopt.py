@@ -107,7 +107,7 @@ class Stream(Dataset[Any]):
             )
         if samples is None and not hasattr(dataset, "__len__"):
             raise ConfigError(
-                f"{name} can be iterated over and has no length, so nobody knows where an epoch ends. Write "
+                f"{name} can be iterated over and has no length, so the end of an epoch is unknown. Write "
                 "run.batches(lockstep.data.Stream(dataset, samples=N)), with the samples of an epoch."
             )
         self.dataset, self.collate = dataset, collate

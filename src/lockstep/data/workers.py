@@ -21,14 +21,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from lockstep.data.keyed import content_of
 from lockstep.data.reader import Collate, InlineReading, ReadTrace, Request, SampleReader
-from lockstep.data.worker_process import (
-    Failure,
-    InWorker,
-    WorkerDataset,
-    WorkerStacks,
-    explain_loss,
-    unwatch,
-)
+from lockstep.data.worker_process import Failure, InWorker, WorkerDataset, WorkerStacks, explain_loss, unwatch
 from lockstep.errors import ConfigError, DataError, StallError
 from lockstep.runtime.stack_dump import Mark, stack_marker
 from lockstep.runtime.stop_signals import stop_signals_held

@@ -234,8 +234,8 @@ def classic_verdict(facts: SamplesFacts, scheme: Scheme) -> str:
     if scheme.read_again:
         words += (
             f" {plural(scheme.read_again, 'reading')} of a sample that was read before (marked *), so that all "
-            "ranks have as many: how many depends on the number of ranks, and such a sample counts once more in its "
-            "step's mean."
+            "ranks read equally many. How many depends on the number of ranks, and such a sample counts again in the "
+            "mean of its step."
         )
     if scheme.never_read:
         words += f" Samples that nobody reads: {scheme.never_read:,}."
@@ -256,7 +256,7 @@ def our_verdict(facts: SamplesFacts) -> str:
         words += f" The last step has {plural(last, 'sample')}, and its mean is over {last:,}."
     return (
         f"{words} A step's micro-batches k0 to k{facts.micro_batches - 1} are the same on any number of "
-        f"ranks up to {facts.micro_batches:,}; a rank takes a run of them (fsdp: every n-th)."
+        f"ranks up to {facts.micro_batches:,}; a rank takes consecutive ones (fsdp: every n-th)."
     )
 
 

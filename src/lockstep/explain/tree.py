@@ -200,7 +200,9 @@ def verdict(facts: TreeFacts) -> str:
         f"same bits on any number of ranks up to {facts.micro_batches:,}."
     )
     if facts.most_nodes > 1:
-        words += f" A rank hands over up to {facts.most_nodes} nodes here, since its run is not one node of the tree."
+        words += (
+            f" A rank hands over up to {facts.most_nodes} nodes here: its micro-batches are not one node."
+        )
     return words
 
 

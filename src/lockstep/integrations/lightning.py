@@ -84,8 +84,8 @@ _REMEDIES = {
 
 
 _KEPT = (
-    "%s changes %s. Each process evaluates a part of the data, so a number that a hook computes of it is of that part, "
-    "and another on each number of processes. Log means in the step, or compute the number in the hook with "
+    "%s changes %s. Each process evaluates a part of the data, so a number that a hook computes from it depends on the "
+    "number of processes. Log means in the step, or compute the number in the hook with "
     "trainer.run.evaluate or trainer.run.predict."
 )
 

@@ -66,9 +66,10 @@ class ModuleLog:
     def all_gather(self, *given: Any, **named: Any) -> Any:
         """Raises ``ConfigError``: a step has one micro-batch of its process."""
         raise ConfigError(
-            "self.all_gather(...) would gather the micro-batches that the processes compute at one time, others on "
-            "each number of them. Log means with self.log, which is given those of the whole batch; a loss of the "
-            "whole batch needs a loop of your own with run.backward(batch, loss, whole_batch=True)."
+            "self.all_gather(...) would gather the micro-batches that the processes happen to compute at the "
+            "same time, so the result would depend on their number. Log means with self.log, which is given those of "
+            "the whole batch; a loss of the whole batch needs a loop of your own with run.backward(batch, loss, "
+            "whole_batch=True)."
         )
 
     def log(

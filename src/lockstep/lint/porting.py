@@ -123,9 +123,7 @@ _TORCH_CALLS = {
         "torch.*.GradScaler": 'leave out: lockstep.init(precision="fp16") scales the loss',
         "torch.*.convert_sync_batchnorm": "leave out: lockstep.init(sync_batch_norm=True)",
     },
-    "Data": {
-        "torch.*.DistributedSampler": _SAMPLER,
-    },
+    "Data": {"torch.*.DistributedSampler": _SAMPLER},
     "Processes": {
         "torch.*.init_process_group": _GROUP,
         "torch.*.destroy_process_group": _GROUP,

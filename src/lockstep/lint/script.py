@@ -42,7 +42,7 @@ def read_text(path: str) -> str:
         )
     try:
         if file.is_dir():
-            raise ConfigError(f"{path} is a folder. Name its files, for example {path.rstrip('/')}/*.py.")
+            raise ConfigError(f"{path} is a folder without Python files. Name a script.")
         if not file.is_file():
             raise ConfigError(f"{path} does not exist, or is not a file. Give the path of a Python script.")
         with file.open("rb") as opened:

@@ -66,7 +66,7 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """A residual network for images.
+    """A residual network: logits (N, num_classes) of images (N, 3, height, width), in float32.
 
     Args:
         block: the kind of block.
@@ -119,7 +119,7 @@ class ResNet(nn.Module):
 def resnet18(
     *, num_classes: int = 1000, zero_init_residual: bool = False, small_images: bool = False
 ) -> ResNet:
-    """ResNet-18; ``small_images=True`` fits CIFAR-10."""
+    """ResNet-18 (see ``ResNet``); ``small_images=True`` fits CIFAR-10."""
     return ResNet(
         BasicBlock,
         (2, 2, 2, 2),
@@ -132,7 +132,7 @@ def resnet18(
 def resnet34(
     *, num_classes: int = 1000, zero_init_residual: bool = False, small_images: bool = False
 ) -> ResNet:
-    """ResNet-34."""
+    """ResNet-34 (see ``ResNet``)."""
     return ResNet(
         BasicBlock,
         (3, 4, 6, 3),
@@ -145,7 +145,7 @@ def resnet34(
 def resnet50(
     *, num_classes: int = 1000, zero_init_residual: bool = False, small_images: bool = False
 ) -> ResNet:
-    """ResNet-50, with the stride in the 3x3 convolution (known as V1.5)."""
+    """ResNet-50 (see ``ResNet``), with the stride in the 3x3 convolution (known as V1.5)."""
     return ResNet(
         Bottleneck,
         (3, 4, 6, 3),

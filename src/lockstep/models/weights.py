@@ -262,15 +262,16 @@ def block_numbers(names: Sequence[str]) -> dict[str, int]:
 
 
 def load_weights(model: nn.Module, path: Path | str, *, strict_head: bool = False) -> WeightsReport:
-    """Loads a ``.safetensors`` or ``.pth`` file into an unwrapped model; no code in the file is run.
+    """Loads a ``.safetensors`` or ``.pth`` file into an unwrapped model, on every rank; no code in the file is run.
 
     Args:
         model: takes the weights in place; other dtypes are converted.
         path: the file. Names with ``module.`` before them are understood.
         strict_head: refuse weights made for another number of classes, instead of leaving out the head.
 
-    ``CheckpointMismatch`` lists every other name that is missing, unexpected, or of another shape; nothing
-    has been loaded then.
+    Raises:
+        CheckpointMismatch: lists all other names that are missing, unexpected, or of another shape; nothing is loaded.
+        CheckpointError: the file is missing or broken.
     """
     path = Path(path)
     given = _strip(_read(path))

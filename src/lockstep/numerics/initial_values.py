@@ -143,8 +143,8 @@ class InitialValues:
         """Raises ``ConfigError`` where the values of a tensor cannot be those that its code gave it."""
         if tensor._version != self._built.pop(id(tensor), (tensor, 0))[1]:
             raise ConfigError(
-                f"{name!r} was changed after the model was built, where nobody notes how. Initialise the model within "
-                "run.empty_model()."
+                f"{name!r} was changed after the model was built, where it is not recorded. Initialise the model "
+                "within run.empty_model()."
             )
         writers = (self._operations[number] for number in self._writers[_memory_of(tensor)])
         if isinstance(tensor, nn.Parameter) and all(each.leaves_as_is for each in writers):
@@ -220,7 +220,7 @@ class InitialValues:
                 if value.memory not in found:
                     raise ConfigError(
                         f"A tensor of shape {tuple(value.size)} from which the model's values follow was put on the "
-                        "device 'meta' outside of run.empty_model(), so nobody knows its values. Make it inside."
+                        "device 'meta' outside of run.empty_model(), so its values are unknown. Make it inside."
                     )
                 return value.of(found[value.memory])
             return torch.device("cpu") if isinstance(value, torch.device) else value

@@ -151,8 +151,8 @@ class Precision:
         if self._device.type == "cuda" and (now := memory_shortages()) > self._shortages:
             self._shortages = now
             logger.warning(
-                "A GPU of this process had too little memory for some operator, which was done in another way: cuDNN "
-                "takes another algorithm for a convolution then, with other bits. This run may differ from one with "
+                "A GPU of this process had too little memory for some operator, which was computed differently: cuDNN "
+                "then takes another algorithm for a convolution, with other bits. This run may differ from one with "
                 "more memory, by rounding. Use smaller micro-batches (more micro_batches), or more devices."
             )
 
@@ -160,11 +160,11 @@ class Precision:
 _TF32 = "whether matmul and cuDNN may use TF32"
 _REMEDIES = {
     "torch.get_num_threads()": (
-        "Leave torch.set_num_threads out, and give lockstep.init(threads=...) a number that does not hang on how many "
-        "processes there are."
+        "Leave torch.set_num_threads out, and give lockstep.init(threads=...) a number that does not depend on the "
+        "number of processes."
     ),
     "torch.backends.cudnn.benchmark": (
-        "Leave it out: it chooses algorithms by their speed, others in another run. Or give "
+        "Leave it out: it chooses algorithms by their speed, so the next run may use different ones. Or give "
         "lockstep.init(deterministic=False)."
     ),
     "torch.get_deterministic_debug_mode()": (

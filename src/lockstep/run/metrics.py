@@ -33,13 +33,7 @@ from lockstep.run.checks.means import (
     reasons,
     reasons_with_model,
 )
-from lockstep.run.evaluation import (
-    OpenEvaluation,
-    evaluation,
-    gathered_in_order,
-    predict,
-    require_rows,
-)
+from lockstep.run.evaluation import OpenEvaluation, evaluation, gathered_in_order, predict, require_rows
 from lockstep.run.step import sum_and_weight, with_exact_mean
 from lockstep.run.step_errors import explain_loss
 from lockstep.runtime.torch_internals import OVERWRITTEN

@@ -155,8 +155,7 @@ class Parts:
 def _require_plain_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise ConfigError(
-            f"run.prepare takes the model first, which {type(model).__name__} is not: model, optimizer = "
-            "run.prepare(model, optimizer)."
+            f"run.prepare(model, optimizer) takes the model first, which {type(model).__name__} is not."
         )
     if isinstance(model, DataParallel | DistributedDataParallel):
         raise ConfigError(
@@ -282,8 +281,8 @@ class PreparedModel:
             return
         changed = [name for each, name in {**known, **now}.items() if each not in known or each not in now]
         raise ConfigError(
-            f"The parameter {changed[0]!r} of the model was replaced, added or taken out after run.prepare, so nobody "
-            "would sum its gradient over the ranks. Change modules before run.prepare, and values in place "
+            f"The parameter {changed[0]!r} of the model was replaced, added or taken out after run.prepare, so "
+            "its gradient would not be summed over the ranks. Change modules before run.prepare, and values in place "
             "(parameter.copy_ under torch.no_grad)."
         )
 

@@ -70,8 +70,8 @@ class Run:
     """One training run, seen from one process. Made by ``lockstep.init``; every rank must make the same calls.
 
     Args:
-        options: recipe and manner of the run.
-        world: who this process is; read from the environment by default.
+        options: the recipe, and how it is carried out.
+        world: the place of this process among the ranks; read from the environment by default.
     """
 
     def __init__(self, options: RunOptions, world: World | None = None) -> None:
@@ -116,7 +116,7 @@ class Run:
 
     @property
     def position(self) -> Position:
-        """The position of the run."""
+        """The place of the run: its epoch, the steps done in it, and all steps so far."""
         return self._loop.position
 
     def add_callback(self, callback: Callback) -> CallbackHandle:
@@ -214,7 +214,7 @@ class Run:
         return True
 
     def epochs(self, count: int) -> Iterator[int]:
-        """The numbers of the epochs from where the run stands (0, or where it was resumed) to ``count - 1``."""
+        """The numbers of the epochs from where the run stands (0, or where it resumed) to ``count - 1``. Collective."""
         self._writer.resumption.begin_epochs()
         if self.is_main and self._loop.is_resumed and not self._loop.position.inside:
             save.mention_nothing_left(count, self.position.epoch)
@@ -228,8 +228,8 @@ class Run:
         Order and augmentation follow from the seed and the epoch; outside of ``epochs`` every call is the next epoch.
 
         Args:
-            data: a map-style data set, a DataLoader, whose settings but the batch size are used, or a tuple of these.
-            shuffle: visit the samples of a data set in a keyed order.
+            data: a data set or stream, a DataLoader, whose settings but the batch size are used, or a tuple of these.
+            shuffle: visit the samples in a keyed order; a DataLoader's own setting counts, also for ``drop_last``.
             drop_last: leave out the last, smaller batch.
             workers: processes that read ahead; by default those of the DataLoader, or none.
 
@@ -463,7 +463,7 @@ class Run:
 
         Raises:
             ConfigError: there is no row for each sample, as where some are drawn, or rows differ in shape or dtype.
-            RankError: an independent process was lost, and its outputs with it.
+            RankError: a worker of an asynchronous parameter server was lost, and its outputs with it.
         """
         self._precision.require_settings()
         alone = self.options.directory is None  # then a request to stop need not wait for the end of a step
@@ -475,8 +475,8 @@ class Run:
         """Writes a checkpoint of the run as it stands, after checking that all ranks agree. Collective.
 
         Inside the loop over ``batches``, call it at the end of the loop's body: the step counts as done. The state is
-        copied, and training goes on while the copy is written. An error while writing, such as a full disk, is raised
-        on the main process at the end of the next step, by the next save, or at the end of the program.
+        copied, and training goes on while the copy is written. A ``CheckpointError``, as of a full disk, is raised on
+        the main process at the end of the next step, by the next save, or at the end of the program.
 
         Args:
             wait: return only when the checkpoint is on the disk; always so with ``save_in_background=False``.
@@ -508,7 +508,7 @@ class Run:
         return folder
 
     def fingerprint(self) -> str:
-        """SHA-256 over the bits of all parameters and buffers, after checking that all ranks agree. Collective."""
+        """SHA-256, in hexadecimal, over all parameters and buffers, after checking that ranks agree. Collective."""
         return combine(self._compare_replicas(digest_tensors))
 
     def _compare_replicas(self, digests: Callable[..., dict[str, str]]) -> dict[str, str]:
@@ -521,7 +521,7 @@ class Run:
             )
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Copies of the whole model's tensors by name, on the main process; empty elsewhere. Collective."""
+        """Copies of the whole model on the CPU, by name, on the main process; empty elsewhere. Collective."""
         if not self.strategy.replicated:  # otherwise they are one process's
             self.compare_replicas()
         return self.require_prepared().state.model_state(keep=self.is_main)
@@ -574,7 +574,7 @@ class Run:
 
     @property
     def skipped_steps(self) -> int:
-        """Steps that were skipped because a scaled gradient was not finite, including those before a resume."""
+        """Steps that fp16 skipped because a scaled gradient was not finite, including those before a resume."""
         return self._precision.skipped_steps
 
     def steps_per_epoch(self, data: Any, *, drop_last: bool = False, model: nn.Module | None = None) -> int:

@@ -262,7 +262,7 @@ def save_and_stop(run: Run, reason: StopReason) -> NoReturn:
     """Saves where there is a run folder, and ends this process because it was asked to. Collective."""
     if run.options.directory is not None and (path := run.save(wait=True)) is not None:
         note(
-            "Saved in %s. Go on with the same command and --resume auto, in a script with resume='auto'.",
+            "Saved in %s. Continue with the same command and --resume auto, in a script with resume='auto'.",
             path,
         )
     raise Stopped(reason) from None

@@ -115,8 +115,8 @@ class SharedGroups:
         if name is None:
             raise ConfigError(
                 f"add_param_group was given a tensor of shape {list(parameter.shape)} that was not a parameter of the "
-                "model when it was prepared, so nobody would sum its gradient over the ranks. Put the module into the "
-                "model before run.prepare, and give add_param_group parameters of the model that it returned."
+                "model when it was prepared, so its gradient would not be summed over the ranks. Put the module into "
+                "the model before run.prepare, and give add_param_group parameters of the model that it returned."
             )
         return name
 

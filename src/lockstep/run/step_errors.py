@@ -227,7 +227,7 @@ def trained_weight() -> ConfigError:
     """The error for a pair (sum, weight) whose weight has a gradient, which division by a count does not give it."""
     return ConfigError(
         "The loss returned a pair, which stands for (sum, weight), and its second number depends on parameters: their "
-        "gradient by way of it would be lost. Add up parts of a loss, and return numbers beside it in a dict, as "
+        "gradient through it would be lost. Add up parts of a loss, and return numbers beside it in a dict, as "
         "also= of run.backward has them. For a mean with learned weights use whole_batch=True; return "
         "weight.detach() if they are meant to be constants."
     )

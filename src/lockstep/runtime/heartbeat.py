@@ -229,7 +229,7 @@ _opened: list[mmap.mmap] = []
 def heartbeat() -> None:
     """Tells the supervisor that this rank is alive, in a long phase of the program's own, such as an export.
 
-    Call it at least every ``stall_limit`` seconds, between the calls of Lockstep; the run is then not ended for
+    Call it at least every ``--stall-limit`` seconds (60), between the calls of Lockstep; the run is then not ended for
     standing still while other ranks wait for this one. It takes a microsecond, any rank may call it, and where
     Lockstep's supervisor has not started the process it does nothing.
     """

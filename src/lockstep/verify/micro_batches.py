@@ -168,8 +168,8 @@ _BATCH_NORM = (
 )
 _RANDOM = (
     "The model draws random numbers in training mode, beside Dropout modules, which were switched off; in evaluation "
-    "mode there is no difference. They are keyed by micro-batch, so each number of micro-batches draws others: this is "
-    "no mistake."
+    "mode there is no difference. They are keyed by micro-batch, so they depend on the number of micro-batches: this "
+    "is not a mistake."
 )
 _SHAPES = (
     "Samples have other shapes in smaller micro-batches, as where a collate function pads them to the longest one, and "

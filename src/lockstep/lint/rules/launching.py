@@ -223,7 +223,7 @@ def spawn_without_main_guard(script: Script) -> Iterator[Hit]:
         if not any(script.around(call, (*FUNCTIONS, ast.Lambda, ast.If))):
             yield Hit(
                 call,
-                "each child imports this file and comes past this line again: RuntimeError in every child.",
+                "each child imports this file and runs this line again: RuntimeError in every child.",
                 'if __name__ == "__main__":  # above this line',
             )
 

@@ -366,16 +366,14 @@ def _is_read_here(script: Script, sampler: str) -> bool:
         for call in script.calls_by_name.get(function.name, []):
             given = zip(call.args, parameters(function))
             names |= {name for item, name in given if script.text(item) in loaders}
-    loops: list[ast.For | ast.comprehension] = [*script.find(ast.For), *script.find(ast.comprehension)]
-    read = {name for loop in loops for name in names_in(loop.iter)}
+    read = {name for loop in _loops(script) for name in names_in(loop.iter)}
     return bool(sampler) and bool(names & read)
 
 
 def _shares_by_rank(script: Script) -> Iterator[ast.expr]:
     """The expressions by which a loop over validation samples, or a call of the model, takes those of its rank."""
     passes = script.method_calls("backward")
-    loops: list[ast.For | ast.comprehension] = [*script.find(ast.For), *script.find(ast.comprehension)]
-    for loop in loops:
+    for loop in _loops(script):
         scope = script.scope(loop)
         names = [part.id for part in script.sources(loop.iter) if isinstance(part, ast.Name)]
         words = " ".join(names).lower()
@@ -389,6 +387,10 @@ def _shares_by_rank(script: Script) -> Iterator[ast.expr]:
     for call in script.calls:  # accuracy(model(x[rank::world_size]), ...)
         if script.text(call.func) in models and script.scope(call) not in own:
             yield from [each for each in call.args if _is_by_rank(script, each)][:1]
+
+
+def _loops(script: Script) -> list[ast.For | ast.comprehension]:
+    return [*script.find(ast.For), *script.find(ast.comprehension)]
 
 
 def _skipping(loop: ast.For | ast.comprehension) -> list[ast.expr]:

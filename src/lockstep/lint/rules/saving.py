@@ -71,7 +71,7 @@ def tracker_on_every_rank(script: Script) -> Iterator[Hit]:
         if not own and argument(call, "group") is None and _by_all(script, call):
             yield Hit(
                 call,
-                "every rank comes past this line and opens a log of its own.",
+                "every rank runs this line and opens a log of its own.",
                 f"if {_first(script)}: {script.text(call)}",
             )
 

@@ -84,11 +84,10 @@ def require_equal_settings(
     found = _differences(settings, group, device, absent=None)
     lines = [f"  {key}: {by_rank(found[key])}" for key in sorted(found)]
     if lines:
-        raise ConfigError(
-            "The ranks were started with different settings:\n"
-            + "\n".join(lines)
-            + "\nGive all ranks one value, which follows from neither the rank, nor the clock, nor the process."
+        lines.append(
+            "Give all ranks one value, which follows from neither the rank, nor the clock, nor the process."
         )
+        raise ConfigError("The ranks were started with different settings:\n" + "\n".join(lines))
 
 
 def require_equal_data(digests: Mapping[str, str], group: dist.ProcessGroup, device: torch.device) -> None:

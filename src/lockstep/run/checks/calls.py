@@ -74,8 +74,8 @@ def _telling_of_error(call: str) -> Iterator[None]:
         yield
         return
     words = (
-        "%s waits for the other ranks, and the error below is being handled here. Where it is that of some ranks only, "
-        "the others wait in another call: in 'finally:' and 'except:' leave out calls that all ranks must make.%s\n%s"
+        "%s waits for the other ranks while the error below is being handled here. If only some ranks have that error, "
+        "the others wait in another call. In 'finally:' and 'except:' leave out calls that all ranks must make.%s\n%s"
     )
     lines = "".join(traceback.format_exception_only(error)).rstrip()
     timer = threading.Timer(_PATIENCE, logger.warning, (words, call, users_lines(error), lines))
@@ -137,17 +137,18 @@ _WORDS = re.compile(r"'(\w+)'")
 _EXCHANGES = re.compile(r"(all_|reduce|broadcast|gather|scatter|barrier|i?send|i?recv|batch_isend)")
 
 ASKED = (
-    "%s asks how many processes there are, or which this is (%s). What is computed from that would be another result "
-    "on each number of them: leave it out, as losses, gradients and metrics are those of the global batch. A message "
-    "may show it."
+    "%s asks how many processes there are, or which one this is (%s). What is computed from that depends on the number "
+    "of processes: leave it out, since losses, gradients and metrics are those of the global batch. A message may show "
+    "it."
 )
 
 
 _IN_PARTS = (
-    ". It would combine the micro-batches that the processes compute at one time, others on each number of processes, "
-    "and wait forever where one has more of them. A loss that compares all samples of the batch takes "
-    "whole_batch=True; one that is divided by a count returns the pair (sum, count), and the run divides by the count "
-    "of all. Where it is for a log, give also= of run.backward a function, or call run.evaluate."
+    ". It would combine the micro-batches that the processes happen to compute at the same time, so the result would "
+    "depend on their number, and it would wait forever where one process has more of them. A loss that compares all "
+    "samples of the batch takes whole_batch=True; one that is divided by a count returns the pair (sum, count), and "
+    "the run divides by the count of all. Where it is for a log, give also= of run.backward a function, or call "
+    "run.evaluate."
 )
 OF_WHOLE_BATCH = (
     ", which is given the outputs and the targets of all samples on every process: leave the call out. A loss of a "
@@ -285,7 +286,7 @@ def warn_of_settings() -> None:
     told = [f"{each.path}:{each.line}: {each.wrong.partition(' is another value')[0]}" for each in settings]
     if told:
         logger.warning(
-            "The script computes settings from the number of processes (%s), so each number of them trains otherwise. "
+            "The script computes settings from the number of processes (%s), so the result depends on it. "
             "Global batch and learning rate are those of all processes together: give them once. Where a line is "
             "right, write '# lockstep: ignore[LS068]' there.",
             shorten(told, 3),

@@ -160,9 +160,9 @@ class Findings:
             )
         if self.drew:
             raise ConfigError(
-                f"Random numbers were drawn from {shorten(self.drew, _MOST)}, which goes on from one forward pass to "
-                "the next, so each number of processes draws others. Draw without generator=, from torch, NumPy or "
-                f"random: these are seeded for each micro-batch. {OFF}"
+                f"Random numbers were drawn from {shorten(self.drew, _MOST)}, which continues from one forward "
+                "pass to the next, so what is drawn depends on the number of processes. Draw without generator=, from "
+                f"torch, NumPy or random: these are seeded for each micro-batch. {OFF}"
             )
         if self.losses_differ or self.gradients:
             self._refuse_other_bits()
@@ -196,7 +196,7 @@ class Findings:
             )
             raise ConfigError(
                 f"{begin}, since the forward pass or the loss keeps something from one call to the next. It changed "
-                f"{told(self.changed, _MOST)}. Each number of processes would give another result. Set it in the loop "
+                f"{told(self.changed, _MOST)}. The result would depend on the number of processes. Set it in the loop "
                 f"before run.backward, from the number of the step{once}; or make it a buffer of the model that "
                 f"running_buffers names, which is averaged. {OFF}"
             )
@@ -369,8 +369,8 @@ def refuse_evaluation(changed: Mapping[str, tuple[str, str]] | None, buffers: Se
             "The output for one micro-batch of the evaluation, computed twice under the same keys, has other bits "
             "the second time, since the forward pass keeps something from one call to the next"
             + (f". It changed {told(changed, _MOST)}" if changed else ", such as a buffer or an iterator")
-            + ". Micro-batches are evaluated by different processes, so each number of them would give another "
-            "result. Begin with a fresh state in every call, with samples that hold whole sequences; or call the "
+            + ". Micro-batches are evaluated by different processes, so the result would depend on their number. "
+            "Begin with a fresh state in every call, with samples that hold whole sequences; or call the "
             f"model in a loop of your own over all the data, on every rank. {OFF}"
         )
     if buffers:
