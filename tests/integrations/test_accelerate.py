@@ -418,6 +418,25 @@ def test_the_body_may_evaluate_after_any_micro_batch():
     assert len(set(run_ranks(evaluating_inside, 1) + run_ranks(evaluating_inside, 2))) == 1
 
 
+def validating_by_next(world):
+    model, optimizer, _, loader = parts()
+    accelerator = Accelerator(global_batch=12, micro_batches=4, checks="off")
+    model, optimizer, loader, held_out = accelerator.prepare(model, optimizer, loader, parts()[3])
+    batches = (batch for _ in range(9) for batch in held_out)
+    with pytest.raises(
+        ConfigError, match=r"opens another loop: take it by next\(iter\(loader\)\), which ends at once"
+    ):
+        for number, (x, _y) in enumerate(loader):
+            accelerator.backward(model(x).mean())
+            with torch.no_grad():
+                model(next(iter(held_out) if number < 2 else batches)[0])
+    assert number == 3
+
+
+def test_a_batch_for_an_evaluation_that_is_taken_by_next():
+    run_ranks(validating_by_next, 1)
+
+
 def by_its_own_count(world):
     model, optimizer, _, loader = parts()
     accelerator = Accelerator(global_batch=12, micro_batches=4, checks="off")

@@ -768,6 +768,26 @@ def test_a_batch_whose_parts_have_names():
     assert "forward=forward), where forward(data) returns the output" in found[6][0]
 
 
+def test_a_batch_of_graphs():
+    found = advice(
+        """
+        import torch
+        for data in loader:
+            output = model(data.x.float(), data.batch)
+            loss = f(output, data.y)
+            loss.backward()
+            total += loss.item() * data.num_graphs
+        """
+    )
+    assert "forward=forward), where forward(data) returns the output" in found[6][0]
+    assert found[7] == ["len(batch), where it counts samples: those of the step over all processes"]
+
+
+def test_a_batch_whose_methods_are_called_has_no_parts():
+    found = advice("import torch\nfor x in loader:\n    x = x.cuda()\n    f(model(x)).backward()\n")
+    assert "forward=" not in found[4][0]
+
+
 def test_a_schedule_at_every_nth_step_accumulates_nothing():
     found = advice(
         """

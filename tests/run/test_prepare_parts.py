@@ -93,3 +93,7 @@ def test_an_object_that_steps_an_optimizer_is_made_of_the_prepared_one():
     run = lockstep.init(global_batch=GLOBAL_BATCH)
     with pytest.raises(ConfigError, match="and make the Schedule of the one that it returns"):
         run.prepare(model, optimizer, Schedule(optimizer))
+    with pytest.raises(
+        ConfigError, match=r"a generator is none of them. Make it of the DataLoader afterwards: batches ="
+    ):
+        run.prepare(model, optimizer, (batch for batch in ()))

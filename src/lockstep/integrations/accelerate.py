@@ -183,7 +183,10 @@ class Accelerator:
             loss: the mean over the micro-batch's samples (0-dim), one value for each, or the pair (sum, weight).
         """
         if self.passes is None:
-            raise ConfigError("accelerator.backward(loss) belongs into a loop over a prepared DataLoader.")
+            raise ConfigError(
+                "accelerator.backward(loss) belongs into a loop over a prepared DataLoader. A batch for an evaluation "
+                "that the loop takes by next() opens another loop: take it by next(iter(loader)), which ends at once."
+            )
         self._require_equal_settings(self.passes)
         self.passes.backward(loss)
         if self.passes.loss is not None:

@@ -75,7 +75,7 @@ _TRAINERS = ("Accelerator", "Trainer", "LightningModule")
 _DATA = re.compile(r"load|data|set|dl|batch|iter|val|test", re.IGNORECASE)
 """Names of what an evaluation reads."""
 _BATCH = re.compile(r"batch|size|bs$|^\d+$", re.IGNORECASE)
-_SIZE = re.compile(r"len\((\w+)\)|(\w+)\.size\(0\)|(\w+)\.shape\[0\]")
+_SIZE = re.compile(r"len\((\w+)\)|(\w+)\.size\(0\)|(\w+)\.shape\[0\]|(\w+)\.num_graphs")
 _MOVED = re.compile(r"\.(to|cuda)\((device|[\w.]*\.device|non_blocking=True|gpu)?\)")
 _PROCESSES = re.compile(r"world|n_?gpu|num_(gpu|proc|dev)|nproc|replicas", re.IGNORECASE)
 """Names of the number of processes."""
@@ -471,10 +471,15 @@ def _inputs(script: Script, loop: ast.For, loss: ast.expr | None) -> dict[str, s
 
 
 def _by_name(script: Script, loop: ast.For) -> bool:
-    """Returns True where a loop takes parts of its batch by name: ``batch["image"]``."""
-    parts = (each for node in loop.body for each in ast.walk(node) if isinstance(each, ast.Subscript))
-    found = {script.text(each.value) for each in parts if isinstance(constant(each.slice), str)}
-    return not names_in(loop.target).isdisjoint(found)
+    """Returns True where a loop takes parts of its batch by name: ``batch["image"]``, or ``data.x`` of graphs."""
+    for part in (each for node in loop.body for each in ast.walk(node)):
+        by_key = isinstance(part, ast.Subscript) and isinstance(constant(part.slice), str)
+        by_attribute = (
+            isinstance(part, ast.Attribute) and getattr(script.parent(part), "func", None) is not part
+        )
+        if (by_key or by_attribute) and script.text(part.value) in names_in(loop.target):
+            return True
+    return False
 
 
 def _numbers(script: Script) -> Iterator[_Found]:
@@ -555,7 +560,7 @@ def _sizes(script: Script) -> Iterator[_Found]:
     """Sizes of what a loop over batches has read: ``len(x)``, ``x.size(0)``, ``x.shape[0]``."""
     for loop in dict.fromkeys(filter(None, (_over(script, call) for call in backwards(script)))):
         for node in (each for part in loop.body for each in ast.walk(part)):
-            size = _SIZE.fullmatch(script.text(node)) if isinstance(node, ast.Call | ast.Subscript) else None
+            size = _SIZE.fullmatch(script.text(node)) if isinstance(node, ast.expr) else None
             if size and names_in(loop.target) & set(size.groups()):
                 yield node, "len(batch), where it counts samples: those of the step over all processes"
 

@@ -84,15 +84,16 @@ class Parts:
                 )
             if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
                 name = type(each).__name__
-                wraps = any(isinstance(part, Optimizer) for part in getattr(each, "__dict__", {}).values())
+                remedy = "Give data sets to run.batches and run.evaluate."
+                if any(isinstance(part, Optimizer) for part in getattr(each, "__dict__", {}).values()):
+                    remedy = f"Give it the optimizer that this steps, and make the {name} of the one that it returns."
+                elif hasattr(each, "__next__"):
+                    remedy = (
+                        "Make it of the DataLoader afterwards: batches = cycle(accelerator.prepare(loader))."
+                    )
                 raise ConfigError(
                     "run.prepare takes a model, optimizers, schedulers, and modules to keep beside the model; a "
-                    f"{name} is none of them. "
-                    + (
-                        f"Give run.prepare the optimizer that it steps, and make the {name} of the one that it returns."
-                        if wraps
-                        else "Give data sets to run.batches and run.evaluate."
-                    )
+                    f"{name} is none of them. {remedy}"
                 )
             if not isinstance(state := each.state_dict(), Mapping):
                 raise ConfigError(
