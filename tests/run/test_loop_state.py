@@ -8,12 +8,13 @@ import sys
 import textwrap
 from collections import OrderedDict, deque
 from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from lockstep.data.keyed import encoded_state
 from lockstep.errors import ConfigError
@@ -816,3 +817,18 @@ def test_values_of_every_kind_have_texts():
     assert own["kept['structure']"].startswith("Structure of digest ")
     ordered = [name for name in own if name.startswith("kept['ordered'][")]
     assert ordered == ["kept['ordered']['b']", "kept['ordered']['a']"]
+
+
+def test_what_a_data_set_reads_from_another_module_belongs_to_it():
+    """A resumed run went on with the first level, and only a warning told of it."""
+    settings = ModuleType("settings_of_a_test")
+    settings.level, settings.unread = 1.0, 2.0
+    space = {"settings": settings, "__name__": __name__}
+
+    class Leveled(Dataset):
+        __getitem__ = eval("lambda self, index: settings.level", space)
+
+    data = Leveled()
+    found = Variables.of_loop(frozenset())
+    own = [name for name in found.of_datasets if name.startswith("settings_of_a_test.")]
+    assert own == ["settings_of_a_test.level"] and data[0] == 1.0

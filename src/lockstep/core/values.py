@@ -187,14 +187,24 @@ def inside_object(value: Any, leave_out: Iterable[str] = ()) -> list[Part]:
     ]
 
 
-def entries_in(container: Any, most: int | None = None) -> list[tuple[Any, Any]]:
-    """The entries of one of ``CONTAINERS``, or an array, by key or number; none of one that changes meanwhile."""
+def stored_in(container: Any) -> Any:
+    """The entries of one of ``CONTAINERS``, or an array, of a dict with their keys.
+
+    As they are stored: a class of the user's, or of e3nn's, may make something else of them when it is asked.
+    """
     kind = type(container)
     if issubclass(kind, dict):
-        return copied(entries_of(container), most)
-    if kind is MappingProxyType:
-        return copied(container.items(), most)
-    return copied(enumerate(container.flat if issubclass(kind, np.ndarray) else as_stored(container)), most)
+        return (OrderedDict if issubclass(kind, OrderedDict) else dict).items(container)
+    if issubclass(kind, tuple) and (kind.__len__, kind.__iter__) != (tuple.__len__, tuple.__iter__):
+        return tuple(tuple.__iter__(container))
+    is_array = issubclass(kind, np.ndarray)
+    return container.items() if kind is MappingProxyType else container.flat if is_array else container
+
+
+def entries_in(container: Any, most: int | None = None) -> list[tuple[Any, Any]]:
+    """The entries by key or number; none of a container that another thread is changing."""
+    stored = stored_in(container)
+    return copied(stored if issubclass(type(container), dict | MappingProxyType) else enumerate(stored), most)
 
 
 def copied(entries: Iterable[_T], most: int | None = None) -> list[_T]:
@@ -214,21 +224,15 @@ def reached_from(value: Any, most: int) -> Iterator[Part]:
         yield from of_class(value if isinstance(value, type) else type(value))
 
 
-def size_of(container: Any) -> int:
-    """The number of entries of one of ``CONTAINERS`` or of an array."""
-    return container.size if issubclass(type(container), np.ndarray) else len(as_stored(container))
-
-
 def text_of_size(container: Any, least: int) -> tuple[str, bool]:
     """The number of entries, of more than ``least`` also a digest; whether any is plain, or such as (path, label).
 
     Of many entries the digest is of some.
     """
-    size = size_of(container)
-    if size <= least:
+    stored = stored_in(container)
+    if (size := len(stored)) <= least:
         return f"{size} entries", False
-    every = entries_in(container) if issubclass(type(container), dict) else container
-    some = list(itertools.islice(every, 0, None, max(1, size // _SAMPLE)))
+    some = copied(itertools.islice(stored, 0, None, max(1, size // _SAMPLE)))
     parts = [part for each in some for part in parted(each)]
     plain = [part if part is None or is_plain(part) else "..." for part in parts]
     is_told = any(part is not None and is_plain(part) for part in parts)
@@ -422,7 +426,8 @@ def attributes_of(value: Any) -> dict[str, Any]:
 
 def slots_of(value: Any) -> dict[str, Any]:
     """The attributes of an object that are in slots of its classes."""
-    return {name: getattr(value, name) for name in _slots_in(type(value)) if hasattr(value, name)}
+    names = _slots_in(type(value))  # type: ignore[arg-type]  # a class can be hashed
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
 
 @functools.lru_cache(1_024)
@@ -436,23 +441,10 @@ def _slots_in(kind: type) -> tuple[str, ...]:
     return tuple(name for name in dict.fromkeys(found) if name not in ("__dict__", "__weakref__"))
 
 
-def entries_of(container: dict[Any, Any]) -> Iterable[tuple[Any, Any]]:
-    """The entries as they are stored: a class of the user's may make something else of them when it is asked."""
-    return OrderedDict.items(container) if isinstance(container, OrderedDict) else dict.items(container)
-
-
-def as_stored(container: Any) -> Any:
-    """The container; of a tuple whose class answers otherwise when it is asked, as e3nn's, what it holds."""
-    kind = type(container)
-    if not issubclass(kind, tuple) or (kind.__len__, kind.__iter__) == (tuple.__len__, tuple.__iter__):
-        return container
-    return tuple(tuple.__iter__(container))
-
-
 def refill(container: Any, entries: Any) -> None:
     """Gives a list, deque, set or dict these entries, as they are stored; one that has them is left alone."""
     if isinstance(container, dict):
-        now = [*entries_of(container)]
+        now = [*stored_in(container)]
         same = (a == c and b is d for (a, b), (c, d) in zip(now, entries.items()))
         if len(now) == len(entries) and all(same):
             return

@@ -41,8 +41,8 @@ from lockstep.core.values import (
     is_users_object,
     octets_of,
     reached_from,
-    size_of,
     slots_of,
+    stored_in,
 )
 from lockstep.data.adopt import Stream
 from lockstep.data.wrappers.weighted import Weighted
@@ -191,7 +191,7 @@ def _parts(value: Any) -> Iterator[Any]:
     # The others are read here, as they are.
     elif not isinstance(value, Stream | IterableDataset | torch.Tensor | SynchronizedBase):
         own = type(value).__module__.startswith("lockstep.")
-        is_long = isinstance(value, CONTAINERS) and size_of(value) > _MOST_ENTRIES
+        is_long = isinstance(value, CONTAINERS) and len(stored_in(value)) > _MOST_ENTRIES
         for how, _, name, each in reached_from(value, 0 if is_long else _MOST_ENTRIES):
             if how == ATTRIBUTE:
                 is_place = isinstance(value, Sampler) and name == "epoch"  # the run has its own

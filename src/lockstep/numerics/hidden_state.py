@@ -36,7 +36,6 @@ from lockstep.core.values import (
     Place,
     attributes_of,
     class_name,
-    entries_of,
     globals_of,
     inside,
     is_closed,
@@ -49,7 +48,7 @@ from lockstep.core.values import (
     set_octets,
     short_digest,
     short_text,
-    size_of,
+    stored_in,
     text_of_array,
     text_of_octets,
     text_of_plain,
@@ -244,11 +243,11 @@ class Snapshot:
     def _container(self, value: Any, name: str) -> None:
         if isinstance(value, set | frozenset):
             self._note(name, f"{len(value)} entries {short_text(repr(sorted(map(repr, value))))}")
-        elif isinstance(value, list | deque | dict) or size_of(value) > _MOST_ENTRIES:
+        elif isinstance(value, list | deque | dict) or len(value) > _MOST_ENTRIES:
             self._note(name, text_of_size(value, _MOST_ENTRIES)[0])
         if self._restorable and isinstance(value, list | deque | dict | set):
             kind: Any = set if isinstance(value, set) else list
-            entries = dict(entries_of(value)) if isinstance(value, dict) else kind(value)
+            entries = dict(stored_in(value)) if isinstance(value, dict) else kind(value)
             self._remember(functools.partial(refill, value, entries))
             self._setters[name] = entries, functools.partial(_shrink, value)
 
@@ -285,9 +284,7 @@ class Snapshot:
             if buffer is not None:
                 self._value(buffer, f"the buffer {key!r} of {words}")
         for key, parameter in module._parameters.items():
-            if parameter is not None and (
-                self._restorable or vars(parameter)
-            ):  # hooks may keep something there
+            if parameter is not None and (self._restorable or vars(parameter)):  # as hooks may
                 own = [each for each in type(parameter).__mro__ if each.__module__.startswith("lockstep.")]
                 kept = [name for each in own for name in inspect.get_annotations(each)]
                 self._inside(parameter, f"the parameter {key!r} of {words}", kept)

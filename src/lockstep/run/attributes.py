@@ -41,9 +41,8 @@ from lockstep.core.fingerprint import checksum, sum_of_bits
 from lockstep.core.values import (
     CONTAINERS,
     Part,
-    as_stored,
     attributes_of,
-    entries_of,
+    entries_in,
     inside,
     inside_object,
     is_plain,
@@ -51,6 +50,7 @@ from lockstep.core.values import (
     octets_of,
     refill,
     set_octets,
+    stored_in,
 )
 from lockstep.data.keyed import encoded_state, set_encoded_state
 from lockstep.distributed.collectives import gather_json
@@ -213,13 +213,12 @@ class Values:
         return ["array", array.dtype.str, list(array.shape), self._tensor(numbers, path)]
 
     def _container(self, value: Any, path: str, depth: int) -> JSON:
-        kind, value = type(value).__qualname__, as_stored(value)
-        self._entries += len(value)
+        kind, pairs = type(value).__qualname__, entries_in(value)
+        self._entries += len(pairs)
         if attributes_of(value):  # of a subclass: entries are held, and these are not
             self.unheld.add(self._place)
         if self._entries > _MOST_ENTRIES or depth > _MOST_DEPTH:
             return self._unheld()
-        pairs = list(entries_of(value) if isinstance(value, dict) else enumerate(value))
         entries = [each for _, each in pairs]
         keys: list[JSON] = []
         try:
@@ -300,13 +299,13 @@ class _Restoring:
             case ["set", kind, keys]:
                 return self._filled(kind, [decode(each) for each in keys], own, is_new)
             case ["list", kind, entries]:
-                held = list(as_stored(own)) if isinstance(own, list | tuple | deque) else []
+                held = list(stored_in(own)) if isinstance(own, list | tuple | deque) else []
                 held += [_MISSING] * (len(entries) - len(held))
                 found = self._parts(range(len(entries)), entries, held, path)
                 return self._filled(kind, [each for each in found if each is not _MISSING], own, is_new)
             case ["dict", kind, keys, entries]:
                 names = [decode(key) for key in keys]
-                entry = dict(entries_of(own)) if isinstance(own, dict) else {}
+                entry = dict(stored_in(own)) if isinstance(own, dict) else {}
                 held = [entry.get(name, _MISSING) for name in names]
                 found = self._parts([json.dumps(key) for key in keys], entries, held, path)
                 kept = {name: each for name, each in zip(names, found) if each is not _MISSING}

@@ -54,11 +54,9 @@ from lockstep.core.values import (
     NAMESPACES,
     VARIABLE,
     Part,
-    as_stored,
     class_name,
     copied,
     entries_in,
-    entries_of,
     globals_of,
     inside,
     inside_object,
@@ -69,7 +67,7 @@ from lockstep.core.values import (
     parted,
     parts_of_tensor,
     short_digest,
-    size_of,
+    stored_in,
     text_of_plain,
     text_of_size,
     text_of_table,
@@ -362,17 +360,17 @@ class Variables:
 
     def _container(self, value: Any, name: str, depth: int, only_tensors: bool) -> None:
         """Looks at the entries of a list, tuple, deque or dict; one text stands for those of a long one."""
-        is_dict, is_long = issubclass(type(value), dict), size_of(value) > _MOST_ENTRIES
+        stored = stored_in(value)
+        is_long = len(stored) > _MOST_ENTRIES
         text, is_told = text_of_size(value, 0 if self._is_in_data else _MOST_ENTRIES)
         is_foreign = only_tensors or self._is_in_data  # what a data set has read may fill a cache
-        has_tensors = is_long and _begins_with_tensors(value)
+        has_tensors = is_long and _begins_with_tensors(stored)
         if is_long and (has_tensors or not is_foreign):
-            every = entries_of(value) if is_dict else as_stored(value)
-            some = copied(itertools.islice(every, 0, None, 1 + size_of(value) // _samples_of(value)))
+            some = copied(itertools.islice(stored, 0, None, 1 + len(stored) // _samples_of(stored)))
             self._whole(value, name, some, depth, text)
             self.with_values.add(name)
         elif is_told or not only_tensors:
-            order = [*filter(is_plain, value)] if is_dict and not is_foreign else []
+            order = [*filter(is_plain, value)] if issubclass(type(value), dict) and not is_foreign else []
             text += f" of digest {short_digest(repr(order).encode())}" if order else ""
             self._note(name, text, value, has_values=self._is_in_data)
         if self._is_in_data and not is_told:
@@ -533,17 +531,15 @@ def _is_on_disk(array: Any) -> bool:
 
 def _samples_of(entries: Any) -> int:
     """How many of a long list's entries are looked at: fewer where each has many parts, as in a replay buffer."""
-    if size_of(entries) <= _MOST_SAMPLES:
+    if len(entries) <= _MOST_SAMPLES:
         return _MOST_SAMPLES
-    parts = (
-        2 if isinstance(entries, dict) else max(1, *(len(parted(each)) for _, each in entries_in(entries, 1)))
-    )
+    parts = max(1, *(len(parted(each)) for each in copied(entries, 1)))
     return max(_MOST_SAMPLES // 8, _MOST_SAMPLES // parts)
 
 
-def _begins_with_tensors(entries: Any) -> bool:
-    first = entries_in(entries, 1)
-    return any(isinstance(part, Tensor | np.ndarray) for _, one in first for part in parted(one))
+def _begins_with_tensors(entries: Iterable[Any]) -> bool:
+    parts = [part for each in copied(entries, 1) for one in parted(each) for part in parted(one)]
+    return any(isinstance(part, Tensor | np.ndarray) for part in parts)
 
 
 def _text_of_entry(entry: Any) -> str:
