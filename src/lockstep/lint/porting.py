@@ -22,6 +22,7 @@ from lockstep.lint.script import (
     argument,
     bindings,
     constant,
+    has_named_parts,
     last_name,
     method,
     names_in,
@@ -255,10 +256,7 @@ def _without_run(script: Script, first: ast.AST) -> Iterator[_Found]:
 
 
 def _batch_size(script: Script, begin: ast.AST) -> str:
-    """The batch size of a step: of the first DataLoader that shuffles, else of any; ``B`` where it is not said.
-
-    Parameters of other functions than that in which the run begins come last.
-    """
+    """The batch size of a step: of the first DataLoader that shuffles, else of any, else a name; ``B`` if none."""
     here = script.scope(begin)
     loaders = script.torch_calls("DataLoader")
     shuffling = [call for call in loaders if constant(argument(call, "shuffle")) is True]
@@ -270,8 +268,7 @@ def _batch_size(script: Script, begin: ast.AST) -> str:
     cuts = [argument(each, "step", 2) for each in steps if each is not None]  # range(0, len(x), 32)
     sizes += [each for each in cuts if each is not None and _BATCH.search(script.text(each))]
     sizes += [argument(call, "batch_size") for call in script.calls]  # make_loader(batch_size=32)
-    read = [each for each in script.find(ast.Name, ast.Attribute) if isinstance(each.ctx, ast.Load)]
-    sizes += [each for each in read if last_name(each) == "batch_size"]
+    sizes += [each for each in script.find(ast.Name, ast.Attribute) if last_name(each) == "batch_size"]
     found: list[ast.expr] = [each for each in sizes if each is not None]
     given = {
         each: parameters(scope) if isinstance(scope := script.scope(each), FUNCTIONS) else ()
@@ -438,7 +435,7 @@ def _backward(script: Script, call: ast.Call, name: str, loss: ast.expr | None) 
     rest = "leave out the model's call and the loss"
     is_here = loop is not None and script.same_function(loop, call)
     inputs = _inputs(script, loop, loss) if loop is not None and is_here else {}
-    is_dict = loop is not None and is_here and not inputs and _by_name(script, loop)
+    is_dict = loop is not None and is_here and not inputs and has_named_parts(script, loop)
     rest += "" if loop is None or is_here else "; give batch to this function"
     given = "loss_fn), where loss_fn(output, target) returns the loss"
     if inputs and loop is not None and loss is not None:
@@ -468,18 +465,6 @@ def _inputs(script: Script, loop: ast.For, loss: ast.expr | None) -> dict[str, s
         return {target.id: "data"}
     elements = target.elts if isinstance(target, ast.Tuple) else []
     return {script.text(each): f"data[{number}]" for number, each in enumerate(elements)}
-
-
-def _by_name(script: Script, loop: ast.For) -> bool:
-    """Returns True where a loop takes parts of its batch by name: ``batch["image"]``, or ``data.x`` of graphs."""
-    for part in (each for node in loop.body for each in ast.walk(node)):
-        by_key = isinstance(part, ast.Subscript) and isinstance(constant(part.slice), str)
-        by_attribute = (
-            isinstance(part, ast.Attribute) and getattr(script.parent(part), "func", None) is not part
-        )
-        if (by_key or by_attribute) and script.text(part.value) in names_in(loop.target):
-            return True
-    return False
 
 
 def _numbers(script: Script) -> Iterator[_Found]:
@@ -561,7 +546,7 @@ def _sizes(script: Script) -> Iterator[_Found]:
     for loop in dict.fromkeys(filter(None, (_over(script, call) for call in backwards(script)))):
         for node in (each for part in loop.body for each in ast.walk(part)):
             size = _SIZE.fullmatch(script.text(node)) if isinstance(node, ast.expr) else None
-            if size and names_in(loop.target) & set(size.groups()):
+            if isinstance(node, ast.expr) and size and names_in(loop.target) & set(size.groups()):
                 yield node, "len(batch), where it counts samples: those of the step over all processes"
 
 

@@ -386,6 +386,18 @@ def range_of(script: Script, loop: Loop) -> ast.Call | None:
     return None
 
 
+def has_named_parts(script: Script, loop: ast.For) -> bool:
+    """Returns True where a loop takes parts of its batch by name: ``batch["image"]``, or ``data.x`` of graphs."""
+    for part in (each for node in loop.body for each in ast.walk(node)):
+        if isinstance(part, ast.Subscript | ast.Attribute) and script.text(part.value) in names_in(
+            loop.target
+        ):
+            is_method = getattr(script.parent(part), "func", None) is part
+            if not is_method and (isinstance(part, ast.Attribute) or isinstance(constant(part.slice), str)):
+                return True
+    return False
+
+
 def bindings(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr | None]]:
     """(target, value) of an assignment; a value that is unpacked or looped over is None."""
     match node:
