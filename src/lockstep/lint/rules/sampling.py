@@ -216,7 +216,8 @@ def padded_samples_counted(script: Script) -> Iterator[Hit]:
 )
 def metric_of_one_share(script: Script) -> Iterator[Hit]:
     """Only where the shares are read in this file, of a DistributedSampler, by `range(rank, n, world_size)`,
-    `data[rank::world_size]`, `i % world_size` or `batch.micro_batches`, and nothing in it reduces or gathers."""
+    `data[rank::world_size]`, `i % world_size`, `batch.micro_batches` or
+    `on_output` of a callback, and nothing in it reduces or gathers."""
     if is_distributed(script) or "lockstep" in script.imported_roots:
         yield from of_one_share(script)
 
@@ -390,6 +391,8 @@ def _shares_by_rank(script: Script) -> Iterator[ast.expr]:
             isinstance(each, ast.Call) and script.text(each.func) in models for each in ast.walk(body or loop)
         ):
             yield loop.iter
+    for function in (each for each in script.functions if each.name == "on_output"):  # of a Callback
+        yield from [each.target for each in ast.walk(function) if isinstance(each, ast.AugAssign)][:1]
     for call in script.calls:  # accuracy(model(x[rank::world_size]), ...)
         if script.text(call.func) in models and script.scope(call) not in own:
             yield from [each for each in call.args if _is_by_rank(script, each)][:1]
