@@ -312,6 +312,11 @@ STEPS = (
         "script.py:15: Each rank evaluates a share of these samples",
     ),
     (
+        "pass",
+        "for part in batch.micro_batches: model(part.data[0])",
+        "script.py:15: Each rank evaluates a share of these samples",
+    ),
+    (
         "val = torch.ones(8, 6)",
         "model(val[run.world.rank :: run.world.world_size])",
         "script.py:15: Each rank evaluates a share of these samples",

@@ -215,8 +215,9 @@ def padded_samples_counted(script: Script) -> Iterator[Hit]:
     "Validation is shared out between the ranks and nothing brings the counts together: the metric is of one share.",
 )
 def metric_of_one_share(script: Script) -> Iterator[Hit]:
-    """Only where the shares are read in this file, of a DistributedSampler or by `range(rank, n, world_size)`,
-    `data[rank::world_size]` or `i % world_size`, and nothing in it reduces or gathers anything."""
+    """Only where the shares are read in this file, of a DistributedSampler, by `range(rank, n, world_size)`,
+    `data[rank::world_size]`, `i % world_size`, `batch.micro_batches` or
+    `on_output` of a callback, and nothing in it reduces or gathers."""
     if is_distributed(script) or "lockstep" in script.imported_roots:
         yield from of_one_share(script)
 
@@ -384,6 +385,14 @@ def _shares_by_rank(script: Script) -> Iterator[ast.expr]:
     models = {model for call in optimizers_of(script) for model in models_of(script, call)}
     models |= {script.text(call.args[0]) for call in script.method_calls("prepare") if call.args}
     own = {script.scope(each) for each in passes if not each.args}  # a loop that trains on such shares itself
+    for loop in (each for each in _loops(script) if last_name(each.iter) == "micro_batches"):
+        body = script.parent(loop) if isinstance(loop, ast.comprehension) else loop
+        if any(
+            isinstance(each, ast.Call) and script.text(each.func) in models for each in ast.walk(body or loop)
+        ):
+            yield loop.iter
+    for function in (each for each in script.functions if each.name == "on_output"):  # of a Callback
+        yield from [each.target for each in ast.walk(function) if isinstance(each, ast.AugAssign)][:1]
     for call in script.calls:  # accuracy(model(x[rank::world_size]), ...)
         if script.text(call.func) in models and script.scope(call) not in own:
             yield from [each for each in call.args if _is_by_rank(script, each)][:1]
