@@ -779,13 +779,13 @@ def test_a_batch_of_graphs():
             total += loss.item() * data.num_graphs
         """
     )
-    assert "forward=forward), where forward(data) returns the output" in found[6][0]
+    assert "data: f(output, data.y), forward=lambda data: model(data.x.float(), data.batch))" in found[6][0]
     assert found[7] == ["len(batch), where it counts samples: those of the step over all processes"]
 
 
 def test_a_batch_whose_methods_are_called_has_no_parts():
     found = advice("import torch\nfor x in loader:\n    x = x.cuda()\n    f(model(x)).backward()\n")
-    assert "forward=" not in found[4][0]
+    assert "lambda output, data: f(output), forward=lambda data: model(data))" in found[4][0]
 
 
 def test_a_schedule_at_every_nth_step_accumulates_nothing():

@@ -410,14 +410,6 @@ def _passes(script: Script) -> Iterator[_Found]:
         )
 
 
-def _loss_of(call: ast.Call) -> ast.expr:
-    """What a backward pass is called on: ``loss`` of ``loss.backward()`` and ``scaler.scale(loss).backward()``."""
-    owner = receiver(call)
-    is_engine = call.args and isinstance(owner, ast.Name) and "loss" not in owner.id.lower()
-    loss = call.args[0] if is_engine else owner
-    return loss.args[0] if isinstance(loss, ast.Call) and method(loss) == "scale" and loss.args else loss
-
-
 def _source(script: Script, node: ast.expr | None) -> ast.expr | None:
     """The expression that a loss comes from: ``f(output, y)`` of ``loss = f(output, y) / parts``."""
     for _ in range(4):
