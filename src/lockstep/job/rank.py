@@ -173,9 +173,8 @@ def _written(folder: Path) -> Iterator[None]:
     except OSError as error:
         name, is_ours = error.filename, error.errno in NOT_WRITABLE
         place = Path(os.fsdecode(name)).absolute() if isinstance(name, str | bytes) else None
-        if (
-            place is not None
-        ):  # a plain OSError of another kind, as of a network's disk, may pass: a restart helps
+        # A plain OSError of another kind, as of a network's disk, may pass: a restart helps
+        if place is not None:
             is_ours = place.is_relative_to(folder.absolute()) and (is_ours or type(error) is not OSError)
         if not is_ours or users_lines(error):
             raise
