@@ -317,7 +317,8 @@ SECTIONS = {
         ),
         Row(
             "T2",
-            "the disk of the logs is full, a rank has no descriptor left, or a limit (`ulimit -f`) refuses its memory",
+            "the disk of the logs is full, a rank has no descriptor left, or a limit (`ulimit -f`, `-u`) refuses its "
+            "memory or threads",
             "the failure is reported all the same, with its exit code and, for a limit, with its name",
         ),
         Row(

@@ -85,6 +85,20 @@ def test_a_rank_that_waited_too_long_is_told_that_the_cause_is_in_another(tmp_pa
     assert "It waited for another rank" in shown[-2] and "run.timeout" in shown[-2]
 
 
+@pytest.mark.fault("T2")
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("Resource temporarily unavailable"),  # of gloo
+        RuntimeError("can't start new thread"),
+        BlockingIOError(11, "Resource temporarily unavailable"),
+    ],
+)
+def test_a_thread_that_cannot_be_started_is_told_with_the_limits(tmp_path, error):
+    shown = lines([failure(0, error)], tmp_path)
+    assert shown[-2].startswith("A limit on threads and processes is reached. Allow more (ulimit -u")
+
+
 def test_different_errors_keep_their_first_line(tmp_path):
     shown = lines([failure(0, ValueError("first")), failure(1, KeyError("second\nthird"))], tmp_path)
     assert "ValueError: first" in shown

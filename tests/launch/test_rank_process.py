@@ -1,5 +1,6 @@
 """A rank runs its target; the whole life of a rank is tested in test_supervisor_multiprocess.py."""
 
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -10,6 +11,7 @@ import pytest
 from lockstep.errors import ConfigError, RankError
 from lockstep.launch.rank_process import _endings_of_threads, _leave_with, run_target
 from lockstep.launch.targets import EntryTarget, FunctionTarget, ScriptTarget
+from lockstep.loggers import MultiLogger, TensorBoard
 from lockstep.runtime.control import Stopped, StopReason
 from lockstep.runtime.heartbeat import Heartbeat
 from lockstep.runtime.stop_signals import CriticalThread
@@ -48,6 +50,23 @@ def test_what_ends_a_thread_that_trains_ends_the_rank(monkeypatch):
         thread.start()
         thread.join()
     assert (ended, others) == (errors[:2], errors[2:])
+
+
+@pytest.mark.fault("M12")
+def test_a_log_of_tensorboard_that_cannot_be_written_is_one_warning(tmp_path, monkeypatch, caplog):
+    """The traceback of TensorBoard's thread came before it, in twenty lines."""
+    pytest.importorskip("tensorboard")
+    others = []
+    monkeypatch.setattr(threading, "excepthook", lambda ending: others.append(ending.exc_value))
+    assert _endings_of_threads() == []
+    logger = MultiLogger([TensorBoard(tmp_path / "logs")])
+    logger.log(1, {"loss": 0.5})
+    shutil.rmtree(tmp_path / "logs")
+    for step in (2, 3):
+        logger.epoch(0, step, {"loss": 0.25})
+    logger.close()
+    assert caplog.text.count("Logger TensorBoard failed and is disabled; training continues.") == 1
+    assert others == []
 
 
 def test_an_error_in_the_thread_that_opened_the_run_ends_the_rank(monkeypatch):

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lockstep import __version__
-from lockstep.core.atomic import NO_ROOM
+from lockstep.core.atomic import NOT_WRITABLE
 from lockstep.errors import EXIT_CONFIG, EXIT_DATA, EXIT_INTERRUPTED, ConfigError, LockstepError, nearest
 from lockstep.runtime.output import lasting_stderr, open_standard_streams
 from lockstep.runtime.stop_signals import undo_inherited_signal_settings
@@ -207,7 +207,7 @@ def _run(words: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except OSError as error:
-        if _is_of_user(error) or (error.filename is None and error.errno not in NO_ROOM):
+        if _is_of_user(error) or (error.filename is None and error.errno not in NOT_WRITABLE):
             raise
         if error.filename is None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what the buffer holds

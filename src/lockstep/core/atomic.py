@@ -159,8 +159,8 @@ def _is_held(entry: Path) -> bool:
         os.close(descriptor)
 
 
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Errors of writes to a full disk, and beyond a quota or the limit on the size of a file."""
+NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+"""Errors of writes to a full or read-only disk, and beyond a quota or the limit on the size of a file."""
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 """Errors of file systems without locks, such as Lustre mounted without them."""
 

@@ -15,7 +15,7 @@ from typing import Any
 from lockstep.config.job import JobConfig, ScheduleConfig
 from lockstep.config.options import mention_unused_options
 from lockstep.config.strategy_options import Level
-from lockstep.core.atomic import NO_ROOM, write_whole
+from lockstep.core.atomic import NOT_WRITABLE, write_whole
 from lockstep.core.plan import Share
 from lockstep.core.world import World
 from lockstep.distributed.collectives import gather_json
@@ -171,10 +171,11 @@ def _written(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        place = (
-            Path(os.fsdecode(error.filename)).absolute() if isinstance(error.filename, str | bytes) else None
-        )
-        is_ours = error.errno in NO_ROOM if place is None else place.is_relative_to(folder.absolute())
+        name, is_ours = error.filename, error.errno in NOT_WRITABLE
+        place = Path(os.fsdecode(name)).absolute() if isinstance(name, str | bytes) else None
+        # A plain OSError of another kind, as of a network's disk, may pass: a restart helps
+        if place is not None:
+            is_ours = place.is_relative_to(folder.absolute()) and (is_ours or type(error) is not OSError)
         if not is_ours or users_lines(error):
             raise
         raise DataError(

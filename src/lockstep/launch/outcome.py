@@ -22,7 +22,7 @@ from lockstep.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_RA
 from lockstep.runtime.control import StopReason
 from lockstep.runtime.error_record import ErrorRecord, log_file, record_file
 from lockstep.runtime.heartbeat import Beat, Membership
-from lockstep.runtime.torch_internals import PEER_IS_LATE
+from lockstep.runtime.torch_internals import NO_THREAD, PEER_IS_LATE
 from lockstep.text import format_bytes, numbered, plural, shorten
 
 _KNOWN_CODES = range(2, 7)
@@ -175,6 +175,11 @@ _LONGER_TIMEOUT = (
     "there. Where ranks may take so long, set a longer one: run.timeout of a job, timeout= of lockstep.init."
 )
 
+_MORE_PROCESSES = (
+    "A limit on threads and processes is reached. Allow more (ulimit -u, the limit on pids of a container), or start "
+    "fewer ranks and loader workers."
+)
+
 
 def report(verdict: Verdict, ends: Sequence[RankEnd], reason: StopReason, logs: Path) -> list[str]:
     """Returns the lines for the terminal; none for a run that ended well."""
@@ -213,6 +218,8 @@ def _cause(cause: RankEnd, verdict: Verdict, logs: Path) -> Iterator[str]:
             yield _LESS_MEMORY
         if PEER_IS_LATE.is_in(record.message):
             yield _LONGER_TIMEOUT
+        if NO_THREAD.is_in(record.message):
+            yield _MORE_PROCESSES
 
 
 def _others(others: Sequence[RankEnd], cause: RankEnd) -> list[str]:

@@ -219,7 +219,7 @@ def _note_ending(
     is_training = thread is not None and thread.ident == Heartbeat.training_thread
     if isinstance(error, LockstepError | Stopped) or (is_training and isinstance(error, Exception)):
         ended.append(error)
-    else:
+    elif not type(thread).__module__.startswith("tensorboard."):  # its next write raises the error again
         former(of_thread)
 
 

@@ -43,6 +43,8 @@ USED_UP = TorchMessage(("backward through the graph a second time",))
 """RuntimeError: a backward pass needs what an earlier one has freed."""
 OTHER_TYPE = TorchMessage(("dtype", "scalar type", "Input type", "input must have the type"))
 """RuntimeError: an operator was given tensors of several number types."""
+NO_THREAD = TorchMessage(("Resource temporarily unavailable", "can't start new thread"))
+"""RuntimeError or BlockingIOError: a thread or process could not be started, as C++ and Python say it."""
 PEER_IS_LATE = TorchMessage(("Timed out waiting",))
 """RuntimeError of gloo: another process has not answered within the timeout of the process group."""
 LOST_PEER = TorchMessage(
