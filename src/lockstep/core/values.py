@@ -116,7 +116,7 @@ class Part(NamedTuple):
     @property
     def is_fixed(self) -> bool:
         """True for a part in whose place no other can be put, as an entry of a tuple."""
-        return self.how in (ENTRY, DEFAULT, INNER) and not isinstance(self.holder, dict | list)
+        return self.how in (ENTRY, DEFAULT, INNER) and not isinstance(self.holder, (dict, list))
 
     def words(self, name: str) -> str:
         """The part of what has this name, for a message."""

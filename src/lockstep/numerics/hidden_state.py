@@ -243,7 +243,7 @@ class Snapshot:
     def _container(self, value: Any, name: str) -> None:
         if isinstance(value, set | frozenset):
             self._note(name, f"{len(value)} entries {short_text(repr(sorted(map(repr, value))))}")
-        elif isinstance(value, list | deque | dict) or len(value) > _MOST_ENTRIES:
+        elif isinstance(value, list | deque | dict) or len(stored_in(value)) > _MOST_ENTRIES:
             self._note(name, text_of_size(value, _MOST_ENTRIES)[0])
         if self._restorable and isinstance(value, list | deque | dict | set):
             kind: Any = set if isinstance(value, set) else list
