@@ -170,7 +170,7 @@ _ONE_BY_ONE = (
 """Functions of single elements, which give the same on a part of an activation."""
 _BY_SIZES = (
     *("view", "reshape", "expand", "repeat", "tile", "unflatten", "getitem", "narrow", "split"),
-    *("split_with_sizes", "index_select", "interpolate"),
+    *("split_with_sizes", "index_select", "interpolate", "pad", "broadcast_to", "repeat_interleave"),
 )
 """Functions whose arguments may be sizes, which another batch changes."""
 
