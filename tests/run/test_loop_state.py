@@ -561,7 +561,7 @@ def test_averages_and_warmups_of_installed_packages_that_prepare_was_not_given_a
 class Average:
     """As of an installed package: its list has a tensor for each parameter."""
 
-    __module__ = "pluggy"
+    __module__ = "filelock"
 
     def __init__(self, shadow):
         self.shadow = shadow

@@ -24,7 +24,11 @@ LIBRARIES = tuple(
     if path
 )
 """The folders of Python itself and of installed packages, those of the system and of the user among them."""
-CLOSED_PACKAGES = (sys.stdlib_module_names | {"lockstep", "torch", "numpy", "builtins"}) - {"__main__"}
+CLOSED_PACKAGES = (
+    sys.stdlib_module_names
+    | {"lockstep", "torch", "numpy", "builtins"}
+    | {"_pytest", "pluggy", "xdist", "execnet"}  # which run the user's tests
+) - {"__main__"}
 """Packages whose objects are their own affair."""
 
 
