@@ -45,6 +45,7 @@ def contents(folder):
     }
 
 
+@pytest.mark.slow
 def test_checkpoints_written_in_the_background_have_the_bytes_of_those_that_training_waited_for(tmp_path):
     jobs = {
         f"{strategy} {background}": {"strategy": strategy, "save_in_background": background}

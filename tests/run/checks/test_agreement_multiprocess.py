@@ -239,6 +239,7 @@ def saved(directory):
     run.close()
 
 
+@pytest.mark.slow
 def test_a_resumed_run_names_what_has_been_edited(tmp_path, monkeypatch, caplog):
     """It went on as if it were the same program."""
     for digests, said in (
