@@ -194,6 +194,7 @@ def test_layouts_leave_the_same_steps_in_their_chains(home):
     assert read_chain(one).end == read_chain(two).end
 
 
+@pytest.mark.slow
 def test_a_run_that_was_resumed_in_another_layout_is_audited_whole(home):
     folder = train(home, "training.max_steps=4", "schedule.kind=constant")
     again = ("training.strategy=fsdp", "schedule.kind=constant", f"checkpoint.resume={folder}")

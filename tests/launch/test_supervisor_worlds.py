@@ -70,6 +70,7 @@ def test_a_script_is_a_real_main_whose_classes_its_loader_workers_can_pickle(com
     ]
 
 
+@pytest.mark.slow
 def test_rank_settings_and_the_process_group_do_not_depend_on_the_number_of_ranks(command):
     """On one process ``init_process_group`` asked for MASTER_ADDR once, so that torchrun's scripts failed there."""
     script = command.folder / "threads.py"

@@ -475,6 +475,7 @@ def derivative_by_all_weights():
     return Program(model, loss, forward=forward)
 
 
+@pytest.mark.slow
 def test_what_is_differentiated_or_computed_again_outside_of_modules_has_the_bits_of_one_device():
     makes = (selective_checkpoints, derivative_by_all_weights)
     assert differing(under(SINGLE, *makes), under(FSDP, *makes)) == {}

@@ -22,6 +22,7 @@ def digests(folder):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.fault("P1", "K5")
 def test_a_killed_run_goes_on_by_itself_with_the_processes_that_are_left(jobs, undisturbed):
     jobs.fault("kill", rank=1, call=31)

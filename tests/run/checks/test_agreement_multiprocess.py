@@ -255,6 +255,7 @@ def test_a_resumed_run_names_what_has_been_edited(tmp_path, monkeypatch, caplog)
         assert all(text in message for text, message in zip(said, found))
 
 
+@pytest.mark.slow
 def test_a_resumed_run_that_evaluates_other_samples_says_so(tmp_path, caplog):
     """As after a split without a seed."""
     for numbers, said in ((range(6), 0), (range(6), 0), (range(6, 12), 1)):

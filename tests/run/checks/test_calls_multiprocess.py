@@ -336,6 +336,7 @@ def test_a_learning_rate_by_the_number_of_processes_is_named_with_its_line():
     assert run_ranks(run_script, 1, SCRIPT.format(lr="0.1 * world_size")) == [[]]
 
 
+@pytest.mark.slow
 def test_steps_data_seeds_gradients_and_evaluations_by_the_number_of_processes_are_named_too():
     texts = [LOOP.format(before=before, within=within) for before, within, _ in STEPS]
     said, others = run_ranks(run_scripts, 2, texts)
