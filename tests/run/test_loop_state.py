@@ -2,6 +2,7 @@
 
 import copy
 import ctypes
+import functools
 import random
 import re
 import sys
@@ -20,7 +21,7 @@ from lockstep.data.keyed import encoded_state
 from lockstep.errors import ConfigError
 from lockstep.run import frame_variables
 from lockstep.run.code_analysis import changed_by_reading, live_names
-from lockstep.run.frame_variables import Variables
+from lockstep.run.frame_variables import Variables, parts_of
 from lockstep.run.loop_state import LoopState
 
 STEPS = 3
@@ -832,3 +833,13 @@ def test_what_a_data_set_reads_from_another_module_belongs_to_it():
     found = Variables.of_loop(frozenset())
     own = [name for name in found.of_datasets if name.startswith("settings_of_a_test.")]
     assert own == ["settings_of_a_test.level"] and data[0] == 1.0
+
+
+def test_a_partial_is_the_same_once_its_attributes_were_looked_at():
+    """Looking makes an empty dict of them, which a resumed run was told of."""
+    held = functools.partial(max, 1, key=abs)
+    before = repr(parts_of(held))
+    assert vars(held) == {}
+    assert repr(parts_of(held)) == before
+    held.extra = 1
+    assert repr(parts_of(held)) != before
