@@ -843,3 +843,10 @@ def test_a_partial_is_the_same_once_its_attributes_were_looked_at():
     assert repr(parts_of(held)) == before
     held.extra = 1
     assert repr(parts_of(held)) != before
+
+
+def test_a_library_is_the_same_once_its_functions_were_called():
+    library = ctypes.CDLL(None)
+    before = repr(parts_of(library))
+    library.abs(-1)
+    assert repr(parts_of(library)) == before

@@ -11,6 +11,7 @@ Generators of random numbers are found wherever one of these leads to them.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import gc
 import itertools
@@ -550,6 +551,8 @@ def parts_of(value: Any) -> Any:
     """The parts of an object of Python's own or of NumPy's, as a copy would have them; None where nothing tells."""
     kind = type(value)
     if kind.__module__ not in _OF_PYTHON and not kind.__module__.startswith("numpy"):
+        return None
+    if issubclass(kind, ctypes.CDLL):  # has each of its functions as an attribute once that was called
         return None
     with suppress(Exception):
         if kind is GeneratorType:
