@@ -79,9 +79,8 @@ class Parser(argparse.ArgumentParser):
         for option, others in _OF_OTHER_LAUNCHERS.items():
             if name in others.split() and option in self._option_string_actions:
                 return f" Use {option}."
-        bare = {
-            each.lstrip("-"): each for each in self._option_string_actions
-        }  # dashes are alike in all of them
+        # Without their dashes, which are alike in all options
+        bare = {each.lstrip("-"): each for each in self._option_string_actions}
         close = difflib.get_close_matches(name, bare, n=1, cutoff=0.6)
         near = f" Did you mean '{bare[close[0]]}'?" if close else ""
         if "--set" in self._option_string_actions and not difflib.get_close_matches(name, close, cutoff=0.75):

@@ -158,7 +158,7 @@ def _load(
 def _of_components(
     table: dict[str, Any], problems: Sequence[Problem], file: JobFile, origin: _Origin
 ) -> list[Problem]:
-    """What is wrong with the components of a job that has other mistakes, whose settings are left out of ``table``."""
+    """The mistakes in components of a job that has others, whose settings are taken out of ``table``."""
     for *above, last in (problem.path for problem in problems if problem.path):
         inner: Any = table
         for key in above:

@@ -1,4 +1,4 @@
-"""What the user's values consist of, and short texts of them that are equal where the values are.
+"""Parts of the user's values, and short texts of values that are equal where the values are.
 
     list, tuple, deque, dict, set       entries, as they are stored
     array of objects, mappingproxy      the same, and those of threading.local and ContextVar

@@ -145,14 +145,12 @@ def _noted(value: Any) -> tuple[_Note, bool]:
     if (octets := octets_of(value)) is not None:
         return (octets,), True
     if isinstance(value, torch.Tensor):
-        is_plain_one = (
-            type(value) in (torch.Tensor, torch.nn.Parameter) and not value.is_nested and value.is_cpu
-        )
-        is_small = is_plain_one and value.layout is torch.strided and value.nbytes <= _MOST_BYTES
-        digest = (
-            digest_tensor(value) if is_small else ""
-        )  # its memory may be an array's, or its .data are changed
-        return ((), False) if value.is_inference() else ((value._version, digest), True)
+        if value.is_inference():
+            return (), False
+        is_usual = type(value) in (torch.Tensor, torch.nn.Parameter) and not value.is_nested and value.is_cpu
+        is_small = is_usual and value.layout is torch.strided and value.nbytes <= _MOST_BYTES
+        # Changes of an array on the same memory, or of .data, leave the version as it is
+        return (value._version, digest_tensor(value) if is_small else ""), True
     if isinstance(value, np.ndarray):
         is_small = value.nbytes <= _MOST_BYTES and not value.dtype.hasobject
         note = (value.shape, hash(value.tobytes()) if is_small else 0)

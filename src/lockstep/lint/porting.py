@@ -460,7 +460,7 @@ def _inputs(script: Script, loop: ast.For, loss: ast.expr | None) -> dict[str, s
 
 
 def _numbers(script: Script) -> Iterator[_Found]:
-    """What the loop computes from the output of the model below a backward pass."""
+    """The lines that compute from the output of the model below a backward pass."""
     for call in backwards(script):
         loop, loss = _over(script, call), _source(script, loss_of(script, call))
         if loop is None or not isinstance(loss, ast.Call) or not script.same_function(loop, call):

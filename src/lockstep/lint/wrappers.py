@@ -138,9 +138,8 @@ def is_scaler(script: Script, call: ast.Call) -> bool:
 def loss_of(script: Script, call: ast.Call) -> ast.expr:
     """The loss of a backward pass, out of the scaler or engine that is given it."""
     loss = receiver(call)
-    if (call.args and isinstance(loss, ast.Name) and "loss" not in loss.id.lower()) or is_scaler(
-        script, call
-    ):
+    is_engine = call.args and isinstance(loss, ast.Name) and "loss" not in loss.id.lower()
+    if is_engine or is_scaler(script, call):
         return call.args[0]
     return loss.args[0] if isinstance(loss, ast.Call) and method(loss) == "scale" and loss.args else loss
 

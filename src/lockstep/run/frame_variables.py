@@ -569,9 +569,7 @@ def parts_of(value: Any) -> Any:
         with suppress(TypeError):
             return np.frombuffer(memoryview(value).cast("B"), np.uint8)
         reduced = value.__reduce_ex__(2)
-        if issubclass(
-            kind, functools.partial
-        ):  # has an empty dict once somebody has looked for its attributes
+        if issubclass(kind, functools.partial):  # which looking for its attributes gives an empty dict
             reduced = (*reduced[:2], (*reduced[2][:3], reduced[2][3] or None))
         return None if isinstance(reduced, str) else [*reduced[1:3], *map(list, filter(None, reduced[3:]))]
     if not hasattr(kind, "__next__"):

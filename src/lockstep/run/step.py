@@ -526,7 +526,7 @@ class _SentFlags:
         self._copied = current_stream(flags.device).record_event()
 
     def read(self) -> list[float]:
-        """Whether each was finite, their losses, and the last stop code; waits if a device is far behind."""
+        """The flags of being finite, the losses, and the last stop code; waits if a device is far behind."""
         if not self._copied.query():
             self._copied.synchronize()
         found: list[float] = self._host.tolist()

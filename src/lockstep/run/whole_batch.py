@@ -327,7 +327,7 @@ def _total(value: Any) -> Tensor:
 
 
 def _value(compute: StepCompute, first: _Output, inputs: Sequence[Tensor]) -> Any:
-    """What the loss gives for copies of ``inputs`` in the form of the ``first`` output and target."""
+    """The value of the loss for copies of ``inputs`` in the form of the ``first`` output and target."""
     waiting = (each.clone() for each in inputs)  # the loss may write into them
     leaves = [next(waiting) if isinstance(each, Tensor) else each for each in first.leaves]
     output, target = tree_unflatten(leaves, first.spec)

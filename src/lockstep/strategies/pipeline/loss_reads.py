@@ -176,7 +176,7 @@ def _names_read(code: Sequence[dis.Instruction]) -> Iterator[Any]:
 
 
 def _read_within(where: str, label: str, value: Any, read: set[Any], depth: int) -> Iterator[tuple[str, Any]]:
-    """What is read of a value: itself, or what lies in it under names that are read."""
+    """The value that is read, or what lies in it under names that are read, with words for each."""
     if isinstance(value, int | float | str | Tensor):
         yield where, value
     elif isinstance(value, list | deque):
