@@ -2,22 +2,26 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
-from types import SimpleNamespace
+from functools import partial
 
+import numpy as np
 import pytest
+import torch
 from torch.utils.data import DataLoader
 
+import lockstep
+from lockstep.core.plan import StepPlan
+from lockstep.data.batch import Batch
 from lockstep.errors import ConfigError
 from lockstep.run.epoch_loop import EpochLoop, EpochSteps
 
 STEPS = 3
 
 
-def read(epoch, first):
-    for position in range(first, STEPS):
-        yield SimpleNamespace(
-            plan=SimpleNamespace(epoch=epoch, position=position, step=epoch * STEPS + position)
-        )
+def read(epoch, first, count=STEPS):
+    for position in range(first, count):
+        step = epoch * count + position
+        yield Batch(StepPlan(epoch=epoch, step=step, position=position, packed=b"", indices=(np.array([0]),)), ())
 
 
 def steps(course, after=lambda: None):
@@ -258,15 +262,8 @@ def test_steps_taken_ahead_are_counted_in_epochs_of_unequal_lengths():
     """Those of a shorter data set had numbers of steps that were over, and a resumed run did them again."""
     course, step = EpochLoop(), 0
     for epoch, length in zip(course.epochs(4), (6, 2, 6, 3), strict=True):
-
-        def of_length(epoch, first, length=length):
-            for position in range(first, length):
-                yield SimpleNamespace(
-                    plan=SimpleNamespace(epoch=epoch, position=position, step=epoch * length + position)
-                )
-
         course.steps_left(length)
-        for done, batch in enumerate(list(course.steps(of_length, lambda: None)), 1):
+        for done, batch in enumerate(list(course.steps(partial(read, count=length), lambda: None)), 1):
             assert [backward(course, batch), backward(course, batch)] == [0, 1]
             step += 1
             assert place(course) == (epoch, done, step, done < length)
@@ -367,3 +364,51 @@ def test_from_an_epoch_that_was_left_early_there_is_no_way_back():
         course.backward_passes += 1
         walk.close()
         assert not course.can_go_back
+
+
+@pytest.mark.parametrize("stop", [None, 1, 5, 6, 8])
+def test_steps_are_numbered_without_repeating_where_epochs_have_other_lengths(stop, tmp_path):
+    """Dropout is keyed by the number: a data set that shrank had the masks of steps before it once more."""
+    data = torch.utils.data.TensorDataset(torch.ones(24, 16), torch.zeros(24, 16))
+
+    def train(resume, stop):
+        run = lockstep.init(global_batch=4, micro_batches=2, checks="off", **resume)
+        net = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Dropout())
+        _, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.0))
+        seen = []
+        for epoch in run.epochs(3):
+            for batch in run.batches(torch.utils.data.Subset(data, range((24, 8, 12)[epoch]))):
+                loss = run.backward(batch, torch.nn.functional.mse_loss)
+                seen.append((batch.plan.step, run.position.step, float(loss)))
+                optimizer.step()
+                optimizer.zero_grad()
+                if batch.plan.step == stop:
+                    run.save(directory=tmp_path, wait=True)
+                    return seen
+        return seen
+
+    if stop is None:
+        seen = train({}, None)
+        assert [(step, done) for step, done, _ in seen] == [(n, n) for n in range(6 + 2 + 3)]
+        assert len({loss for _, _, loss in seen}) == len(seen)
+    else:
+        assert train({}, stop) + train({"resume": tmp_path}, None) == train({}, None)
+
+
+def test_steps_of_data_sets_that_take_turns_are_numbered_without_repeating():
+    course, numbers = EpochLoop(), []
+    for epoch in course.epochs(4):
+        turn = partial(read, count=3 if epoch % 2 else 5)
+        numbers += [batch.plan.step for batch in course.steps(turn, lambda: None)]
+    assert numbers == list(range(5 + 3 + 5 + 3))
+
+
+def test_after_an_epoch_that_was_left_early_steps_are_numbered_on():
+    course, numbers = EpochLoop(), []
+    for _ in course.epochs(2):
+        for batch in course.steps(read, lambda: None):
+            numbers.append(batch.plan.step)
+            course.backward_passes += 1
+            if batch.plan.position == 1:
+                break
+    assert numbers == [0, 1, 2, 3]

@@ -198,7 +198,7 @@ class StepPlan:
 
     epoch: int
     step: int
-    """Global step, counted as if all epochs were as long as this one; ``run.position.step`` counts what was done."""
+    """Number of the step in the run, from 0; in a plan alone, as if all epochs were as long as its own."""
     position: int
     """Step within the epoch."""
     packed: bytes

@@ -274,9 +274,11 @@ class EpochLoop:
         walk = self._walk
         position.inside, self._left_early, self._back = True, False, None
         self._reading_thread = get_ident()
+        begun = position.step - position.done
         try:
             for batch in read(position.epoch, position.done):
                 self._require_newest(walk)
+                batch = _numbered(batch, begun)
                 is_rest = False
                 self._current, self.backward_passes = batch, 0
                 for call in self._events.step_begin:
@@ -444,3 +446,13 @@ class EpochLoop:
                 "Two loops over run.batches run at once, as with zip(). Read one; let each sample of its data set hold "
                 "what both gave."
             )
+
+
+def _numbered(batch: Batch, begun: int) -> Batch:
+    """A batch whose step is numbered in the run, of whose steps ``begun`` came before its epoch.
+
+    A plan knows only its own data set: its numbers repeat where epochs have other lengths or were left early, and what is
+    drawn at random is keyed by them.
+    """
+    number = begun + batch.plan.position
+    return batch if batch.plan.step == number else replace(batch, plan=replace(batch.plan, step=number))
