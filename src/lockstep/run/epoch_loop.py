@@ -451,7 +451,7 @@ class EpochLoop:
 def _numbered(batch: Batch, begun: int) -> Batch:
     """A batch whose step is numbered in the run, of whose steps ``begun`` came before its epoch.
 
-    A plan knows only its own data set: its numbers repeat where epochs have other lengths or were left early, and what is
+    A plan knows only its own data set: its numbers repeat where epochs have other lengths or were left early. What is
     drawn at random is keyed by them.
     """
     number = begun + batch.plan.position
