@@ -248,6 +248,7 @@ def test_what_was_done_in_secret_is_found(home, tamper):
     ), found
 
 
+@pytest.mark.slow
 def test_poisoned_data_under_a_forged_chain_changes_the_gradient(home):
     honest, folder = train(home, name="honest"), train(home, tamper="poison 5", name="poisoned")
     clean = read_chain(honest).last("step")

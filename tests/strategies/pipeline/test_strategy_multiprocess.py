@@ -35,9 +35,10 @@ def parameters():
 def is_quick(layout, job):
     """Transfers between stages are the same in gpipe and the hybrid as in 1f1b, and left to ``make test-all``.
 
-    So are images, of the same network as others and with a frozen start, and three jobs that take long.
+    So are images, of the same network as others and with a frozen start, and four jobs that take long.
     """
-    return layout not in ("gpipe", "hybrid") and job not in ("images", "recomputed", "recurrent", "nested")
+    long = ("recomputed", "recurrent", "nested", "in_place")
+    return layout not in ("gpipe", "hybrid") and job not in ("images", *long)
 
 
 @pytest.mark.parametrize("layout, job", parameters())
