@@ -21,7 +21,9 @@ STEPS = 3
 def read(epoch, first, count=STEPS):
     for position in range(first, count):
         step = epoch * count + position
-        yield Batch(StepPlan(epoch=epoch, step=step, position=position, packed=b"", indices=(np.array([0]),)), ())
+        yield Batch(
+            StepPlan(epoch=epoch, step=step, position=position, packed=b"", indices=(np.array([0]),)), ()
+        )
 
 
 def steps(course, after=lambda: None):
