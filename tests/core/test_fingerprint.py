@@ -79,6 +79,14 @@ def test_memory_layout_is_not_seen():
     assert digest_tensor(torch.randn(3, 2, 3, 4, 5).copy_(tensor.expand(3, -1, -1, -1, -1))[1]) == expected
 
 
+def test_a_single_number_may_have_a_stride_of_zero():
+    """As in the buffers of Pyro's guides, which are made by ``expand``."""
+    number = torch.ones(()).expand(1)
+    assert number.stride() == (0,)
+    assert digest_tensor(number) == digest_tensor(torch.ones(1))
+    assert torch.equal(checksum(number), checksum(torch.ones(1)))
+
+
 def test_a_parameter_is_hashed_by_its_values():
     values = torch.randn(3)
     assert digest_tensor(torch.nn.Parameter(values)) == digest_tensor(values)

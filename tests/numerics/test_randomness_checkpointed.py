@@ -106,8 +106,49 @@ def test_a_transformer_s_blocks_may_be_checkpointed():
 
 def test_a_unit_called_twice_without_a_preserved_generator_is_refused():
     model = Checkpointed(one_block_three_times, block(), preserve_rng_state=False)
-    with pytest.raises(ConfigError, match=r"blocks.0 was called 3 times.*preserve_rng_state=True"):
+    with pytest.raises(
+        ConfigError, match=r"blocks.0\S* draws .* called several times .* preserve_rng_state=True"
+    ):
         gradients(model, ONES)
+
+
+@pytest.mark.parametrize("drawn", [0.0, 0.5])
+def test_a_unit_called_twice_may_be_recomputed_by_a_function_of_its_own_if_it_draws_nothing(drawn):
+    """As the adjoint of torchdiffeq does."""
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, layer, x, *parameters):
+            ctx.layer, ctx.x = layer, x
+            return layer(layer(x))
+
+        @staticmethod
+        def backward(ctx, gradient):
+            with torch.enable_grad():
+                output = ctx.layer(ctx.layer(ctx.x))
+            return None, None, *torch.autograd.grad(output, list(ctx.layer.parameters()), gradient)
+
+    class Solver(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Sequential(nn.Linear(8, 8), nn.Dropout(drawn), nn.Tanh())
+
+        def forward(self, x):
+            return (
+                Twice.apply(self.layer, x, *self.layer.parameters())
+                if self.fast
+                else self.layer(self.layer(x))
+            )
+
+    model = Solver()
+    model.fast = False
+    plain = gradients(model, ONES)
+    model.fast = True
+    if drawn:
+        with pytest.raises(ConfigError, match="draws random numbers, was called several times"):
+            gradients(model, ONES)
+    else:
+        assert same(gradients(model, ONES), plain)
 
 
 def test_a_unit_called_once_may_be_checkpointed_without_preserving_the_generator():

@@ -262,6 +262,46 @@ def test_buckets_hold_one_number_type_each_and_the_last_layers_come_first():
     assert ["last"] in buckets and ["double"] in buckets
 
 
+class Memory:
+    """Memory of a reducer of one holder."""
+
+    turns = 1
+
+    def __init__(self, shapes):
+        self.totals = [torch.zeros(shape.numel, dtype=shape.dtype) for shape in shapes]
+
+    def staging(self, bucket, slot, turn=None):
+        return self.totals[bucket]
+
+    def total(self, bucket):
+        return self.totals[bucket]
+
+
+def test_gradients_in_a_bucket_begin_as_in_memory_of_their_own():
+    # Products of vectors that begin elsewhere have other bits: Prodigy's step size differed with several processes.
+    model = Mixed()
+    shapes = GradientTree(dict(model.named_parameters()), None).bucket_shapes
+    tree = GradientTree(dict(model.named_parameters()), Memory(shapes))
+    tree.connect(1)
+    assert {slot.total.data_ptr() % 64 for slot in tree.slots} == {0}
+    assert all(shape.numel == sum(map(math.prod, shape.members)) for shape in shapes)
+
+
+def test_a_gradient_that_autograd_gives_as_a_view_begins_as_in_memory_of_its_own():
+    class Joined(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Parameter(torch.randn(1, 3)), nn.Parameter(torch.randn(3, 3))
+
+        def forward(self, x):
+            return x @ torch.cat([self.first, self.second]).t()
+
+    model, strategy = Joined(), Single(CPU, 2)
+    strategy.setup_model(model)
+    strategy.backward(batch_of(torch.randn(4, 3), 2, 2), SquaredOutputs(model), scale=1.0, stop=0)
+    assert {parameter.grad.data_ptr() % 64 for parameter in model.parameters()} == {0}
+
+
 def test_views_of_flat_memory_have_the_parameter_s_strides():
     flat = torch.arange(48.0)
     for parameter in (

@@ -44,10 +44,15 @@ def digest_tensor(tensor: Tensor) -> str:
     """
     if inner := _inner(tensor):
         return combine({name: digest_tensor(each) for name, each in inner.items()})
-    values = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous().reshape(-1)
     digest = hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
-    digest.update(values.view(torch.uint8).numpy().data)
+    digest.update(octets(tensor).to("cpu").numpy().data)
     return digest.hexdigest()
+
+
+def octets(tensor: Tensor) -> Tensor:
+    """The values of a tensor as bytes, flat, where it lies."""
+    values = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return values.as_strided((values.numel(),), (1,)).view(torch.uint8)  # a single number may have stride 0
 
 
 def _inner(tensor: Tensor) -> dict[str, Tensor]:
@@ -80,7 +85,7 @@ def checksum(tensor: Tensor) -> Tensor:
     """
     if inner := _inner(tensor):
         return _weighted(torch.stack([checksum(each) for each in inner.values()]))
-    values = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    values = octets(tensor)
     if values.storage_offset() % 8:
         values = values.clone()
     whole = values.numel() // _SUMMED * _SUMMED

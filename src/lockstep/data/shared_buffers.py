@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
+from lockstep.core.fingerprint import octets
 from lockstep.data.batch import map_leaves
 from lockstep.data.reader import ALIGNMENT, GroupedBatch, is_dense
 from lockstep.runtime.devices import page_lock, page_unlock, passing, wait_for
@@ -204,13 +205,13 @@ class SharedBuffer:
             return tensor
         shape, size = tuple(tensor.shape), tensor.nbytes
         if size <= _SMALL:
-            return _Sent(tensor.view(-1).view(torch.uint8).numpy().tobytes(), tensor.dtype, shape)
+            return _Sent(octets(tensor).numpy().tobytes(), tensor.dtype, shape)
         offset = tensor.data_ptr() - self._content.ctypes.data
         if not 0 <= offset < len(self._content):
             place = self.empty(size)
             if place is None:
                 return tensor
-            place.copy_(tensor.view(-1).view(torch.uint8))
+            place.copy_(octets(tensor))
             offset = place.data_ptr() - self._content.ctypes.data
         return _Sent(offset, tensor.dtype, shape)
 

@@ -75,6 +75,8 @@ class _Frame:
     after: _Key | None = None
     """The key that is planted when the unit is left, for the draws of the one around it."""
     segment: int = 0
+    untold: Sequence[torch.Tensor] = ()
+    """The states of the generators before a call that backward repeats, where it may be any of several."""
 
 
 class KeyedRandomness:
@@ -113,6 +115,8 @@ class KeyedRandomness:
         self._interrupted: list[list[torch.Tensor]] = []
         self._outermost_seed: int | None = None
         self._phase, self._replays = "forward", False
+        self._drew_untold = ""
+        """A unit that backward has repeated and that drew random numbers, of which call was not to be told."""
         self._units = find_units(model)
         self._look_for_hooks()
 
@@ -220,7 +224,7 @@ class KeyedRandomness:
 
     def interrupt(self) -> None:
         """Notes that an error ends the step, so that nothing is said of what was drawn until then."""
-        self._where = None
+        self._where, self._drew_untold = None, ""
 
     def end_step(self, step: int) -> None:
         """Ends the keys of a step, and keys the user's own code after it."""
@@ -248,7 +252,13 @@ class KeyedRandomness:
         self._plant((outermost, 0, 0))
 
     def _require_units(self) -> None:
-        """Raises ``ConfigError`` where something was drawn outside of every unit and only units have keys."""
+        """Raises ``ConfigError`` where something was drawn of which nothing tells the key."""
+        if unit := self._drew_untold:
+            self._drew_untold = ""
+            raise ConfigError(
+                f"{unit} draws random numbers, was called several times in one forward pass and is recomputed in "
+                "backward, and the calls cannot be told apart. Checkpoint it with preserve_rng_state=True."
+            )
         if not self._units_only or self._where is None or self._phase == "loss" or self._replays:
             return
         if len(self._frames) != 1 or self._outermost_seed is None:
@@ -265,15 +275,19 @@ class KeyedRandomness:
             draws_itself = name in self._draw_themselves
             frame = self._replayed(name) if in_backward() else self._entering(name, draws_itself)
             self._frames.append(frame)
-            if draws_itself:
+            if draws_itself and not frame.untold:
                 self._plant((name, frame.call, 0))
 
         def leave(*_: object) -> None:
             if self._where is None or not self._frames or self._frames[-1].unit != name:
                 return
-            after = self._frames.pop().after
-            if after is not None:
-                self._plant(after)
+            left = self._frames.pop()
+            if left.after is not None:
+                self._plant(left.after)
+            if any(not torch.equal(g.get_state(), state) for g, state in zip(self._generators, left.untold)):
+                self._drew_untold = (
+                    name or "the model"
+                )  # an error would be lost where checkpointing stops early
 
         self._handles[name] = (
             module.register_forward_pre_hook(OwnHook(enter), prepend=True),
@@ -292,16 +306,13 @@ class KeyedRandomness:
         return frame
 
     def _replayed(self, name: str) -> _Frame:
-        """The frame of the call that backward runs again. Without the seed, there must have been one call only."""
+        """The frame of the call that backward runs again. Without the seed, one of several calls must draw nothing."""
         frame = self._entered.get((name, self._generators[0].initial_seed()))
         if frame is None:
             self._replays = True
             frames = [entered for (unit, _), entered in self._entered.items() if unit == name]
             if len(frames) != 1:
-                raise ConfigError(
-                    f"{name or 'the model'} was called {len(frames)} times in one forward pass and is recomputed in "
-                    "backward, and the calls cannot be told apart. Checkpoint it with preserve_rng_state=True."
-                )
+                return _Frame(name, untold=[generator.get_state() for generator in self._generators])
             frame = frames[0]
         return frame
 

@@ -22,8 +22,8 @@ class BucketShape:
     numel: int
     dtype: torch.dtype
     members: tuple[tuple[int, ...], ...] = ()
-    """Shapes of the gradients that lie in it one after the other; none where it holds something else, which no reducer
-    may round or compress."""
+    """Shapes of the gradients, and of the gaps behind them, that lie in it one after the other; none where it holds
+    something else, which no reducer may round or compress."""
 
 
 @dataclass(frozen=True)

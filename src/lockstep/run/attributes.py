@@ -37,7 +37,7 @@ from lockstep.checkpoint.state import (
     with_strides,
     wrapped_optimizers,
 )
-from lockstep.core.fingerprint import checksum, sum_of_bits
+from lockstep.core.fingerprint import checksum, octets, sum_of_bits
 from lockstep.core.values import (
     CONTAINERS,
     Part,
@@ -187,7 +187,7 @@ class Values:
             return self._unheld()
         plain = tensor.detach().resolve_conj().resolve_neg()
         if tensor.numel() <= _MOST_NUMBERS:
-            numbers = plain.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            numbers = octets(plain.cpu()).numpy().tobytes()
             dtype = str(tensor.dtype).removeprefix("torch.")
             return self._laid_out(
                 ["numbers", dtype, list(tensor.shape), numbers.hex(), tensor.is_cpu], tensor

@@ -34,6 +34,9 @@ from lockstep.strategies.strategy import StepResult
 _BUCKET_BYTES, _CUDA_BUCKET_BYTES = 8 << 20, 25 << 20
 """On a GPU an exchange costs launches, and fewer and larger ones are faster."""
 _FIRST_BUCKET_BYTES = 1 << 20
+_ALIGNMENT = 64
+"""Bytes at a multiple of which gradients begin, as in memory of their own: products of vectors or matrices that begin
+elsewhere have other bits."""
 _PASSES_WATCHED = 4
 """Backward passes in which gradients are taken by hooks where they might be collected afterwards."""
 
@@ -134,6 +137,12 @@ class Slot:
     staging: list[list[Tensor]] = field(default_factory=list)
     total: Tensor | None = None
 
+    @property
+    def gap(self) -> int:
+        """How many numbers lie unused behind its own in the bucket; none where a rank gets a part of the sum."""
+        unit = _ALIGNMENT // self.parameter.element_size()
+        return -self.parameter.numel() % unit if self.held is self.parameter else 0
+
 
 class GradientTree:
     """The gradients of one rank's micro-batches, added in the tree's order.
@@ -183,9 +192,9 @@ class GradientTree:
         """The buckets, in the order in which backward fills them."""
         return [
             BucketShape(
-                sum(slot.parameter.numel() for slot in members),
+                sum(slot.parameter.numel() + slot.gap for slot in members),
                 members[0].parameter.dtype,
-                tuple(tuple(slot.parameter.shape) for slot in members),
+                tuple(shape for slot in members for shape in (tuple(slot.parameter.shape), (slot.gap,))),
             )
             for members in self._members
         ]
@@ -214,8 +223,8 @@ class GradientTree:
                 for turn in range(reducer.turns)
             ]
             slot.total = _shaped_like(slot.held, reducer.total(bucket)[held : held + slot.held.numel()])
-            offset += slot.parameter.numel()
-            held += slot.held.numel()
+            offset += slot.parameter.numel() + slot.gap
+            held += slot.held.numel() + slot.gap
 
     def _leave_to_user_code(self) -> None:
         """Gives memory of their own to buckets whose last gradients, or views of them, user code keeps.
@@ -323,7 +332,7 @@ class GradientTree:
         finite = all_finite(totals if losses is None else [*totals, losses], weight.device)
         for slot, count in zip(self.slots, used):
             if count:
-                total = slot.stack[0] if slot.total is None else slot.total
+                total = _aligned(slot.stack[0]) if slot.total is None else slot.total
                 # Not detach(): a write to one gradient would count as one to all of the bucket, for autograd.
                 slot.held.grad = total.to(slot.held.device).data
         self.end()
@@ -587,6 +596,11 @@ def _fill_buckets(slots: list[Slot]) -> list[list[Slot]]:
         buckets[-1].append(slot)
         size += slot.parameter.nbytes
     return buckets
+
+
+def _aligned(gradient: Tensor) -> Tensor:
+    """The gradient itself, or a copy: autograd also gives views, as where parameters are joined by ``torch.cat``."""
+    return gradient.clone() if gradient.data_ptr() % _ALIGNMENT else gradient
 
 
 def _shaped_like(parameter: Tensor, flat: Tensor) -> Tensor:

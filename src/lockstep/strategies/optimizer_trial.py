@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lockstep.core.fingerprint import octets
 from lockstep.errors import ConfigError
 from lockstep.runtime.devices import open_gpus
 from lockstep.strategies.sharding import rows_of
@@ -288,7 +289,7 @@ def _agree(parts: Sequence[Sequence[Tensor]], whole: Sequence[Tensor], *, nearly
         for piece in pieces:
             if piece.shape != expected.shape or piece.dtype != expected.dtype:
                 return False
-            if not (_are_near(piece, expected) if nearly else torch.equal(_bytes(piece), _bytes(expected))):
+            if not (_are_near(piece, expected) if nearly else torch.equal(octets(piece), octets(expected))):
                 return False
     return True
 
@@ -298,10 +299,6 @@ def _are_near(one: Tensor, other: Tensor) -> bool:
         return torch.equal(one, other)
     bound = 64 * torch.finfo(one.dtype).eps
     return torch.allclose(one, other, rtol=bound, atol=bound, equal_nan=True)
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 @contextmanager
