@@ -70,7 +70,7 @@ CUT = {
     "data": {},
 }
 """Refused where no process holds the model: fsdp, pipeline and both."""
-TRANSFORMED = dict.fromkeys(("forward_mode", "func_jvp", "func_vjp"), "calls torch.func")
+TRANSFORMED = {"func_vjp": "calls torch.func"}
 UNDER_FSDP = {
     "swapped": TWICE,
     **dict.fromkeys(("parametrized_after", "new_gradient", "penalty_gradient"), ABSENT),

@@ -30,9 +30,8 @@ MANY_WORKERS = TorchMessage(("This DataLoader will create",))
 """UserWarning: more loader workers than cores were asked for."""
 NO_VALUES_HERE = TorchMessage(("meta",))
 """RuntimeError or NotImplementedError: a tensor has no values in this process, or only a part of them."""
-NO_SAVED_TENSORS_HOOKS = TorchMessage(("support saved tensor hooks", "on an invalid python storage"))
-"""RuntimeError: a transform of torch.func was called where hooks on saved tensors are set; or jvp, with which they
-cannot look at a tensor."""
+NO_SAVED_TENSORS_HOOKS = TorchMessage(("support saved tensor hooks",))
+"""RuntimeError: a transform of torch.func was called where hooks on saved tensors are set."""
 NO_SCALE = TorchMessage(("Attempted step but _scale is None", "Attempted unscale_ but _scale is None"))
 """AssertionError: a GradScaler is to step an optimizer, and has scaled no loss."""
 NOT_DETERMINISTIC = TorchMessage((" does not have a deterministic implementation",))

@@ -314,6 +314,21 @@ REFUSED = {
     "another way by a child": (Skips, {"skipped": "inner"}, r"'inner.is_left_out' was changed after"),
     "another way by a variable": (Skips, {"skipped": "file"}, r"'SHALLOW' was changed after"),
     "own forward": (layers, {"forward": True}, r"a forward of your own, which calls the whole model"),
+    "derivative by an input": (
+        layers,
+        {"derived": lambda model, x: torch.autograd.grad(model(x).sum(), x, allow_unused=True)},
+        r"torch\.autograd\.grad was called on the output of a model whose stages run in several processes",
+    ),
+    "transform": (
+        layers,
+        {"derived": lambda model, x: torch.func.vmap(model)(x.detach())},
+        r"called within a transform of torch\.func, .*'ddp' or 'fsdp'",
+    ),
+    "forward mode": (
+        layers,
+        {"derived": lambda model, x: forward_mode(model, x.detach())},
+        r"called within a transform of torch\.func, .* or in forward mode",
+    ),
 }
 
 
@@ -329,6 +344,7 @@ OF_LOOP = (
     "replaced",
     "patched",
     "skipped",
+    "derived",
 )
 """Changes of the loop; all else is an option."""
 
@@ -376,6 +392,11 @@ def early_refusals(world):
     return found
 
 
+def forward_mode(model, x):
+    with torch.autograd.forward_ad.dual_level():
+        return model(x)
+
+
 def one_step(world, case):
     logging.getLogger("lockstep").setLevel(logging.ERROR)
     make, given, _ = REFUSED[case]
@@ -420,6 +441,8 @@ def one_step(world, case):
             model.is_deep = False
     if given.get("patched"):
         original.forward = lambda x: 2 * nn.Sequential.forward(original, x)
+    if given.get("derived"):
+        given["derived"](model, torch.ones(2, 4, requires_grad=True))
     for _ in run.epochs(1):
         for batch in run.batches(rows()):
             run.backward(batch, loss, forward=own)

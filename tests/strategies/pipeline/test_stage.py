@@ -24,12 +24,22 @@ def test_a_stage_runs_its_links_and_keeps_the_names_of_the_whole_model():
 
 
 def test_backward_of_a_pipelined_output_is_refused_with_what_to_call():
-    output = refusing_backward({"logits": torch.ones(2, 3)})["logits"]
+    weight = nn.Parameter(torch.ones(1))
+    output = refusing_backward({"logits": torch.ones(2, 3)}, parameters=[weight])["logits"]
     assert torch.equal(output, torch.ones(2, 3))
     with pytest.raises(ConfigError, match=r"Call run\.backward\(batch, loss_fn\)"):
         output.sum().backward()
     with torch.no_grad():
-        assert not refusing_backward(torch.ones(2)).requires_grad
+        assert not refusing_backward(torch.ones(2), parameters=[weight]).requires_grad
+    assert not refusing_backward(torch.ones(2), parameters=[weight.detach()]).requires_grad
+
+
+def test_the_gradient_of_a_pipelined_output_by_an_input_is_refused():
+    """With ``allow_unused`` it was None, and without it an error of torch."""
+    x = torch.ones(2, 3, requires_grad=True)
+    output = refusing_backward(torch.ones(2, 3), {"pixels": [x]})
+    with pytest.raises(ConfigError, match=r"torch\.autograd\.grad was called on the output"):
+        torch.autograd.grad(output.sum(), x, allow_unused=True)
 
 
 def test_a_stage_without_neighbours_is_the_last_one():

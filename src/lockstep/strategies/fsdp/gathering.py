@@ -446,7 +446,10 @@ def _address(tensor: Tensor) -> int:
     """Where the memory of a tensor is, also of one that torch.func has wrapped; 0 where there is none."""
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
-    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided and tensor.numel() else 0
+    is_plain = (
+        tensor.layout is torch.strided and tensor.numel() and not tensor._is_zerotensor()
+    )  # a tangent is one
+    return tensor.untyped_storage().data_ptr() if is_plain else 0
 
 
 class _Pack:

@@ -294,7 +294,7 @@ def _explain_transforms() -> Iterator[None]:
         if not NO_SAVED_TENSORS_HOOKS.is_in(str(error)):
             raise
         raise ConfigError(
-            "The forward pass calls torch.func.grad, vjp, jvp, jacrev or hessian, and strategy 'fsdp' sets hooks on "
+            "The forward pass calls torch.func.grad, vjp, jacrev or hessian, and strategy 'fsdp' sets hooks on "
             "saved tensors, with which torch cannot do that. Use torch.autograd.grad(..., create_graph=True) instead, "
             f"or strategy 'ddp'. Error from torch: {error}"
         ) from error

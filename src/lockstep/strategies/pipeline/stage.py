@@ -6,7 +6,7 @@ lies in several processes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,14 +30,21 @@ from lockstep.strategies.pipeline.loss_reads import LossReads, StagesRead
 from lockstep.strategies.strategy import Compute
 
 
-def refusing_backward(output: Any) -> Any:
-    """The same values; a backward pass through any of its tensors raises ``ConfigError``."""
-    if not torch.is_grad_enabled():
+def refusing_backward(output: Any, inputs: Any = (), parameters: Iterable[Tensor] = ()) -> Any:
+    """The same values; a gradient of any of its tensors raises ``ConfigError``, where one device would have some.
+
+    Args:
+        output: of the whole model.
+        inputs: of which it was computed, in tuples, lists and dicts.
+        parameters: of the model.
+    """
+    sources = [each for each in tensors_of(inputs) if each.requires_grad]
+    if not torch.is_grad_enabled() or not (sources or any(each.requires_grad for each in parameters)):
         return output
-    anchor = torch.empty(0, requires_grad=True)
+    anchors = [torch.empty(0, requires_grad=True), *sources]
 
     def attach(tensor: Tensor) -> Any:
-        return _Refusing.apply(tensor, anchor)  # type: ignore[no-untyped-call]  # torch's stub
+        return _Refusing.apply(tensor, *anchors)  # type: ignore[no-untyped-call]  # torch's stub
 
     return tree_map_only(Tensor, attach, output)
 
@@ -46,14 +53,15 @@ class _Refusing(torch.autograd.Function):
     """Stands where the graph of the whole model would be."""
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, anchor: Tensor) -> Tensor:
+    def forward(ctx: Any, output: Tensor, *anchors: Tensor) -> Tensor:
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         raise ConfigError(
-            "backward() was called on the output of a model whose stages run in several processes, so no process has "
-            "its graph. Call run.backward(batch, loss_fn), which runs forward and backward through all stages."
+            "backward() or torch.autograd.grad was called on the output of a model whose stages run in several "
+            "processes, so no process has its graph. Call run.backward(batch, loss_fn), which runs forward and "
+            "backward through all stages, or use strategy 'ddp'."
         )
 
 

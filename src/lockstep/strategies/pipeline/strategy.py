@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils._pytree import tree_flatten
 
 from lockstep.checkpoint.state import tensor_state
@@ -176,6 +177,11 @@ class PlacedPipeline(nn.Module):
                 "once (torch.cat) and take the output apart in the loss, call it before run.backward, or use strategy "
                 "'ddp' or 'fsdp'."
             )
+        if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+            raise ConfigError(
+                "The model was called within a transform of torch.func, such as vmap or jacrev, or in forward mode. Its "
+                "stages run in several processes, which torch cannot transform. Use strategy 'ddp' or 'fsdp'."
+            )
         self._require_called()
         kind = (self.training, *kind_of((args, kwargs)))
         output = None
@@ -193,7 +199,7 @@ class PlacedPipeline(nn.Module):
             each.neighbours.flush()
         for channel in channels:
             channel.flush()
-        return refusing_backward(output)
+        return refusing_backward(output, (args, kwargs), self.parameters())
 
 
 class Pipeline(Strategy):
