@@ -245,10 +245,6 @@ class MicroBatchRows:
         self._leaves = 0
         self._begun = 0
 
-    def make_room(self, width: int) -> None:
-        """See ``Rows.make_room``."""
-        self._ranks.make_room((width + 1) * self._longest)
-
     def at(self, name: str) -> RowsOfModule:
         """See ``Rows.at``."""
         self._numbers[name] = len(self._numbers)
@@ -302,9 +298,6 @@ class RowsOfModule:
 
     def __init__(self, rows: MicroBatchRows, name: str) -> None:
         self._rows, self._name = rows, name
-
-    def make_room(self, width: int) -> None:
-        """Does nothing: there is room."""
 
     def at(self, name: str) -> RowsOfModule:
         """See ``Rows.at``."""
