@@ -42,7 +42,7 @@ from lockstep.reduce import Reducer
 from lockstep.runtime.devices import current_stream, is_gpu, on_stream, selected
 from lockstep.runtime.events import StepEvents
 from lockstep.strategies.ddp import Replicated
-from lockstep.strategies.gradients import StepSums
+from lockstep.strategies.gradients import StepSums, run_backward
 from lockstep.strategies.strategy import Compute, StepResult
 
 _STEPS_COMPARED = 4
@@ -354,7 +354,7 @@ class _MicroBatchTask(Task):
         loss, self.weight = self._compute(self.micro_batch)
         if self._buffers.numel:
             self.running = self._buffers.take()
-        (loss if self._scale == 1.0 else loss * self._scale).backward()  # type: ignore[no-untyped-call]  # torch's stub
+        run_backward(loss, self._scale)
         self.loss = loss.detach()
         if self._scale:
             self._sums.end_backward()
