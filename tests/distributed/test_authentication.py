@@ -7,7 +7,6 @@ from lockstep.distributed.authentication import (
     Handshake,
     Refused,
     Seal,
-    is_signed,
     parse_hex,
     parse_object,
     read_rank_key,
@@ -42,10 +41,7 @@ def test_another_secret_a_mirror_and_an_older_proof_are_refused():
 
 
 def test_a_signature_covers_where_its_parts_end():
-    signature = sign(SECRET, b"ab", b"c").hex().encode()
-    assert is_signed(signature, SECRET, b"ab", b"c")
-    assert not is_signed(signature, SECRET, b"a", b"bc")
-    assert not is_signed(b"\xff", SECRET, b"ab", b"c")
+    assert sign(SECRET, b"ab", b"c") == sign(SECRET, b"ab", b"c") != sign(SECRET, b"a", b"bc")
 
 
 def test_each_message_of_a_connection_is_signed_once_and_in_order():

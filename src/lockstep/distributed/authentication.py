@@ -62,11 +62,6 @@ def sign(key: bytes, *parts: Part) -> bytes:
     return mac.digest()
 
 
-def is_signed(signature: bytes, key: bytes, *parts: bytes) -> bool:
-    """Checks, in constant time, a signature by ``sign`` in hexadecimal digits."""
-    return hmac.compare_digest(signature, sign(key, *parts).hex().encode())
-
-
 class Seal:
     """Signs the messages of one connection and checks those of the other end, each with its number.
 
@@ -79,13 +74,14 @@ class Seal:
 
     def sign(self, *parts: Part) -> bytes:
         """Returns the signature of this end's next message."""
+        signature = sign(self._key, self._role, str(self._sent).encode(), *parts)
         self._sent += 1
-        return sign(self._key, self._role, str(self._sent).encode(), *parts)
+        return signature
 
     def check(self, signature: Part, *parts: Part) -> None:
         """Raises ``Refused`` unless this is the signature of the other end's next message."""
-        self._checked += 1
         expected = sign(self._key, self._other, str(self._checked).encode(), *parts)
+        self._checked += 1
         if not hmac.compare_digest(signature, expected):
             raise Refused("a message failed authentication")
 

@@ -33,18 +33,13 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.core.summation_tree import fold_rows
-from lockstep.distributed.collectives import all_gather_rows, drop_process_groups
 from lockstep.distributed.process_group import open_group
-from lockstep.distributed.shared_memory import can_share_memory
+from lockstep.distributed.rank_exchange import GroupExchange, RankExchange, open_exchange
 from lockstep.errors import ConfigError
-from lockstep.reduce import SharedMemoryReducer
 
 
 class Rows(Protocol):
     """Gathers a row of numbers of each part of a batch."""
-
-    def make_room(self, width: int) -> None:
-        """Makes room for rows of up to ``width`` numbers. Collective; needed before ``gather``."""
 
     def at(self, name: str) -> Rows:
         """The same, for the BatchNorm of this name."""
@@ -54,35 +49,20 @@ class Rows(Protocol):
 
 
 class RankRows:
-    """Gathers rows over a process group, or through memory that CPU ranks of one host share: a part is a rank's.
+    """Gathers the rows of the ranks of an ``exchange``: a part is a rank's. Without one this process is alone.
 
     A model's copies share the object: process groups cannot be copied.
-
-    Args:
-        group: the ranks; None for one process alone.
-        memory: exchanges in the place of the group; only its headers are used.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, memory: SharedMemoryReducer | None = None) -> None:
-        self._group, self._memory = group, memory
-        self.ranks = 1 if group is None else dist.get_world_size(group)
+    def __init__(self, exchange: RankExchange | None) -> None:
+        self._exchange = exchange
+        self.ranks = 1 if exchange is None else exchange.ranks
 
     @classmethod
     def open(cls, group: dist.ProcessGroup, device: torch.device, timeout: float, shared: bool) -> RankRows:
-        """An exchange whose order is its own, whatever else goes over ``group``. Collective.
-
-        It may be ``shared`` memory, where all ranks are CPU ranks of one host; there a rank waits ``timeout`` seconds
-        before it names the missing ones (``StallError``).
-        """
+        """An exchange whose order is its own, whatever else goes over ``group``. Collective; see ``open_exchange``."""
         own = open_group(dist.get_process_group_ranks(group), device=device)
-        possible = shared and can_share_memory(own, device)
-        return cls(own, SharedMemoryReducer(own, timeout) if possible else None)
-
-    def make_room(self, width: int) -> None:
-        """Makes room for rows of up to ``width`` numbers. Collective; needed before ``gather`` through memory."""
-        if self._memory is not None:
-            self._row = torch.zeros(width, dtype=torch.float64)
-            self._memory.allocate([], width, 1)
+        return cls(open_exchange(own, device, timeout, shared))
 
     def at(self, name: str) -> RankRows:
         """The same: all ranks call the same BatchNorm."""
@@ -96,23 +76,18 @@ class RankRows:
         """
         if self.ranks == 1:
             return row.unsqueeze(0)
-        if self._memory is not None:
-            self._row[: row.numel()] = row
-            self._memory.begin(1)
-            return self._memory.finish(self._row)[:, : row.numel()]
-        if self._group is None:
+        if self._exchange is None:
             raise ConfigError(
                 "A synchronised BatchNorm was called in training mode after its run was closed, when its process group "
                 "no longer exists. Call model.eval() first, or use the model before run.close()."
             )
-        return all_gather_rows(row, self._group)
+        return self._exchange.all_gather(row)
 
     def release(self) -> None:
-        """Releases the process group."""
-        if self._memory is not None:
-            self._memory.release()
-        self._memory = None
-        drop_process_groups(self)
+        """Releases the process group, or the memory."""
+        if self._exchange is not None:
+            self._exchange.release()
+        self._exchange = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> RankRows:
         return self
@@ -336,12 +311,12 @@ def convert_sync_batch_norm(model: nn.Module, group: dist.ProcessGroup | None = 
     """
     if group is None and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
-    synchronise(model, RankRows(group))
+    synchronise(model, RankRows(None if group is None else GroupExchange(group)))
     return model
 
 
 def synchronise(model: nn.Module, rows: Rows) -> dict[str, SyncBatchNorm]:
-    """Converts every BatchNorm of a model, as ``convert_sync_batch_norm`` does; returns them by name. Collective."""
+    """Converts every BatchNorm of a model, as ``convert_sync_batch_norm`` does; returns them by name."""
     found = {name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
     if not found:
         raise ConfigError(
@@ -354,7 +329,6 @@ def synchronise(model: nn.Module, rows: Rows) -> dict[str, SyncBatchNorm]:
                 f"sync_batch_norm cannot convert {name or 'the model'!r}, a {type(module).__name__}, whose forward "
                 "pass is not that of nn.BatchNorm1d, 2d or 3d. Build the model with those."
             )
-    rows.make_room(max(2 * module.num_features + 1 for module in found.values()))
     for name, module in found.items():
         module.__class__ = _SYNCHRONISED.get(type(module), type(module))
         module.rows = rows.at(name)  # type: ignore[assignment]  # torch takes every attribute for a tensor or module

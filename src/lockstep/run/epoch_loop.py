@@ -134,6 +134,16 @@ def _generators_around(steps: Any) -> list[Any]:
     return [each for each in gc.get_objects() if type(each) is GeneratorType and each.gi_frame in frames]
 
 
+@dataclass(eq=False)
+class _Walk:
+    """One loop over the steps of an epoch."""
+
+    thread: int | None = None
+    """The thread that reads them, until the loop is over."""
+    steps: Callable[[], Generator[Batch] | None] = lambda: None
+    """Gives them, while they exist."""
+
+
 class EpochLoop:
     """The loops of a run; callbacks are told where steps begin and end. Nothing here is collective."""
 
@@ -157,17 +167,14 @@ class EpochLoop:
         """The same when the last checkpoint was written."""
         self.is_resumed = False
         """True where the position comes from a checkpoint, until the first loop over steps."""
-        self._walk = self._epoch_loops = 0
-        """The number of loops over steps, and over epochs, that have begun."""
-        self._reading_thread: int | None = None
-        """The thread that reads the newest loop over steps, until that loop is over."""
-        self._newest_steps: Callable[[], Generator[Batch] | None] = lambda: None
-        """Gives the steps of the newest loop, while they exist."""
+        self._epoch_loops = 0
+        """The number of loops over epochs that have begun."""
+        self._walk: _Walk | None = None
+        """The newest loop over steps that has begun."""
         self.in_epochs = False
         """True within a loop over epochs."""
         self.stops_at_end = False
         """True once the run was asked to stop, and does so at the end of the epoch's body."""
-        self._left_early = False
         self._is_rest = False
         """True if the last loop was left early, so that the next one goes on there unless an epoch begins first."""
         self._own: tuple[int, bool] | None = None
@@ -192,7 +199,7 @@ class EpochLoop:
             raise ConfigError(
                 f"run.epochs takes the number of epochs, 0 or more, and was given {count!r:.60}."
             )
-        if count <= self.position.epoch and self._walk:
+        if count <= self.position.epoch and self._walk is not None:
             logger.warning(
                 "run.epochs(%d) has nothing to do: it counts from the beginning of the run, which has done %s. For "
                 "more of them write run.epochs(run.position.epoch + %d).",
@@ -204,10 +211,10 @@ class EpochLoop:
         newest = self._epoch_loops
         try:
             while self.position.epoch < count:
+                self._is_rest = False
                 self._key("epoch", self.position.epoch)
                 if self._variables is not None:
                     self._variables.begin_epoch()
-                self._is_rest = False
                 yield self.position.epoch
                 if newest != self._epoch_loops:
                     raise ConfigError(
@@ -249,11 +256,12 @@ class EpochLoop:
         """The steps from where the run stands to the end of the epoch; ``after`` is called when one is over."""
         if self._variables is not None:
             self._variables.begin_steps(any_left=self.position.done <= self._last_place)
-        steps = self._steps(read, after)
-        self._newest_steps = weakref.ref(steps)
+        walk = _Walk()
+        steps = self._steps(walk, read, after)
+        walk.steps = weakref.ref(steps)
         return steps
 
-    def _steps(self, read: Read, after: Callable[[], None]) -> Generator[Batch]:
+    def _steps(self, walk: _Walk, read: Read, after: Callable[[], None]) -> Generator[Batch]:
         position = self.position
         self.count_step()
         if self.in_epochs and self._finished_epoch == position.epoch:
@@ -270,10 +278,8 @@ class EpochLoop:
         if self.is_resumed:
             self._unused_from, self._used = (position.epoch, position.done), position.step
         self.is_resumed, is_rest, self._is_rest = False, self._is_rest, False
-        self._walk += 1
-        walk = self._walk
-        position.inside, self._left_early, self._back = True, False, None
-        self._reading_thread = get_ident()
+        self._walk, walk.thread = walk, get_ident()
+        position.inside, self._back = True, None
         begun = position.step - position.done
         try:
             for batch in read(position.epoch, position.done):
@@ -286,7 +292,7 @@ class EpochLoop:
                 self._key("batch", batch.plan.step)
                 if goes_on:
                     goes_on = False
-                    self._tell_begun_anew(batch)
+                    self._tell_begun_anew(walk, batch)
                 yield batch
                 self._require_newest(walk)
                 for call in self._events.step_end:
@@ -294,12 +300,11 @@ class EpochLoop:
                 self.count_step(even_if_unused=True)
                 after()
         except GeneratorExit:
-            if walk == self._walk and not self._is_finalizing():
+            if walk is self._walk and not self._is_finalizing():
                 self.count_step()
-                self._is_rest = True
-                self._reading_thread = None
+                self._is_rest, walk.thread = True, None
                 if self.in_epochs:
-                    position.inside, self._left_early = False, True
+                    position.inside = False
                 self._end_steps()
             raise
         if is_rest:
@@ -311,14 +316,14 @@ class EpochLoop:
                 *(position.epoch + 1, shorten(unset, 4)),
             )
         self._end_steps()
-        self._reading_thread = None
+        walk.thread = None
         self._back = replace(position, inside=True)
         position.inside, self._finished_epoch = False, position.epoch
         self._key("epoch end", position.epoch)
         self.end_epoch()
 
-    def _tell_begun_anew(self, batch: Batch) -> None:
-        steps, place = self._newest_steps(), batch.plan.position
+    def _tell_begun_anew(self, walk: _Walk, batch: Batch) -> None:
+        steps, place = walk.steps(), batch.plan.position
         if steps is not None and (found := restarted_around(steps, place)):
             logger.warning(
                 "The run goes on at step %d of epoch %d, and %s begins anew there, so that what depends on it is not "
@@ -330,6 +335,11 @@ class EpochLoop:
     def _end_steps(self) -> None:
         if self._variables is not None:
             self._variables.end_steps()
+
+    @property
+    def _left_early(self) -> bool:
+        """True after steps of a loop over epochs that were left early, until others begin, or the next epoch."""
+        return self.in_epochs and self._is_rest
 
     def end_epoch(self) -> None:
         """Ends an epoch whose steps are over, or were left early, unless a loop over ``epochs`` does so."""
@@ -380,7 +390,8 @@ class EpochLoop:
 
     def begin_backward(self, plan: StepPlan, waiting: object = ()) -> int:
         """The number of this pass over its step, from 0; ``waiting``: gradients to which it adds, if there are any."""
-        if not self._is_alone and self._reading_thread not in (None, get_ident()):
+        reading = None if self._is_alone or self._walk is None else self._walk.thread
+        if reading not in (None, get_ident()):
             raise ConfigError(
                 "run.backward was called while another thread reads run.batches. On several processes both exchange "
                 "values, which must happen in one order. Call both in one thread; run.batches reads ahead in processes "
@@ -425,7 +436,7 @@ class EpochLoop:
     def _next_epoch(self) -> None:
         position = self.position
         position.epoch, position.done, position.inside = position.epoch + 1, 0, False
-        self._left_early = self._is_rest = False
+        self._is_rest = False
 
     def _all_steps_done(self) -> ConfigError:
         remedy = (
@@ -440,8 +451,8 @@ class EpochLoop:
             f"run.batches was called again in epoch {self.position.epoch + 1}, whose steps are all done. {remedy}"
         )
 
-    def _require_newest(self, walk: int) -> None:
-        if walk != self._walk:
+    def _require_newest(self, walk: _Walk) -> None:
+        if walk is not self._walk:
             raise ConfigError(
                 "Two loops over run.batches run at once, as with zip(). Read one; let each sample of its data set hold "
                 "what both gave."

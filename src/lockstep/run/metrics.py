@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lockstep.core.plan import StepPlan
+from lockstep.core.plan import Share, StepPlan
 from lockstep.core.summation_tree import fold_rows
 from lockstep.data.batch import MicroBatch
 from lockstep.errors import ConfigError
@@ -130,10 +130,7 @@ class _MetricMeans:
         self._loader, self._strategy = opened.loader, opened.run.strategy
         self._forward_pass = opened.run.require_prepared().forward_pass
         self._functions = {name: with_exact_mean(metric) for name, metric in metrics.items()}
-        self._columns = in_columns(metrics)
-        shape = self._loader.share.longest(self._loader.count), len(metrics), 2
-        self._rows = torch.zeros(shape, dtype=torch.float64, device=self._strategy.device)
-        """Of each micro-batch and metric the sum and the weight."""
+        self._sums = _SumsAndWeights(metrics, self._strategy, self._loader.share, self._loader.count)
         self._checks = opened.run.options.checks != "off"
         self._checked, self._reasons = set(unchecked), dict[str, str]()
         """Metrics that are looked at, and why one is no mean."""
@@ -173,9 +170,7 @@ class _MetricMeans:
                 ):
                     self._reasons[name] = Deviation.WITHOUT_ROWS.reason
                 self._forward_pass.tell_other_mean(metric, value, output, target, micro_batch)
-            total, weight = sum_and_weight(value, samples)
-            cell = self._rows[place, self._columns[name]]
-            cell[0], cell[1] = total, weight
+            self._sums.put(place, name, sum_and_weight(value, samples))
         self._kept.update(before.changed(held_by(self._metrics, unchecked)))
 
     def _compare_parts(self, micro_batch: MicroBatch) -> None:
@@ -209,8 +204,29 @@ class _MetricMeans:
 
     def by_name(self) -> dict[str, float]:
         """The means over all samples, equal on every rank. Collective."""
-        ordered = gathered_in_order(self._rows, self._loader.count, self._loader.share, self._strategy).cpu()
-        return {name: _mean(name, ordered[:, self._columns[name]]) for name in self._metrics}
+        rows = self._sums.of_all()
+        return {name: _mean(name, rows[name].cpu()) for name in self._metrics}
+
+
+class _SumsAndWeights:
+    """The sum and the weight of each metric for each micro-batch of this holder, and those of all holders together."""
+
+    def __init__(self, names: Iterable[Any], strategy: Strategy, share: Share, count: int) -> None:
+        # Ranks may have the names in other orders, as from a set.
+        self._columns = {name: column for column, name in enumerate(sorted(names, key=repr))}
+        self._strategy, self._share, self._count = strategy, share, count
+        shape = share.longest(count), len(self._columns), 2
+        self._rows = torch.zeros(shape, dtype=torch.float64, device=strategy.device)
+
+    def put(self, place: int, name: Any, found: tuple[Tensor, Tensor]) -> None:
+        """Notes what a metric gave for this holder's micro-batch number ``place``."""
+        cell = self._rows[place, self._columns[name]]
+        cell[0], cell[1] = found
+
+    def of_all(self) -> dict[Any, Tensor]:
+        """For each metric those of all micro-batches in order of ``k``, shape (count, 2). Collective."""
+        ordered = gathered_in_order(self._rows, self._count, self._share, self._strategy)
+        return {name: ordered[:, column] for name, column in self._columns.items()}
 
 
 def evaluate_set_metrics(
@@ -280,10 +296,10 @@ def _numbers(name: str, value: Any) -> dict[str, float]:
 
 
 def _mean(name: str, rows: Tensor) -> float:
-    weight = float(fold_rows(rows[:, 1]))
+    total, weight = fold_rows(rows).tolist()
     if weight == 0:
         raise ConfigError(f"The metric {name!r} has a total weight of zero, so it has no mean.")
-    return float(fold_rows(rows[:, 0])) / weight
+    return float(total / weight)
 
 
 class LossEntries:
@@ -465,7 +481,6 @@ class StepMetrics:
                 f"also= of run.backward needs processes that wait for each other, and those of {strategy.name!r} in "
                 "asynchronous mode do not. Compute these numbers with run.evaluate."
             )
-        share = strategy.share
         if self._unchecked:
             require_same_names("The metrics in also= of run.backward", self._functions, strategy)
             if plan.leaves > 1 and not self._has_asked_model:
@@ -475,17 +490,11 @@ class StepMetrics:
             self.checked = [self._given[name] for name in clear]
             if self._entries is not None:
                 self.checked = [self._entries.function] if clear == self._unchecked else []
-        rows = torch.zeros(
-            *(share.longest(plan.leaves), len(self._functions), 2),
-            dtype=torch.float64,
-            device=strategy.device,
-        )
-        columns = in_columns(self._functions)
-        for place, k in enumerate(share.of(plan.leaves)):
-            for name, (total, weight) in zip(self._functions, self._sums.get(k, ())):
-                rows[place, columns[name], 0], rows[place, columns[name], 1] = total, weight
-        ordered = gathered_in_order(rows, plan.leaves, share, strategy)
-        totals = {name: fold_rows(ordered[:, column]) for name, column in columns.items()}
+        sums = _SumsAndWeights(self._functions, strategy, strategy.share, plan.leaves)
+        for place, k in enumerate(strategy.share.of(plan.leaves)):
+            for name, found in zip(self._functions, self._sums.get(k, ())):
+                sums.put(place, name, found)
+        totals = {name: fold_rows(rows) for name, rows in sums.of_all().items()}
         return {name: totals[name][0] / totals[name][1] for name in self._functions}
 
 
@@ -513,8 +522,3 @@ def metric_writes(name: object, caller: str, readers: str) -> ConfigError:
         f"The metric {name!r} of {caller} writes into the output or the target, which {readers}. Let it make new "
         "tensors, as output.sigmoid() in place of output.sigmoid_(), or write into output.clone()."
     )
-
-
-def in_columns(names: Iterable[Any]) -> dict[Any, int]:
-    """A column of the exchanged rows for each name; ranks may have the names in other orders, as from a set."""
-    return {name: column for column, name in enumerate(sorted(names, key=repr))}

@@ -106,8 +106,7 @@ class GradientState:
 
     def anywhere(self) -> bool:
         """The same for the optimizers of all ranks, which hold different parameters in a pipeline. Collective."""
-        group = self._strategy.all_ranks
-        return bool(self) if group is None else any(gather_agreed(bool(self), group, self._strategy.device))
+        return any(gather_agreed(bool(self), self._strategy.all_ranks, self._strategy.device))
 
     @property
     def left_over(self) -> list[Tensor]:

@@ -83,8 +83,8 @@ class Run:
         self._session = RunSession(world, options.threads, options.timeout, devices_per_process(options.mesh))
         self.world, self.device, self._events = world, self._session.device, self._session.events
         self._events.add_observers_of_new_runs()
-        if (group := self._session.group) is not None:
-            agreement.require_equal_settings(options.as_text(), group, self.device)
+        group = self._session.group
+        agreement.require_equal_settings(options.as_text(), group, self.device)
         if options.directory is not None:  # from here on the script may go to another folder
             self.options = replace(
                 self.options, directory=save.require_readable(Path(options.directory).absolute())

@@ -369,9 +369,7 @@ def weights_of_main(
             problem = f"  no dense tensors with values ({len(odd)}): {shorten(odd, 5)}"
         elif differences := compare(given, wanted):
             problem = differences.describe()
-    if group is not None:
-        problem = gather_agreed(problem, group, device)[0]
-    if problem:
+    if problem := gather_agreed(problem, group, device)[0]:
         raise ConfigError(
             f"run.load_state_dict was given weights that are not of the model:\n{problem}\nGive what run.state_dict() "
             "gave on the main process, or load weights of another model before run.prepare."

@@ -42,7 +42,7 @@ from lockstep.reduce import Reducer
 from lockstep.runtime.devices import current_stream, is_gpu, on_stream, selected
 from lockstep.runtime.events import StepEvents
 from lockstep.strategies.ddp import Replicated
-from lockstep.strategies.gradients import StepSums
+from lockstep.strategies.gradients import StepSums, run_backward
 from lockstep.strategies.strategy import Compute, StepResult
 
 _STEPS_COMPARED = 4
@@ -245,10 +245,6 @@ class MicroBatchRows:
         self._leaves = 0
         self._begun = 0
 
-    def make_room(self, width: int) -> None:
-        """See ``Rows.make_room``."""
-        self._ranks.make_room((width + 1) * self._longest)
-
     def at(self, name: str) -> RowsOfModule:
         """See ``Rows.at``."""
         self._numbers[name] = len(self._numbers)
@@ -302,9 +298,6 @@ class RowsOfModule:
 
     def __init__(self, rows: MicroBatchRows, name: str) -> None:
         self._rows, self._name = rows, name
-
-    def make_room(self, width: int) -> None:
-        """Does nothing: there is room."""
 
     def at(self, name: str) -> RowsOfModule:
         """See ``Rows.at``."""
@@ -361,7 +354,7 @@ class _MicroBatchTask(Task):
         loss, self.weight = self._compute(self.micro_batch)
         if self._buffers.numel:
             self.running = self._buffers.take()
-        (loss if self._scale == 1.0 else loss * self._scale).backward()  # type: ignore[no-untyped-call]  # torch's stub
+        run_backward(loss, self._scale)
         self.loss = loss.detach()
         if self._scale:
             self._sums.end_backward()

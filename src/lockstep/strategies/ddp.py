@@ -27,7 +27,7 @@ from lockstep.distributed.collectives import all_gather_rows
 from lockstep.numerics.hooks import first_hooked, hooked_globally
 from lockstep.numerics.running_buffers import RunningBuffers
 from lockstep.reduce import Reducer
-from lockstep.strategies.gradients import StepSums
+from lockstep.strategies.gradients import StepSums, run_backward
 from lockstep.strategies.strategy import Compute, StepResult, Strategy
 
 
@@ -99,7 +99,7 @@ class Replicated(Strategy):
     def end_forward(self, micro_batch: MicroBatch, loss: Tensor, weight: Tensor, scale: float) -> None:
         """Runs the backward pass from the sum of a micro-batch's losses, which have this weight; both 0-dim."""
         self._sums.end_forward(micro_batch.k)
-        (loss if scale == 1.0 else loss * scale).backward()  # type: ignore[no-untyped-call]  # torch's own stub
+        run_backward(loss, scale)
         self._sums.end_backward()
         self._losses.append(loss.detach())
         self._weights.append(weight)

@@ -48,7 +48,7 @@ from lockstep.numerics.randomness import draws_in_forward
 from lockstep.numerics.running_buffers import RunningBuffers
 from lockstep.runtime.devices import selected
 from lockstep.strategies.ddp import Replicated
-from lockstep.strategies.gradients import GradientTree
+from lockstep.strategies.gradients import GradientTree, run_backward
 from lockstep.strategies.strategy import Compute, StepResult
 from lockstep.text import shorten
 
@@ -315,7 +315,7 @@ class DataParallel(Replicated):
         try:
             loss, weight = self._forward(replica, micro_batch, compute)
             replica.require_own(loss, self._model)
-            (loss if scale == 1.0 else loss * scale).backward()  # type: ignore[no-untyped-call]  # torch's own stub
+            run_backward(loss, scale)
         except Exception as error:
             number = self._replicas.index(replica)
             samples = shorten(micro_batch.indices.tolist(), 8)

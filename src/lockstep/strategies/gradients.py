@@ -514,6 +514,11 @@ class StepSums:
         return headers
 
 
+def run_backward(loss: Tensor, scale: float) -> None:
+    """Runs the backward pass from the sum of a micro-batch's losses, 0-dim, whose gradients are scaled."""
+    (loss if scale == 1.0 else loss * scale).backward()  # type: ignore[no-untyped-call]  # torch's own stub
+
+
 def after_accumulation(parameter: Tensor, method: Callable[..., None], *arguments: Any) -> RemovableHandle:
     """Calls ``method(*arguments, parameter)`` after a gradient was added; holds the object of the method weakly.
 

@@ -390,6 +390,6 @@ def test_a_call_that_waits_in_a_finally_tells_of_the_error_behind_it(monkeypatch
             if is_handling:
                 raise ValueError("of one rank")
         finally:
-            assert calls.gather_agreed(1, None, None) == [1, 2]
+            assert calls.gather_agreed(1, object(), None) == [1, 2]
     assert ("the error below is being handled here" in caplog.text) is is_handling
     assert ("ValueError: of one rank" in caplog.text) is is_handling

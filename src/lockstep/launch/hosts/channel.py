@@ -24,10 +24,9 @@ from lockstep.distributed.authentication import (
     PROOF_BYTES,
     Handshake,
     Refused,
-    is_signed,
+    Seal,
     parse_hex,
     parse_object,
-    sign,
 )
 
 _HELLO = "lockstep 1"
@@ -58,12 +57,10 @@ class HostChannel:
         with suppress(OSError):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.connection = connection
-        self._side = side
-        self._other = "member" if side == "hub" else "hub"
-        self._handshake = Handshake(token, side, self._other)
+        self._sides = (side, "member" if side == "hub" else "hub")
+        self._handshake = Handshake(token, *self._sides)
         self._other_nonce = b""
-        self._key = b""
-        self._sent, self._accepted = 0, 0
+        self._seal: Seal | None = None
         self._received, self._out = b"", b""
         self.born = time.monotonic()
         self.fault = Fault.NONE
@@ -79,7 +76,7 @@ class HostChannel:
     @property
     def is_proven(self) -> bool:
         """True once the other end has proven that it knows the token."""
-        return bool(self._key)
+        return self._seal is not None
 
     @property
     def has_unsent(self) -> bool:
@@ -89,12 +86,10 @@ class HostChannel:
     def send(self, message: dict[str, Any]) -> bool:
         """Sends a message, unless an earlier one is still being sent; returns whether it did."""
         self.flush()
-        if not self.is_open or not self._key or self._out:
+        if not self.is_open or self._seal is None or self._out:
             return False
         text = json.dumps(message)
-        proof = sign(self._key, self._side.encode(), str(self._sent).encode(), text.encode()).hex()
-        self._sent += 1
-        self._out = f"{proof} {text}\n".encode()
+        self._out = f"{self._seal.sign(text.encode()).hex()} {text}\n".encode()
         self.flush()
         return True
 
@@ -118,11 +113,11 @@ class HostChannel:
         messages = []
         while b"\n" in self._received and self.fault in (Fault.NONE, Fault.GONE):
             line, _, self._received = self._received.partition(b"\n")
-            if not self._key:
+            if self._seal is None:
                 self._greet(line)
-            elif (message := self._verified(line)) is not None:
+            elif (message := self._verified(line, self._seal)) is not None:
                 messages.append(message)
-        if len(self._received) > (LONGEST_LINE if self._key else LONGEST_GREETING):
+        if len(self._received) > self._longest:
             self.close(Fault.UNKNOWN_PROTOCOL)
         return messages
 
@@ -132,10 +127,15 @@ class HostChannel:
             self.fault = fault
         self.connection.close()
 
+    @property
+    def _longest(self) -> int:
+        """Bytes of a line that is accepted at this point."""
+        return LONGEST_LINE if self.is_proven else LONGEST_GREETING
+
     def _read(self) -> None:
         """Reads what has arrived, at most one longest line."""
         try:
-            while len(self._received) <= (LONGEST_LINE if self._key else LONGEST_GREETING):
+            while len(self._received) <= self._longest:
                 part = self.connection.recv(65536)
                 if not part:
                     self.close()
@@ -166,18 +166,17 @@ class HostChannel:
             self.close(Fault.UNKNOWN_PROTOCOL)
             return
         if self._handshake.accepts(self._other_nonce, proof):
-            self._key = self._handshake.session_key(self._other_nonce)
+            self._seal = Seal(self._handshake.session_key(self._other_nonce), *self._sides)
         else:
             self.close(Fault.TOKEN)
 
-    def _verified(self, line: bytes) -> dict[str, Any] | None:
-        text = line[_PROOF + 1 :]
-        if is_signed(line[:_PROOF], self._key, self._other.encode(), str(self._accepted).encode(), text):
-            with suppress(ValueError, RecursionError):
-                message = json.loads(text)
-                self._accepted += 1
-                if isinstance(message, dict):
-                    return message
+    def _verified(self, line: bytes, seal: Seal) -> dict[str, Any] | None:
+        proof, text = line[:_PROOF], line[_PROOF + 1 :]
+        with suppress(Refused, ValueError, RecursionError):
+            seal.check(parse_hex(proof.decode("ascii"), PROOF_BYTES), text)
+            message = json.loads(text)
+            if isinstance(message, dict):
+                return message
         self.close(Fault.FORGED)
         return None
 

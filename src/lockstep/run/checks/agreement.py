@@ -78,7 +78,7 @@ def agree(
 
 
 def require_equal_settings(
-    settings: Mapping[str, Any], group: dist.ProcessGroup, device: torch.device
+    settings: Mapping[str, Any], group: dist.ProcessGroup | None, device: torch.device
 ) -> None:
     """Raises ``ConfigError`` on every rank where ranks were told different things. Collective."""
     found = _differences(settings, group, device, absent=None)
@@ -90,7 +90,9 @@ def require_equal_settings(
         raise ConfigError("The ranks were started with different settings:\n" + "\n".join(lines))
 
 
-def require_equal_data(digests: Mapping[str, str], group: dist.ProcessGroup, device: torch.device) -> None:
+def require_equal_data(
+    digests: Mapping[str, str], group: dist.ProcessGroup | None, device: torch.device
+) -> None:
     """Raises ``ConfigError`` on every rank where samples, given by digests, are not the same everywhere. Collective."""
     for name, values in _differences(digests, group, device).items():
         remedy = (
@@ -407,12 +409,14 @@ def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _differences(
-    mine: Mapping[str, Any], group: dist.ProcessGroup, device: torch.device, *, absent: Any = "absent"
+    mine: Mapping[str, Any], group: dist.ProcessGroup | None, device: torch.device, *, absent: Any = "absent"
 ) -> dict[str, list[Any]]:
     """The values by rank of each entry that is not equal on all ranks. Collective.
 
     Where all are equal, one digest is all that is sent.
     """
+    if group is None:
+        return {}
     totals = gather_agreed(combine({name: repr(value) for name, value in mine.items()}), group, device)
     if all(total == totals[0] for total in totals):
         return {}
@@ -483,10 +487,7 @@ class AgreedData:
                 "drop_last": plan.drop_last,
                 "pixels of photos": photos,
             }
-            require_equal_settings(seen, self._strategy.all_ranks, self._strategy.device)
-            require_equal_data(
-                self.digests or self._read(digests), self._strategy.all_ranks, self._strategy.device
-            )
+            self._require_equal(seen, self.digests or self._read(digests))
             self._agreed.add((number, plan))
         if before == plan.samples:
             self._compare_with_checkpoint()
@@ -499,9 +500,7 @@ class AgreedData:
         """Raises ``ConfigError`` where the loop has made other samples on some ranks. Collective."""
         if self._strategy.all_ranks is None:
             return
-        changed, ranks = loop.changed_in_data(), self._strategy.all_ranks
-        found = _differences(changed, ranks, self._strategy.device, absent="unchanged")
-        if found:
+        if found := self._differences(loop.changed_in_data(), absent="unchanged"):
             name, held = min(found), sorted({*map(without_key, found)})
             raise ConfigError(
                 f"The loop, or the loss, has changed {shorten(held, _MOST_NAMES)} in a data set, or what it "
@@ -538,10 +537,7 @@ class AgreedData:
 
     def require_freezing(self, model: nn.Module) -> None:
         """Raises ``ReplicaError`` where other parameters of the model are frozen on other ranks. Collective."""
-        if self._strategy.all_ranks is None:
-            return
-        frozen = dict.fromkeys(frozen_parameters(model), "frozen")
-        found = _differences(frozen, self._strategy.all_ranks, self._strategy.device, absent="trained")
+        found = self._differences(dict.fromkeys(frozen_parameters(model), "frozen"), absent="trained")
         if not found:
             return
         name = min(found)
@@ -558,11 +554,7 @@ class AgreedData:
             return
         self._agreed.add((number, samples))
         digest = digests()
-        if self._strategy.all_ranks is not None:
-            require_equal_settings(
-                {"samples that are evaluated": samples}, self._strategy.all_ranks, self._strategy.device
-            )
-            require_equal_data(digest, self._strategy.all_ranks, self._strategy.device)
+        self._require_equal({"samples that are evaluated": samples}, digest)
         name, found = f"{_EVALUATED} {samples}", " ".join(sorted(digest.values()))
         before = self._evaluated_before.pop(name, "")
         if self._evaluated.setdefault(name, found) != found:
@@ -573,14 +565,21 @@ class AgreedData:
                 name,
             )
 
+    def _require_equal(self, seen: Mapping[str, Any], digests: Mapping[str, str]) -> None:
+        """Raises ``ConfigError`` where ranks see a data set of other size or settings, or of other samples."""
+        group, device = self._strategy.all_ranks, self._strategy.device
+        require_equal_settings(seen, group, device)
+        require_equal_data(digests, group, device)
+
+    def _differences(self, mine: Mapping[str, Any], *, absent: str) -> dict[str, list[Any]]:
+        return _differences(mine, self._strategy.all_ranks, self._strategy.device, absent=absent)
+
     @property
     def stored(self) -> dict[str, str]:
         """The part of a checkpoint that is of data sets."""
         return {**self.digests, **self._evaluated}
 
     def _forget(self, number: int, has_changed: bool) -> None:
-        if self._strategy.all_ranks is not None:
-            has_changed = any(gather_agreed(has_changed, self._strategy.all_ranks, self._strategy.device))
-        if has_changed:
+        if any(gather_agreed(has_changed, self._strategy.all_ranks, self._strategy.device)):
             self._agreed = {each for each in self._agreed if each[0] != number}
             self._known = {key: found for key, found in self._known.items() if key[0] != number}

@@ -48,8 +48,13 @@ _PATIENCE = 5.0
 """Seconds after which a call that waits for other ranks tells of an error that is being handled."""
 
 
-def gather_agreed(mine: object, group: dist.ProcessGroup, device: torch.device) -> list[Any]:
-    """A value of every rank, by rank; ``ConfigError`` where they come from different calls of the run. Collective."""
+def gather_agreed(mine: object, group: dist.ProcessGroup | None, device: torch.device) -> list[Any]:
+    """A value of every rank, by rank; ``ConfigError`` where they come from different calls of the run. Collective.
+
+    Without a group it is this process's alone.
+    """
+    if group is None:
+        return [mine]
     call = _call()
     with _telling_of_error("".join(call)):
         everyone = gather_json([*call, mine], group, device)
@@ -109,8 +114,7 @@ def require_same_names(argument: str, names: Iterable[object], strategy: Strateg
         names: of the metrics, in any order.
         strategy: over whose ranks.
     """
-    group = strategy.all_ranks
-    of_all = [] if group is None else gather_agreed(sorted(map(repr, names)), group, strategy.device)
+    of_all = gather_agreed(sorted(map(repr, names)), strategy.all_ranks, strategy.device)
     if any(each != of_all[0] for each in of_all):
         raise ConfigError(
             f"{argument} are not the same on every rank: {by_rank(of_all)}. Each rank computes them of a part of the "

@@ -33,7 +33,7 @@ from lockstep.numerics.precision import all_finite
 from lockstep.numerics.running_buffers import RunningBuffers, has_batch_norm
 from lockstep.runtime.torch_internals import NO_SAVED_TENSORS_HOOKS
 from lockstep.strategies.fsdp.gathering import Gathering
-from lockstep.strategies.gradients import StepHeader, add_prior
+from lockstep.strategies.gradients import StepHeader, add_prior, run_backward
 from lockstep.strategies.optimizer_trial import Unit
 from lockstep.strategies.sharding import (
     gather_rows,
@@ -132,7 +132,7 @@ class FullyShardedDataParallel(Strategy):
             if self._buffers.numel and micro_batch.k < leaves:
                 values[place], counts = self._buffers.take()
                 advanced += counts
-            (loss if scale == 1.0 else loss * scale).backward()  # type: ignore[no-untyped-call]  # torch's own stub
+            run_backward(loss, scale)
             self._gathering.end_micro_batch(counts=micro_batch.k < leaves)
             for call in self.events.micro_batch_end:
                 call(micro_batch)

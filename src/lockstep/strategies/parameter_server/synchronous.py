@@ -27,7 +27,7 @@ from lockstep.distributed.process_group import connect_pair
 from lockstep.numerics.precision import all_finite
 from lockstep.numerics.running_buffers import RunningBuffers
 from lockstep.strategies.absent import Absence, GradientElsewhere, gradient_of
-from lockstep.strategies.gradients import GradientTree, StepHeader, add_prior
+from lockstep.strategies.gradients import GradientTree, StepHeader, add_prior, run_backward
 from lockstep.strategies.loop_writes import LoopWrites
 from lockstep.strategies.optimizer_trial import Unit
 from lockstep.strategies.parameter_server.shards import ParameterShards
@@ -201,7 +201,7 @@ class ParameterServer(Strategy):
             if self._buffers.numel:
                 values[place], counts = self._buffers.take()
                 advanced += counts
-            (loss if scale == 1.0 else loss * scale).backward()  # type: ignore[no-untyped-call]  # torch's own stub
+            run_backward(loss, scale)
             self._tree.end_micro_batch()
             losses.append(loss.detach())
             weights.append(weight)
