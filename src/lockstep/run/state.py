@@ -314,8 +314,7 @@ class RunState:
         stored = kept if keep else {}
         if not self.strategy.replicated:
             mine = [sorted(kept.keys() - zeros), sorted(kept)]
-            group, device = self.strategy.all_ranks, self.strategy.device
-            everyone = [mine] if group is None else gather_json(mine, group, device)
+            everyone = gather_json(mine, self.strategy.all_ranks, self.strategy.device)
             others, known = ({name for names in of_ranks for name in names} for of_ranks in zip(*everyone))
             zeros = known - others  # on a rank without rows, or with some, there may be nothing but zeros
             if isinstance(self.strategy, IndependentStrategy):  # whose servers clear all gradients

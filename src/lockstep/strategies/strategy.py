@@ -216,7 +216,7 @@ class Strategy(ABC):
 
     def gather_records(self, value: Any) -> list[Any]:
         """The values of all processes that are left; they must survive JSON. Collective."""
-        return [value] if self.all_ranks is None else gather_json(value, self.all_ranks, self.device)
+        return gather_json(value, self.all_ranks, self.device)
 
     def note_readers(self, readers: Sequence[Callable[..., Any]]) -> None:  # noqa: B027  # all is in this process
         """Takes the functions that are given the model's outputs in an evaluation, such as metrics."""
