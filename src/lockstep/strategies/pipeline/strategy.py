@@ -47,7 +47,7 @@ from lockstep.strategies.absent import (
 from lockstep.strategies.gradients import StepSums
 from lockstep.strategies.loop_writes import LoopWrites, setting_values
 from lockstep.strategies.optimizer_trial import Unit
-from lockstep.strategies.pipeline.chain import attributes_of, reading, what_it_calls
+from lockstep.strategies.pipeline.chain import reading, what_it_calls, what_it_reads
 from lockstep.strategies.pipeline.channels import PipelineChannel
 from lockstep.strategies.pipeline.links import OTHER_FREEZING
 from lockstep.strategies.pipeline.loss_reads import LossReads, StagesRead
@@ -312,7 +312,7 @@ class Pipeline(Strategy):
             (name, each, _forward_of(each), dict(each._modules)) for name, each in self._opened.items()
         ]
         own = {name: each for name, each in self._opened.items() if each is not placed}
-        self._attributes = {name: attributes_of(each) for name, each in own.items()}
+        self._attributes = {name: what_it_reads(each) for name, each in own.items()}
         self._calls = {name: what_it_calls(each) for name, each in own.items()}
         self._require_called()
         return placed
@@ -492,7 +492,7 @@ class Pipeline(Strategy):
                     "then keeps the module in one stage, or use strategy 'ddp'."
                 )
             before = self._attributes.get(name)
-            if before is not None and (now := attributes_of(module)) != before:
+            if before is not None and (now := what_it_reads(module)) != before:
                 self._attributes[name] = now
                 if self._calls[name] != what_it_calls(module):
                     changed = next(key for key in (*now, *before) if now.get(key) != before.get(key))
