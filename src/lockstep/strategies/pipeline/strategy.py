@@ -99,7 +99,6 @@ class PlacedPipeline(nn.Module):
     pipeline at a time.
 
     Args:
-        model: the user's.
         passes: this rank's stages by number.
         answers: channels for the output, by place in the pipeline.
         absences: of what is not here, which know whether a step is being computed.
@@ -200,12 +199,9 @@ class Pipeline(Strategy):
     """Trains the stages of one model on the ranks of a pipeline, and replicas of the pipeline along a data axis.
 
     Args:
-        device: this rank's device.
-        micro_batches: K of the recipe.
         groups: of a mesh with an axis ``pipeline``, and maybe ``data``.
         reducers: one for each stage of this rank, over the data axis; none if that has one holder.
         exchange: between all ranks.
-        options: schedule and cuts.
         timeout: seconds a rank waits for another in shared memory.
         shared_memory: whether CPU ranks of one host may use it.
     """
@@ -355,12 +351,7 @@ class Pipeline(Strategy):
             else:
                 compute.resume(micro_batch, "forward" if action.forward else "backward")
             passes, sums = self._passes[action.stage], self._sums[action.stage]
-            reads: list[LossReads | StagesRead] = []
-            if self._is_watching:
-                reads.append(StagesRead(passes.others))
-            if (self._is_watching or self._steps <= _CHECKED_STEPS) and not passes.is_last:
-                first, *metrics = compute.readers
-                reads += [LossReads(first), *(LossReads(each, "metric") for each in metrics)]
+            reads = self._read_elsewhere(passes, compute)
             if action.forward:
                 sums.begin_forward()
                 output, target = passes.run(micro_batch, kind, compute, received)
@@ -383,6 +374,16 @@ class Pipeline(Strategy):
                 if action.stage == min(self._passes):
                     for call in self.events.micro_batch_end:
                         call(micro_batch)
+
+    def _read_elsewhere(self, passes: Passes, compute: Compute) -> list[LossReads | StagesRead]:
+        """What stages, the loss and metrics of other processes read now, if this step is watched."""
+        reads: list[LossReads | StagesRead] = []
+        if self._is_watching:
+            reads.append(StagesRead(passes.others))
+        if (self._is_watching or self._steps <= _CHECKED_STEPS) and not passes.is_last:
+            first, *metrics = compute.readers
+            reads += [LossReads(first), *(LossReads(each, "metric") for each in metrics)]
+        return reads
 
     def note_readers(self, readers: Sequence[Callable[..., Any]]) -> None:
         """See ``Strategy.note_readers``."""
@@ -501,8 +502,11 @@ class Pipeline(Strategy):
                         f"other modules now than those that strategy {self.name!r} has put into stages. Set it before "
                         "run.prepare, or use strategy 'ddp' or 'layers'."
                     )
-        if self._hooks_seen == hooks_made():
-            return
+        if self._hooks_seen != hooks_made():
+            self._require_no_hooks()
+
+    def _require_no_hooks(self) -> None:
+        """Raises ``ConfigError`` for a hook of the user that would not run, and watches the next steps again."""
         self._hooks_seen, self._steps = hooks_made(), 0
         passes = [*self._passes.values()]
         modules = [module for each in passes for module in (*each.stage.modules(), *each.others.values())]
