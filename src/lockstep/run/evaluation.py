@@ -230,8 +230,6 @@ def gathered_in_order(rows: Tensor, count: int, share: Share, strategy: Strategy
     Args:
         rows: this holder's, float64, shape (longest share, ...).
         count: micro-batches of all holders.
-        share: who holds which.
-        strategy: over whose processes they are gathered.
 
     Returns:
         Shape (count, ...).

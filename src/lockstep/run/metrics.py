@@ -104,7 +104,6 @@ def evaluate_means(
     number, see ``means``.
 
     Args:
-        opened: the samples and the model.
         metrics: functions of (output, target); see ``step.sum_and_weight`` for what they may return.
         unchecked: names of the metrics that are new; the same on every rank.
 

@@ -43,7 +43,6 @@ class StepHeader:
 
     Args:
         share: which micro-batches a holder computes.
-        micro_batches: K of the recipe.
         parameters: how many are counted.
         counters: of the running buffers.
         flags: how many; the first is why a holder was asked to stop.
@@ -397,11 +396,8 @@ class StepSums:
 
     Args:
         parameters: trainable parameters by name; the same on every holder.
-        buffers: that the forward pass changes.
         reducer: sums over the holders; None for one.
         share: which micro-batches this holder runs.
-        micro_batches: K of the recipe.
-        device: of the losses.
         held, may_collect: see ``GradientTree``.
         events: whose callbacks are told of buckets and exchanges.
     """

@@ -295,7 +295,6 @@ class Strategy(ABC):
         Args:
             name: of a parameter of the whole model.
             part: what is held here; None for nothing.
-            dtype: of the tensor.
 
         Returns:
             The whole tensor, of the parameter's shape in the whole model, on every rank.
@@ -336,7 +335,6 @@ class IndependentStrategy(Strategy):
 
         Args:
             step: steps that the run has done.
-            world: of this process.
         """
 
     @abstractmethod

@@ -46,15 +46,7 @@ from lockstep.strategies.strategy import Compute, StepResult, Strategy
 
 
 class FullyShardedDataParallel(Strategy):
-    """Shares parameters, gradients and optimizer state out over the ranks of a group.
-
-    Args:
-        device: this rank's device.
-        micro_batches: K of the recipe.
-        group: the ranks.
-        exchange: between them.
-        options: of the strategy.
-    """
+    """Shares parameters, gradients and optimizer state out over the ranks of a group."""
 
     name = "fsdp"
     replicated = False

@@ -38,10 +38,7 @@ class ParameterServer(Strategy):
     """Shares micro-batches out over workers, and parameters over servers.
 
     Args:
-        device: this rank's device.
-        micro_batches: K of the recipe.
         group: all ranks; the last ``servers`` of them are servers.
-        servers: how many.
     """
 
     name = "parameter_server"
