@@ -256,8 +256,7 @@ class MicroBatchRows:
         gathered = self._ranks.gather(padded.view(-1)).view(self._ranks.ranks, *padded.shape)
         if own.device.type == "cpu" or self._begun <= _STEPS_COMPARED:
             self._compare(place, gathered[:, 0, -1])
-        counts = [len(share(self._leaves, self._share.holders, rank)) for rank in range(self._share.holders)]
-        return torch.cat([rows[:count] for rows, count in zip(gathered, counts)])[:, :-1]
+        return self._share.in_order(gathered, self._leaves)[:, :-1]
 
     def _compare(self, place: str, numbers: Tensor) -> None:
         """Raises ``ConfigError`` on every rank where one is at another BatchNorm."""

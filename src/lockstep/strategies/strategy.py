@@ -200,6 +200,17 @@ class Strategy(ABC):
         Where several ranks make up one holder, the row of the one that computes losses counts.
         """
 
+    def gather_in_order(self, rows: Tensor, items: int, share: Share | None = None) -> Tensor:
+        """A row for each of ``items`` micro-batches in order of ``k``, shape (items, ...). Collective.
+
+        Args:
+            rows: of this holder's, shape (longest share, ...).
+            share: of the micro-batches; by default that of a step.
+        """
+        share = share or self.share
+        gathered = self.gather(rows.view(-1)).view(share.holders, *rows.shape)
+        return share.in_order(gathered, items)
+
     def release(self) -> None:
         """Drops process groups, at the end of the run."""
         drop_process_groups(self)

@@ -105,8 +105,7 @@ class ParameterServer(Strategy):
         used = self._used(uses)
         finite = self._set_gradients(leaves, used, weight.float(), prior)
         if self._buffers.numel:
-            rows = all_gather_rows(values.view(-1), self._group).view(-1, *values.shape)
-            self._buffers.finish_step_from_rows(rows, self.share, leaves, advanced)
+            self._buffers.finish_step(fold_rows(self.gather_in_order(values, leaves)), leaves, advanced)
         self._given = used | kept
         for name in self._given:
             self._shards.parameters[name].grad = self._elsewhere[name]
