@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -215,6 +216,18 @@ def test_shares_in_rounds_are_equally_long_and_their_surplus_are_spares(items, h
     assert sorted(k for each in held for k in each if k < items) == list(range(items))
     for round_number, together in enumerate(zip(*held)):
         assert together == tuple(range(round_number * holders, (round_number + 1) * holders))
+
+
+@pytest.mark.parametrize("items", [1, 2, 5, 8, 13])
+@pytest.mark.parametrize("holders", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("kind", [{}, {"spare": True}, {"interleaved": True}, {"rounds": True}])
+def test_what_the_holders_have_is_put_into_the_order_of_the_items(items, holders, kind):
+    share = Share(holders=holders, **kind)
+    rows = torch.full((holders, share.longest(items) + 1, 2), -1)  # more rows than in this ragged step
+    for holder in range(holders):
+        for row, k in zip(rows[holder], share.of(items, holder)):
+            row[:] = k
+    assert share.in_order(rows, items).tolist() == [[k, k] for k in range(items)]
 
 
 @pytest.mark.parametrize("holders", [1, 2, 3, 5])

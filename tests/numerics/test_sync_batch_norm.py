@@ -17,7 +17,7 @@ class Ranks:
     def __init__(self, *others):
         self.others, self.ranks = list(others), 1 + len(others)
 
-    def gather(self, row):
+    def gather(self, row, name=""):
         return torch.stack([row, *self.others])
 
 
@@ -76,7 +76,7 @@ def test_copies_share_the_ranks_and_stored_models_have_none():
 def test_rows_that_do_not_count_change_nothing():
     """A rank that only joins is normalised by the others' statistics, and has no gradient."""
     x, spare = torch.randn(6, 3), (torch.randn(4, 3) + 5).requires_grad_()
-    whole = gather_moments(x, RankRows(None))
+    whole = gather_moments(x, RankRows(None).gather)
     row = torch.cat([torch.tensor([6.0]), x.mean(0), 6 * x.var(0, correction=0)]).double()
     module = convert_sync_batch_norm(nn.BatchNorm1d(3))
     module.rows, module.counts = Ranks(row), False
@@ -99,7 +99,7 @@ def test_moments_of_ranks_are_those_of_all_rows_without_cancellation():
         if len(part):
             row[0], row[1:3], row[3:] = len(part), part.mean(0), len(part) * part.var(0, correction=0)
         rows.append(row)
-    moments = gather_moments(parts[0], Ranks(*rows))
+    moments = gather_moments(parts[0], Ranks(*rows).gather)
     assert torch.allclose(moments.mean, x.mean(0), rtol=1e-14)
     assert torch.allclose(moments.unbiased, x.var(0), rtol=1e-8)
     assert float(moments.count) == 30

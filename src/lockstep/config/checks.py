@@ -287,7 +287,6 @@ def check_fields(config: Any, prefix: str | None = None) -> None:
     """Raises one ``ConfigError`` that says everything that is wrong with a dataclass of settings.
 
     Args:
-        config: the dataclass.
         prefix: stands before the names of its fields; by default that of its class.
     """
     prefix = f"{type(config).__name__}." if prefix is None else prefix

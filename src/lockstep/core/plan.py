@@ -17,12 +17,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from lockstep.core.seeding import permutation_key
 from lockstep.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _ROUNDS = 6
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -155,6 +159,15 @@ class Share:
     def longest(self, items: int) -> int:
         """The most items of any holder."""
         return -(-items // self.holders)
+
+    def in_order(self, rows: Tensor, items: int) -> Tensor:
+        """A row for each item, shape (items, ...), from those of the holders, shape (holders, longest, ...)."""
+        if self.rounds or self.interleaved or self.holders == 1:
+            return rows.transpose(0, 1).flatten(0, 1)[:items]
+        import torch
+
+        held = [len(share(items, self.holders, holder)) for holder in range(self.holders)]
+        return torch.cat([part[:count] for part, count in zip(rows, held)])
 
 
 @dataclass(frozen=True, kw_only=True)

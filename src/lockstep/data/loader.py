@@ -142,8 +142,6 @@ class StepLoader(_Prefetching[tuple[int, int], tuple[Iterator[_Held], Iterator[A
         Leaving the loop early is fine; beginning another iteration ends this one.
 
         Args:
-            epoch: number of the epoch.
-            first: position of the first step.
             at_end: called when the last step has been read and is about to be given: the workers are free.
         """
         if self._share.holder is None:

@@ -353,7 +353,6 @@ class SampleReader:
         """Reads several micro-batches of a step, in one call if rows are independent.
 
         Args:
-            epoch: of the samples' keys.
             indices: the samples of all of them.
             sizes: samples of each; empty for a single one.
         """

@@ -60,8 +60,10 @@ def drop_process_groups(*holders: object) -> None:
 
 
 @stack_marker(Mark.WAITS_FOR_EXCHANGE)
-def gather_json(value: object, group: dist.ProcessGroup, device: torch.device) -> list[Any]:
-    """Gathers a JSON value from every rank, by rank. Collective: every rank of ``group`` must call this."""
+def gather_json(value: object, group: dist.ProcessGroup | None, device: torch.device) -> list[Any]:
+    """Gathers a JSON value from every rank, by rank; without a group only this process's. Collective."""
+    if group is None:
+        return [value]
     device = exchange_device(group, device)
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
     sizes = all_gather_rows(torch.tensor([len(data)], device=device), group).flatten().tolist()

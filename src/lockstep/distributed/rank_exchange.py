@@ -205,8 +205,6 @@ def open_exchange(
     """The exchange between the ranks of ``group``: through memory where they can share it. Collective.
 
     Args:
-        group: the ranks.
-        device: where the tensors are.
         timeout: seconds a rank waits for another in shared memory.
         shared: whether shared memory may be used.
     """

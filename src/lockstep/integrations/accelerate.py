@@ -283,9 +283,7 @@ class Accelerator:
             self._wait()
 
     def _wait(self) -> None:
-        group = self.run._session.group
-        if group is not None:
-            gather_json(None, group, self.device)
+        gather_json(None, self.run._session.group, self.device)
 
     def save(self, value: Any, path: Any, **_: Any) -> None:
         """Saves with ``torch.save`` on the main process."""

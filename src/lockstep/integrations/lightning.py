@@ -161,8 +161,7 @@ class LightningTrainer:
         module.trainer = stand_in  # where self.log, self.trainer and self.current_epoch lead to
         if run.world.local_rank == 0:
             module.prepare_data()
-        if run._session.group is not None:
-            gather_json(None, run._session.group, run.device)  # the others wait for the data
+        gather_json(None, run._session.group, run.device)  # the others wait for the data
         module.setup("fit")
         module.configure_model()
         self.num_training_batches = run.steps_per_epoch(train_dataloaders, model=module)

@@ -404,7 +404,7 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
             outputs, labels = rows.unpacked(packed, len(data), group, run.device)
         if self.compute_metrics is not None and outputs is not None and labels is not None:
             found = denumpify_detensorize(self.compute_metrics(EvalPrediction(outputs, labels)))
-            metrics |= found if group is None else gather_json(found, group, run.device)[0]
+            metrics |= gather_json(found, group, run.device)[0]
         begin = f"{prefix}_"
         named = {name if name.startswith(begin) else begin + name: value for name, value in metrics.items()}
         return PredictionOutput(outputs, labels, named)

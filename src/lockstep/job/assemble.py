@@ -135,7 +135,7 @@ def balance(run: Run, model: nn.Module, training_set: Any) -> None:
     strategy = run.strategy
     if not isinstance(strategy, ModelParallel | Pipeline) or not strategy.partition.missing:
         return
-    points, problem, group = [], "", run._session.group
+    points, problem = [], ""
     try:
         if run.is_main:
             forward_pass = ForwardPass(model, run._precision, run.device, run.options.channels_last)
@@ -144,8 +144,7 @@ def balance(run: Run, model: nn.Module, training_set: Any) -> None:
                 points = strategy.partition.measure(model, inputs)
     except ConfigError as error:
         problem = str(error)
-    if group is not None:
-        points, problem = gather_json([points, problem], group, run.device)[0]
+    points, problem = gather_json([points, problem], run._session.group, run.device)[0]
     if problem:
         raise ConfigError(problem)
     strategy.partition.points = points

@@ -87,8 +87,7 @@ def record(trainer: Trainer, config: JobConfig, folder: Path) -> AuditRecorder |
 
 def _shares(run: Run) -> list[Share]:
     """The share of each rank, by rank. Collective."""
-    group, mine = run.strategy.all_ranks, asdict(run.strategy.share)
-    everyone = gather_json(mine, group, run.device) if group is not None else [mine]
+    everyone = gather_json(asdict(run.strategy.share), run.strategy.all_ranks, run.device)
     return [Share(**each) for each in everyone]
 
 

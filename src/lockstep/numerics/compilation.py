@@ -99,7 +99,6 @@ def require_repeatable(name: str, compiled: object, *, on_gpu: bool, is_determin
     Args:
         name: of what was compiled, for the message.
         compiled: a module or function; nothing is required of one that torch.compile has not made.
-        on_gpu: whether it runs on a CUDA device.
         is_deterministic: whether the run promises bits.
     """
     by_method = getattr(compiled, "_compiled_call_impl", None)

@@ -33,7 +33,6 @@ class Precision:
 
     Args:
         name: the format.
-        device: of the run.
         micro_batch_size: samples whose losses are added up before a backward pass.
         scaling: arguments of ``GradScaler``; ``init_scale`` is chosen by ``micro_batch_size`` where it is None.
     """

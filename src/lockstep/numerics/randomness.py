@@ -84,7 +84,6 @@ class KeyedRandomness:
 
     Args:
         model: the model; hooks are added to its units and taken away by ``remove``.
-        seed: the run's seed.
         device: whose generator the model draws from; the CPU's is always seeded too.
         others: further devices that parts of the model draw on.
         units_only: True where parts of the model run in other processes, so that what is drawn outside of every unit

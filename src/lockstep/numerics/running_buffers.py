@@ -23,8 +23,6 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from lockstep.core.fingerprint import digest_tensors
-from lockstep.core.plan import Share
-from lockstep.core.summation_tree import TreeStack
 from lockstep.errors import ConfigError
 from lockstep.text import shorten
 
@@ -343,17 +341,6 @@ class RunningBuffers:
                     "running_buffers adds up exactly. Count in larger units, or outside of the forward pass."
                 )
             location.buffer.copy_(before + sums.view(before.shape).to(before.dtype))
-
-    def finish_step_from_rows(self, rows: Tensor, share: Share, leaves: int, advanced: Tensor) -> None:
-        """Sets the new values from those of all micro-batches, shape (ranks, longest share, numel)."""
-        held = (
-            (k, row) for rank in range(share.holders) for k, row in zip(share.of(leaves, rank), rows[rank])
-        )
-        stack = TreeStack[Tensor](leaves, lambda left, right: left.add_(right))
-        for k, row in sorted((pair for pair in held if pair[0] < leaves), key=lambda pair: pair[0]):
-            stack.push_leaf(k, row)
-        (total,) = stack.take().values()
-        self.finish_step(total, leaves, advanced)
 
     def _take_back(self, *, keep: bool) -> None:
         """Makes the model hold our views again where it was given other tensors, as ``self.mean = ...`` does."""

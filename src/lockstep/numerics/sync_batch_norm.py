@@ -22,8 +22,9 @@ with the statistics as constants, on CPU and CUDA, in any memory format.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -41,11 +42,11 @@ from lockstep.errors import ConfigError
 class Rows(Protocol):
     """Gathers a row of numbers of each part of a batch."""
 
-    def at(self, name: str) -> Rows:
-        """The same, for the BatchNorm of this name."""
+    def gather(self, row: Tensor, name: str) -> Tensor:
+        """The rows of all parts in order, shape (parts, n), from one of shape (n,), float64. Waits for all parts.
 
-    def gather(self, row: Tensor) -> Tensor:
-        """The rows of all parts in order, shape (parts, n), from one of shape (n,), float64. Waits for all parts."""
+        ``name`` is that of the BatchNorm that asks.
+        """
 
 
 class RankRows:
@@ -64,11 +65,7 @@ class RankRows:
         own = open_group(dist.get_process_group_ranks(group), device=device)
         return cls(open_exchange(own, device, timeout, shared))
 
-    def at(self, name: str) -> RankRows:
-        """The same: all ranks call the same BatchNorm."""
-        return self
-
-    def gather(self, row: Tensor) -> Tensor:
+    def gather(self, row: Tensor, name: str = "") -> Tensor:
         """The rows of all ranks, shape (ranks, n), from one of shape (n,), float64. Collective; waits for all ranks.
 
         Raises:
@@ -114,12 +111,12 @@ class Moments:
         return self.variance * (self.count / (self.count - 1))
 
 
-def gather_moments(x: Tensor, rows: Rows, counts: bool = True) -> Moments:
+def gather_moments(x: Tensor, gather: Callable[[Tensor], Tensor], counts: bool = True) -> Moments:
     """The moments over the values of all parts. Collective: every rank must call this, with or without values.
 
     Args:
         x: this part's values, shape (n, channels, ...); n may be 0.
-        rows: exchanges with the other parts.
+        gather: see ``Rows.gather``.
         counts: whether these values are part of the batch; without, they only join.
     """
     channels = x.shape[1]
@@ -130,7 +127,7 @@ def gather_moments(x: Tensor, rows: Rows, counts: bool = True) -> Moments:
         row[0].fill_(count)  # an assignment copies the number to the device, which the host waits for
         row[1 : channels + 1] = mean
         row[channels + 1 :] = variance.double() * count
-    gathered = rows.gather(row)
+    gathered = gather(row)
     n, means, squares = gathered[:, :1], gathered[:, 1 : channels + 1], gathered[:, channels + 1 :]
     count_of_all = fold_rows(n)
     mean_of_all = fold_rows(n * means) / count_of_all
@@ -156,7 +153,7 @@ class NormaliseByAll(torch.autograd.Function):
         variance: Tensor,
         count: Tensor,
         eps: float,
-        rows: Rows,
+        gather: Callable[[Tensor], Tensor],
         counts: bool,
     ) -> Tensor:
         """The normalised x, of its type, memory format and shape (n, channels, ...), where n may be 0.
@@ -167,7 +164,7 @@ class NormaliseByAll(torch.autograd.Function):
         dtype = statistics_dtype(x)
         mean, variance = mean.to(dtype), variance.to(dtype)
         ctx.save_for_backward(x, weight, mean, variance, count)
-        ctx.eps, ctx.rows, ctx.counts = eps, rows, counts
+        ctx.eps, ctx.gather, ctx.counts = eps, gather, counts
         ctx.bias_dtype = None if bias is None else bias.dtype
         weight, bias = (None if each is None else each.to(dtype) for each in (weight, bias))
         return _normalise(x, weight, bias, mean, variance, eps)
@@ -182,7 +179,7 @@ class NormaliseByAll(torch.autograd.Function):
         sums = torch.zeros(2 * channels, dtype=torch.float64, device=x.device)
         if ctx.counts and x.numel():
             sums[:channels], sums[channels:] = _sums(gradient, x, mean, variance, ctx.eps)
-        of_all = (fold_rows(ctx.rows.gather(sums)) / count).to(dtype)
+        of_all = (fold_rows(ctx.gather(sums)) / count).to(dtype)
         needs_x = ctx.needs_input_grad[0]
         return (
             _gradient_of_x(ctx, saved, gradient, of_all[:channels], of_all[channels:]) if needs_x else None,
@@ -235,6 +232,7 @@ class SyncBatchNorm(_BatchNorm):
 
     rows: Rows
     """Exchanges with the other parts."""
+    name_in_model: str = ""
     counts: bool = True
     """True if the rows that this rank gives belong to the batch; without, it joins the others and is normalised as
     they are, but changes no statistics and no gradient."""
@@ -249,8 +247,9 @@ class SyncBatchNorm(_BatchNorm):
         if not self.training:
             return super().forward(input)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]  # torch's
+        gather = partial(self.rows.gather, name=self.name_in_model)
         with torch.no_grad():
-            moments = gather_moments(input, self.rows, self.counts)
+            moments = gather_moments(input, gather, self.counts)
             if input.device.type == "cpu" and moments.count < 2:
                 raise ConfigError(
                     f"A synchronised BatchNorm got {int(moments.count)} value(s) per channel over the whole batch, but "
@@ -259,7 +258,7 @@ class SyncBatchNorm(_BatchNorm):
             self._track(moments.mean, moments.unbiased)
         output: Tensor = NormaliseByAll.apply(  # type: ignore[no-untyped-call]  # torch's stub
             *(input, self.weight, self.bias, moments.mean, moments.variance, moments.count),
-            *(self.eps, self.rows, self.counts),
+            *(self.eps, gather, self.counts),
         )
         return output
 
@@ -331,5 +330,6 @@ def synchronise(model: nn.Module, rows: Rows) -> dict[str, SyncBatchNorm]:
             )
     for name, module in found.items():
         module.__class__ = _SYNCHRONISED.get(type(module), type(module))
-        module.rows = rows.at(name)  # type: ignore[assignment]  # torch takes every attribute for a tensor or module
+        module.rows = rows  # type: ignore[assignment]  # torch takes every attribute for a tensor or module
+        module.name_in_model = name
     return {name: module for name, module in found.items() if isinstance(module, SyncBatchNorm)}

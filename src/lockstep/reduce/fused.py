@@ -73,7 +73,6 @@ class SymmetricMemory:
     Args:
         size: bytes.
         group: the ranks, all on one host.
-        device: of this rank.
         timeout: seconds after which a barrier ends the process with a CUDA error.
     """
 
@@ -103,7 +102,6 @@ class FusedReducer(OrderedReducer):
 
     Args:
         group: the data-parallel ranks; headers, and buckets of integers, go over it.
-        device: where the buckets are.
         open_memory: makes ``PeerMemory`` of a number of bytes. Collective.
     """
 
@@ -257,8 +255,6 @@ def open_fused(
 
     Args:
         ordered: sums by collectives; nothing is allocated yet.
-        group: the data-parallel ranks.
-        device: where the buckets are.
         timeout: seconds after which a barrier ends the process.
         open_memory: as ``SymmetricMemory``, which takes the place of it in tests.
     """

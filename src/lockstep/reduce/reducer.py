@@ -88,7 +88,6 @@ class Reducer(ABC):
         """The flat tensor into which this rank writes its node number ``slot`` of a bucket.
 
         Args:
-            bucket: number of the bucket.
             slot: number of the node among this rank's.
             turn: of which staging memory, which stays the same over the run; by default the current step's.
         """

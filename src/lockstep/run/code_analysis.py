@@ -33,7 +33,6 @@ def live_names(code: CodeType, offset: int) -> frozenset[str]:
     are not followed.
 
     Args:
-        code: of a function or a module.
         offset: of the instruction, or of a cache behind it, in bytes, as ``frame.f_lasti``.
     """
     offsets, _, after = _live_around(code)

@@ -188,7 +188,6 @@ class EpochLoop:
         """Tells ``variables`` and ``key_random_numbers`` from here on where the user's code goes on.
 
         Args:
-            variables: notes what the loop keeps in its variables.
             key_random_numbers: called with a place in the loop and its number, before the user's code goes on there.
         """
         self._variables, self._key = variables, key_random_numbers

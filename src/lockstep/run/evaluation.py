@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from lockstep.core.plan import Share
 from lockstep.data.batch import DeviceTransform, MicroBatch
 from lockstep.data.loader import EvaluationLoader
 from lockstep.errors import ConfigError, RankError
@@ -222,26 +221,6 @@ def _warn_if_within_epoch(run: Run) -> None:
             "resumed within the epoch. Do it under 'if not run.position.done:'.",
             *(run.position.epoch + 1, run.position.done),
         )
-
-
-def gathered_in_order(rows: Tensor, count: int, share: Share, strategy: Strategy) -> Tensor:
-    """The rows of all holders for their micro-batches, in order of ``k``. Collective.
-
-    Args:
-        rows: this holder's, float64, shape (longest share, ...).
-        count: micro-batches of all holders.
-        share: who holds which.
-        strategy: over whose processes they are gathered.
-
-    Returns:
-        Shape (count, ...).
-    """
-    gathered = strategy.gather(rows.view(-1)).view(share.holders, *rows.shape)
-    ordered = rows.new_zeros(share.holders * len(rows), *rows.shape[1:])
-    for holder, part in enumerate(gathered):
-        held = share.of(count, holder)  # not as a list, which would be copied to the device and waited for
-        ordered[held.start : held.stop : held.step] = part[: len(held)]
-    return ordered[:count]
 
 
 def predict_in_order(

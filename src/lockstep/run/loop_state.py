@@ -103,7 +103,6 @@ class LoopState:
 
     Args:
         known: the ids of objects that checkpoints hold.
-        is_main: whether this process warns.
         settings: gives the numbers with which optimizers step now.
         hooks: gives those of the optimizers' steps.
     """
@@ -337,10 +336,6 @@ class LoopState:
         may: what is set anew in each epoch has one value at the start of every one.
 
         Args:
-            name: of the variable.
-            text: of its value now.
-            before: at the checkpoint.
-            found: all variables.
             is_taken: its value is one that the script takes from the run, which is another one now.
         """
         first, start = self._first.get(name), self._stored["start"].get(name)

@@ -33,7 +33,7 @@ from lockstep.run.checks.means import (
     reasons,
     reasons_with_model,
 )
-from lockstep.run.evaluation import OpenEvaluation, evaluation, gathered_in_order, predict, require_rows
+from lockstep.run.evaluation import OpenEvaluation, evaluation, predict, require_rows
 from lockstep.run.step import sum_and_weight, with_exact_mean
 from lockstep.run.step_errors import explain_loss
 from lockstep.runtime.torch_internals import OVERWRITTEN
@@ -104,7 +104,6 @@ def evaluate_means(
     number, see ``means``.
 
     Args:
-        opened: the samples and the model.
         metrics: functions of (output, target); see ``step.sum_and_weight`` for what they may return.
         unchecked: names of the metrics that are new; the same on every rank.
 
@@ -225,7 +224,7 @@ class _SumsAndWeights:
 
     def of_all(self) -> dict[Any, Tensor]:
         """For each metric those of all micro-batches in order of ``k``, shape (count, 2). Collective."""
-        ordered = gathered_in_order(self._rows, self._count, self._share, self._strategy)
+        ordered = self._strategy.gather_in_order(self._rows, self._count, self._share)
         return {name: ordered[:, column] for name, column in self._columns.items()}
 
 

@@ -45,7 +45,6 @@ class GradientState:
         optimizers: the user's own; a step of one that does not go through ``step`` is refused.
         strategy: knows who else holds a part of the gradients.
         precision: with the scaler of the loss; None where none is needed.
-        parameters: of the prepared model, by name.
         frozen: the names of those that required no gradient when the run was prepared.
     """
 
@@ -92,7 +91,6 @@ class GradientState:
 
         Args:
             members: the names of the parameters in each group of each.
-            parameters: of the prepared model, by name.
         """
         shared = [
             SharedGroups.of(optimizer, own, parameters, self._strategy)
@@ -427,8 +425,6 @@ class PreparedOptimizer(Optimizer):
     """Stands for the user's optimizer; groups, state and hyperparameters are the very same objects.
 
     Args:
-        optimizer: the user's optimizer.
-        gradients: of the run.
         shared: the groups as the user sees them, where the optimizer itself holds parts; None where it has them all.
     """
 

@@ -62,7 +62,6 @@ class OwnPasses:
 
     Args:
         run: a prepared run, of strategy ``ddp`` or ``single``.
-        batch: from ``run.batches``.
         spare: an earlier micro-batch, which is given where this process has none, so that the loop's body runs as
             often as on the others; its loss counts for nothing.
 

@@ -538,14 +538,17 @@ def context_of_run(
 def hyperparameters(optimizers: Sequence[Optimizer]) -> dict[str, str]:
     """Every hyperparameter of every group of every optimizer as text, to compare over ranks."""
     return {
-        f"{key} of optimizer {number}, group {position}": repr(
-            value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
-        )
+        f"{key} of optimizer {number}, group {position}": repr(plain_number(value))
         for number, optimizer in enumerate(optimizers)
         for position, group in enumerate(optimizer.param_groups)
         for key, value in group.items()
         if key not in ("params", "param_names")
     }
+
+
+def plain_number(value: Any) -> Any:
+    """The number in a tensor of one entry; any other value as it is."""
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
 def implementation(optimizer: Optimizer) -> str:

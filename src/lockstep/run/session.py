@@ -126,7 +126,6 @@ class RunSession:
     """Opens the process group for the life of the process, or joins the one that is open.
 
     Args:
-        world: who this process is.
         threads: CPU threads of this process; None for what the launcher set, or 1.
         timeout: seconds after which a collective fails.
         devices: how many consecutive GPUs each process uses.

@@ -25,8 +25,6 @@ class SharedGroups:
     Args:
         optimizer: the user's, which holds parts.
         members: the names of the parameters in each group; gets those of groups that are added.
-        parameters: of the prepared model, by name.
-        strategy: whose parts.
         shares_all: True if every process has a part of each trained parameter, and so knows what state there is.
     """
 

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from lockstep import checkpoint
 from lockstep.checkpoint import CheckpointState, optimizer_state
 from lockstep.core.fingerprint import Context
+from lockstep.core.values import short_text
 from lockstep.data.images.decoding import jpeg_decoder
 from lockstep.distributed.collectives import gather_json
 from lockstep.errors import CheckpointError, CheckpointMismatch, ConfigError
@@ -29,7 +30,7 @@ from lockstep.run.checks.agreement import made_otherwise, source_digests
 from lockstep.run.epoch_loop import Position
 from lockstep.run.loop_state import LoopState
 from lockstep.run.optimizer_step import GradientState, PreparedOptimizer
-from lockstep.run.prepare import Parts, PreparedModel, frozen_parameters
+from lockstep.run.prepare import Parts, PreparedModel, frozen_parameters, plain_number
 from lockstep.run.step import ForwardPass
 from lockstep.strategies import IndependentStrategy, Strategy
 from lockstep.strategies.absent import AbsentParameter
@@ -46,7 +47,7 @@ _TENSOR = "tensor|"
 """Marks what stands for a tensor in a scheduler's state."""
 _OF_OBJECTS = frozenset({"lr_lambdas", "_scale_fn_custom"})
 """In the state of a scheduler: attributes of what it calls for a learning rate; None for a function."""
-_MOST_LINES, _MOST_CHARACTERS = 5, 60
+_MOST_LINES = 5
 _UNSAVED = {
     "unsaved": ("which no state_dict() has", "Keep it in self.state[parameter] of the optimizer"),
     "unsaved_optimizers": (
@@ -174,14 +175,14 @@ class RunState:
             for position, group in enumerate(optimizer.param_groups)
         }
         states = {
-            f"scheduler {number}": _plain(each.state_dict())
+            f"scheduler {number}": _scheduler_as_json(each.state_dict())
             for number, each in enumerate(self.parts.schedulers)
         }
         self.settings = {
-            f"{key} of {whose}": repr(_number(value))
+            f"{key} of {whose}": repr(plain_number(value))
             for whose, made_with in {**groups, **states}.items()
             for key, value in made_with.items()
-            if key not in _HOW and _is_plain(_number(value))
+            if key not in _HOW and _is_plain(plain_number(value))
         }
         self._made_groups = [len(each.param_groups) for each in self.parts.optimizers]
         self._attributes = Attributes(self.parts, self.idle)
@@ -314,8 +315,7 @@ class RunState:
         stored = kept if keep else {}
         if not self.strategy.replicated:
             mine = [sorted(kept.keys() - zeros), sorted(kept)]
-            group, device = self.strategy.all_ranks, self.strategy.device
-            everyone = [mine] if group is None else gather_json(mine, group, device)
+            everyone = gather_json(mine, self.strategy.all_ranks, self.strategy.device)
             others, known = ({name for names in of_ranks for name in names} for of_ranks in zip(*everyone))
             zeros = known - others  # on a rank without rows, or with some, there may be nothing but zeros
             if isinstance(self.strategy, IndependentStrategy):  # whose servers clear all gradients
@@ -364,7 +364,7 @@ class RunState:
             self.precision.scaler.load_state_dict({**own, **{key: written["scaler"][key] for key in kept}})
         self.precision.skipped_steps = int(written.get("skipped_steps", 0))
         for scheduler, stored in zip(self.parts.schedulers, written["schedulers"]):
-            scheduler.load_state_dict(_like(scheduler.state_dict(), stored))
+            scheduler.load_state_dict(_scheduler_from_json(scheduler.state_dict(), stored))
         self.position.load_state_dict(written["position"])
         for optimizer in self.parts.optimizers if self.position.step else ():
             optimizer._opt_called = True  # type: ignore[attr-defined]  # or a scheduler that is stepped first warns
@@ -451,7 +451,7 @@ class RunState:
             "context": self.context.as_dict(),
             "scaler": scaler.state_dict() if scaler is not None else {},
             "skipped_steps": self.precision.skipped_steps,
-            "schedulers": [_plain(each.state_dict()) for each in self.parts.schedulers],
+            "schedulers": [_scheduler_as_json(each.state_dict()) for each in self.parts.schedulers],
             "settings": self.settings,
             "torch_settings": torch_settings(),
             "made_groups": self._made_groups,
@@ -508,7 +508,7 @@ class RunState:
         owners = {key: key.partition(" of ")[2] for key in changed}
         explained = {owner for key, owner in owners.items() if not key.startswith("_")}
         others = [
-            f"{key}: {_cut(stored[key])} in the checkpoint's run, {_cut(here)} here"
+            f"{key}: {short_text(stored[key])} in the checkpoint's run, {short_text(here)} here"
             for key, here in changed.items()
             if not key.startswith("_")
             or owners[key] not in explained  # a private one follows from the others
@@ -557,14 +557,6 @@ def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}..."
-
-
-def _number(value: Any) -> Any:
-    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-
-
 def _is_plain(value: Any) -> bool:
     """True for numbers, texts and what is made of them, whose text is the same in every process."""
     if isinstance(value, Mapping):
@@ -574,7 +566,7 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | complex | str)
 
 
-def _plain(state: Any) -> Any:
+def _scheduler_as_json(state: Any) -> Any:
     """A scheduler's state, and those inside of it, without functions, which the user's code makes again.
 
     Of an object that is called for a learning rate, as LambdaLR may have, its plain attributes.
@@ -584,13 +576,13 @@ def _plain(state: Any) -> Any:
     if isinstance(state, Tensor) and state.numel() <= _MOST_NUMBERS:  # as learning rates may be
         return {_TENSOR: _as_json("of a scheduler", state)}
     if isinstance(state, list):
-        return [_plain(each) for each in state]
+        return [_scheduler_as_json(each) for each in state]
     if not isinstance(state, dict):
         return state
     kept = {key: value for key, value in state.items() if not callable(value)}
     for key in _OF_OBJECTS & kept.keys():
         kept[key] = _plain_attributes(kept[key])
-    return {key: _plain(value) for key, value in kept.items()}
+    return {key: _scheduler_as_json(value) for key, value in kept.items()}
 
 
 def _plain_attributes(objects: Any) -> Any:
@@ -599,7 +591,7 @@ def _plain_attributes(objects: Any) -> Any:
     return objects and {name: value for name, value in objects.items() if _is_plain(value)}
 
 
-def _like(own: Any, stored: Any) -> Any:
+def _scheduler_from_json(own: Any, stored: Any) -> Any:
     """The stored state in the types of the scheduler's own."""
     if isinstance(own, Counter):
         return Counter({int(name): count for name, count in stored.items()})
@@ -608,10 +600,13 @@ def _like(own: Any, stored: Any) -> Any:
         return tensor.to(own.device) if isinstance(own, Tensor) else tensor
     if isinstance(stored, list):
         mine = own if isinstance(own, list) and len(own) == len(stored) else [None] * len(stored)
-        return [_like(*pair) for pair in zip(mine, stored)]
+        return [_scheduler_from_json(*pair) for pair in zip(mine, stored)]
     if isinstance(stored, dict):
         known = own if isinstance(own, dict) else {}
-        return {**known, **{key: _like(known.get(key), value) for key, value in stored.items()}}
+        return {
+            **known,
+            **{key: _scheduler_from_json(known.get(key), value) for key, value in stored.items()},
+        }
     return stored
 
 

@@ -209,7 +209,6 @@ def sum_and_weight(value: Any, samples: int) -> tuple[Tensor, Tensor]:
     Args:
         value: a 0-dim tensor, taken as the mean over the samples; a tensor of one entry per sample or token; or the
             pair ``(sum, weight)``.
-        samples: rows of the micro-batch.
     """
     if isinstance(value, tuple) and len(value) == 2:
         total, weight = map(_plain, value)

@@ -31,7 +31,7 @@ from lockstep.errors import ConfigError
 from lockstep.numerics.hidden_state import Snapshot
 from lockstep.numerics.precision import dtype_named
 from lockstep.run.checks.short_step import with_own_data
-from lockstep.run.evaluation import gathered_in_order, require_exact
+from lockstep.run.evaluation import require_exact
 from lockstep.run.step import StepCompute, wide
 from lockstep.run.step_errors import no_gradient, no_value
 from lockstep.strategies import IndependentStrategy, Strategy
@@ -239,7 +239,7 @@ def _gathered(
     for row, output in zip(rows, outputs):
         for place, tensor in zip(torch.split(row, widths), output.tensors):
             place[: tensor.numel()] = tensor.detach().reshape(-1)
-    ordered = gathered_in_order(rows, plan.leaves, strategy.share, strategy)
+    ordered = strategy.gather_in_order(rows, plan.leaves)
     whole = []
     for (dtype, has_rows, shape), count, column in zip(form, numbers, torch.split(ordered, widths, 1)):
         kind = dtype_named(dtype)

@@ -215,9 +215,7 @@ class AbsentParameter(AbsentTensor, nn.Parameter):
 
         Args:
             parameter: that will be of this class, always or at times.
-            name: of it.
             rows: those of this rank, which have the gradient; None where it never has values here.
-            absence: for messages.
             part_of: gives the part that ``rows`` has of a tensor of the whole's shape.
             is_ever_whole: False if the model computes with ``rows`` in its place.
         """

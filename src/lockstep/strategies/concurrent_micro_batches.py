@@ -54,11 +54,7 @@ class _Abandoned(BaseException):
 
 
 class Task(ABC):
-    """A function that runs in a thread, and waits for others like it.
-
-    Args:
-        number: its place among them.
-    """
+    """A function that runs in a thread, and waits for others like it."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -83,12 +79,7 @@ class Task(ABC):
 
 
 class TaskThreads:
-    """Runs functions in threads of their own, one at a time and in a fixed order, that wait for each other.
-
-    Args:
-        threads: intra-op threads of each.
-        device: that they compute on.
-    """
+    """Runs functions in threads of their own, one at a time and in a fixed order, that wait for each other."""
 
     def __init__(self, threads: int, device: torch.device) -> None:
         self._threads, self._device = threads, device
@@ -229,39 +220,29 @@ def _other_way(tasks: Sequence[Task]) -> ConfigError:
 class MicroBatchRows:
     """Gathers a row of each micro-batch of a step, on whichever rank it runs.
 
-    Outside of ``run.backward`` a row is that of one call, and all ranks must make it.
-
-    Args:
-        tasks: the micro-batches of this rank.
-        ranks: exchanges with the other ranks.
-        holders: share of the micro-batches.
-        micro_batches: K of the recipe.
+    Outside of ``run.backward`` a row is that of one call, and all ranks must make it. A model's copies share this.
     """
 
     def __init__(self, tasks: TaskThreads, ranks: RankRows, holders: Share, micro_batches: int) -> None:
         self._tasks, self._ranks, self._share = tasks, ranks, holders
         self._longest = holders.longest(micro_batches)
-        self._numbers: dict[str, int] = {}
+        self.names: Sequence[str] = ()
+        """Of the BatchNorms, in an order that all ranks have."""
         self._leaves = 0
         self._begun = 0
-
-    def at(self, name: str) -> RowsOfModule:
-        """See ``Rows.at``."""
-        self._numbers[name] = len(self._numbers)
-        return RowsOfModule(self, name)
 
     def begin(self, leaves: int) -> None:
         """Starts a step of ``leaves`` micro-batches."""
         self._leaves = leaves
         self._begun += 1
 
-    def gather(self, row: Tensor, name: str = "") -> Tensor:
+    def gather(self, row: Tensor, name: str) -> Tensor:
         """The rows of all micro-batches of the step in order of k, shape (leaves, n), at the BatchNorm of this name."""
         if self._tasks.current is None:
             return self._ranks.gather(row)
         # There is a count beside two numbers of each channel
         kind = "forward" if row.numel() % 2 else "backward"
-        numbered = torch.cat([row, row.new_full((1,), self._numbers[name])])
+        numbered = torch.cat([row, row.new_full((1,), self.names.index(name))])
         return self._tasks.wait(f"the {kind} pass of {name or 'the model'!r}", numbered)
 
     def meet(self, place: str, tasks: Sequence[Task]) -> Tensor:
@@ -275,8 +256,7 @@ class MicroBatchRows:
         gathered = self._ranks.gather(padded.view(-1)).view(self._ranks.ranks, *padded.shape)
         if own.device.type == "cpu" or self._begun <= _STEPS_COMPARED:
             self._compare(place, gathered[:, 0, -1])
-        counts = [len(share(self._leaves, self._share.holders, rank)) for rank in range(self._share.holders)]
-        return torch.cat([rows[:count] for rows, count in zip(gathered, counts)])[:, :-1]
+        return self._share.in_order(gathered, self._leaves)[:, :-1]
 
     def _compare(self, place: str, numbers: Tensor) -> None:
         """Raises ``ConfigError`` on every rank where one is at another BatchNorm."""
@@ -292,22 +272,7 @@ class MicroBatchRows:
         self._tasks.close()
         self._ranks.release()
 
-
-class RowsOfModule:
-    """``MicroBatchRows`` at one BatchNorm. A model's copies share it."""
-
-    def __init__(self, rows: MicroBatchRows, name: str) -> None:
-        self._rows, self._name = rows, name
-
-    def at(self, name: str) -> RowsOfModule:
-        """See ``Rows.at``."""
-        return self._rows.at(name)
-
-    def gather(self, row: Tensor) -> Tensor:
-        """See ``MicroBatchRows.gather``."""
-        return self._rows.gather(row, self._name)
-
-    def __deepcopy__(self, memo: dict[int, object]) -> RowsOfModule:
+    def __deepcopy__(self, memo: dict[int, object]) -> MicroBatchRows:
         return self
 
     def __reduce__(self) -> tuple[type[RankRows], tuple[None]]:
@@ -320,11 +285,6 @@ class _MicroBatchTask(Task):
 
     Args:
         micro_batch: one of this rank's, or padding.
-        number: its place among them.
-        compute: of the step.
-        sums: of the step.
-        buffers: that the forward pass changes.
-        events: whose callbacks are told of its end.
         scale: factor on its gradients; 0 for padding.
     """
 
@@ -384,11 +344,8 @@ class SynchronizedReplicas(Replicated):
     """Replicas with the statistics of every BatchNorm over the micro-batches of all ranks.
 
     Args:
-        device: where the model is trained.
-        micro_batches: K of the recipe.
         ranks: exchanges the statistics between the processes.
         reducer: see ``Replicated``; None for one process, which is the reference of several.
-        group: see ``Replicated``.
     """
 
     def __init__(
@@ -414,6 +371,7 @@ class SynchronizedReplicas(Replicated):
             ConfigError: the model has no BatchNorm, or one whose forward pass is not torch's.
         """
         self._norms = synchronise(model, self._rows)
+        self._rows.names = [*self._norms]
         return super().setup_model(model)
 
     def backward(self, batch: Batch, compute: Compute, *, scale: float, stop: int) -> StepResult:

@@ -70,7 +70,8 @@ class Replica:
         self.tree = tree or GradientTree(trainable, None)
         running = RunningBuffers.names(model, declared)
         self._others = {name: b for name, b in model.named_buffers() if name not in running}
-        self._own = tree is not None
+        self._is_known = tree is not None
+        """True once it is known what the loss is computed from: of the user's own model, from the start."""
         self._hooks_seen = hooks_made()
 
     def follow(self, first: Replica) -> None:
@@ -100,9 +101,9 @@ class Replica:
         Raises:
             ConfigError: the loss reached for parameters of the user's model beside the output of this replica.
         """
-        if self._own:
+        if self._is_known:
             return
-        self._own = True
+        self._is_known = True
         names: dict[Tensor, str] = {each: name for name, each in first.named_parameters()}
         for variable in variables_of(loss):
             if variable in names:
@@ -208,7 +209,6 @@ class DataParallel(Replicated):
 
     Args:
         devices: of the replicas; the first is the user's model's. One device may occur several times.
-        micro_batches: K of the recipe.
         threads: intra-op threads of each replica.
     """
 

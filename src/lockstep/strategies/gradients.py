@@ -46,7 +46,6 @@ class StepHeader:
 
     Args:
         share: which micro-batches a holder computes.
-        micro_batches: K of the recipe.
         parameters: how many are counted.
         counters: of the running buffers.
         flags: how many; the first is why a holder was asked to stop.
@@ -57,7 +56,6 @@ class StepHeader:
     ) -> None:
         self._share, self._longest = share, share.longest(micro_batches)
         self._counts, self._flags = [parameters, counters], flags
-        self._orders: dict[int, Tensor] = {}
         self.size = 2 * self._longest + parameters + counters + flags
         """Size of a row."""
 
@@ -100,24 +98,13 @@ class StepHeader:
         """
         start = 2 * self._longest
         used, advanced = torch.split(rows[:, start : start + sum(self._counts)].sum(0), self._counts)
-        weight = fold_rows(self._in_order(rows, leaves, self._longest))
-        return self._in_order(rows, leaves, 0), weight, used, advanced
+        parts = torch.split(rows[:, :start], self._longest, 1)
+        losses, weights = (self._share.in_order(each, leaves) for each in parts)
+        return losses, fold_rows(weights), used, advanced
 
     def flag(self, rows: Tensor, number: int = 0) -> Tensor:
         """The largest over the holders of a flag, 0-dim."""
         return rows[:, self.size - self._flags + number].max()
-
-    def _in_order(self, rows: Tensor, leaves: int, first: int) -> Tensor:
-        share = self._share
-        numbers = [[k for k in share.of(leaves, holder) if k < leaves] for holder in range(share.holders)]
-        if len(numbers) == 1:
-            return rows[0, first : first + leaves]
-        entries = torch.cat([row[first : first + len(part)] for row, part in zip(rows, numbers)])
-        if not (share.interleaved or share.rounds):
-            return entries
-        if leaves not in self._orders:  # a copy to a device, which the host would wait for in each step
-            self._orders[leaves] = torch.tensor([k for part in numbers for k in part], device=rows.device)
-        return torch.empty_like(entries).index_copy_(0, self._orders[leaves], entries)
 
 
 @dataclass(slots=True, eq=False)
@@ -406,11 +393,8 @@ class StepSums:
 
     Args:
         parameters: trainable parameters by name; the same on every holder.
-        buffers: that the forward pass changes.
         reducer: sums over the holders; None for one.
         share: which micro-batches this holder runs.
-        micro_batches: K of the recipe.
-        device: of the losses.
         held, may_collect: see ``GradientTree``.
         events: whose callbacks are told of buckets and exchanges.
     """

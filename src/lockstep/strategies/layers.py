@@ -35,10 +35,7 @@ class ModelParallel(Replicated):
 
     Args:
         devices: of this process, in the order in which layers are given to them. On a CPU all are the same.
-        micro_batches: K of the recipe.
         options: where the model is cut.
-        reducer: sums gradients over the processes; None for one.
-        group: the processes; None for one.
     """
 
     name = "layers"

@@ -143,7 +143,6 @@ class RankWrites:
         """True if the code that changes a tensor has run on this rank; None where that is not known.
 
         Args:
-            name: of the tensor.
             surely: what ran elsewhere leaves a trace wherever the values are.
         """
         if name not in self.written:
@@ -191,12 +190,7 @@ def setting_values(strategy: Strategy) -> Iterator[None]:
 
 
 def one_sided_writes(strategy: Strategy, group: dist.ProcessGroup) -> dict[str, list[str]]:
-    """The tensors that the loop has not changed on all ranks since the last call, with what each rank did. Collective.
-
-    Args:
-        strategy: that knows which tensors are here.
-        group: all ranks.
-    """
+    """Tensors that the loop has not changed on all ranks since the last call, with what each rank did. Collective."""
     if strategy.writes is None and not strategy.absences:
         return {}
     written = {} if strategy.writes is None else strategy.writes.take()

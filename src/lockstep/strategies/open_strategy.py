@@ -40,10 +40,7 @@ def open_strategy(
     In a world of one, a strategy that lays out ranks is ``single``.
 
     Args:
-        options: the strategy's name, mesh and settings.
         group: all ranks; None for a world of one.
-        device: of this process.
-        events: whose callbacks the strategy tells what it does.
 
     Raises:
         ConfigError: the strategy is not known, or it does not fit the world.

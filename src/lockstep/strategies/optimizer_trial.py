@@ -73,7 +73,6 @@ def try_optimizer(
 
     Args:
         optimizer: as the user made it; neither it nor its parameters, nor any generator, is changed.
-        device: where it will step.
         members: the parameters of each group, if the optimizer holds parts of them.
     """
     inner = next((each for each in vars(optimizer).values() if isinstance(each, Optimizer)), None)

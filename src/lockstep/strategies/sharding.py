@@ -62,8 +62,6 @@ def squares_of_rows(
     Args:
         gradients: this rank's rows of each; None counts as zeros.
         rows: of each whole gradient.
-        device: where the sums are.
-        group: the ranks that hold rows.
     """
     ranks = dist.get_world_size(group)
     sizes = [-(-count // ranks) for count in rows]
@@ -79,8 +77,6 @@ def require_rows(model: nn.Module, strategy: str, *, permuted: bool = False) -> 
     """Raises ``ConfigError`` naming a parameter of a model that cannot be shared out by rows.
 
     Args:
-        model: with whole parameters.
-        strategy: for the message.
         permuted: whether a parameter may have its dimensions in another order in memory.
     """
     for name, parameter in model.named_parameters():
@@ -185,7 +181,6 @@ class GatheredParameter:
         name: its first name in the whole model.
         parameter: the user's, in memory of its own.
         rows: of each rank; all of them of one, where an optimizer must see the whole.
-        rank: this one.
         absence: why no process holds it, for messages.
         dtype: to gather and compute in; None for the parameter's own.
         offload: True to keep the rows in the CPU's memory.
@@ -257,13 +252,7 @@ class GatheredParameter:
 
 
 class GatheredBlock:
-    """The parameters that are gathered together.
-
-    Args:
-        parameters: of it, in order.
-        exchange: between the ranks that hold rows.
-        device: where the whole parameters are.
-    """
+    """The parameters that are gathered together."""
 
     def __init__(
         self, parameters: Sequence[GatheredParameter], exchange: RankExchange, device: torch.device

@@ -200,6 +200,17 @@ class Strategy(ABC):
         Where several ranks make up one holder, the row of the one that computes losses counts.
         """
 
+    def gather_in_order(self, rows: Tensor, items: int, share: Share | None = None) -> Tensor:
+        """A row for each of ``items`` micro-batches in order of ``k``, shape (items, ...). Collective.
+
+        Args:
+            rows: of this holder's, shape (longest share, ...).
+            share: of the micro-batches; by default that of a step.
+        """
+        share = share or self.share
+        gathered = self.gather(rows.view(-1)).view(share.holders, *rows.shape)
+        return share.in_order(gathered, items)
+
     def release(self) -> None:
         """Drops process groups, at the end of the run."""
         drop_process_groups(self)
@@ -216,7 +227,7 @@ class Strategy(ABC):
 
     def gather_records(self, value: Any) -> list[Any]:
         """The values of all processes that are left; they must survive JSON. Collective."""
-        return [value] if self.all_ranks is None else gather_json(value, self.all_ranks, self.device)
+        return gather_json(value, self.all_ranks, self.device)
 
     def note_readers(self, readers: Sequence[Callable[..., Any]]) -> None:  # noqa: B027  # all is in this process
         """Takes the functions that are given the model's outputs in an evaluation, such as metrics."""
@@ -295,7 +306,6 @@ class Strategy(ABC):
         Args:
             name: of a parameter of the whole model.
             part: what is held here; None for nothing.
-            dtype: of the tensor.
 
         Returns:
             The whole tensor, of the parameter's shape in the whole model, on every rank.
@@ -336,7 +346,6 @@ class IndependentStrategy(Strategy):
 
         Args:
             step: steps that the run has done.
-            world: of this process.
         """
 
     @abstractmethod

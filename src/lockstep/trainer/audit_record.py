@@ -192,9 +192,8 @@ def digest_batch(run: Run, batch: Batch) -> list[str]:
         ReplicaError: two processes have read other data for one micro-batch.
     """
     mine = {str(part.k): digest_data(part.data) for part in batch.micro_batches if part.k < batch.plan.leaves}
-    group = run.strategy.all_ranks
     found: dict[str, str] = {}
-    for each in gather_json(mine, group, run.device) if group is not None else [mine]:
+    for each in gather_json(mine, run.strategy.all_ranks, run.device):
         for k, digest in each.items():
             if found.setdefault(k, digest) != digest:
                 raise ReplicaError(

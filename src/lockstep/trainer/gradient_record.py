@@ -47,9 +47,8 @@ def digest_gradients(run: Run) -> tuple[dict[str, str], float]:
         return {}, math.nan
     held = strategy.trainable()
     mine = [name for name, parameter in held.items() if parameter.grad is not None]
-    used = set(mine)
-    if not strategy.replicated and (group := strategy.all_ranks) is not None:
-        used = {name for names in gather_json(mine, group, run.device) for name in names}
+    group = None if strategy.replicated else strategy.all_ranks
+    used = {name for names in gather_json(mine, group, run.device) for name in names}
     digests, squares = {}, 0.0
     for name in sorted(used):
         part = held[name].grad if name in held else None
@@ -96,10 +95,9 @@ class MicroBatchWatch(Callback):
 
         Each is of the gradient of the sum of the micro-batch's losses, without the loss scale.
         """
-        group, mine = self._run.strategy.all_ranks, {str(k): digests for k, digests in self._found.items()}
-        everyone = gather_json(mine, group, self._run.device) if group is not None else [mine]
+        mine = {str(k): digests for k, digests in self._found.items()}
         merged: dict[int, dict[str, str]] = {}
-        for each in everyone:
+        for each in gather_json(mine, self._run.strategy.all_ranks, self._run.device):
             for k, digests in each.items():
                 merged.setdefault(int(k), {}).update(digests)
         return dict(sorted(merged.items()))

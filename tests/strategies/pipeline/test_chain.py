@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lockstep.models import digits_net, lstm, resnet18, transformer
-from lockstep.strategies.pipeline.chain import attributes_of, chain, reading
+from lockstep.strategies.pipeline.chain import chain, reading, what_it_reads
 
 
 def names(model):
@@ -273,18 +273,18 @@ class Asking(Straight):
 
 def test_what_a_forward_may_ask_its_children_for_is_looked_at():
     model = Asking()
-    before = attributes_of(model)
+    before = what_it_reads(model)
     model.first.is_deep = False
-    assert attributes_of(model) != before
+    assert what_it_reads(model) != before
 
 
 @pytest.mark.parametrize("owner", [ByClass, ByClass.settings, IN_FILE])
 def test_what_a_forward_may_look_at_is_more_than_its_own_attributes(owner, monkeypatch):
     model = ByClass()
-    before = attributes_of(model)
-    assert attributes_of(model) == before
+    before = what_it_reads(model)
+    assert what_it_reads(model) == before
     monkeypatch.setattr(owner, "is_deep", False)
-    assert attributes_of(model) != before
+    assert what_it_reads(model) != before
 
 
 def test_reading_a_forward_leaves_no_trace():

@@ -462,10 +462,8 @@ class AgreedData:
         """Raises where a checkpoint within an epoch, or another rank, is about another data set. Collective.
 
         Args:
-            plan: of the data set.
             photos: a hash of what its photos are decoded to; empty for other sets.
             number: of the data set, the same on every rank.
-            digests: gives those of some samples.
             has_changed: the program has changed it since; it is compared anew where any rank says so.
         """
         self._forget(number, has_changed)

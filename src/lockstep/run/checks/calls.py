@@ -111,8 +111,6 @@ def require_same_names(argument: str, names: Iterable[object], strategy: Strateg
 
     Args:
         argument: what they are, as in "The metrics of run.evaluate".
-        names: of the metrics, in any order.
-        strategy: over whose ranks.
     """
     of_all = gather_agreed(sorted(map(repr, names)), strategy.all_ranks, strategy.device)
     if any(each != of_all[0] for each in of_all):

@@ -47,6 +47,7 @@ class Deviation(Enum):
     """The kinds of functions that are not means over samples, and the text after "The metric 'f1' " for each."""
 
     NONE = ""
+    """Nothing is found, or rows cannot be told apart; the function is not looked at again."""
     SUM = (
         "is a sum over the samples of a micro-batch, and would be taken for their mean. Return a mean, one value per "
         "sample, or the pair (sum, number of samples)."
@@ -74,6 +75,7 @@ class Deviation(Enum):
         "the samples of a batch with each other, use run.backward(batch, loss, whole_batch=True)."
     )
     UNCLEAR = None
+    """All values were one number so far, such as 0, or none; it is looked at again."""
     PAIR = (
         "returns a pair, which stands for (sum, how many were counted), and these do not add up over samples: a mean "
         "beside a count, or a loss beside an accuracy, is none. Return the sum, and numbers beside a loss in a dict, "
@@ -229,7 +231,6 @@ def judge_metrics(everyone: Sequence[tuple[Mapping[str, str], Changes]], *, warn
 
     Args:
         everyone: of each rank the ``reasons``, and what metrics have changed.
-        warns: True for the process that warns.
 
     Returns:
         The names of those that need not be looked at again.
@@ -264,14 +265,11 @@ def deviation(function: Callable[[Any, Any], Any], output: Any, target: Any, sam
 
     Args:
         function: of (output, target), as ``Run.backward`` and ``Run.evaluate`` take it.
-        output, target: of one micro-batch.
-        samples: how many rows.
 
     Returns:
-        What is found. ``NONE`` also where rows cannot be told apart: a single row, tensors without a row for each
-        sample (if the value is not a count), objects such as dataclasses, random numbers in the function, or an error
-        over fewer rows; ``UNCLEAR`` where all values are one number or none, such as a precision of 0 or 0/0 as long as
-        nothing is found.
+        What is found. Rows cannot be told apart where there is a single one, for tensors without a row for each sample
+        (if the value is not a count), objects such as dataclasses, random numbers in the function, and an error over
+        fewer rows.
     """
     if not has_rows((output, target), samples):
         value = None
@@ -312,7 +310,6 @@ def deviation_over(sums: Callable[[slice], Sums], samples: int, most: float) -> 
 
     Args:
         sums: gives sum and weight over some of the rows. It is called eight times, and ten more if something is found.
-        samples: how many rows.
         most: the largest difference that is taken for rounding, in relation to the values.
     """
     if samples < 2:

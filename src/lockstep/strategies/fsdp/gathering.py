@@ -58,7 +58,6 @@ class Gathering:
     Args:
         model: on its device, with whole parameters; afterwards without.
         exchange: between the ranks that hold rows.
-        device: of this rank.
         host: where numbers that hosts read are exchanged.
         options: when parameters are freed, and what they are gathered in.
         whole: parameters that one rank holds, the one that has least of them so far.

@@ -46,15 +46,7 @@ from lockstep.strategies.strategy import Compute, StepResult, Strategy
 
 
 class FullyShardedDataParallel(Strategy):
-    """Shares parameters, gradients and optimizer state out over the ranks of a group.
-
-    Args:
-        device: this rank's device.
-        micro_batches: K of the recipe.
-        group: the ranks.
-        exchange: between them.
-        options: of the strategy.
-    """
+    """Shares parameters, gradients and optimizer state out over the ranks of a group."""
 
     name = "fsdp"
     replicated = False
@@ -259,8 +251,7 @@ class FullyShardedDataParallel(Strategy):
         uses = mine if all(mine) else used.tolist()
         self._set_gradients(totals, uses, weight.float(), prior)
         if self._buffers.numel:
-            rows = self.gather(values.view(-1)).view(-1, *values.shape)
-            self._buffers.finish_step_from_rows(rows, self.share, leaves, advanced)
+            self._buffers.finish_step(fold_rows(self.gather_in_order(values, leaves)), leaves, advanced)
         self._buffers.refuse_changed_others()
         finite = (losses.sum().isfinite()) & (self._header.flag(headers, 1) == 0)
         return StepResult(fold_rows(losses) / weight, losses, weight, self._header.flag(headers), finite)

@@ -56,9 +56,7 @@ class AsynchronousParameterServer(IndependentStrategy):
     """Distributes micro-batches over workers that need not keep step, and parameters over servers.
 
     Args:
-        device: this rank's device.
         group: all ranks; the first ``options.servers`` are servers. ``prepare`` drops the group.
-        options: servers, staleness, snapshots.
         timeout: seconds that a message may take once it has begun.
     """
 

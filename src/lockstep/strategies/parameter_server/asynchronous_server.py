@@ -56,13 +56,8 @@ class Server:
     """Holds values, and lets the training loop step the optimizer on the gradients that were pushed.
 
     Args:
-        transport: connected with all workers and servers.
         servers: ranks of all servers, including this one; the first of them runs the barriers.
-        rank: this server's.
-        clock: of the workers.
-        shards: which server holds what.
         buffers: the model's running buffers; the first server's are averaged.
-        step: steps that the run has done.
     """
 
     def __init__(
@@ -361,9 +356,7 @@ class GradientAccumulator:
     """Adds pushes: gradients weighted by samples, and on the first server the statistics of forward passes.
 
     Args:
-        shards: of this server.
         statistics: values of running buffers in a push; 0 on other servers.
-        counters: numbers that tell which buffers were used.
         statistics_type: of those values.
     """
 

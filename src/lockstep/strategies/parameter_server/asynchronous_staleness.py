@@ -31,7 +31,6 @@ class Clock:
     """The steps that each living worker has pushed.
 
     Args:
-        workers: their ranks.
         staleness: steps that a worker may be ahead of the slowest when it begins one.
         step: steps that all have done.
     """

@@ -224,7 +224,6 @@ class ServerTransport:
     """Listens, and receives messages of processes that know the token.
 
     Args:
-        settings: of this process.
         largest: limit of a message's body in bytes.
     """
 

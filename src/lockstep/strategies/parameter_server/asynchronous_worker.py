@@ -49,12 +49,7 @@ class Worker:
     """Computes gradients on the values it pulled last, connected with all servers; asks and waits, without threads.
 
     Args:
-        settings: of this worker's connections.
         addresses: host and port of the servers, by rank; the first one keeps the clock and the running buffers.
-        shards: which server holds what.
-        buffers: the model's running buffers.
-        step: steps that the run has done.
-        events: whose callbacks are told of micro-batches.
     """
 
     def __init__(

@@ -81,8 +81,6 @@ class ParameterShards:
     """The trained parameters of a model, spread over servers.
 
     Args:
-        model: on its device.
-        servers: how many.
         server: this rank's number among them; negative for a worker.
         whole: parameters that one server holds, however large.
         apart: True to give the server's optimizer parameters of its own, which share the memory of the model's.

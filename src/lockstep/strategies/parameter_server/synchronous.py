@@ -38,10 +38,7 @@ class ParameterServer(Strategy):
     """Shares micro-batches out over workers, and parameters over servers.
 
     Args:
-        device: this rank's device.
-        micro_batches: K of the recipe.
         group: all ranks; the last ``servers`` of them are servers.
-        servers: how many.
     """
 
     name = "parameter_server"
@@ -108,8 +105,7 @@ class ParameterServer(Strategy):
         used = self._used(uses)
         finite = self._set_gradients(leaves, used, weight.float(), prior)
         if self._buffers.numel:
-            rows = all_gather_rows(values.view(-1), self._group).view(-1, *values.shape)
-            self._buffers.finish_step_from_rows(rows, self.share, leaves, advanced)
+            self._buffers.finish_step(fold_rows(self.gather_in_order(values, leaves)), leaves, advanced)
         self._given = used | kept
         for name in self._given:
             self._shards.parameters[name].grad = self._elsewhere[name]

@@ -105,7 +105,7 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), list, tuple, dict)
 
 
-def attributes_of(module: nn.Module) -> dict[str, Any]:
+def what_it_reads(module: nn.Module) -> dict[str, Any]:
     """The values a forward may look at: attributes of the module, its children, class and objects, and variables.
 
     What is not a plain value stands for itself, and for what a snapshot finds in it.

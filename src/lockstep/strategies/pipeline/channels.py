@@ -319,7 +319,6 @@ class PipelineChannel:
 
     Args:
         link: that takes the tensors there.
-        device: where the tensors are.
         name: of the module before the cut, for errors.
     """
 

@@ -84,7 +84,6 @@ class SharedMemoryLink:
     Args:
         memory: of this link, zeroed, which both ranks see: ``_HEAD_BYTES`` and the room for messages.
         beside: brings what finds no room.
-        peer: global rank of the other.
         timeout: in seconds.
         stay_awake: see ``Word.wait_until``.
     """

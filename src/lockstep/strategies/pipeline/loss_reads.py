@@ -46,12 +46,7 @@ _LIBRARIES = (
 
 
 class LossReads:
-    """The values that a loss function, or a metric, can read from outside.
-
-    Args:
-        function: the loss.
-        kind: the word for it.
-    """
+    """The values that a loss function, or a metric, can read from outside."""
 
     def __init__(self, function: Callable[..., Any], kind: str = "loss") -> None:
         self._function, self._kind = function, kind

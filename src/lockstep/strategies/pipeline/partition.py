@@ -32,7 +32,6 @@ def split(
 
     Args:
         links: the chain of the whole model.
-        stages: how many.
         points: the module with which each stage after the first begins; without, the parameters' bytes are balanced.
         strategy: whose option ``split`` the points are.
 
@@ -57,8 +56,6 @@ def balanced(weights: Sequence[float], stages: int, joints: frozenset[int] = fro
     before it.
 
     Args:
-        weights: of each link.
-        stages: how many.
         joints: numbers of links that cannot begin a stage.
 
     Returns:

@@ -113,8 +113,6 @@ class Passes:
     """The forward and backward passes of a step's micro-batches through one stage.
 
     Args:
-        stage: of this rank.
-        neighbours: its channels.
         name: of the module that it begins with.
         others: the modules of other processes' stages, by name, which cannot read what this one sets.
     """
@@ -143,8 +141,6 @@ class Passes:
         """The forward pass of a micro-batch; gives the stage's output, and in the last stage the target.
 
         Args:
-            micro_batch: whose turn it is.
-            kind: of the micro-batch, see ``PipelineChannel``.
             compute: gives the model's input and the target.
             received: called when the input is there, before the stage computes.
         """
@@ -322,7 +318,6 @@ class PipelineChannels:
 
     Args:
         groups: of the mesh, with an axis ``pipeline``.
-        device: where activations are.
         around: whether a rank holds several stages, so that the last rank talks to the first.
         timeout: seconds a rank waits for another in shared memory.
         shared: whether CPU ranks of one host may use shared memory.
@@ -420,7 +415,6 @@ def uses_of_links(length: int, *, around: bool) -> Iterator[Use]:
     """The uses of links between the ranks of a pipeline, in the order in which they are opened.
 
     Args:
-        length: of the pipeline.
         around: whether the last rank goes on with the first.
     """
     last = length - 1

@@ -48,7 +48,7 @@ from lockstep.strategies.absent import (
 from lockstep.strategies.gradients import StepSums
 from lockstep.strategies.loop_writes import LoopWrites, setting_values
 from lockstep.strategies.optimizer_trial import Unit
-from lockstep.strategies.pipeline.chain import attributes_of, reading, what_it_calls
+from lockstep.strategies.pipeline.chain import reading, what_it_calls, what_it_reads
 from lockstep.strategies.pipeline.channels import PipelineChannel
 from lockstep.strategies.pipeline.links import OTHER_FREEZING
 from lockstep.strategies.pipeline.loss_reads import LossReads, StagesRead
@@ -100,7 +100,6 @@ class PlacedPipeline(nn.Module):
     pipeline at a time.
 
     Args:
-        model: the user's.
         passes: this rank's stages by number.
         answers: channels for the output, by place in the pipeline.
         absences: of what is not here, which know whether a step is being computed.
@@ -206,12 +205,9 @@ class Pipeline(Strategy):
     """Trains the stages of one model on the ranks of a pipeline, and replicas of the pipeline along a data axis.
 
     Args:
-        device: this rank's device.
-        micro_batches: K of the recipe.
         groups: of a mesh with an axis ``pipeline``, and maybe ``data``.
         reducers: one for each stage of this rank, over the data axis; none if that has one holder.
         exchange: between all ranks.
-        options: schedule and cuts.
         timeout: seconds a rank waits for another in shared memory.
         shared_memory: whether CPU ranks of one host may use it.
     """
@@ -318,7 +314,7 @@ class Pipeline(Strategy):
             (name, each, _forward_of(each), dict(each._modules)) for name, each in self._opened.items()
         ]
         own = {name: each for name, each in self._opened.items() if each is not placed}
-        self._attributes = {name: attributes_of(each) for name, each in own.items()}
+        self._attributes = {name: what_it_reads(each) for name, each in own.items()}
         self._calls = {name: what_it_calls(each) for name, each in own.items()}
         self._require_called()
         return placed
@@ -361,12 +357,7 @@ class Pipeline(Strategy):
             else:
                 compute.resume(micro_batch, "forward" if action.forward else "backward")
             passes, sums = self._passes[action.stage], self._sums[action.stage]
-            reads: list[LossReads | StagesRead] = []
-            if self._is_watching:
-                reads.append(StagesRead(passes.others))
-            if (self._is_watching or self._steps <= _CHECKED_STEPS) and not passes.is_last:
-                first, *metrics = compute.readers
-                reads += [LossReads(first), *(LossReads(each, "metric") for each in metrics)]
+            reads = self._read_elsewhere(passes, compute)
             if action.forward:
                 sums.begin_forward()
                 output, target = passes.run(micro_batch, kind, compute, received)
@@ -389,6 +380,16 @@ class Pipeline(Strategy):
                 if action.stage == min(self._passes):
                     for call in self.events.micro_batch_end:
                         call(micro_batch)
+
+    def _read_elsewhere(self, passes: Passes, compute: Compute) -> list[LossReads | StagesRead]:
+        """What stages, the loss and metrics of other processes read now, if this step is watched."""
+        reads: list[LossReads | StagesRead] = []
+        if self._is_watching:
+            reads.append(StagesRead(passes.others))
+        if (self._is_watching or self._steps <= _CHECKED_STEPS) and not passes.is_last:
+            first, *metrics = compute.readers
+            reads += [LossReads(first), *(LossReads(each, "metric") for each in metrics)]
+        return reads
 
     def note_readers(self, readers: Sequence[Callable[..., Any]]) -> None:
         """See ``Strategy.note_readers``."""
@@ -498,7 +499,7 @@ class Pipeline(Strategy):
                     "then keeps the module in one stage, or use strategy 'ddp'."
                 )
             before = self._attributes.get(name)
-            if before is not None and (now := attributes_of(module)) != before:
+            if before is not None and (now := what_it_reads(module)) != before:
                 self._attributes[name] = now
                 if self._calls[name] != what_it_calls(module):
                     changed = next(key for key in (*now, *before) if now.get(key) != before.get(key))
@@ -507,8 +508,11 @@ class Pipeline(Strategy):
                         f"other modules now than those that strategy {self.name!r} has put into stages. Set it before "
                         "run.prepare, or use strategy 'ddp' or 'layers'."
                     )
-        if self._hooks_seen == hooks_made():
-            return
+        if self._hooks_seen != hooks_made():
+            self._require_no_hooks()
+
+    def _require_no_hooks(self) -> None:
+        """Raises ``ConfigError`` for a hook of the user that would not run, and watches the next steps again."""
         self._hooks_seen, self._steps = hooks_made(), 0
         passes = [*self._passes.values()]
         modules = [module for each in passes for module in (*each.stage.modules(), *each.others.values())]

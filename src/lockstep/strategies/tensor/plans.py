@@ -25,7 +25,7 @@ from lockstep.data.batch import MicroBatch
 from lockstep.errors import ConfigError, nearest
 from lockstep.models.transformer import SelfAttention
 from lockstep.numerics.running_buffers import RunningBuffers
-from lockstep.strategies.pipeline.chain import attributes_of
+from lockstep.strategies.pipeline.chain import what_it_reads
 from lockstep.strategies.strategy import Compute
 from lockstep.strategies.tensor.layers import COLUMNS, DROPOUTS, NORMS, ROWS, Exchange
 
@@ -269,7 +269,7 @@ def deciding(model: nn.Module, plan: Mapping[str, str]) -> dict[str, object]:
     ]
     around = {name: model.get_submodule(name) for name in (*parents, *children) if name not in plan}
     return {
-        name: (attributes_of(module), [*module._forward_pre_hooks], [*module._forward_hooks])
+        name: (what_it_reads(module), [*module._forward_pre_hooks], [*module._forward_hooks])
         for name, module in around.items()
     }
 

@@ -53,11 +53,7 @@ class TensorParallel(Replicated):
     """Shares layers out over the axis ``tensor`` of a mesh, and micro-batches over the axis ``data``.
 
     Args:
-        device: this rank's device.
-        micro_batches: K of the recipe.
-        groups: of the mesh.
         between: exchanges of the ranks that share the layers; None for one.
-        options: the plan, and the number of shards.
         reducer: sums gradients over the axis ``data``; None where that has one rank.
     """
 
