@@ -15,6 +15,7 @@ from tests.simcuda.layouts import require
 from tests.simcuda.trainings import job_of, open_run, steps_of, train
 
 from lockstep.errors import ConfigError, NonFiniteError, RankError
+from lockstep.strategies.layers import move_tensor
 
 
 def on_another_stream(world, waits, records):
@@ -534,3 +535,30 @@ def test_an_operator_without_a_fixed_order_is_named_with_its_layer_and_what_to_d
     ):
         assert words in str(caught.value)
     assert machine.run(pooling, 1, False) == ["STATISTICAL"]
+
+
+def views_moved(world):
+    """For each view: is it on the other device with equal values, strides, alignment and derivatives?"""
+    first, second = torch.device("cuda", 0), torch.device("cuda", 1)
+    held = torch.arange(60.0, device=first).requires_grad_()
+    rows = held.view(6, 10)
+    views = [rows[:, 3:], rows[3], held[1:41].view(4, 10), rows.t(), rows[2:3].expand(4, 10), rows]
+    found = []
+    for view in views:
+        moved = move_tensor(second, view)
+        gradients = torch.autograd.grad((moved**3).sum(), held, create_graph=True)
+        gradients += torch.autograd.grad((gradients[0] ** 2).sum(), held)
+        expected = torch.autograd.grad((view**3).sum(), held, create_graph=True)
+        expected += torch.autograd.grad((expected[0] ** 2).sum(), held)
+        found.append(
+            moved.device == second
+            and torch.equal(moved.cpu(), view.cpu())
+            and moved.stride() == view.stride()
+            and moved.data_ptr() % 64 == view.data_ptr() % 64
+            and all(torch.equal(one.cpu(), other.cpu()) for one, other in zip(gradients, expected))
+        )
+    return found
+
+
+def test_what_moves_between_the_devices_of_layers_keeps_its_strides_and_alignment(machine):
+    assert machine.run(views_moved, 1) == [[True] * 6]

@@ -47,7 +47,8 @@ from lockstep.runtime.stack_dump import Mark, stack_marker
 from lockstep.text import shorten
 
 ALIGNMENT = 64
-"""Bytes; the address of a tensor's first element is to be a multiple of it."""
+"""Bytes; the address of a tensor's first element is to be a multiple of it, as in memory of its own: products of
+vectors or matrices that begin elsewhere have other bits."""
 
 
 def is_dense(tensor: Tensor) -> bool:

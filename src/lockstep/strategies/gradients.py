@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lockstep.core.plan import Share
 from lockstep.core.summation_tree import TreeStack, fold_rows, merges_after_leaf, push_leaf, push_leaves
+from lockstep.data.reader import ALIGNMENT
 from lockstep.errors import ConfigError
 from lockstep.numerics.hooks import hooks_made
 from lockstep.numerics.precision import all_finite
@@ -34,9 +35,6 @@ from lockstep.strategies.strategy import StepResult
 _BUCKET_BYTES, _CUDA_BUCKET_BYTES = 8 << 20, 25 << 20
 """On a GPU an exchange costs launches, and fewer and larger ones are faster."""
 _FIRST_BUCKET_BYTES = 1 << 20
-_ALIGNMENT = 64
-"""Bytes at a multiple of which gradients begin, as in memory of their own: products of vectors or matrices that begin
-elsewhere have other bits."""
 _PASSES_WATCHED = 4
 """Backward passes in which gradients are taken by hooks where they might be collected afterwards."""
 
@@ -127,7 +125,7 @@ class Slot:
     @property
     def gap(self) -> int:
         """How many numbers lie unused behind its own in the bucket; none where a rank gets a part of the sum."""
-        unit = _ALIGNMENT // self.parameter.element_size()
+        unit = ALIGNMENT // self.parameter.element_size()
         return -self.parameter.numel() % unit if self.held is self.parameter else 0
 
 
@@ -589,7 +587,7 @@ def _fill_buckets(slots: list[Slot]) -> list[list[Slot]]:
 
 def _aligned(gradient: Tensor) -> Tensor:
     """The gradient itself, or a copy: autograd also gives views, as where parameters are joined by ``torch.cat``."""
-    return gradient.clone() if gradient.data_ptr() % _ALIGNMENT else gradient
+    return gradient.clone() if gradient.data_ptr() % ALIGNMENT else gradient
 
 
 def _shaped_like(parameter: Tensor, flat: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from lockstep.numerics.running_buffers import RunningBuffers, RunningBuffersOnDe
 from lockstep.reduce import Reducer
 from lockstep.strategies.ddp import Replicated
 from lockstep.strategies.pipeline.chain import ChainLink, FunctionLink
+from lockstep.strategies.pipeline.channels import TensorSpec
 from lockstep.strategies.pipeline.partition import Partition
 
 logger = logging.getLogger(__name__)
@@ -95,4 +96,27 @@ def _move_output(device: torch.device, module: nn.Module, arguments: Any, output
 
 
 def _moved(values: Any, device: torch.device) -> Any:
-    return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), values)
+    return tree_map_only(Tensor, partial(move_tensor, device), values)
+
+
+def move_tensor(device: torch.device, tensor: Tensor) -> Tensor:
+    """The tensor on a device, with the strides and the alignment that it has: kernels are chosen by them."""
+    if tensor.device == device or type(tensor) is not Tensor or tensor.layout is not torch.strided:
+        return tensor.to(device, non_blocking=True)
+    spec = TensorSpec.of(tensor)
+    if spec.is_packed and not spec.offset:
+        return tensor.to(device, non_blocking=True)
+    return _Move.apply(tensor, device)
+
+
+class _Move(torch.autograd.Function):
+    """``tensor.to(device)`` with strides and alignment kept, which it keeps only where there are no gaps."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, device: torch.device) -> Tensor:
+        ctx.device = tensor.device
+        return TensorSpec.of(tensor).copied(tensor, device)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return move_tensor(ctx.device, gradients[0]), None

@@ -142,6 +142,27 @@ def recurrent():
     return Job(model, data, nn.CrossEntropyLoss(), options)
 
 
+class From(nn.Module):
+    """The features from one on: a view that begins elsewhere in memory than a tensor of its own."""
+
+    def __init__(self, first):
+        super().__init__()
+        self.first = first
+
+    def forward(self, x):
+        return x[:, self.first :]
+
+
+def views():
+    """Stages begin with products of views, whose bits depend on the alignment of the first element."""
+    model = nn.Sequential(
+        *(nn.Linear(6, 151), From(1), nn.Linear(150, 5), nn.Tanh(), nn.Linear(5, 153), From(3)),
+        nn.Linear(150, 2),
+    )
+    options = {"global_batch": 18, "micro_batches": 6, "pipeline": {"split": ("2", "6")}}
+    return Job(model, weighted_rows(), weighted_loss, options)
+
+
 def few_rows():
     """An epoch of less than one batch: two micro-batches for a pipeline of three ranks."""
     model = nn.Sequential(
@@ -152,5 +173,6 @@ def few_rows():
 
 
 JOBS = {
-    job.__name__: job for job in (recomputed, in_place, nested, frozen_start, images, recurrent, few_rows)
+    job.__name__: job
+    for job in (recomputed, in_place, nested, frozen_start, images, recurrent, views, few_rows)
 }

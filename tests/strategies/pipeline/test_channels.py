@@ -17,18 +17,25 @@ TENSORS = {
     "expanded": torch.arange(3.0).expand(4, 3),
     "0-dim": torch.tensor(2.0),
     "without elements": torch.ones(()).expand(4, 0, 3),
+    "the last of a sequence": torch.arange(60.0).view(3, 4, 5)[:, -1],
+    "a row": torch.arange(60.0).view(6, 10)[3],
+    "rows in half precision": torch.arange(60.0).half().view(6, 10)[3:],
+    "of eight bytes": torch.arange(60).view(6, 10)[1:].t(),
 }
 
 
 @pytest.mark.parametrize("name", TENSORS)
-def test_a_received_tensor_has_the_values_and_strides_of_the_sent_one(name):
+def test_a_received_tensor_has_the_values_strides_and_alignment_of_the_sent_one(name):
     sent = TENSORS[name]
     spec = TensorSpec.of(sent)
     whole, flat = spec.empty(torch.device("cpu"))
     flat.copy_(spec.packed(sent))
-    received = spec.spread(whole)
-    assert torch.equal(received, sent)
-    assert received.stride() == sent.stride()
+    for received in (spec.received(whole), spec.copied(sent, torch.device("cpu"))):
+        assert torch.equal(received, sent)
+        assert received.stride() == sent.stride()
+        assert received.data_ptr() % 64 == sent.data_ptr() % 64
+        assert not received._is_view() or name in ("expanded", "without elements")
+        assert received.is_leaf
 
 
 def test_a_description_survives_its_bytes():

@@ -7,8 +7,9 @@ shapes, such as the shapes of the model's input, which every rank of a pipeline 
     sender     [head][description]   [tensor] [tensor]      [tensor] [tensor]      [tensor] ...
                 first of a kind                              same kind
 
-Strides are part of the description: the receiver computes on the same layout, and so with the same kernels. A named
-tuple or a dataclass goes as a dict of its fields with the name of its class, which the receiver has imported too.
+Strides and alignment are part of the description: the receiver computes on the same layout, and so with the same
+kernels. A named tuple or a dataclass goes as a dict of its fields with the name of its class, which the receiver has
+imported too.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from torch.utils._pytree import (
     treespec_loads,
 )
 
+from lockstep.data.reader import ALIGNMENT
 from lockstep.errors import ConfigError
 from lockstep.strategies.pipeline.links import OTHER_FREEZING, Arrival, GroupLink, SharedMemoryLink
 from lockstep.strategies.sharding import has_no_gaps
@@ -131,6 +133,8 @@ class TensorSpec:
     strides: tuple[int, ...]
     dtype: str
     needs_gradient: bool
+    offset: int
+    """How many numbers after a multiple of 64 bytes it begins: products of matrices and vectors depend on that."""
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorSpec:
@@ -147,7 +151,8 @@ class TensorSpec:
                 type(tensor).__name__, " that is a class of tensors (as_subclass(torch.Tensor))"
             )
         dtype = str(tensor.dtype).removeprefix("torch.")
-        return cls(tuple(tensor.shape), tensor.stride(), dtype, tensor.requires_grad)
+        offset = tensor.data_ptr() % ALIGNMENT // tensor.element_size()
+        return cls(tuple(tensor.shape), tensor.stride(), dtype, tensor.requires_grad, offset)
 
     @property
     def is_packed(self) -> bool:
@@ -161,24 +166,35 @@ class TensorSpec:
 
     def empty(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """A tensor of this spec, if it is packed, and the flat memory that receives its numbers."""
-        dtype = getattr(torch, self.dtype)
         whole = (
-            torch.empty_strided(self.shape, self.strides, dtype=dtype, device=device)
+            self._place(self.shape, device)
             if self.is_packed
-            else torch.empty(self.shape, dtype=dtype, device=device)
+            else torch.empty(self.shape, dtype=getattr(torch, self.dtype), device=device)
         )
         return whole, whole.as_strided((whole.numel(),), (1,))
 
-    def spread(self, whole: Tensor) -> Tensor:
-        """The received tensor with the strides that the sent one had."""
-        if self.is_packed:
-            return whole
-        repeated = tuple(1 if stride == 0 else size for size, stride in zip(self.shape, self.strides))
-        laid_out = torch.empty_strided(repeated, self.strides, dtype=whole.dtype, device=whole.device)
+    def received(self, whole: Tensor) -> Tensor:
+        """The tensor whose numbers have arrived, with the strides and the offset that the sent one had."""
+        return whole if self.is_packed else self.copied(whole, whole.device)
+
+    def copied(self, tensor: Tensor, device: torch.device) -> Tensor:
+        """A copy on a device with the strides and the offset of the spec."""
+        pairs = zip(self.shape, self.strides)
+        repeated = tuple(1 if stride == 0 and size else size for size, stride in pairs)
+        laid_out = self._place(repeated, device)
         for dim, size in enumerate(repeated):
-            whole = whole.narrow(dim, 0, size)
-        laid_out.copy_(whole)
+            tensor = tensor.narrow(dim, 0, size)
+        laid_out.copy_(tensor, non_blocking=True)
         return laid_out if repeated == self.shape else laid_out.expand(self.shape)
+
+    def _place(self, shape: tuple[int, ...], device: torch.device) -> Tensor:
+        """Memory for a tensor of this shape, with the strides and the offset."""
+        dtype = getattr(torch, self.dtype)
+        if not self.offset:
+            return torch.empty_strided(shape, self.strides, dtype=dtype, device=device)
+        last = sum((size - 1) * stride for size, stride in zip(shape, self.strides))
+        memory = torch.empty(self.offset + last + 1, dtype=dtype, device=device)
+        return memory.as_strided(shape, self.strides, self.offset).data  # no view, for autograd
 
 
 @dataclass(frozen=True)
@@ -256,7 +272,7 @@ class Description:
         """From JSON."""
         structure, leaves, overlapping = json.loads(data)
         specs = tuple(
-            leaf if isinstance(leaf, str) else TensorSpec(tuple(leaf[0]), tuple(leaf[1]), leaf[2], leaf[3])
+            leaf if isinstance(leaf, str) else TensorSpec(tuple(leaf[0]), tuple(leaf[1]), *leaf[2:])
             for leaf in leaves
         )
         return cls(structure, specs, tuple(overlapping))
@@ -339,9 +355,9 @@ class PipelineChannel:
             self._send(text)
         elif known != description:
             raise ConfigError(
-                f"The tensors after {self._name!r}, where a stage ends, differ in shape, strides or type, or in which "
-                "of them get a gradient, between micro-batches with the same input shapes. Cut the model elsewhere "
-                "with pipeline.split."
+                f"The tensors after {self._name!r}, where a stage ends, differ in shape, strides, place in memory or "
+                "type, or in which of them get a gradient, between micro-batches with the same input shapes. Cut the "
+                "model elsewhere with pipeline.split."
             )
         for spec, tensor in zip(description.specs, tensors):
             self._send(spec.packed(tensor))
@@ -363,7 +379,7 @@ class PipelineChannel:
         for arrival, _ in parts:
             arrival()
         description = self._known[kind]
-        return description, [spec.spread(whole) for spec, (_, whole) in zip(description.specs, parts)]
+        return description, [spec.received(whole) for spec, (_, whole) in zip(description.specs, parts)]
 
     def flush(self) -> None:
         """Waits until all that was sent has arrived."""
