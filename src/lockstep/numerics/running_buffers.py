@@ -409,6 +409,11 @@ class RunningBuffers:
     def _advice(self, name: str) -> str:
         buffer = self._model.get_buffer(name)
         instead = "in the loop, alike on all ranks."
+        if buffer.numel() == 1:
+            instead += (
+                " If it says that the first forward pass has initialised something, as in ActNorm, call the model once "
+                "before run.prepare."
+            )
         if buffer.dtype == torch.bool:
             return f"Change it outside of the forward pass, {instead}"
         if buffer.is_floating_point() or buffer.is_complex():
