@@ -1,4 +1,5 @@
 import re
+from collections import UserDict
 
 import numpy as np
 import pytest
@@ -83,6 +84,18 @@ def test_paths_dicts_and_tuples_of_tensors_are_no_data_sets(data):
     with pytest.raises(ConfigError, match=r"was given (a|the)"):
         require_map_style(data, "run.batches")
     require_map_style([(TENSOR, 1)], "run.batches")
+
+
+def test_a_dict_that_gives_samples_by_number_is_a_data_set():
+    """As a TensorDict."""
+
+    class Columns(UserDict):
+        def __getitems__(self, indices):
+            return [self[index] for index in indices]
+
+    require_map_style(Columns({0: (TENSOR, 1)}), "run.batches")
+    with pytest.raises(ConfigError, match="whose entries have no numbers"):
+        require_map_style(UserDict({0: (TENSOR, 1)}), "run.batches")
 
 
 def test_classes_are_their_number_or_a_list_of_names():

@@ -783,6 +783,27 @@ def test_a_batch_of_graphs():
     assert found[7] == ["len(batch), where it counts samples: those of the step over all processes"]
 
 
+def test_a_loader_of_another_library_and_a_schedule_that_names_its_optimizer():
+    found = advice(
+        """
+        import torch
+        from torch_geometric.loader import DataLoader
+        loader = DataLoader(data, 128, shuffle=True)
+        optimizer = torch.optim.Adam(model.parameters())
+        schedule = cosine_schedule(optimizer=optimizer)
+        for data in loader:
+            f(model(data.x, data.batch_size), data.y).backward()
+            optimizer.step()
+            schedule.step()
+        """
+    )
+    assert found[4] == ["stays; the batch size of a step, for all devices together, is that of lockstep.init"]
+    assert (
+        "global_batch=128); model, optimizer, schedule = run.prepare(model, optimizer, schedule)"
+        in found[6][0]
+    )
+
+
 def test_a_batch_whose_methods_are_called_has_no_parts():
     found = advice("import torch\nfor x in loader:\n    x = x.cuda()\n    f(model(x)).backward()\n")
     assert "lambda output, data: f(output), forward=lambda data: model(data))" in found[4][0]

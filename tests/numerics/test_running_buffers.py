@@ -239,6 +239,17 @@ def test_all_changed_buffers_are_named_at_once():
         running.refuse_changed_others()
 
 
+def test_a_mark_of_an_initialisation_is_told_when_to_be_set():
+    """As that of ActNorm; the variational strategies of GPyTorch have one, too."""
+    model = nn.BatchNorm1d(3)
+    model.register_buffer("is_initialised", torch.tensor(0.0))
+    running = RunningBuffers(model)
+    running.remember_others()
+    model.is_initialised.fill_(1)
+    with pytest.raises(ConfigError, match=r"'is_initialised'.* call the model once before run.prepare"):
+        running.refuse_changed_others()
+
+
 def test_buffers_that_stay_are_not_refused():
     model = nn.Sequential(nn.BatchNorm1d(3), Moving(assign=False))
     running = RunningBuffers(model, ["1.mean"])

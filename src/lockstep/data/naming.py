@@ -232,7 +232,7 @@ def require_map_style(dataset: Any, user: str) -> None:
             f"{user} was given the path {str(dataset)!r}, not a data set. Open it first, for example with "
             "lockstep.data.ImageFolder(path)."
         )
-    if isinstance(dataset, Mapping):
+    if isinstance(dataset, Mapping) and not hasattr(dataset, "__getitems__"):  # which a TensorDict has
         raise ConfigError(
             f"{user} was given a {type(dataset).__name__} with the keys {', '.join(map(repr, list(dataset)[:6]))}, "
             "whose entries have no numbers. Give one of its values if they are data sets; of columns make a set: "

@@ -258,7 +258,7 @@ def _without_run(script: Script, first: ast.AST) -> Iterator[_Found]:
 def _batch_size(script: Script, begin: ast.AST) -> str:
     """The batch size of a step: of the first DataLoader that shuffles, else of any, else a name; ``B`` if none."""
     here = script.scope(begin)
-    loaders = script.torch_calls("DataLoader")
+    loaders = script.calls_by_name.get("DataLoader", [])  # torch's, or of torch_geometric
     shuffling = [call for call in loaders if constant(argument(call, "shuffle")) is True]
     sizes = [argument(call, "batch_size", 1) for call in [*shuffling, *loaders]]
     for settings in script.find(ast.Dict):  # DataLoader(data, **settings)
@@ -305,7 +305,7 @@ def _devices(script: Script) -> Iterator[_Found]:
 
 
 def _loaders(script: Script) -> Iterator[_Found]:
-    for call in script.torch_calls("DataLoader"):
+    for call in script.calls_by_name.get("DataLoader", []):
         sampled = [script.name(each) for each in script.sources(argument(call, "sampler"))]
         if argument(call, "batch_sampler") is not None:
             yield call, "a batch sampler of your own is refused: order the samples yourself (moving.md, Data)"

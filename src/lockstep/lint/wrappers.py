@@ -109,7 +109,7 @@ def optimizers_of(script: Script) -> list[ast.Call]:
     stepped = {script.owner(each) for each in script.method_calls("step")}
     made: list[ast.Call] = []
     for call in script.calls:
-        name, target, first = script.name(call), target_of(script, call), call.args[0] if call.args else None
+        name, target, first = script.name(call), target_of(script, call), argument(call, "optimizer", 0)
         names = set(target.split(", "))
         is_made = bool(names & cleared) and names <= cleared | stepped  # optimizer, schedule = make(model)
         of_torch = name.startswith("torch.optim.")

@@ -396,6 +396,11 @@ class RunningBuffers:
     def _advice(self, name: str) -> str:
         buffer = self._model.get_buffer(name)
         instead = "in the loop, alike on all ranks."
+        if buffer.numel() == 1:
+            instead += (
+                " If it says that the first forward pass has initialised something, as in ActNorm, call the model once "
+                "before run.prepare."
+            )
         if buffer.dtype == torch.bool:
             return f"Change it outside of the forward pass, {instead}"
         if buffer.is_floating_point() or buffer.is_complex():
@@ -409,7 +414,13 @@ class RunningBuffers:
         )
 
     def _digest_others(self) -> dict[str, str]:
-        return digest_tensors({n: b for n, b in self._model.named_buffers() if n not in self._known})
+        left_out = {  # they are judged as attributes are, by the rehearsals
+            f"{prefix}.{key}".lstrip(".")
+            for prefix, module in self._model.named_modules()
+            for key in module._non_persistent_buffers_set
+        }
+        own = self._model.named_buffers(remove_duplicate=False)
+        return digest_tensors({n: b for n, b in own if n not in self._known and n not in left_out})
 
 
 def _flatten(buffers: list[Tensor], dtype: torch.dtype) -> Tensor:

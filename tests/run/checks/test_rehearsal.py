@@ -1,5 +1,6 @@
 """Rehearsals change nothing, tell nobody, and are made in a few steps."""
 
+import copy
 import io
 import itertools
 import logging
@@ -328,6 +329,36 @@ def test_a_model_that_the_loop_converts_is_refused_by_its_types():
         ConfigError, match=r"'0.weight' was torch.float32 at run.prepare and is torch.float64 now"
     ):
         train(trained, epochs=2, end=lambda epoch: trained.double())
+
+
+class Potential(nn.Module):
+    """Keeps a state in a buffer that no checkpoint has, as the neurons of snntorch, and a mask that it makes late."""
+
+    def __init__(self, *, resets):
+        super().__init__()
+        self.layer, self.resets = nn.Linear(8, 4), resets
+        self.register_buffer("state", torch.zeros(0), persistent=False)
+
+    def forward(self, x):
+        x = self.layer(x)
+        if not hasattr(self, "mask"):
+            self.register_buffer("mask", torch.ones(x.shape[-1]), persistent=False)
+        if self.resets or self.state.shape != x.shape:
+            self.state = torch.zeros_like(x)
+        for _ in range(2):
+            self.state = 0.9 * self.state + x
+        if not self.resets:
+            self.state = self.state.detach()
+        return x + self.state * self.mask
+
+
+def test_what_each_pass_begins_anew_may_be_in_a_buffer_that_no_checkpoint_has():
+    torch.manual_seed(1)
+    model = Potential(resets=True)
+    first = train(copy.deepcopy(model))
+    assert train(copy.deepcopy(model), checks="off") == first == train(model, checks="always")
+    with pytest.raises(ConfigError, match="computed twice under the same keys, has other bits"):
+        train(Potential(resets=False))
 
 
 def test_a_cache_by_length_is_no_state(caplog):

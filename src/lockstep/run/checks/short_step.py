@@ -208,37 +208,41 @@ class Findings:
 
 
 class Buffers:
-    """The buffers of some models with copies of their values, which can be restored."""
+    """The buffers of some models with copies of their values, which can be restored.
+
+    Those that no ``state_dict()`` has are left out: what a forward pass keeps in them is judged as attributes are.
+    """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
-        holders = {id(m): m._buffers for model in models for m in model.modules()}
+        modules = {id(m._buffers): m for model in models for m in model.modules() if m._buffers}
         self._kept = [
-            (holder, {key: (buffer, _values_of(buffer)) for key, buffer in holder.items()})
-            for holder in holders.values()
-            if holder
+            (m, {key: (buffer, _values_of(buffer)) for key, buffer in _stored(m).items()})
+            for m in modules.values()
         ]
 
     @property
     def tensors(self) -> list[Tensor]:
         """The buffers as they stand."""
-        return [each for holder, _ in self._kept for each in holder.values() if each is not None]
+        return [each for m, _ in self._kept for each in _stored(m).values() if each is not None]
 
     def moved(self, model: nn.Module) -> list[str]:
         """The names of a model's buffers whose values are others now, of those that its state has."""
-        kept = {id(holder): values for holder, values in self._kept}
+        kept = {id(m._buffers): values for m, values in self._kept}
         return [
             f"{prefix}.{key}".lstrip(".")
             for prefix, module in model.named_modules()
             for key, (_, values) in kept.get(id(module._buffers), {}).items()
-            if key not in module._non_persistent_buffers_set and values is not None
+            if values is not None
             if (now := module._buffers.get(key)) is None or digest_tensor(now) != digest_tensor(values)
         ]
 
     def restore(self) -> None:
         """Restores the tensors and their values."""
         with torch.no_grad():
-            for holder, kept in self._kept:
-                holder.clear()
+            for module, kept in self._kept:
+                holder = module._buffers
+                for key in _stored(module).keys() - kept.keys():
+                    del holder[key]
                 for key, (buffer, values) in kept.items():
                     holder[key] = buffer
                     if buffer is not None and values is not None:
@@ -303,6 +307,11 @@ def taken_gradients(strategy: Strategy) -> dict[str, int | None]:
     for parameter in trained.values():
         parameter.grad = None
     return found
+
+
+def _stored(module: nn.Module) -> dict[str, Tensor | None]:
+    others = module._non_persistent_buffers_set
+    return {key: buffer for key, buffer in module._buffers.items() if key not in others}
 
 
 def _values_of(buffer: Tensor | None) -> Tensor | None:
