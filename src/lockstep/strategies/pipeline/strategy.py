@@ -179,7 +179,7 @@ class PlacedPipeline(nn.Module):
             )
         if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
             raise ConfigError(
-                "The model was called within a transform of torch.func, such as vmap or jacrev, or in forward mode. Its "
+                "The model was called within a transform of torch.func, such as vmap or jvp, or in forward mode. Its "
                 "stages run in several processes, which torch cannot transform. Use strategy 'ddp' or 'fsdp'."
             )
         self._require_called()
