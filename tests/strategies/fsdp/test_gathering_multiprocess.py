@@ -273,7 +273,7 @@ def calls_and_changes(model, _):
     model(torch.ones(2, 6))
     scale_in_place(model)
     rows = torch.ones(2, 6, requires_grad=True)
-    torch.autograd.grad(model(rows).sum(), rows)
+    torch.autograd.grad(model(rows).sum(), [rows, *model.parameters()])
     scale_in_place(model)
 
 
