@@ -48,7 +48,7 @@ from lockstep.strategies.absent import (
 from lockstep.strategies.gradients import StepSums
 from lockstep.strategies.loop_writes import LoopWrites, setting_values
 from lockstep.strategies.optimizer_trial import Unit
-from lockstep.strategies.pipeline.chain import attributes_of, reading, what_it_calls
+from lockstep.strategies.pipeline.chain import attributes_of, autocasts, reading, what_it_calls
 from lockstep.strategies.pipeline.channels import PipelineChannel
 from lockstep.strategies.pipeline.links import OTHER_FREEZING
 from lockstep.strategies.pipeline.loss_reads import LossReads, StagesRead
@@ -86,10 +86,10 @@ def _forward_of(module: nn.Module) -> Any:
 
 
 def kind_of(value: Any) -> tuple[object, ...]:
-    """Returns what determines the shapes inside a model: those of its input."""
+    """Returns what determines the shapes and types inside a model: those of its input, and autocast."""
     leaves, structure = tree_flatten(value)
     shapes = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-    return str(structure), *shapes
+    return str(structure), *autocasts(), *shapes
 
 
 class PlacedPipeline(nn.Module):
