@@ -34,6 +34,19 @@ def test_what_the_run_sets_is_no_write_of_the_loop():
     assert writes.take() == {"p": False}
 
 
+def test_writes_are_noticed_in_and_after_the_inference_mode_of_the_loop():
+    """What was looked at in an evaluation of the loop's could not be added to in the next step."""
+    parameter = nn.Parameter(torch.ones(4))
+    with torch.inference_mode():
+        writes = noted(p=parameter)
+        writes.look()
+    writes.look()
+    parameter.data.mul_(0.5)
+    with torch.inference_mode():
+        writes.look()
+    assert writes.take() == {"p": True}
+
+
 def test_a_tensor_may_go_grow_shrink_or_change_its_type():
     """One that is gone is a gradient that the loop has cleared."""
     gone, other = torch.ones(4), nn.Parameter(torch.ones(4))

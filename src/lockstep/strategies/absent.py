@@ -392,8 +392,8 @@ def _as_parameters(values: Any) -> Iterator[None]:
             each.__class__ = each.parameter_class  # type: ignore[assignment]  # as torch's lazy parameters do
         yield
     finally:
-        for each in absent:
-            if not each.untyped_storage().size():
+        for each in absent:  # those that are not so again, as after a backward pass in the loop
+            if not isinstance(each, AbsentParameter) and not each.untyped_storage().size():
                 each.__class__ = AbsentParameter
 
 

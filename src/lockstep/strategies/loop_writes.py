@@ -59,6 +59,7 @@ class LoopWrites:
         self._tensors = {name: TensorWeakRef(tensor) for name, tensor in tensors.items()}
         self._noted = self._values(tensors.values()) if tensors else None
 
+    @torch.inference_mode(mode=False)  # an evaluation of the loop's may be in one, and the next look is not
     def look(self) -> None:
         """Remembers which of the tensors have changed since, and notes them; those that are gone have."""
         if (before := self._noted) is None:
@@ -101,6 +102,7 @@ class LoopWrites:
                     written.add(name)
         return found | dict.fromkeys(written, True)
 
+    @torch.inference_mode(mode=False)
     @torch.no_grad()
     def _values(self, tensors: Iterable[Tensor]) -> _Values:
         """The state of tensors now. Of a parameter the view is kept, as making one takes longer than reading it."""

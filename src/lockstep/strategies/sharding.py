@@ -247,6 +247,8 @@ class GatheredParameter:
     def free(self) -> None:
         """Takes the whole one's memory back."""
         self.whole.__class__ = self._class
+        if not self.whole.untyped_storage().resizable():  # an array of NumPy has the memory
+            self.whole.data = torch.empty_like(self.whole.detach())
         self.whole.untyped_storage().resize_(0)
         self.hide()
 

@@ -260,11 +260,28 @@ def train(world, make, strategy, precision="fp32", again=False, change=None):
     state = run.require_prepared().state.capture(run.fingerprint(), keep=True)
     digests = digest_tensors(found | state.model | state.optimizer)
     run.close()
+    assert len(optimizer.state) > 0  # an optimizer may be looked at after the run
     return dict(sorted(digests.items()))
 
 
 def freeze_later(model, step):
     model.blocks[0].requires_grad_(step != 0)
+
+
+def calls_and_changes(model, _):
+    """Calls the model between backward and the step, then scales gradients and weights."""
+    model(torch.ones(2, 6))
+    scale_in_place(model)
+    rows = torch.ones(2, 6, requires_grad=True)
+    torch.autograd.grad(model(rows).sum(), [rows, *model.parameters()])
+    scale_in_place(model)
+
+
+def scale_in_place(model):
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(0.5)
+        parameter.data.mul_(0.9)
 
 
 def thaw(model, _):
@@ -307,6 +324,24 @@ def test_however_blocks_are_called_the_bits_are_those_of_one_device(ranks, names
             assert not different, (
                 f"{name}: {len(different)} of {len(expected[name])} differ, first {different[:4]}"
             )
+
+
+class Exported(Model):
+    """Looks at weights as arrays of NumPy, which have their memory from then on."""
+
+    def between(self, x, _):
+        return self.blocks[0](x) * float(self.head.weight.detach().numpy().mean())
+
+
+def train_with_calls(world, strategy):
+    logging.getLogger("lockstep").setLevel(logging.ERROR)
+    return [train(world, CalledThrice, strategy, change=calls_and_changes), train(world, Exported, strategy)]
+
+
+def test_what_the_loop_changes_after_a_call_of_the_model_is_changed():
+    """Such a call left parameters whole, and their copies were changed in the place of the rows that are trained."""
+    (expected,) = run_ranks(train_with_calls, 1, "single")
+    assert run_ranks(train_with_calls, 2, "fsdp", timeout=60)[0] == expected
 
 
 class InPlace(Model):

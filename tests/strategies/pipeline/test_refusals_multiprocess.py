@@ -465,9 +465,15 @@ def test_a_rank_holds_its_stages_and_gives_the_whole():
         assert list(found["state"]) == list(expected)
         assert all(torch.equal(found["state"][name], expected[name]) for name in expected)
         assert torch.equal(found["output"], whole(rows().tensors[0][:3]).detach())
+        assert torch.equal(found["cast"], in_bf16(whole))
         assert found["momentum"] == {"held": rank == 0, "whole": [300, 4]}
         images, labels = rows().tensors
         assert found["right"] == float((whole(images).argmax(1) == labels).double().mean())
+
+
+def in_bf16(model):
+    with torch.autocast("cpu", torch.bfloat16):
+        return model(rows().tensors[0][:3]).detach()
 
 
 def hold(world):
@@ -481,6 +487,7 @@ def hold(world):
         "elsewhere": sum(isinstance(parameter, AbsentParameter) for parameter in original.parameters()),
         "state": {name: tensor.clone() for name, tensor in run.strategy.state()},
         "output": model(rows().tensors[0][:3]).detach(),
+        "cast": in_bf16(model),
         "right": run.evaluate(rows(), lambda output, target: output.argmax(1) == target),
     }
     with pytest.raises(

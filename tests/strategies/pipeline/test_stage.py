@@ -34,12 +34,17 @@ def test_backward_of_a_pipelined_output_is_refused_with_what_to_call():
     assert not refusing_backward(torch.ones(2), parameters=[weight.detach()]).requires_grad
 
 
-def test_the_gradient_of_a_pipelined_output_by_an_input_is_refused():
+def test_the_gradient_of_a_pipelined_output_by_an_input_or_a_parameter_is_refused():
     """With ``allow_unused`` it was None, and without it an error of torch."""
     x = torch.ones(2, 3, requires_grad=True)
     output = refusing_backward(torch.ones(2, 3), {"pixels": [x]})
     with pytest.raises(ConfigError, match=r"torch\.autograd\.grad was called on the output"):
         torch.autograd.grad(output.sum(), x, allow_unused=True)
+    weight = nn.Parameter(torch.ones(1))
+    with pytest.raises(ConfigError, match=r"torch\.autograd\.grad was called on the output"):
+        torch.autograd.grad(
+            refusing_backward(torch.ones(2), parameters=[weight]).sum(), weight, allow_unused=True
+        )
 
 
 def test_a_stage_without_neighbours_is_the_last_one():

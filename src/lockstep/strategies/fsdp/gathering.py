@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -265,9 +266,11 @@ class Gathering:
             block.set_aside()
         elif not still_used:
             self._free(block)
-        if not self._entered and not torch.is_grad_enabled():
+        is_outside = self._where == _OUTSIDE
+        if not self._entered and (is_outside or not torch.is_grad_enabled()):
             # Within a step, ranks may call the model more often than others. After a refusal nobody would answer.
-            if self._where == _OUTSIDE and not self._is_refused:
+            # Outside, the loop may change parameters, gradients and the optimizer next, which is done to the rows.
+            if is_outside and not self._is_refused:
                 self._request()
             self.free()
 
@@ -277,6 +280,8 @@ class Gathering:
             return
         ready = None  # its gradients go with the request for this block, those of others before it
         if in_backward():
+            if self._where == _OUTSIDE:
+                Variable._execution_engine.queue_callback(self.free)
             for each in self._recent:
                 if each.has_gradients:
                     if ready is not None:

@@ -148,8 +148,7 @@ class FullyShardedDataParallel(Strategy):
 
     def trainable(self) -> Mapping[str, nn.Parameter]:
         """This rank's rows of each trained parameter, as ordinary parameters; none of one that another rank holds."""
-        rank = dist.get_rank(self._group)
-        return {each.name: each.held for each in self._trained if each.owner in (None, rank)}
+        return {each.name: each.held for each in self._trained if each.owner in (None, self.share.holder)}
 
     def squares(self) -> Tensor:
         """See ``Strategy.squares``: every rank squares its rows, and all fold the rows of each parameter alike."""

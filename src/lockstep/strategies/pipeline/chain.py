@@ -296,14 +296,18 @@ class _OneLevel(fx.Tracer):
         return super().create_proxy(kind, *args, **kwargs)
 
 
+def autocasts() -> tuple[object, ...]:
+    """The state of autocast."""
+    return tuple((torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in _DEVICES)
+
+
 def _conditions() -> tuple[object, ...]:
     """The modes that context managers of torch set for the operations within them."""
     backends = torch.backends
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
-        *(torch.is_autocast_enabled(device) for device in _DEVICES),
-        *(torch.get_autocast_dtype(device) for device in _DEVICES),
+        *autocasts(),
         torch._C._autograd._top_saved_tensors_default_hooks(False),
         torch._C._autograd._saved_tensors_hooks_get_disabled_error_message(),
         torch.get_default_dtype(),

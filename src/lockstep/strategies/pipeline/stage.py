@@ -23,6 +23,7 @@ from lockstep.distributed.process_group import Groups, connect_pair, open_group
 from lockstep.distributed.shared_memory import can_share_memory, share_memory
 from lockstep.errors import ConfigError
 from lockstep.runtime.devices import is_gpu
+from lockstep.strategies.absent import AbsentTensor
 from lockstep.strategies.pipeline.chain import ChainLink
 from lockstep.strategies.pipeline.channels import PipelineChannel, tensors_of
 from lockstep.strategies.pipeline.links import LINK_BYTES, GroupLink, SharedMemoryLink
@@ -38,10 +39,11 @@ def refusing_backward(output: Any, inputs: Any = (), parameters: Iterable[Tensor
         inputs: of which it was computed, in tuples, lists and dicts.
         parameters: of the model.
     """
-    sources = [each for each in tensors_of(inputs) if each.requires_grad]
-    if not torch.is_grad_enabled() or not (sources or any(each.requires_grad for each in parameters)):
+    sources = [each for each in (*tensors_of(inputs), *parameters) if each.requires_grad]
+    if not torch.is_grad_enabled() or not sources:
         return output
-    anchors = [torch.empty(0, requires_grad=True), *sources]
+    here = [each for each in sources if not isinstance(each, AbsentTensor)]
+    anchors = [torch.empty(0, requires_grad=True), *here]
 
     def attach(tensor: Tensor) -> Any:
         return _Refusing.apply(tensor, *anchors)  # type: ignore[no-untyped-call]  # torch's stub

@@ -48,7 +48,7 @@ from lockstep.strategies.absent import (
 from lockstep.strategies.gradients import StepSums
 from lockstep.strategies.loop_writes import LoopWrites, setting_values
 from lockstep.strategies.optimizer_trial import Unit
-from lockstep.strategies.pipeline.chain import reading, what_it_calls, what_it_reads
+from lockstep.strategies.pipeline.chain import autocasts, reading, what_it_calls, what_it_reads
 from lockstep.strategies.pipeline.channels import PipelineChannel
 from lockstep.strategies.pipeline.links import OTHER_FREEZING
 from lockstep.strategies.pipeline.loss_reads import LossReads, StagesRead
@@ -86,10 +86,10 @@ def _forward_of(module: nn.Module) -> Any:
 
 
 def kind_of(value: Any) -> tuple[object, ...]:
-    """Returns what determines the shapes inside a model: those of its input."""
+    """Returns what determines the shapes and types inside a model: those of its input, and autocast."""
     leaves, structure = tree_flatten(value)
     shapes = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-    return str(structure), *shapes
+    return str(structure), *autocasts(), *shapes
 
 
 class PlacedPipeline(nn.Module):
@@ -178,7 +178,7 @@ class PlacedPipeline(nn.Module):
             )
         if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
             raise ConfigError(
-                "The model was called within a transform of torch.func, such as vmap or jacrev, or in forward mode. Its "
+                "The model was called within a transform of torch.func, such as vmap or jvp, or in forward mode. Its "
                 "stages run in several processes, which torch cannot transform. Use strategy 'ddp' or 'fsdp'."
             )
         self._require_called()
