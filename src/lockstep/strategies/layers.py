@@ -106,7 +106,8 @@ def move_tensor(device: torch.device, tensor: Tensor) -> Tensor:
     spec = TensorSpec.of(tensor)
     if spec.is_packed and not spec.offset:
         return tensor.to(device, non_blocking=True)
-    return _Move.apply(tensor, device)
+    moved: Tensor = _Move.apply(tensor, device)  # type: ignore[no-untyped-call]  # torch's stub
+    return moved
 
 
 class _Move(torch.autograd.Function):
