@@ -35,7 +35,6 @@ class Case:
 
 
 CASES = [
-    Case("digits", (3,)),
     Case("resnet", (3,)),
     Case("recurrent", (2,)),
     Case("experts_accumulating", (3,)),
