@@ -259,6 +259,16 @@ def test_buffers_that_stay_are_not_refused():
     running.refuse_changed_others()
 
 
+def test_a_layer_under_two_names_counts_under_the_first():
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Identity())
+    model.add_module("again", model[0])
+    model[1].mean_too = model[0]
+    running = RunningBuffers(model)
+    running.remember_others()
+    run_step(running, model, micro_batches(2, 4, 3))
+    running.refuse_changed_others()
+
+
 def test_activation_checkpointing_updates_once():
     """Backward runs the layers again; what that leaves in the buffers is thrown away."""
     plain = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), Moving(assign=True))

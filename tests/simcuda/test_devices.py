@@ -562,3 +562,21 @@ def views_moved(world):
 
 def test_what_moves_between_the_devices_of_layers_keeps_its_strides_and_alignment(machine):
     assert machine.run(views_moved, 1) == [[True] * 6]
+
+
+def values_without_a_place(world):
+    """Conjugates and tensors under ``torch.func``, whose memory cannot be asked for, on the other device."""
+    first, second = torch.device("cuda", 0), torch.device("cuda", 1)
+    rows = torch.arange(12.0, device=first).view(3, 4)
+    turned = torch.complex(rows, rows + 1).conj()
+    scaled = torch.func.vmap(lambda row: 2 * move_tensor(second, row[1:]))(rows)
+    _, tangent = torch.func.jvp(lambda each: move_tensor(second, each[:, 1:]) ** 2, (rows,), (rows,))
+    return (
+        torch.equal(move_tensor(second, turned[:, 1:]).cpu(), turned[:, 1:].cpu())
+        and torch.equal(scaled.cpu(), 2 * rows[:, 1:].cpu())
+        and torch.equal(tangent.cpu(), (2 * rows * rows)[:, 1:].cpu())
+    )
+
+
+def test_conjugates_and_tensors_under_torch_func_move_between_the_devices_of_layers(machine):
+    assert machine.run(values_without_a_place, 1) == [True]

@@ -284,9 +284,8 @@ class KeyedRandomness:
             if left.after is not None:
                 self._plant(left.after)
             if any(not torch.equal(g.get_state(), state) for g, state in zip(self._generators, left.untold)):
-                self._drew_untold = (
-                    name or "the model"
-                )  # an error would be lost where checkpointing stops early
+                # An error here would be lost where checkpointing stops early.
+                self._drew_untold = name or "the model"
 
         self._handles[name] = (
             module.register_forward_pre_hook(OwnHook(enter), prepend=True),

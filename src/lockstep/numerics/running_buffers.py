@@ -414,13 +414,18 @@ class RunningBuffers:
         )
 
     def _digest_others(self) -> dict[str, str]:
-        left_out = {  # they are judged as attributes are, by the rehearsals
-            f"{prefix}.{key}".lstrip(".")
-            for prefix, module in self._model.named_modules()
-            for key in module._non_persistent_buffers_set
-        }
-        own = self._model.named_buffers(remove_duplicate=False)
-        return digest_tensors({n: b for n, b in own if n not in self._known and n not in left_out})
+        names: dict[Tensor, str] = {}  # the first of each; others are judged as attributes are
+        for prefix, module in self._model.named_modules():
+            for key, buffer in persistent_buffers(module).items():
+                if buffer is not None:
+                    names.setdefault(buffer, f"{prefix}.{key}" if prefix else key)
+        return digest_tensors({name: each for each, name in names.items() if name not in self._known})
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """The buffers of a module that its ``state_dict()`` has, submodules aside, with those that are None."""
+    others = module._non_persistent_buffers_set
+    return {key: buffer for key, buffer in module._buffers.items() if key not in others}
 
 
 def _flatten(buffers: list[Tensor], dtype: torch.dtype) -> Tensor:

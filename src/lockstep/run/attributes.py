@@ -56,6 +56,7 @@ from lockstep.data.keyed import encoded_state, set_encoded_state
 from lockstep.distributed.collectives import gather_json
 from lockstep.errors import ConfigError
 from lockstep.numerics.hidden_state import ALIAS, Snapshot, without_key
+from lockstep.numerics.running_buffers import persistent_buffers
 from lockstep.run.prepare import Parts
 from lockstep.strategies import Strategy
 from lockstep.strategies.absent import AbsentTensor
@@ -492,9 +493,8 @@ def _fields_of(value: Any) -> dict[str, Part]:
 
 def _registered(module: nn.Module) -> list[Tensor]:
     """The parameters and buffers of a module that its ``state_dict()`` has, submodules aside."""
-    others = module._non_persistent_buffers_set
-    buffers = [each for name, each in module._buffers.items() if name not in others]
-    return [each for each in (*module._parameters.values(), *buffers) if each is not None]
+    own = *module._parameters.values(), *persistent_buffers(module).values()
+    return [each for each in own if each is not None]
 
 
 def _memory_of(tensor: Tensor) -> int | None:

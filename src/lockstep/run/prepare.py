@@ -32,7 +32,7 @@ from lockstep.numerics.hidden_state import draws_globally
 from lockstep.numerics.initial_values import InitialValues, empty_tensors, without_values
 from lockstep.numerics.precision import Precision
 from lockstep.numerics.randomness import KeyedRandomness
-from lockstep.numerics.running_buffers import explain_single_values
+from lockstep.numerics.running_buffers import explain_single_values, persistent_buffers
 from lockstep.run.loaders import smallest_micro_batch
 from lockstep.run.optimizer_step import needs_closure, require_whole
 from lockstep.run.session import RunSession, returning_freed_memory
@@ -314,8 +314,8 @@ def _saved_buffers(model: nn.Module) -> set[str]:
     return {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules(remove_duplicate=False)
-        for name, buffer in module._buffers.items()
-        if buffer is not None and name not in module._non_persistent_buffers_set
+        for name, buffer in persistent_buffers(module).items()
+        if buffer is not None
     }
 
 

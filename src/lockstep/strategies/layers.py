@@ -101,13 +101,16 @@ def _moved(values: Any, device: torch.device) -> Any:
 
 def move_tensor(device: torch.device, tensor: Tensor) -> Tensor:
     """The tensor on a device, with the strides and the alignment that it has: kernels are chosen by them."""
-    if tensor.device == device or type(tensor) is not Tensor or tensor.layout is not torch.strided:
-        return tensor.to(device, non_blocking=True)
-    spec = TensorSpec.of(tensor)
-    if spec.is_packed and not spec.offset:
+    if tensor.device == device or not _has_place(tensor) or TensorSpec.of(tensor).is_usual:
         return tensor.to(device, non_blocking=True)
     moved: Tensor = _Move.apply(tensor, device)  # type: ignore[no-untyped-call]  # torch's stub
     return moved
+
+
+def _has_place(tensor: Tensor) -> bool:
+    """Returns whether a tensor is an ordinary one, whose memory can be looked at here."""
+    is_ordinary = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_conj()
+    return is_ordinary and not (torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling())
 
 
 class _Move(torch.autograd.Function):

@@ -21,6 +21,7 @@ from lockstep.data.keyed import generators_kept
 from lockstep.distributed.collectives import broadcast_tensors
 from lockstep.errors import ConfigError
 from lockstep.numerics.hidden_state import Kind, Snapshot, told
+from lockstep.numerics.running_buffers import persistent_buffers
 from lockstep.run.checks.calls import OFF
 from lockstep.run.checks.means import Deviation, Part, checked, copies_of, has_rows
 from lockstep.run.step import StepCompute
@@ -216,14 +217,14 @@ class Buffers:
     def __init__(self, models: Sequence[nn.Module]) -> None:
         modules = {id(m._buffers): m for model in models for m in model.modules() if m._buffers}
         self._kept = [
-            (m, {key: (buffer, _values_of(buffer)) for key, buffer in _stored(m).items()})
+            (m, {key: (buffer, _values_of(buffer)) for key, buffer in persistent_buffers(m).items()})
             for m in modules.values()
         ]
 
     @property
     def tensors(self) -> list[Tensor]:
         """The buffers as they stand."""
-        return [each for m, _ in self._kept for each in _stored(m).values() if each is not None]
+        return [each for m, _ in self._kept for each in persistent_buffers(m).values() if each is not None]
 
     def moved(self, model: nn.Module) -> list[str]:
         """The names of a model's buffers whose values are others now, of those that its state has."""
@@ -241,7 +242,7 @@ class Buffers:
         with torch.no_grad():
             for module, kept in self._kept:
                 holder = module._buffers
-                for key in _stored(module).keys() - kept.keys():
+                for key in persistent_buffers(module).keys() - kept.keys():
                     del holder[key]
                 for key, (buffer, values) in kept.items():
                     holder[key] = buffer
@@ -307,11 +308,6 @@ def taken_gradients(strategy: Strategy) -> dict[str, int | None]:
     for parameter in trained.values():
         parameter.grad = None
     return found
-
-
-def _stored(module: nn.Module) -> dict[str, Tensor | None]:
-    others = module._non_persistent_buffers_set
-    return {key: buffer for key, buffer in module._buffers.items() if key not in others}
 
 
 def _values_of(buffer: Tensor | None) -> Tensor | None:

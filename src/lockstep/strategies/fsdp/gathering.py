@@ -450,10 +450,10 @@ def _address(tensor: Tensor) -> int:
     """Where the memory of a tensor is, also of one that torch.func has wrapped; 0 where there is none."""
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
-    is_plain = (
-        tensor.layout is torch.strided and tensor.numel() and not tensor._is_zerotensor()
-    )  # a tangent is one
-    return tensor.untyped_storage().data_ptr() if is_plain else 0
+    # A tangent may have zeros for memory.
+    if tensor.layout is not torch.strided or not tensor.numel() or tensor._is_zerotensor():
+        return 0
+    return tensor.untyped_storage().data_ptr()
 
 
 class _Pack:

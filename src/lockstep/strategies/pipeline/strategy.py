@@ -382,7 +382,7 @@ class Pipeline(Strategy):
                         call(micro_batch)
 
     def _read_elsewhere(self, passes: Passes, compute: Compute) -> list[LossReads | StagesRead]:
-        """What stages, the loss and metrics of other processes read now, if this step is watched."""
+        """Looks at what stages, the loss and metrics of other processes read now, if this step is watched."""
         reads: list[LossReads | StagesRead] = []
         if self._is_watching:
             reads.append(StagesRead(passes.others))
