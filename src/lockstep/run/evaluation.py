@@ -147,7 +147,7 @@ class OpenEvaluation:
             raise
         except Exception as error:
             if self.run._session.group is not None:
-                self.run.require_prepared().gradients.fail("An evaluation", error)
+                self.run.strategy.fail("An evaluation", error)
             raise
 
 
@@ -162,7 +162,7 @@ def evaluation(
 ) -> Iterator[OpenEvaluation]:
     """Opens an evaluation under the keys and the precision of a run; see ``Run.evaluate``. Collective."""
     prepared, heartbeat = run.require_prepared(), run._session.heartbeat
-    prepared.gradients.require_no_failure()
+    run.strategy.require_no_failure()
     fix_graphs()
     own_model = prepared.forward_pass.model
     evaluated = own_model if model is None else model

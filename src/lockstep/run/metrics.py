@@ -74,7 +74,7 @@ def evaluate(
     of_sets = {name: each for name, each in metrics.items() if isinstance(each, SetMetric)}
     means = {name: each for name, each in metrics.items() if not isinstance(each, SetMetric)}
     unchecked = run.rehearsals.new_metrics(means, evaluated=True) & run.rehearsals.new_metrics(means)
-    run.require_prepared().gradients.require_no_failure()
+    run.strategy.require_no_failure()
     run.strategy.require_no_calls()
     require_same_names("The metrics of run.evaluate", metrics, run.strategy)
     found: dict[str, dict[str, float]] = {}

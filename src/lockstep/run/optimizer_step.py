@@ -68,7 +68,6 @@ class GradientState:
         self._steps: Counter[int] = Counter()
         self._reduced = self._stepping = self._has_skipped = False
         self._stepped: set[int] = set()
-        self._failure = ""
         self.is_divided = False
         """True within a step whose micro-batches a loop computes itself: ranks have different numbers of them."""
         self._read_scale: tuple[Tensor | None, int, float] = (None, 0, 1.0)
@@ -165,7 +164,7 @@ class GradientState:
             self._strategy.writes.look()
         if not self._reduced:
             self._stepped.clear()
-        self.require_no_failure()
+        self._strategy.require_no_failure()
         with torch._C.DisableTorchFunctionSubclass():  # asking a parameter without values takes longer
             unfrozen = [name for name, parameter in self._frozen if parameter.requires_grad]
             trains = not self._trained or any(parameter.requires_grad for parameter in self._trained)
@@ -204,19 +203,6 @@ class GradientState:
         # A process without parameters of an optimizer, such as a worker, cannot tell whether others have gradients.
         apart = not self._strategy.replicated
         self._holding |= {id(o) for o in self._optimizers if apart or has_gradients(o)}
-
-    def fail(self, call: str, error: Exception) -> None:
-        """Notes that a collective call, as of a step, raised on this rank, while other ranks may go on with it."""
-        self._failure = f"{call} raised {type(error).__name__} ({error})"
-
-    def require_no_failure(self) -> None:
-        """Raises ``ConfigError`` where such an error was caught, so that other ranks may still wait for this one."""
-        if self._failure:
-            raise ConfigError(
-                f"{self._failure}, which was caught. The other ranks wait for the rest of that call, so this rank "
-                "cannot begin another one. Let the exception end the program; leave out samples that cannot be "
-                "used in the data set (lockstep.data.SkipBroken), or in the loss by a weight of 0."
-            )
 
     def require_computed(self, user: str) -> None:
         """Raises ``ConfigError`` where there is no gradient that ``run.backward`` has computed."""

@@ -237,7 +237,7 @@ class Run:
             An iterator. Its ``len()`` is the number of steps that are left, without those done before a resume.
         """
         prepared = self.require_prepared()
-        prepared.gradients.require_no_failure()
+        self.strategy.require_no_failure()
         has_changed = self._loaders.refresh(data, "training")
         self._writer.resumption.begin_steps()
         source = self._loaders.source(data)
@@ -368,7 +368,7 @@ class Run:
             yield opened
         except Exception as error:
             if self._session.group is not None:
-                gradients.fail(f"run.backward of step {plan.step}", error)
+                self.strategy.fail(f"run.backward of step {plan.step}", error)
             else:
                 self.strategy.abandon()
             note_data(error, batch, prepared.forward_pass.model)

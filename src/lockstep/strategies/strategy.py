@@ -31,6 +31,7 @@ from lockstep.core.summation_tree import sum_of_squares
 from lockstep.core.world import World
 from lockstep.data.batch import Batch, MicroBatch
 from lockstep.distributed.collectives import all_reduce_max, drop_process_groups, gather_json
+from lockstep.errors import ConfigError
 from lockstep.numerics.initial_values import InitialValues
 from lockstep.runtime.events import NO_EVENTS, StepEvents
 from lockstep.strategies.absent import Absence
@@ -147,6 +148,8 @@ class Strategy(ABC):
     """The micro-batches of an evaluation that this process computes; None for ``share``, whose holders it has."""
     reference: nn.Module | None = None
     """A copy of the whole model, with which the first step compares the model as this strategy has changed it."""
+    failed_call: str = ""
+    """The collective call that raised on this rank, and how, while others may still be in it."""
     bytes_outside_steps: int = 0
     """Bytes that were given to others in rehearsals and evaluations."""
     absences: Sequence[Absence] = ()
@@ -224,6 +227,19 @@ class Strategy(ABC):
 
     def abandon(self) -> None:  # noqa: B027  # with several processes no program goes on after that
         """Puts gradients back to what they were before a ``backward`` that raised."""
+
+    def fail(self, call: str, error: Exception) -> None:
+        """Notes that a collective call, as of a step, raised on this rank, while other ranks may go on with it."""
+        self.failed_call = f"{call} raised {type(error).__name__} ({error})"
+
+    def require_no_failure(self) -> None:
+        """Raises ``ConfigError`` where such an error was caught, so that other ranks may still wait for this one."""
+        if self.failed_call:
+            raise ConfigError(
+                f"{self.failed_call}, which was caught. The other ranks wait for the rest of that call, so this rank "
+                "cannot begin another one. Let the exception end the program; leave out samples that cannot be "
+                "used in the data set (lockstep.data.SkipBroken), or in the loss by a weight of 0."
+            )
 
     def gather_records(self, value: Any) -> list[Any]:
         """The values of all processes that are left; they must survive JSON. Collective."""

@@ -2,6 +2,7 @@
 
 import logging
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -523,3 +524,26 @@ def freezes_within_an_epoch(world, rank, layer, schedule):
 def test_layers_that_one_rank_freezes_within_an_epoch_are_refused(rank, layer, schedule):
     with pytest.raises(ConfigError, match=r"do not agree on which parameters are trained in this step"):
         run_ranks(freezes_within_an_epoch, 2, rank, layer, schedule, timeout=30)
+
+
+def calls_with_other_sizes(world):
+    run = Run(options(), world)
+    model = layers()
+    model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    images = rows().tensors[0][:3]
+    model(images)
+    if world.rank == 0:
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            model(images[:, 1:])
+    else:
+        model(images[:, 1:])
+    for go_on in (partial(model, images), lambda: next(iter(run.batches(rows())))):
+        with pytest.raises(ConfigError, match=r"^A call of the model raised RuntimeError .* which was caught\. The"):
+            go_on()
+    raise ConfigError("all done")
+
+
+def test_going_on_after_an_error_in_a_call_of_the_model_is_refused_where_other_ranks_wait():
+    """The other ranks waited for its output until the run was stalled."""
+    with pytest.raises(ConfigError, match="all done"):
+        run_ranks(calls_with_other_sizes, 2, timeout=30)

@@ -105,7 +105,7 @@ class PlacedPipeline(nn.Module):
         absences: of what is not here, which know whether a step is being computed.
         whole: a context in which the stages have whole parameters; where they are shared out, the ranks that share
             them must call the model together too.
-        require_called: raises ``ConfigError`` where the stages are not what the model's forward would call.
+        calling: a context of each call, which may raise ``ConfigError``.
     """
 
     def __init__(
@@ -115,12 +115,12 @@ class PlacedPipeline(nn.Module):
         answers: dict[int, PipelineChannel],
         absences: Sequence[Absence],
         whole: Callable[[], AbstractContextManager[None]] = nullcontext,
-        require_called: Callable[[], object] = bool,
+        calling: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         super().__init__()
         self._modules, self._parameters, self._buffers = model._modules, model._parameters, model._buffers
         self._passes, self._answers, self._absences, self._whole = passes, answers, absences, whole
-        self._require_called = require_called
+        self._calling = calling
         vars(self).update(_model=model, training=model.training)  # not a child: its children are
 
     def __getattr__(self, name: str) -> Any:
@@ -181,23 +181,23 @@ class PlacedPipeline(nn.Module):
                 "The model was called within a transform of torch.func, such as vmap or jvp, or in forward mode. Its "
                 "stages run in several processes, which torch cannot transform. Use strategy 'ddp' or 'fsdp'."
             )
-        self._require_called()
         kind = (self.training, *kind_of((args, kwargs)))
         output = None
-        with self._whole(), torch.no_grad():
+        with self._calling():
+            with self._whole(), torch.no_grad():
+                for each in self._passes.values():
+                    output = each.evaluate(kind, args, kwargs)
+            channels = list(self._answers.values())
+            if any(each.is_last for each in self._passes.values()):
+                for channel in channels:
+                    channel.send(kind, output)
+            else:
+                description, tensors = channels[0].receive(kind)
+                output = description.value(tensors)
             for each in self._passes.values():
-                output = each.evaluate(kind, args, kwargs)
-        channels = list(self._answers.values())
-        if any(each.is_last for each in self._passes.values()):
+                each.neighbours.flush()
             for channel in channels:
-                channel.send(kind, output)
-        else:
-            description, tensors = channels[0].receive(kind)
-            output = description.value(tensors)
-        for each in self._passes.values():
-            each.neighbours.flush()
-        for channel in channels:
-            channel.flush()
+                channel.flush()
         return refusing_backward(output, (args, kwargs), self.parameters())
 
 
@@ -299,7 +299,7 @@ class Pipeline(Strategy):
                 for module in others:
                     _empty(module, names_of, absence)
         placed = PlacedPipeline(
-            *(model, self._passes, self._answers, self.absences, self._whole_stages, self._require_called)
+            *(model, self._passes, self._answers, self.absences, self._whole_stages, self._calling)
         )
         state = tensor_state(model)
         self._held = {name: held_of(state[name]) for name in self._specs if self._is_mine(name)}
@@ -569,6 +569,18 @@ class Pipeline(Strategy):
         reducer = self._reducers[local] if self._reducers else None
         k, buffers = self._micro_batches, RunningBuffers(stage, here)
         return StepSums(trained, buffers, reducer, self.share, k, self.device, held)
+
+    @contextmanager
+    def _calling(self) -> Iterator[None]:
+        """A context of a call of the model by the loop, whose error leaves other ranks waiting for its output."""
+        self.require_no_failure()
+        self._require_called()
+        try:
+            yield
+        except Exception as error:
+            if self._channels.ranks[1:]:
+                self.fail("A call of the model", error)
+            raise
 
     @contextmanager
     def _whole_stages(self) -> Iterator[None]:
