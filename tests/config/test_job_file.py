@@ -121,8 +121,8 @@ def test_a_job_without_a_model_is_told_what_is_missing(load):
 
 
 def test_syntax_errors_name_the_line(job_file):
-    path = job_file("[model]\ntarget = \n")
-    assert message(load_job, str(path)).startswith(f"{path}:2: Invalid value.")
+    path = job_file("[model]\ntarget = my:Net\n")
+    assert message(load_job, str(path)).startswith(f"{path}:2: Invalid value, in `target = my:Net`.")
 
 
 @pytest.mark.parametrize(

@@ -65,4 +65,4 @@ def test_a_phase_without_duration_leaves_no_span():
     recorder = SpanRecorder()
     recorder.enter("compute", 5)
     recorder.enter("forward", 5)
-    assert recorder.spans == [] and recorder.phase_of() == "forward"
+    assert recorder.spans == [] and recorder.phase == "forward"

@@ -33,6 +33,20 @@ def test_a_step_without_run_backward_is_refused():
         break
 
 
+@pytest.mark.parametrize("early", [True, False])
+def test_gradients_that_are_cleared_before_the_first_step_are_told(early, caplog):
+    run, _, optimizer = begin()
+    for batch in run.batches(dataset()):
+        if early:
+            optimizer.zero_grad()
+        run.backward(batch, cross_entropy)
+        if not early:
+            optimizer.zero_grad()
+        optimizer.step()
+        break
+    assert ("The first step of the optimizer SGD has no gradient" in caplog.text) is not early
+
+
 def test_a_step_of_the_optimizer_that_was_not_returned_is_refused():
     run, model = lockstep.init(global_batch=GLOBAL_BATCH), network()
     own = torch.optim.SGD(model.parameters(), lr=0.1)

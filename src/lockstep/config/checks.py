@@ -208,11 +208,9 @@ def nearest_name(asked: str, known: Iterable[str]) -> str:
 def absent_module(asked: str, known: Iterable[str]) -> str:
     """Says that a top-level module is not there; names another only where it is a likely slip of the pen."""
     close = difflib.get_close_matches(asked, list(known), n=1, cutoff=0.8)
-    advice = (
-        f"Did you mean {close[0]!r}?"
-        if close
-        else "Install the package that provides it, or correct the name."
-    )
+    advice = "Install the package that provides it, or correct the name."
+    if close:
+        advice = f"Did you mean {close[0]!r}?"
     return f"there is no module {asked!r}. {advice}"
 
 

@@ -216,11 +216,11 @@ def _report(problems: Sequence[Problem], origin: _Origin) -> ConfigError:
 
 def _place_of_syntax_error(file: JobFile, error: ValueError) -> str:
     before, found, place = str(error).rpartition(" (at line ")
-    return (
-        f"{file.path}:{place.split(',')[0]}: {before}."
-        if found
-        else f"{file.path}: {str(error).rstrip('.')}."
-    )
+    if not found:
+        return f"{file.path}: {str(error).rstrip('.')}."
+    number = int(place.split(",")[0])
+    line = file.text.split("\n")[number - 1].strip()
+    return f"{file.path}:{number}: {before}, in `{line}`."
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -147,12 +147,12 @@ class Stream(Dataset[Any]):
             except StopIteration:
                 self._iterator = None
                 own = "Correct __len__, or write Stream(dataset, samples=N)."
-                share = (
-                    " Where it gives each process its share of the files, let it read all of them, as "
-                    "WebDataset(urls, nodesplitter=lambda urls: urls) does."
-                    if dist.is_initialized() and dist.get_world_size() > 1
-                    else ""
-                )
+                share = ""
+                if dist.is_initialized() and dist.get_world_size() > 1:
+                    share = (
+                        " Where it gives each process its share of the files, let it read all of them, as "
+                        "WebDataset(urls, nodesplitter=lambda urls: urls) does."
+                    )
                 raise DataError(
                     f"{type(self.dataset).__name__} ended after {self._next} samples, and an epoch should have "
                     f"{self.samples}. {own if self._has_length else 'Give Stream a smaller samples=.'}{share}"

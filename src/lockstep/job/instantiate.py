@@ -156,11 +156,9 @@ def _import_module(module_name: str, path: str, where: str) -> Any:
                 ) from error
             parent, _, last = absent.rpartition(".")
             known = _modules_in(parent)
-            reason = (
-                f"{parent} has no module {last!r}.{nearest_name(last, known)}"
-                if parent
-                else absent_module(last, known)
-            )
+            reason = absent_module(last, known)
+            if parent:
+                reason = f"{parent} has no module {last!r}.{nearest_name(last, known)}"
             raise ConfigError(f"{where}: '{path}': {reason}") from error
 
 

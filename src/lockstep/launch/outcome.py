@@ -326,10 +326,10 @@ class MemoryWatch:
         return f"the OOM killer, which ends a process when memory runs out{held}"
 
 
-def oom_kills(process: str = "self") -> int:
-    """Returns the number of OOM kills in the memory cgroup of a process, or on a host without any; 0: unknown."""
+def oom_kills() -> int:
+    """Returns the number of OOM kills in the memory cgroup of this process, or on a host without any; 0: unknown."""
     with suppress(OSError):
-        for line in Path(f"/proc/{process}/cgroup").read_text().splitlines():
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             files = {"memory": f"memory{path}/memory.oom_control", "": f"{path.lstrip('/')}/memory.events"}
             counted = _count(_CGROUPS / files[controllers]) if controllers in files else None

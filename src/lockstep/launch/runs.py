@@ -245,8 +245,8 @@ def choose_run(name: str | None) -> RunOnHost:
     )
 
 
-def end_processes(run: RunOnHost, *, within: float = 3.0) -> int:
-    """Sends SIGTERM to all processes of a run, SIGKILL to those left after ``within`` seconds; returns how many."""
+def end_processes(run: RunOnHost) -> int:
+    """Sends SIGTERM to all processes of a run, SIGKILL to those left after three seconds; returns how many."""
     ended: set[int] = set()
     for number in (signal.SIGTERM, signal.SIGKILL):
         found = []
@@ -255,7 +255,7 @@ def end_processes(run: RunOnHost, *, within: float = 3.0) -> int:
                 handle.send(number)
             found.append(pid)
         ended.update(found)
-        deadline = time.monotonic() + within
+        deadline = time.monotonic() + 3.0
         for _, handle in _handles(run.run_id, found):
             with handle:
                 handle.has_ended(max(0.0, deadline - time.monotonic()))

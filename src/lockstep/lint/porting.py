@@ -529,7 +529,8 @@ def _steps(script: Script) -> Iterator[_Found]:
             yield (
                 call,
                 "if this accumulates gradients: in each step, without the condition, and with lockstep.init("
-                "global_batch=all samples of a step, micro_batches=...); the loss is not divided",
+                "global_batch=all samples of a step, micro_batches=...); the loss is not divided, and len(loader) is "
+                "run.steps_per_epoch(loader)",
             )
 
 

@@ -196,7 +196,7 @@ class Timeline(Callback):
     def on_span_begin(self, name: str) -> None:
         """Begins a named span."""
         if not self._thread():
-            self._spans.append(self._recorder.phase_of() if self._recording else None)
+            self._spans.append(self._recorder.phase if self._recording else None)
             if self._recording:
                 self._enter(name)
 

@@ -91,9 +91,10 @@ class SpanRecorder:
         if thread in self._open:
             self._open[thread][3].update(about)
 
-    def phase_of(self, thread: int = 0) -> str:
-        """The current phase of a thread; empty if it has none."""
-        return self._open[thread][1] if thread in self._open else ""
+    @property
+    def phase(self) -> str:
+        """The current phase of the main thread; empty if it has none."""
+        return self._open[0][1] if 0 in self._open else ""
 
     def add(self, lane: str, name: str, began: int, ended: int, **about: int | float | str) -> None:
         """Adds a finished span, independent of the current phase."""

@@ -89,7 +89,7 @@ _LEFT_OUT: JSON = ["left out"]
 _MISSING = object()
 _ATTRIBUTE = re.compile(r"(?:the attribute '\w+' of )*(the attribute '\w+' of [^\[\]]*)(?:\[.*)?")
 """The name of an attribute of a module, or of what it holds."""
-_CONTAINERS: dict[str, Callable[..., Any]] = {
+_CONTAINER_TYPES: dict[str, Callable[..., Any]] = {
     each.__name__: each
     for each in (list, tuple, dict, set, frozenset, deque, OrderedDict, Counter, torch.Size)
 }
@@ -182,9 +182,8 @@ class Values:
             return _LEFT_OUT
         if tensor.is_meta:
             return _LEFT_OUT
-        if (memory := _memory_of(tensor)) in self._memory:
-            return self._unheld()
-        if memory is None or tensor.is_quantized:
+        memory = _memory_of(tensor)
+        if memory is None or memory in self._memory or tensor.is_quantized:
             return self._unheld()
         plain = tensor.detach().resolve_conj().resolve_neg()
         if tensor.numel() <= _MOST_NUMBERS:
@@ -330,7 +329,7 @@ class _Restoring:
     def _filled(self, kind: str, entries: Any, own: Any, is_new: bool) -> Any:
         """A container with these entries: the own one, where its kind is the same."""
         if type(own).__qualname__ != kind:
-            return _CONTAINERS[kind](entries) if kind in _CONTAINERS else self._lost(own)
+            return _CONTAINER_TYPES[kind](entries) if kind in _CONTAINER_TYPES else self._lost(own)
         if isinstance(own, tuple | frozenset):
             return type(own)(*entries) if hasattr(own, "_fields") else type(own)(entries)
         found = copy.copy(own) if is_new else own
@@ -425,11 +424,8 @@ class Attributes:
             if (holder := holders.get(name)) is None:
                 continue  # an optimizer, where a model predicts
             if key == _STRIDES:
-                lost += (
-                    []
-                    if _laid_out_as(holder, json.loads(value))
-                    else [f"the strides of tensors of {name.removeprefix('module ')}"]
-                )
+                if not _laid_out_as(holder, json.loads(value)):
+                    lost.append(f"the strides of tensors of {name.removeprefix('module ')}")
                 continue
             restoring.is_whole, own = True, _attributes(holder).get(key, _MISSING)
             found = restoring.value(value, own, f"{name}|{key}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -30,6 +31,7 @@ from lockstep.strategies import IndependentStrategy, Strategy
 from lockstep.strategies.loop_writes import setting_values
 from lockstep.strategies.sharding import is_elementwise, thawed
 
+logger = logging.getLogger(__name__)
 _SMALLEST_SCALE = 2.0**-24
 _MOST_LIMITS = 1_000
 """Norms for ``clip`` that are kept between two comparisons of the ranks."""
@@ -68,6 +70,8 @@ class GradientState:
         self._steps: Counter[int] = Counter()
         self._reduced = self._stepping = self._has_skipped = False
         self._stepped: set[int] = set()
+        self._cleared: set[int] = set()
+        """Those whose gradients were thrown away since the last backward pass."""
         self.is_divided = False
         """True within a step whose micro-batches a loop computes itself: ranks have different numbers of them."""
         self._read_scale: tuple[Tensor | None, int, float] = (None, 0, 1.0)
@@ -200,6 +204,7 @@ class GradientState:
         if self._strategy.writes is not None:
             self._strategy.writes.note(self._strategy.watched())
         self._reduced = True
+        self._cleared.clear()
         # A process without parameters of an optimizer, such as a worker, cannot tell whether others have gradients.
         apart = not self._strategy.replicated
         self._holding |= {id(o) for o in self._optimizers if apart or has_gradients(o)}
@@ -263,6 +268,8 @@ class GradientState:
 
     def forget(self, optimizer: Optimizer) -> None:
         """Notes that the optimizer's gradients were thrown away."""
+        if id(optimizer) in self._holding:
+            self._cleared.add(id(optimizer))
         self._holding.discard(id(optimizer))
 
     def step_by(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
@@ -300,6 +307,12 @@ class GradientState:
                 "model, the loss and loss.backward()."
             )
         self._require_no_frozen_gradients()
+        if id(optimizer) in self._cleared and not self._steps[id(optimizer)]:
+            logger.warning(
+                "The first step of the optimizer %s has no gradient: its zero_grad() was called after run.backward. "
+                "Call zero_grad() before run.backward, or after optimizer.step().",
+                type(optimizer).__name__,
+            )
         taken = True
         with self._in_step(optimizer):
             self._strategy.before_step()

@@ -175,7 +175,7 @@ def _held(run: RunState, loop: EpochLoop) -> dict[str, str]:
         "gradients, by run.backward": str(loop.backward_passes),
         "parameters": str([parameter._version for parameter in parameters]),
         "buffers": _bits(buffers),
-        "modules beside the model": str([_text(tensor) for tensor in beside]),
+        "modules beside the model": str([_version_or_bits(tensor) for tensor in beside]),
         "run.extra": str(run.extra),
         "which parameters are frozen": str(frozen_parameters(run.model.module)),
         **hyperparameters(parts.optimizers),
@@ -200,7 +200,7 @@ def _tensors(run: RunState) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     return parameters, buffers, beside
 
 
-def _text(tensor: Tensor) -> int:
+def _version_or_bits(tensor: Tensor) -> int:
     """Changes with a parameter, quickly, and with the bits of a buffer, which an evaluation may set back."""
     return tensor._version if isinstance(tensor, nn.Parameter) else int(sum_of_bits(tensor))
 

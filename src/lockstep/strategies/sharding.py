@@ -85,22 +85,16 @@ def require_rows(model: nn.Module, strategy: str, *, permuted: bool = False) -> 
                 f"Strategy {strategy!r} shards parameters by rows, and {name!r} is a scalar. Give it the shape (1,), "
                 "or use strategy 'ddp'."
             )
-        if not parameter.is_contiguous() and not (
-            permuted and has_no_gaps(parameter.shape, parameter.stride())
-        ):
-            channels_last = parameter.dim() == 4 and parameter.is_contiguous(
-                memory_format=torch.channels_last
-            )
-            found = "in channels-last order" if channels_last else f"with strides {parameter.stride()}"
-            remedy = (
-                "Use channels_last=False"
-                if channels_last
-                else "Make it of a contiguous copy, nn.Parameter(tensor.contiguous()), before the optimizer"
-            )
-            raise ConfigError(
-                f"Strategy {strategy!r} shards contiguous parameters, and {name!r} of shape {tuple(parameter.shape)} "
-                f"is stored {found}. {remedy}, or use strategy 'ddp'."
-            )
+        if parameter.is_contiguous() or (permuted and has_no_gaps(parameter.shape, parameter.stride())):
+            continue
+        found = f"with strides {parameter.stride()}"
+        remedy = "Make it of a contiguous copy, nn.Parameter(tensor.contiguous()), before the optimizer"
+        if parameter.dim() == 4 and parameter.is_contiguous(memory_format=torch.channels_last):
+            found, remedy = "in channels-last order", "Use channels_last=False"
+        raise ConfigError(
+            f"Strategy {strategy!r} shards contiguous parameters, and {name!r} of shape {tuple(parameter.shape)} "
+            f"is stored {found}. {remedy}, or use strategy 'ddp'."
+        )
 
 
 def require_separate_memory(model: nn.Module, strategy: str) -> None:

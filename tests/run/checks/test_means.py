@@ -93,6 +93,7 @@ def masked(output, target):
         (lambda output, target: cross_entropy(output, target, ignore_index=0), WEIGHTED),
         (lambda output, target: cross_entropy(output, target).exp(), FUNCTION),
         (lambda output, target: mse_loss(output[:, 0], target.float()).sqrt(), FUNCTION),
+        (lambda output, target: cross_entropy(1e3 + output, target, ignore_index=0) + 48, WEIGHTED),
         (f1, WEIGHTED),
         (contrastive, OTHER),
         (squeezed, NONE),
@@ -102,7 +103,7 @@ def masked(output, target):
         (lambda output, target: (cross_entropy(output, target), len(target)), PAIR),
         (lambda output, target: output.mean() / 0, UNCLEAR),
     ],
-    ids=range(26),
+    ids=range(27),
 )
 def test_what_a_function_is_a_mean_of(function, found):
     assert deviation(function, *rows(), 64) is found

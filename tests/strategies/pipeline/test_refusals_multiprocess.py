@@ -538,7 +538,9 @@ def calls_with_other_sizes(world):
     else:
         model(images[:, 1:])
     for go_on in (partial(model, images), lambda: next(iter(run.batches(rows())))):
-        with pytest.raises(ConfigError, match=r"^A call of the model raised RuntimeError .* which was caught\. The"):
+        with pytest.raises(
+            ConfigError, match=r"^A call of the model raised RuntimeError .* which was caught\. The"
+        ):
             go_on()
     raise ConfigError("all done")
 

@@ -48,7 +48,7 @@ def read_token(file: str, environment: Mapping[str, str]) -> bytes:
 def how_to_make_one(file: str) -> str:
     """Returns the sentence that says how to make a token file."""
     return (
-        f"Make one with `mkdir -p $(dirname {file}) && (umask 077; openssl rand -hex 32 > {file})` and copy the "
+        f"Make one with `mkdir -p {Path(file).parent} && (umask 077; openssl rand -hex 32 > {file})` and copy the "
         f"file to every host, or give --token-file FILE or {TOKEN_VARIABLE}."
     )
 

@@ -336,18 +336,25 @@ def deviation_over(sums: Callable[[slice], Sums], samples: int, most: float) -> 
     if Deviation.OTHER not in found and len(found) <= 1:
         values = {total / weight if weight else 0.0 for total, weight in (whole, *itertools.chain(*splits))}
         return found.pop() if found else Deviation.UNCLEAR if len(values) == 1 else Deviation.NONE
-    for inverse in (lambda value: value**2, math.log):
+    for inverse, function in ((lambda value: value**2, math.sqrt), (math.log, math.exp)):
         with suppress(ValueError, OverflowError):  # no logarithm
-            value = _through(inverse, whole)
-            inner = [(_through(inverse, one), _through(inverse, other)) for one, other in splits]
-            if all(deviation_of_parts(value, *split, most) is Deviation.NONE for split in inner):
+            if _gap(whole, splits, inverse, function) < 0.1 * _gap(whole, splits):
                 return Deviation.FUNCTION
     return Deviation.WEIGHTED if _has_weights(sums, samples) else Deviation.OTHER
 
 
-def _through(inverse: Callable[[float], float], sums: Sums) -> Sums:
-    total, weight = sums
-    return (inverse(total / weight) * weight if weight else 0.0), weight
+def _gap(
+    whole: Sums,
+    splits: Sequence[tuple[Sums, Sums]],
+    inverse: Callable[[float], float] = float,
+    function: Callable[[float], float] = float,
+) -> float:
+    """How far values over two parts are from the whole, if they are a function of means over samples."""
+    values = [
+        function(sum(inverse(total / weight) * weight for total, weight in split if weight) / whole[1])
+        for split in splits
+    ]
+    return sum(abs(value - whole[0] / whole[1]) for value in values)
 
 
 def _has_weights(sums: Callable[[slice], Sums], samples: int) -> bool:

@@ -171,11 +171,10 @@ class TensorSpec:
 
     def empty(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """A tensor of this spec, if it is packed, and the flat memory that receives its numbers."""
-        whole = (
-            self._place(self.shape, device)
-            if self.is_packed
-            else torch.empty(self.shape, dtype=getattr(torch, self.dtype), device=device)
-        )
+        if self.is_packed:
+            whole = self._place(self.shape, device)
+        else:
+            whole = torch.empty(self.shape, dtype=getattr(torch, self.dtype), device=device)
         return whole, whole.as_strided((whole.numel(),), (1,))
 
     def received(self, whole: Tensor) -> Tensor:

@@ -137,11 +137,9 @@ def _refuse_ties(links: Sequence[ChainLink], starts: list[int], stages: int, opt
         if stage_of[first] == stage_of[last]:
             continue
         working = balanced([_bytes(link.module) for link in links], stages, inseparable(links))
-        offer = (
-            f"Split at {[links[start].name for start in working]}"
-            if working
-            else "Untie it, use fewer stages"
-        )
+        offer = "Untie it, use fewer stages"
+        if working:
+            offer = f"Split at {[links[start].name for start in working]}"
         raise ConfigError(
             f"{name!r} is also used in {links[first].name!r}, and {option} puts them in the stages "
             f"{stage_of[first]} and {stage_of[last]}. {offer}, or use strategy 'ddp'."
@@ -166,11 +164,9 @@ def too_few(links: Sequence[ChainLink], stages: int, strategy: str = "pipeline")
             "(a parameter of its own for one of the two; in lockstep.models tied=False)"
             f"{f', use {parts} stages' if parts > 1 else ''}, or use strategy 'ddp'."
         )
-    found = (
-        f"a chain of {len(links)} modules: {shorten((link.name for link in links), 20)}"
-        if len(links) > 1
-        else "not a chain of modules"
-    )
+    found = "not a chain of modules"
+    if len(links) > 1:
+        found = f"a chain of {len(links)} modules: {shorten((link.name for link in links), 20)}"
     hooked = next((link.name or "the model" for link in links if is_watched(link.module)), None)
     if hooked is not None and any(True for link in links for _ in link.module.children()):
         found += f" ({hooked!r} has a hook, which keeps it whole)"

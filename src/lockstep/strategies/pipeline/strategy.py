@@ -582,11 +582,9 @@ class Pipeline(Strategy):
                 self.fail("A call of the model", error)
             raise
 
-    @contextmanager
-    def _whole_stages(self) -> Iterator[None]:
+    def _whole_stages(self) -> AbstractContextManager[None]:
         """A context in which this rank's stages have whole parameters, to which their forward passes may write."""
-        with setting_values(self):
-            yield
+        return setting_values(self)
 
     def _expect(
         self, action: Action | None, micro_batches: Sequence[MicroBatch], kinds: list[tuple[object, ...]]

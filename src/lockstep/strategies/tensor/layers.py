@@ -359,11 +359,9 @@ class Splitter:
         common = reduce(gcd, sizes.values())
         working = [number for number in range(2, common + 1) if common % number == 0]
         unit = "ranks" if exchange.shards == exchange.ranks else "shards (tensor.shards)"
-        advice = (
-            f"Use {' or '.join(map(str, working[:8]))} {unit}"
-            if working
-            else "No number of ranks divides all layers: leave some out with tensor.plan"
-        )
+        advice = "No number of ranks divides all layers: leave some out with tensor.plan"
+        if working:
+            advice = f"Use {' or '.join(map(str, working[:8]))} {unit}"
         raise ConfigError(
             f"Strategy 'tensor' cannot split the {sizes[wrong]} heads, features or channels of {wrong!r} over "
             f"{exchange.shards} {unit}. {advice}, or use strategy 'fsdp' or 'ddp'."
