@@ -337,7 +337,7 @@ def deviation_over(sums: Callable[[slice], Sums], samples: int, most: float) -> 
         values = {total / weight if weight else 0.0 for total, weight in (whole, *itertools.chain(*splits))}
         return found.pop() if found else Deviation.UNCLEAR if len(values) == 1 else Deviation.NONE
     for inverse, function in ((lambda value: value**2, math.sqrt), (math.log, math.exp)):
-        with suppress(ValueError, OverflowError):  # no logarithm
+        with suppress(ValueError, ArithmeticError):  # no logarithm, or no weight
             if _gap(whole, splits, inverse, function) < 0.1 * _gap(whole, splits):
                 return Deviation.FUNCTION
     return Deviation.WEIGHTED if _has_weights(sums, samples) else Deviation.OTHER
