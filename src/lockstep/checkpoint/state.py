@@ -23,6 +23,8 @@ from lockstep.text import shorten
 
 ATTRIBUTE = "attribute|"
 """Begins the names of tensors that modules keep in attributes, among those of optimizers."""
+Placed = dict[int, Tensor | None]
+"""By the id of a stored tensor that has several names the one in its place; None: not made yet."""
 
 
 @dataclass(frozen=True)
@@ -310,30 +312,25 @@ def load_optimizer_state(
 
 def _joined(
     tensors: Mapping[str, Tensor], same: Mapping[str, str], parameters: Mapping[str, Tensor]
-) -> tuple[dict[str, Tensor], dict[int, Tensor | None]]:
-    """The tensors, one for all names of the ``same``, and by its id the one in its place; None: not made yet."""
+) -> tuple[dict[str, Tensor], Placed]:
+    """The tensors, one for all names of the ``same``; those of parameters are placed."""
     first: dict[str, Tensor] = {}
     joined = {key: first.setdefault(same.get(key, key), tensor) for key, tensor in tensors.items()}
     shared = {name: first[name] for name in same.values() if name in first}
     return joined, {id(tensor): parameters.get(name) for name, tensor in shared.items()}
 
 
-def _copied(
-    value: Any, placed: dict[int, Tensor | None], copy: Callable[[Tensor], Tensor] = Tensor.clone
-) -> Any:
+def _copied(value: Any, placed: Placed, copy: Callable[[Tensor], Tensor] = Tensor.clone) -> Any:
     """A value, or a copy where it is a tensor: the same one under all names of the ``placed``."""
     if not isinstance(value, Tensor):
         return value
-    made = placed.get(id(value))
-    made = copy(value) if made is None else made
-    if id(value) in placed:
-        placed[id(value)] = made
+    if (made := placed.get(id(value))) is None:
+        made = copy(value)
+        placed.update({id(value): made} if id(value) in placed else {})
     return made
 
 
-def _placed(
-    value: Any, parameter: Tensor, key: str, group: Mapping[str, Any], placed: dict[int, Tensor | None]
-) -> Any:
+def _placed(value: Any, parameter: Tensor, key: str, group: Mapping[str, Any], placed: Placed) -> Any:
     """A state value where the optimizer would have put it: beside its parameter, in its memory layout."""
     if isinstance(value, list | tuple):
         return type(value)(_placed(item, parameter, key, group, placed) for item in value)
@@ -379,7 +376,7 @@ def _require_equal_names(given: Mapping[str, object], wanted: set[str]) -> None:
 def _common_hyperparameters(
     members: list[str],
     given: Mapping[str, tuple[JSON, dict[str, Any]]],
-    placed: dict[int, Tensor | None],
+    placed: Placed,
 ) -> dict[str, Any]:
     """The hyperparameters of a group; groups may be split or joined as long as no two disagree."""
     if not members:
