@@ -192,3 +192,14 @@ def test_one_tensor_under_several_names_of_an_optimizer_is_one_again():
     del record["same"]  # a checkpoint of an earlier version
     load_optimizer_state(resumed, parameter_names(again), tensors, record)
     assert resumed.state[again.weight]["sum"] is not resumed.state[again.weight]["also"]
+
+
+def test_a_sparse_tensor_of_an_optimizer_is_refused_by_name():
+    """It ended in a traceback of torch."""
+    model = nn.Linear(2, 2)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    optimizer.state[model.weight]["graph"] = torch.eye(2).to_sparse()
+    with pytest.raises(
+        ConfigError, match=r"'weight\|graph' is a Tensor of layout torch.sparse_coo, which a check"
+    ):
+        optimizer_state(optimizer, parameter_names(model))
