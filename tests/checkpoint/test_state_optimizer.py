@@ -1,4 +1,5 @@
 import copy
+import json
 
 import pytest
 import torch
@@ -161,3 +162,44 @@ def test_another_optimizer_or_other_parameters_are_refused(tied):
 def test_a_parameter_the_model_does_not_have_is_refused(tied):
     with pytest.raises(ConfigError, match=r"shape \[7\] that the model does not have"):
         optimizer_state(SGD([nn.Parameter(torch.ones(7))], lr=0.1), parameter_names(tied))
+
+
+def test_one_tensor_under_several_names_of_an_optimizer_is_one_again():
+    """Each name got a copy: a step that changes it under one name, and reads it under another, had other bits."""
+
+    def made(rate):
+        model = nn.Linear(2, 2)
+        groups = [{"params": [model.weight], "lr": rate}, {"params": [model.bias], "lr": rate}]
+        return model, torch.optim.SGD(groups)
+
+    model, optimizer = made(torch.tensor(0.1))
+    weight, bias = (optimizer.state[each] for each in model.parameters())
+    weight["sum"] = weight["also"] = torch.ones(2, 2)
+    weight["other"] = torch.ones(2, 2)
+    weight["count"] = bias["count"] = optimizer.state["count"] = torch.zeros(())
+    weight["values"] = [model.weight.detach(), model.bias.detach()]
+    tensors, record = optimizer_state(optimizer, parameter_names(model))
+    record = json.loads(json.dumps(record))
+    again, resumed = made(torch.tensor(0.2))
+    load_optimizer_state(resumed, parameter_names(again), tensors, record)
+    rates = [group["lr"] for group in resumed.param_groups]
+    weight, bias = (resumed.state[each] for each in again.parameters())
+    assert weight["sum"] is weight["also"] and weight["other"] is not weight["sum"]
+    assert weight["count"] is bias["count"] is resumed.state["count"]
+    assert rates[0] is rates[1] and rates[0] == torch.tensor(0.1)
+    pairs = zip(weight["values"], again.parameters(), strict=True)
+    assert all(value.data_ptr() == parameter.data_ptr() for value, parameter in pairs)
+    del record["same"]  # a checkpoint of an earlier version
+    load_optimizer_state(resumed, parameter_names(again), tensors, record)
+    assert resumed.state[again.weight]["sum"] is not resumed.state[again.weight]["also"]
+
+
+def test_a_sparse_tensor_of_an_optimizer_is_refused_by_name():
+    """It ended in a traceback of torch."""
+    model = nn.Linear(2, 2)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    optimizer.state[model.weight]["graph"] = torch.eye(2).to_sparse()
+    with pytest.raises(
+        ConfigError, match=r"'weight\|graph' is a Tensor of layout torch.sparse_coo, which a check"
+    ):
+        optimizer_state(optimizer, parameter_names(model))

@@ -162,6 +162,12 @@ def test_a_failure_of_the_last_start_is_on_the_page(folder):
     (folder / "ranks").mkdir(exist_ok=True)
     (folder / "ranks" / "report.txt").write_text("NonFiniteError: The loss of step 1 is <nan>\n")
     assert "NonFiniteError: The loss of step 1 is &lt;nan&gt;" in run_page(folder, computes=False)
+    for number in (9, 10):
+        (folder / "ranks" / f"restart-{number}").mkdir()
+    assert "The last start failed" not in run_page(folder, computes=False)
+    (folder / "ranks" / "restart-10" / "report.txt").write_text("rank 1 killed")
+    assert "rank 1 killed" in run_page(folder, computes=False)
+    shutil.rmtree(folder / "ranks")
 
 
 def test_scores_that_are_nan_are_no_answers(folder):

@@ -34,9 +34,12 @@ def test_a_second_run_with_the_same_folder_has_one_of_its_own(tmp_path, capsys):
 def test_files_of_an_earlier_run_go_and_those_that_no_run_made_stay(tmp_path, capsys):
     with opened(tmp_path) as logs:
         (logs.path / "rank-001.error.json").write_text("{}")
+        logs.keep(["rank 1 failed"])
+        with opened(tmp_path / "restart-1", "one"):
+            pass
     with opened(tmp_path, "two") as logs:
         assert logs.path == tmp_path
-        assert not (tmp_path / "rank-001.error.json").exists()
+        assert [each.name for each in tmp_path.iterdir()] == [".lockstep"]
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "rank-001.log").write_text("the user's")
     with opened(tmp_path / "mine", "three") as logs:

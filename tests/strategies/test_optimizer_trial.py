@@ -136,6 +136,15 @@ class Remembering(optim.SGD):
         super().step(closure)
 
 
+class Sparse(optim.SGD):
+    """Keeps a sparse tensor for each parameter."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["graph"] = torch.eye(3).to_sparse()
+
+
 class Failing(optim.SGD):
     def step(self, closure=None):
         raise ValueError("no")
@@ -185,6 +194,7 @@ TRIALS = {
     "factored, if large": (lambda: Factored(plain(), lr=0.1), Unit.PARAMETER),
     "of the eleventh step": (lambda: Delayed(plain(), lr=0.1), Unit.PARAMETER),
     "slow for long vectors": (lambda: Squared(plain(), lr=0.1), Unit.ELEMENT),
+    "sparse": (lambda: Sparse(plain(), lr=0.1), Unit.ELEMENT),
     "with modes": (lambda: Moded(plain(), lr=0.1), Unit.ELEMENT),
     "blocks of narrow rows": (lambda: InBlocks([nn.Parameter(torch.ones(5000, 2))], lr=0.1), Unit.PARAMETER),
     "six dimensions": (lambda: optim.AdamW([nn.Parameter(torch.ones(3, 3, 3, 3, 3, 3))]), Unit.ELEMENT),

@@ -39,6 +39,17 @@ def test_progress_continues_from_what_was_stored():
     assert later == progress
 
 
+def test_a_best_result_of_another_metric_loss_or_validation_set_is_forgotten():
+    """A loss of 0.35 was worse than an accuracy of 0.13: the last lines showed that, and training ended."""
+    stored = judged("validation_accuracy", [0.13])[1].as_dict()
+    for later in Progress("validation_loss"), Progress("validation_accuracy", judged="another set"):
+        later.load_state_dict(stored)
+        assert later.best is None and later.since_best == 0
+    del stored["judged"]  # of an earlier version
+    later.load_state_dict(stored)
+    assert later.best == 0.13
+
+
 SCORES = torch.tensor([[[3.0, 0.0, 3.0, 0.0], [0.0, 3.0, 0.0, 3.0]]])  # one sample, two classes, four tokens
 
 

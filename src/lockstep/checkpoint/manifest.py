@@ -67,7 +67,7 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor] | None, ordered: b
         return {"float64": repr(float(value))}
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"float": repr(float(value))}
-    if isinstance(value, Tensor) and tensors is not None:
+    if isinstance(value, Tensor) and tensors is not None and value.layout is torch.strided:
         tensors[path] = value.detach()
         return {"tensor": path}
     if isinstance(value, list | tuple):
@@ -80,6 +80,7 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor] | None, ordered: b
     if isinstance(value, Mapping):
         return _encode_mapping(value, path, tensors, ordered)
     kind = f"a {type(value).__name__}" if not isinstance(value, int) else "a number of too many digits"
+    kind += f" of layout {value.layout}" if isinstance(value, Tensor) and tensors is not None else ""
     raise ConfigError(
         f"{path!r} is {kind}, which a checkpoint cannot hold. "
         "Give numbers, strings, None, and lists, tuples or dicts of them."

@@ -7,7 +7,7 @@ torch keys optimizer state by position, so it fits one order of parameters and o
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,8 @@ from lockstep.text import shorten
 
 ATTRIBUTE = "attribute|"
 """Begins the names of tensors that modules keep in attributes, among those of optimizers."""
+Placed = dict[int, Tensor | None]
+"""By the id of a stored tensor that has several names the one in its place; None: not made yet."""
 
 
 @dataclass(frozen=True)
@@ -188,8 +190,8 @@ def optimizer_state(
 
     Returns:
         Tensors as ``"<parameter name>|<state key>"`` (the optimizer's own, not copies), and the record:
-        class, hyperparameters per group, which parameters have state at all, what state has names of its own, and the
-        strides of tensors that do not lie in memory as it is usual.
+        class, hyperparameters per group, which parameters have state at all, what state has names of its own, the
+        strides of tensors that do not lie in memory as it is usual, and which of the names stand for one tensor.
     """
     tensors: dict[str, Tensor] = {}
     groups: list[Any] = []
@@ -212,6 +214,9 @@ def optimizer_state(
     usual = {name: parameter for parameter, name in names.items()}
     strides = {key: _strides(each, usual.get(key.partition("|")[0])) for key, each in tensors.items()}
     record["strides"] = {key: value for key, value in strides.items() if value}
+    first = {_identity(parameter): name for parameter, name in names.items()}
+    firsts = {key: first.setdefault(_identity(tensor), key) for key, tensor in tensors.items()}
+    record["same"] = {key: name for key, name in firsts.items() if key != name}
     for attribute, inner in wrapped_optimizers(optimizer).items() if with_wrapped else ():
         own, of_inner = optimizer_state(inner, names)
         record.setdefault("wrapped", {})[attribute] = of_inner
@@ -275,11 +280,14 @@ def load_optimizer_state(
             f"The checkpoint holds state of {record['class']}, and this run uses {_class_name(optimizer)}. "
             "Resume with the optimizer that wrote it, or start anew from the weights alone."
         )
-    hyperparameters = _hyperparameters_by_name(record, tensors)
+    strides = record.get("strides", {})
+    laid = {key: with_strides(each, strides.get(key)) for key, each in tensors.items()}
+    found, placed = _joined(laid, record.get("same", {}), {name: p.detach() for p, name in names.items()})
+    hyperparameters = _hyperparameters_by_name(record, found)
     groups = [[_name(p, names) for p in group["params"]] for group in optimizer.param_groups]
     whole = groups if members is None else [list(group) for group in members]
     _require_equal_names(hyperparameters, {name for group in whole for name in group})
-    chosen = [_common_hyperparameters(group, hyperparameters) for group in whole]
+    chosen = [_common_hyperparameters(group, hyperparameters, placed) for group in whole]
     for attribute, inner in wrapped_optimizers(optimizer).items() if "wrapped" in record else ():
         if members is not None:
             raise CheckpointMismatch(
@@ -289,36 +297,56 @@ def load_optimizer_state(
         mark = f"|{attribute}."
         own = {key.replace(mark, "|", 1): each for key, each in tensors.items() if mark in key}
         load_optimizer_state(inner, names, own, record["wrapped"][attribute])
-    state, strides = record["state"], record.get("strides", {})
-    tensors = {key: with_strides(each, strides.get(key)) for key, each in tensors.items()}
     optimizer.state.clear()
-    for key, value in decode(record.get("others", {}), tensors).items():
-        optimizer.state[key] = value.clone() if isinstance(value, Tensor) else value
+    for key, value in decode(record.get("others", {}), found).items():
+        optimizer.state[key] = _copied(value, placed)
     for group, held, values in zip(optimizer.param_groups, groups, chosen, strict=True):
         group.update({key: value for key, value in values.items() if key not in _IMPLEMENTATION})
         for name, parameter in zip(held, group["params"], strict=True):
-            if name in state:
-                stored = decode(state[name], tensors)
+            if name in record["state"]:
+                stored = decode(record["state"][name], found)
                 optimizer.state[parameter] = {
-                    key: _placed(value, parameter, key, group) for key, value in stored.items()
+                    key: _placed(value, parameter, key, group, placed) for key, value in stored.items()
                 }
 
 
-def _placed(value: Any, parameter: Tensor, key: str, group: Mapping[str, Any]) -> Any:
-    """A state value where the optimizer would have put it: beside its parameter, in its memory layout."""
-    if isinstance(value, list | tuple):
-        return type(value)(_placed(item, parameter, key, group) for item in value)
-    if isinstance(value, deque):
-        return deque((_placed(item, parameter, key, group) for item in value), value.maxlen)
-    if isinstance(value, dict):
-        return {name: _placed(item, parameter, key, group) for name, item in value.items()}
+def _joined(
+    tensors: Mapping[str, Tensor], same: Mapping[str, str], parameters: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], Placed]:
+    """The tensors, one for all names of the ``same``; those of parameters are placed."""
+    first: dict[str, Tensor] = {}
+    joined = {key: first.setdefault(same.get(key, key), tensor) for key, tensor in tensors.items()}
+    shared = {name: first[name] for name in same.values() if name in first}
+    return joined, {id(tensor): parameters.get(name) for name, tensor in shared.items()}
+
+
+def _copied(value: Any, placed: Placed, copy: Callable[[Tensor], Tensor] = Tensor.clone) -> Any:
+    """A value, or a copy where it is a tensor: the same one under all names of the ``placed``."""
     if not isinstance(value, Tensor):
         return value
+    if (made := placed.get(id(value))) is None:
+        made = copy(value)
+        placed.update({id(value): made} if id(value) in placed else {})
+    return made
+
+
+def _placed(value: Any, parameter: Tensor, key: str, group: Mapping[str, Any], placed: Placed) -> Any:
+    """A state value where the optimizer would have put it: beside its parameter, in its memory layout."""
+    if isinstance(value, list | tuple):
+        return type(value)(_placed(item, parameter, key, group, placed) for item in value)
+    if isinstance(value, deque):
+        return deque((_placed(item, parameter, key, group, placed) for item in value), value.maxlen)
+    if isinstance(value, dict):
+        return {name: _placed(item, parameter, key, group, placed) for name, item in value.items()}
     # torch keeps the step counter on the CPU unless the update itself reads it on the device.
     on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
     device = torch.device("cpu") if on_host else parameter.device
-    like = parameter if value.shape == parameter.shape and value.is_contiguous() else value
-    return torch.empty_like(like, dtype=value.dtype, device=device, requires_grad=False).copy_(value)
+
+    def beside(tensor: Tensor) -> Tensor:
+        like = parameter if tensor.shape == parameter.shape and tensor.is_contiguous() else tensor
+        return torch.empty_like(like, dtype=tensor.dtype, device=device, requires_grad=False).copy_(tensor)
+
+    return _copied(value, placed, beside)
 
 
 def _hyperparameters_by_name(
@@ -346,7 +374,9 @@ def _require_equal_names(given: Mapping[str, object], wanted: set[str]) -> None:
 
 
 def _common_hyperparameters(
-    members: list[str], given: Mapping[str, tuple[JSON, dict[str, Any]]]
+    members: list[str],
+    given: Mapping[str, tuple[JSON, dict[str, Any]]],
+    placed: Placed,
 ) -> dict[str, Any]:
     """The hyperparameters of a group; groups may be split or joined as long as no two disagree."""
     if not members:
@@ -358,7 +388,7 @@ def _common_hyperparameters(
                 f"This run puts {members[0]!r} and {name!r} into one parameter group, and the checkpoint "
                 "holds other hyperparameters for each. Resume with the parameter groups that wrote it."
             )
-    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in first[1].items()}
+    return {key: _copied(value, placed) for key, value in first[1].items()}
 
 
 def _name(parameter: Tensor, names: Mapping[Tensor, str]) -> str:

@@ -171,8 +171,9 @@ def _note(sentence: str) -> str:
 
 
 def _failure(folder: Path) -> list[str]:
-    """The launcher's report of the last start, where that failed."""
-    report = folder / "ranks" / "report.txt"
+    """The launcher's report of the last start, or of its last restart, where that failed."""
+    restarts = sorted((folder / "ranks").glob("restart-*"), key=lambda each: (len(each.name), each.name))
+    report = [folder / "ranks", *restarts][-1] / "report.txt"
     if not report.is_file():
         return []
     return ["<h2>The last start failed</h2>", f"<pre>{escape(report.read_text(errors='replace'))}</pre>"]

@@ -211,6 +211,7 @@ def assemble(config: JobConfig, world: World, *, profile: str = "") -> Trainer:
     )
     # Known already when job.json is written
     run.require_prepared().state.reads_photos(decoded_as(adopt(training_set).dataset))
+    accuracy = Accuracy.of(loss)
     parts = TrainingParts(
         model=model,
         optimizer=optimizer,
@@ -218,10 +219,11 @@ def assemble(config: JobConfig, world: World, *, profile: str = "") -> Trainer:
         loss=loss,
         average=averages[0] if averages else None,
         metrics=metrics,
-        accuracy=Accuracy.of(loss),
+        accuracy=accuracy,
         training_set=training_set,
         validation_set=validation_set,
         workers=config.data.loader_processes(config.run.threads, world.local_world_size),
+        judged=repr((accuracy or config.loss, config.data.validation, config.metrics.get("accuracy"))),
     )
     logger = _loggers(config, run)
     return Trainer(run, parts, config.training, config.checkpoint, config.log.every, logger)

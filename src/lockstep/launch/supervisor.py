@@ -109,11 +109,13 @@ def _claimed(asked: Path, run_id: str) -> Iterator[Path]:
             say(f"the log folder {asked} {why}, so the logs of this one are in {path}.")
         for file in _files_of_ranks(path):
             file.unlink()  # of an earlier run, which would be taken for this one's
+        for mark in path.glob(f"restart-*/{_MARK}"):
+            shutil.rmtree(mark.parent, ignore_errors=True)
         yield path
 
 
 def _files_of_ranks(path: Path) -> list[Path]:
-    return [*path.glob("rank-*.error.json"), *path.glob("rank-*.log")]
+    return [each for name in ("rank-*.error.json", "rank-*.log", "report.txt") for each in path.glob(name)]
 
 
 def supervise(target: Target, options: LaunchOptions, joined: Joined | None = None) -> int:

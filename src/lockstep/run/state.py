@@ -78,7 +78,10 @@ def _shared_state(
     """
     tensors, record = optimizer_state(optimizer, names, with_wrapped=False)
     shapes = {names[p]: p.shape for each in optimizer.param_groups for p in each["params"]}
-    mine: dict[str, Any] = {key: record[key] for key in ("state", "strides")} | {"dtypes": {}, "values": {}}
+    mine: dict[str, Any] = {key: record[key] for key in ("state", "strides", "same")} | {
+        "dtypes": {},
+        "values": {},
+    }
     for key, tensor in tensors.items():
         name = key.partition("|")[0]
         if name in shapes and tensor.shape == shapes[name]:
@@ -87,7 +90,9 @@ def _shared_state(
             mine["values"][key] = _as_json(key, tensor)
     everyone = strategy.gather_records(mine)
     groups = [{**each, "parameters": list(own)} for each, own in zip(record["groups"], members)]
-    whole = {**record, "groups": groups} | {key: _union(everyone, key) for key in ("state", "strides")}
+    whole = {**record, "groups": groups} | {
+        key: _union(everyone, key) for key in ("state", "strides", "same")
+    }
     others = {key: tensor.clone() for key, tensor in tensors.items() if not key.partition("|")[0]}
     others |= {key: _from_json(value) for key, value in _union(everyone, "values").items()}
     parts = {key: tensors[key] for key in mine["dtypes"]}

@@ -279,8 +279,8 @@ def _agree(parts: Sequence[Sequence[Tensor]], whole: Sequence[Tensor], *, nearly
     """Returns whether parameters and state in rows have the bits of the whole, or nearly their values."""
     if any(len(part) != len(whole) for part in parts):
         return False
-    for place, expected in enumerate(whole):
-        pieces = [part[place].detach() for part in parts]
+    for place, expected in enumerate(map(Tensor.to_dense, whole)):
+        pieces = [part[place].detach().to_dense() for part in parts]
         if expected.shape == whole[0].shape and expected.dim():
             if any(piece.shape != part[0].shape for piece, part in zip(pieces, parts)):
                 return False

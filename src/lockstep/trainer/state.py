@@ -221,6 +221,8 @@ class TrainingParts:
     """A moving average of the model's weights, if there is one."""
     metrics: Mapping[str, Any] = field(default_factory=dict)
     """Computed in evaluations beside the loss, by name."""
+    judged: str = ""
+    """What evaluations judge by, as text: results of another one cannot be compared."""
 
 
 @dataclass
@@ -234,6 +236,8 @@ class Progress:
     best_step: int = -1
     since_best: int = 0
     """Evaluations since the best one."""
+    judged: str = ""
+    """See ``TrainingParts``."""
 
     def judge(self, epoch: int, step: int, values: Mapping[str, float]) -> bool:
         """Takes the results of an epoch that ended with ``step``; returns whether they are the best so far."""
@@ -255,9 +259,10 @@ class Progress:
         return asdict(self)
 
     def load_state_dict(self, stored: Mapping[str, Any]) -> None:
-        """Continues from what ``as_dict`` gave."""
-        for name in asdict(self):
-            if name in stored and name != "metric":
+        """Continues from what ``as_dict`` gave, unless it is about another metric, loss or validation set."""
+        mine = asdict(self)
+        if all(stored.get(name, mine[name]) == mine[name] for name in ("metric", "judged")):
+            for name in mine.keys() & stored.keys():
                 setattr(self, name, stored[name])
 
 

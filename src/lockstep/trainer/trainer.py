@@ -59,7 +59,8 @@ class Trainer(Callback):
         self._meter = Meter(run.strategy, parts.accuracy)
         self._learning_rates: list[Any] = []
         self._have_differed = False  # so that a curve does not end where they meet
-        self._progress = Progress("validation_loss" if parts.accuracy is None else "validation_accuracy")
+        metric = "validation_loss" if parts.accuracy is None else "validation_accuracy"
+        self._progress = Progress(metric, judged=parts.judged)
         self._progress.load_state_dict(run.extra.get("trainer", {}))
         self._values: dict[str, float] = dict(run.extra.get("values", {}))
         self._first_step = run.position.step
