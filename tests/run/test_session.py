@@ -4,6 +4,7 @@ import contextlib
 import io
 import pickle
 import random
+import runpy
 import subprocess
 import sys
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from tests.ranks import answers_of, forked
 
+import lockstep
 from lockstep.run.session import _explain
 
 _BEGIN = """
@@ -128,6 +130,35 @@ def test_a_seed_of_the_scripts_own_stays():
     assert weights == before
     assert float(drawn) == random.Random(1).random()
     assert float(other) == np.random.RandomState(1).rand()
+
+
+_SCRIPTED = """
+@torch.jit.script
+def f(x):
+    n = x.norm(p=2, dim=-1, keepdim=True).clamp_min(1e-6)
+    return x * torch.tanh(torch.nn.functional.softplus(x)) / n * torch.atan(n) + torch.sigmoid(1.702 * x) * x
+"""
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_a_gradient_through_a_scripted_function_has_the_same_bits_in_every_call(tmp_path):
+    def gradients():
+        (tmp_path / "scripted.py").write_text(
+            "import torch\n" + _SCRIPTED
+        )  # torch reads the source from its file
+        f = runpy.run_path(str(tmp_path / "scripted.py"))["f"]
+        x = torch.randn(64, 16, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        return [torch.autograd.grad(f(x).square().sum(), x)[0] for _ in range(4)]
+
+    before = torch._C._jit_set_fusion_strategy([("STATIC", 2), ("DYNAMIC", 10)])
+    try:
+        first, *others = gradients()
+        assert not all(torch.equal(first, other) for other in others), "torch compiles it at its second call"
+        with lockstep.init(global_batch=2, micro_batches=2):
+            first, *others = gradients()
+            assert all(torch.equal(first, other) for other in others)
+    finally:
+        torch._C._jit_set_fusion_strategy(before)
 
 
 def test_a_lost_connection_is_a_line_and_another_error_is_printed(caplog):

@@ -136,6 +136,10 @@ class RunSession:
         self.device = choose_device(world, devices)
         self.threads = threads if threads is not None else threads_of_environment(os.environ)
         torch.set_num_threads(self.threads)
+        if hasattr(torch._C, "_jit_set_fusion_strategy"):  # the public function warns that it is deprecated
+            # By default torch.jit compiles a function anew at its second call and for each of a few shapes, so the
+            # bits of a gradient would depend on what this process has computed before.
+            torch._C._jit_set_fusion_strategy([])
         if self.device.type == "cpu":
             keep_freed_memory()
         self.events = StepEvents()
