@@ -374,9 +374,7 @@ def _require_equal_names(given: Mapping[str, object], wanted: set[str]) -> None:
 
 
 def _common_hyperparameters(
-    members: list[str],
-    given: Mapping[str, tuple[JSON, dict[str, Any]]],
-    placed: Placed,
+    members: list[str], given: Mapping[str, tuple[JSON, dict[str, Any]]], placed: Placed
 ) -> dict[str, Any]:
     """The hyperparameters of a group; groups may be split or joined as long as no two disagree."""
     if not members:

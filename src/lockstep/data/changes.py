@@ -16,13 +16,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from multiprocessing.sharedctypes import SynchronizedBase
 from pathlib import PurePath
-from types import (
-    BuiltinFunctionType,
-    FunctionType,
-    MethodDescriptorType,
-    MethodType,
-    ModuleType,
-)
+from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -55,10 +49,7 @@ BEGINNING = "the beginning"
 _MOST_NOTES, _MOST_ENTRIES, _DEPTH = 2_000, 64, 8
 _MOST_BYTES, _MOST_HASHED = 1 << 20, 100_000
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_LEAVES = (
-    *(MethodDescriptorType, np.ufunc),
-    *(ModuleType, logging.Logger, io.IOBase),
-)
+_LEAVES = (*(MethodDescriptorType, np.ufunc), *(ModuleType, logging.Logger, io.IOBase))
 _FIXED = (PurePath, re.Pattern, torch.Generator)
 """Types whose values stay what they are; a generator is drawn from, and what it draws is looked for elsewhere."""
 _CONTAINERS = (list, tuple, deque, Mapping, MethodType, BuiltinFunctionType)

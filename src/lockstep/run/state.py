@@ -78,10 +78,8 @@ def _shared_state(
     """
     tensors, record = optimizer_state(optimizer, names, with_wrapped=False)
     shapes = {names[p]: p.shape for each in optimizer.param_groups for p in each["params"]}
-    mine: dict[str, Any] = {key: record[key] for key in ("state", "strides", "same")} | {
-        "dtypes": {},
-        "values": {},
-    }
+    by_name = ("state", "strides", "same")
+    mine: dict[str, Any] = {key: record[key] for key in by_name} | {"dtypes": {}, "values": {}}
     for key, tensor in tensors.items():
         name = key.partition("|")[0]
         if name in shapes and tensor.shape == shapes[name]:
@@ -90,9 +88,7 @@ def _shared_state(
             mine["values"][key] = _as_json(key, tensor)
     everyone = strategy.gather_records(mine)
     groups = [{**each, "parameters": list(own)} for each, own in zip(record["groups"], members)]
-    whole = {**record, "groups": groups} | {
-        key: _union(everyone, key) for key in ("state", "strides", "same")
-    }
+    whole = {**record, "groups": groups} | {key: _union(everyone, key) for key in by_name}
     others = {key: tensor.clone() for key, tensor in tensors.items() if not key.partition("|")[0]}
     others |= {key: _from_json(value) for key, value in _union(everyone, "values").items()}
     parts = {key: tensors[key] for key in mine["dtypes"]}
