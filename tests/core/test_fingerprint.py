@@ -19,6 +19,8 @@ from lockstep.core.fingerprint import (
     differing,
     digest_tensor,
     digest_tensors,
+    memory_of,
+    octets,
 )
 
 CONTEXT = Context(
@@ -85,6 +87,14 @@ def test_a_single_number_may_have_a_stride_of_zero():
     assert number.stride() == (0,)
     assert digest_tensor(number) == digest_tensor(torch.ones(1))
     assert torch.equal(checksum(number), checksum(torch.ones(1)))
+
+
+def test_a_tensor_that_was_looked_at_can_be_resized():
+    """After ``Tensor.numpy`` torch refuses to, in an observer of quantization or with ``out=`` of another size."""
+    for tensor in (torch.empty(0), torch.arange(3.0), torch.ones(2, 3, dtype=torch.bfloat16), torch.tensor(2j)):
+        assert bytes(memory_of(tensor)) == octets(tensor).clone().numpy().tobytes()
+        digest_tensor(tensor)
+        assert tensor.resize_(7).shape == (7,)
 
 
 def test_a_parameter_is_hashed_by_its_values():

@@ -196,7 +196,26 @@ def average_of_a_part(world, settings):
     return train(world, settings, blocks, average=AveragedModel, part=2)
 
 
+class Workspace(nn.Linear):
+    """Computes into memory that it keeps, which gets the size of each micro-batch."""
+
+    def __init__(self):
+        super().__init__(6, 8)
+        self.register_buffer("work", torch.empty(0), persistent=False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.work.resize_(0)
+            torch.mul(x, 0.5, out=self.work)
+        return super().forward(x + self.work.clone())
+
+
+def workspace(world, settings):
+    return train(world, settings, lambda: [Workspace()])
+
+
 EQUAL = (
+    workspace,
     complex_weight,
     empty_weights,
     no_features,
@@ -295,6 +314,23 @@ def undeclared_counter(world, settings):
     return train(world, settings, lambda: [Calls()])
 
 
+class Observed(nn.Linear):
+    """Has a range that is empty at first and is resized in the first call, as observers of quantization do."""
+
+    def __init__(self):
+        super().__init__(6, 8)
+        self.register_buffer("range", torch.empty(0))
+
+    def forward(self, x):
+        if not self.range.numel():
+            self.range.resize_(2).copy_(torch.stack([*x.detach().aminmax()]))
+        return super().forward(x)
+
+
+def observed(world, settings):
+    return train(world, settings, lambda: [Observed()])
+
+
 class Flag(nn.Linear):
     def __init__(self):
         super().__init__(6, 8)
@@ -320,6 +356,7 @@ REFUSALS = {
     sparse_adam: r"SparseAdam\) steps from sparse gradients alone.*Use torch.optim.Adam",
     declared_flag: "running_buffers names '0.begun', which holds truth values",
     undeclared_counter: r"changes the buffer '0.calls'.*running_buffers=\['0.calls'\], so that it counts",
+    observed: "changes the buffer '0.range'",
     flag: "changes the buffer '0.begun'.*Change it outside of the forward pass",
 }
 

@@ -6,6 +6,7 @@ hashed by whoever holds it, and where two fingerprints differ the tensor that di
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import platform
@@ -45,7 +46,7 @@ def digest_tensor(tensor: Tensor) -> str:
     if inner := _inner(tensor):
         return combine({name: digest_tensor(each) for name, each in inner.items()})
     digest = hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
-    digest.update(octets(tensor).to("cpu").numpy().data)
+    digest.update(memory_of(tensor))
     return digest.hexdigest()
 
 
@@ -53,6 +54,14 @@ def octets(tensor: Tensor) -> Tensor:
     """The values of a tensor as bytes, flat, where it lies."""
     values = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return values.as_strided((values.numel(),), (1,)).view(torch.uint8)  # a single number may have stride 0
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """The values of a tensor as bytes of the host; after ``Tensor.numpy`` nobody could resize its storage."""
+    values = octets(tensor).to("cpu")
+    memory: Any = (ctypes.c_ubyte * len(values)).from_address(values.data_ptr())
+    memory.values = values  # they stay as long as their memory is used
+    return memoryview(memory).cast("B")
 
 
 def _inner(tensor: Tensor) -> dict[str, Tensor]:

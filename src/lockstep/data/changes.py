@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler, Subset
 
-from lockstep.core.fingerprint import digest_tensor
+from lockstep.core.fingerprint import digest_tensor, memory_of
 from lockstep.core.values import (
     ATTRIBUTE,
     CONTAINERS,
@@ -90,7 +90,7 @@ class Notes:
         ]
         return [
             *(bytes(each.get_obj()) for each in values if isinstance(each, SynchronizedBase)),
-            *(bytes(each.detach().numpy()) for each in tensors if each.nbytes <= _MOST_BYTES),
+            *(bytes(memory_of(each)) for each in tensors if each.nbytes <= _MOST_BYTES),
         ]
 
     def _add(self, value: Any, depth: int) -> None:

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from lockstep.core.fingerprint import octets
+from lockstep.core.fingerprint import memory_of, octets
 from lockstep.data.batch import map_leaves
 from lockstep.data.reader import ALIGNMENT, GroupedBatch, is_dense
 from lockstep.runtime.devices import page_lock, page_unlock, passing, wait_for
@@ -205,7 +205,7 @@ class SharedBuffer:
             return tensor
         shape, size = tuple(tensor.shape), tensor.nbytes
         if size <= _SMALL:
-            return _Sent(octets(tensor).numpy().tobytes(), tensor.dtype, shape)
+            return _Sent(bytes(memory_of(tensor)), tensor.dtype, shape)
         offset = tensor.data_ptr() - self._content.ctypes.data
         if not 0 <= offset < len(self._content):
             place = self.empty(size)

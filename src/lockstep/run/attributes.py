@@ -37,7 +37,7 @@ from lockstep.checkpoint.state import (
     with_strides,
     wrapped_optimizers,
 )
-from lockstep.core.fingerprint import checksum, octets, sum_of_bits
+from lockstep.core.fingerprint import checksum, memory_of, sum_of_bits
 from lockstep.core.values import (
     CONTAINERS,
     Part,
@@ -187,11 +187,8 @@ class Values:
             return self._unheld()
         plain = tensor.detach().resolve_conj().resolve_neg()
         if tensor.numel() <= _MOST_NUMBERS:
-            numbers = octets(plain.cpu()).numpy().tobytes()
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            return self._laid_out(
-                ["numbers", dtype, list(tensor.shape), numbers.hex(), tensor.is_cpu], tensor
-            )
+            dtype, numbers = str(tensor.dtype).removeprefix("torch."), memory_of(plain).hex()
+            return self._laid_out(["numbers", dtype, [*tensor.shape], numbers, tensor.is_cpu], tensor)
         if tensor.grad_fn is not None or tensor.nbytes > self._room:  # the output of a layer, or too large
             return self._unheld()
         self._room -= tensor.nbytes

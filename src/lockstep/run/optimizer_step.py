@@ -69,9 +69,7 @@ class GradientState:
         self._limits: list[float | Tensor] = []
         self._steps: Counter[int] = Counter()
         self._reduced = self._stepping = self._has_skipped = False
-        self._stepped: set[int] = set()
-        self._cleared: set[int] = set()
-        """Those whose gradients were thrown away since the last backward pass."""
+        self._stepped, self._cleared = set[int](), set[int]()
         self.is_divided = False
         """True within a step whose micro-batches a loop computes itself: ranks have different numbers of them."""
         self._read_scale: tuple[Tensor | None, int, float] = (None, 0, 1.0)

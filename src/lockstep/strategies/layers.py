@@ -101,16 +101,19 @@ def _moved(values: Any, device: torch.device) -> Any:
 
 def move_tensor(device: torch.device, tensor: Tensor) -> Tensor:
     """The tensor on a device, with the strides and the alignment that it has: kernels are chosen by them."""
-    if tensor.device == device or not _has_place(tensor) or TensorSpec.of(tensor).is_usual:
+    if tensor.device == device or _is_usual(tensor):
         return tensor.to(device, non_blocking=True)
     moved: Tensor = _Move.apply(tensor, device)  # type: ignore[no-untyped-call]  # torch's stub
     return moved
 
 
-def _has_place(tensor: Tensor) -> bool:
-    """Returns whether a tensor is an ordinary one, whose memory can be looked at here."""
+def _is_usual(tensor: Tensor) -> bool:
+    """Returns whether a tensor is packed and aligned as one in memory of its own, or of a kind that has none here."""
     is_ordinary = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_conj()
-    return is_ordinary and not (torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling())
+    if not is_ordinary or torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling():
+        return True
+    spec = TensorSpec.of(tensor)
+    return spec.is_packed and not spec.offset
 
 
 class _Move(torch.autograd.Function):

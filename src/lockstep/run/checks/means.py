@@ -39,6 +39,7 @@ _MOST_JOINED = 8
 """Micro-batches of one row that are put together."""
 _MOST_SENT, _MOST_NUMBERS = 16, 4_096
 """Rows of an evaluation that each process gives to the others, and numbers in them."""
+_Function = Callable[[float], float]
 Sums = tuple[float, float]
 """Sum and weight over some rows."""
 
@@ -344,10 +345,7 @@ def deviation_over(sums: Callable[[slice], Sums], samples: int, most: float) -> 
 
 
 def _gap(
-    whole: Sums,
-    splits: Sequence[tuple[Sums, Sums]],
-    inverse: Callable[[float], float] = float,
-    function: Callable[[float], float] = float,
+    whole: Sums, splits: Sequence[tuple[Sums, Sums]], inverse: _Function = float, function: _Function = float
 ) -> float:
     """How far values over two parts are from the whole, if they are a function of means over samples."""
     values = [

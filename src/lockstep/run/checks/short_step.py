@@ -247,6 +247,8 @@ class Buffers:
                 for key, (buffer, values) in kept.items():
                     holder[key] = buffer
                     if buffer is not None and values is not None:
+                        if buffer.shape != values.shape:
+                            buffer.resize_(values.shape)
                         buffer.detach().copy_(values)
 
 

@@ -159,11 +159,6 @@ class TensorSpec:
         """True if the tensor fills its memory without holes, in some order of its dims."""
         return has_no_gaps(self.shape, self.strides)
 
-    @property
-    def is_usual(self) -> bool:
-        """True if the tensor is packed and begins as one in memory of its own."""
-        return self.is_packed and not self.offset
-
     def packed(self, tensor: Tensor) -> Tensor:
         """A tensor of this spec as flat memory that can be sent."""
         data = tensor.detach()

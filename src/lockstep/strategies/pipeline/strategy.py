@@ -182,7 +182,6 @@ class PlacedPipeline(nn.Module):
                 "stages run in several processes, which torch cannot transform. Use strategy 'ddp' or 'fsdp'."
             )
         kind = (self.training, *kind_of((args, kwargs)))
-        output = None
         with self._calling():
             with self._whole(), torch.no_grad():
                 for each in self._passes.values():
