@@ -91,7 +91,12 @@ def test_a_single_number_may_have_a_stride_of_zero():
 
 def test_a_tensor_that_was_looked_at_can_be_resized():
     """After ``Tensor.numpy`` torch refuses to, in an observer of quantization or with ``out=`` of another size."""
-    for tensor in (torch.empty(0), torch.arange(3.0), torch.ones(2, 3, dtype=torch.bfloat16), torch.tensor(2j)):
+    for tensor in (
+        torch.empty(0),
+        torch.arange(3.0),
+        torch.ones(2, 3, dtype=torch.bfloat16),
+        torch.tensor(2j),
+    ):
         assert bytes(memory_of(tensor)) == octets(tensor).clone().numpy().tobytes()
         digest_tensor(tensor)
         assert tensor.resize_(7).shape == (7,)
