@@ -355,7 +355,7 @@ REFUSALS = {
     expanded: r"The elements of the parameter '0.bias' share memory.*clone\(\)",
     sparse_adam: r"SparseAdam\) steps from sparse gradients alone.*Use torch.optim.Adam",
     declared_flag: "running_buffers names '0.begun', which holds truth values",
-    undeclared_counter: r"changes the buffer '0.calls'.*running_buffers=\['0.calls'\], so that it counts",
+    undeclared_counter: r"changes the buffer '0.calls'.*If it counts.*running_buffers=\['0.calls'\]",
     observed: "changes the buffer '0.range'",
     flag: "changes the buffer '0.begun'.*Change it outside of the forward pass",
 }

@@ -409,8 +409,8 @@ class RunningBuffers:
                 f"queue of keys, outside of the forward pass, {instead}"
             )
         return (
-            f"Add its changes up with running_buffers=[{name!r}], so that it counts micro-batches (or what is in "
-            f"them), of which all start with the step's old value. Or change it outside of the forward pass, {instead}"
+            f"If it counts something, add its changes up with running_buffers=[{name!r}]: all micro-batches of a step "
+            f"start with the step's old value. Change anything else outside of the forward pass, {instead}"
         )
 
     def _digest_others(self) -> dict[str, str]:
