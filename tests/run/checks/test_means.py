@@ -109,6 +109,12 @@ def test_what_a_function_is_a_mean_of(function, found):
     assert deviation(function, *rows(), 64) is found
 
 
+def test_a_number_that_may_be_negative_is_no_root_of_a_mean():
+    """The squares of -0.0735 and 0.0907 are nearly equal."""
+    output = torch.tensor([[-0.0735], [0.0907], [0.05]])
+    assert deviation(lambda output, target: output.max(), output, torch.zeros(3), 3) is OTHER
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_rounding_is_no_deviation(dtype):
     output, target = rows(512)

@@ -337,8 +337,8 @@ def deviation_over(sums: Callable[[slice], Sums], samples: int, most: float) -> 
     if Deviation.OTHER not in found and len(found) <= 1:
         values = {total / weight if weight else 0.0 for total, weight in (whole, *itertools.chain(*splits))}
         return found.pop() if found else Deviation.UNCLEAR if len(values) == 1 else Deviation.NONE
-    for inverse, function in ((lambda value: value**2, math.sqrt), (math.log, math.exp)):
-        with suppress(ValueError, ArithmeticError):  # no logarithm, or no weight
+    for inverse, function in ((lambda value: math.sqrt(value) ** 4, math.sqrt), (math.log, math.exp)):
+        with suppress(ValueError, ArithmeticError):  # no root, no logarithm, or no weight
             if _gap(whole, splits, inverse, function) < 0.1 * _gap(whole, splits):
                 return Deviation.FUNCTION
     return Deviation.WEIGHTED if _has_weights(sums, samples) else Deviation.OTHER
