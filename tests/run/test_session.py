@@ -143,9 +143,8 @@ def f(x):
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 def test_a_gradient_through_a_scripted_function_has_the_same_bits_in_every_call(tmp_path):
     def gradients():
-        (tmp_path / "scripted.py").write_text(
-            "import torch\n" + _SCRIPTED
-        )  # torch reads the source from its file
+        # torch reads the source from its file
+        (tmp_path / "scripted.py").write_text("import torch\n" + _SCRIPTED)
         f = runpy.run_path(str(tmp_path / "scripted.py"))["f"]
         x = torch.randn(64, 16, generator=torch.Generator().manual_seed(0)).requires_grad_()
         return [torch.autograd.grad(f(x).square().sum(), x)[0] for _ in range(4)]

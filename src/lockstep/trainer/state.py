@@ -222,7 +222,7 @@ class TrainingParts:
     metrics: Mapping[str, Any] = field(default_factory=dict)
     """Computed in evaluations beside the loss, by name."""
     judged: str = ""
-    """What evaluations judge by, as text: results of another one cannot be compared."""
+    """The loss or accuracy and the validation set of a job, as text; results of others cannot be compared."""
 
 
 @dataclass
