@@ -266,10 +266,8 @@ def python_type_problem(kind: Any, value: Any) -> str | None:
         return None
     if isinstance(value, bool):
         fits = bool in wanted
-    elif isinstance(value, numbers.Integral):
-        fits = int in wanted or float in wanted
     elif isinstance(value, numbers.Real):
-        fits = float in wanted
+        fits = float in wanted or (int in wanted and isinstance(value, numbers.Integral))
     else:
         fits = isinstance(value, wanted)
     return None if fits else f"should be {spell_types(wanted)} and is {value!r}."
