@@ -15,6 +15,7 @@ import typing
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from types import UnionType
 from typing import Any
@@ -203,6 +204,17 @@ def nearest_name(asked: str, known: Iterable[str]) -> str:
     public = [name for name in known if not name.startswith("_")]
     close, _, everything = nearest(asked, public).partition(" Known:")
     return close or (f" Known:{everything}" if 0 < len(public) <= 20 else "")
+
+
+def near_path(path: str | Path) -> str:
+    """`` Did you mean 'train.py'?`` where the folder of a path has an entry with a similar name; else empty."""
+    asked = Path(path)
+    try:
+        names = [entry.name for entry in islice(asked.parent.iterdir(), 1000) if entry.name != asked.name]
+    except (OSError, ValueError):  # the folder is not there either, or the name has a zero byte
+        return ""
+    close = difflib.get_close_matches(asked.name, names, n=1, cutoff=0.7)
+    return f" Did you mean {str(asked.parent / close[0])!r}?" if close else ""
 
 
 def absent_module(asked: str, known: Iterable[str]) -> str:

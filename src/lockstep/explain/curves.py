@@ -28,6 +28,7 @@ from lockstep.explain.chart import (
     table,
     tick_step,
 )
+from lockstep.job.run_folder import require_run_folder
 from lockstep.loggers.json_lines import read_json_lines
 from lockstep.text import aligned, format_duration, percent
 
@@ -126,9 +127,8 @@ def read_logs(folders: Sequence[Path], labels: Sequence[str] = ()) -> list[RunLo
         )
     logs = []
     for name, folder in zip(names, folders, strict=True):
+        require_run_folder(folder)
         path = folder / FILE
-        if not folder.is_dir():
-            raise ConfigError(f"There is no run folder '{folder}'. Give one, such as runs/digits-001.")
         try:
             records = tuple(read_json_lines(path))
         except OSError as error:
