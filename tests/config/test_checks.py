@@ -16,6 +16,7 @@ from lockstep.config.checks import (
     from_plain,
     import_path,
     more_than,
+    near_path,
     one_of,
     plain_name,
     refuse,
@@ -125,3 +126,11 @@ def test_a_dataclass_is_read_back_from_what_json_makes_of_it():
     ):
         text = json.dumps({**asdict(whole), "colour": whole.colour.value})
         assert from_plain(_Outer, json.loads(text)) == whole
+
+
+def test_a_path_names_the_entry_that_is_spelled_alike(tmp_path):
+    (tmp_path / "train.py").touch()
+    assert near_path(tmp_path / "trian.py") == f" Did you mean '{tmp_path / 'train.py'}'?"
+    assert near_path(tmp_path / "evaluate.py") == ""
+    assert near_path(tmp_path / "train.py") == ""
+    assert near_path(tmp_path / "nowhere" / "train.py") == near_path("a\0b/train.py") == ""

@@ -13,7 +13,8 @@ from lockstep.errors import ConfigError
 BROKEN = {
     "global_batch is a multiple of micro_batches": (
         ["training.global_batch=130", "training.micro_batches=8"],
-        "global_batch is 130, which micro_batches=8 does not divide. Choose a multiple, for example 128.",
+        "global_batch is 130, which micro_batches=8 does not divide. Choose a multiple, for example 128, or use "
+        "micro_batches=5.",
     ),
     "single uses one device": (["training.strategy=single", "run.devices=2"], "strategy 'single' uses one"),
     "every rank has a micro-batch": (["run.devices=9"], "9 devices cannot share micro_batches=8"),

@@ -114,5 +114,7 @@ def test_arguments_that_cannot_be_pickled_are_refused():
 def test_a_rank_cannot_launch_ranks(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="ranks within ranks"):
+    with pytest.raises(
+        ConfigError, match=r"ranks within ranks\. Put the call under if __name__ == '__main__':"
+    ):
         launch(fails_on_one, 1, devices="cpu:1")

@@ -31,8 +31,11 @@ def test_a_script_that_a_process_is_given_is_no_file_of_every_rank():
 
 
 def test_a_script_must_be_a_file(tmp_path):
-    with pytest.raises(ConfigError, match=r"absent\.py' is not a file"):
+    with pytest.raises(ConfigError, match=r"absent\.py' is not a file\. Check the path\."):
         ScriptTarget(path=str(tmp_path / "absent.py"))
+    (tmp_path / "present.py").touch()
+    with pytest.raises(ConfigError, match=r"presnt\.py' is not a file\. Did you mean '.*/present\.py'\?"):
+        ScriptTarget(path=str(tmp_path / "presnt.py"))
 
 
 @pytest.mark.parametrize(("name", "content"), [("train.pyc", b"\xa7\r\r\n\0"), ("train.ipynb", b"{}")])

@@ -33,7 +33,7 @@ def snapshot(state: CheckpointState) -> tuple[CheckpointState, list[torch.cuda.E
     copied = dataclasses.replace(state, model=_copies(state.model), optimizer=_copies(state.optimizer))
     tensors = [*state.model.values(), *state.optimizer.values()]
     devices = sorted({t.device.index for t in tensors if is_gpu(t.device)})
-    return copied, [_mark(device) for device in devices]
+    return copied, [current_stream(gpu(device)).record_event() for device in devices]
 
 
 def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -45,11 +45,6 @@ def _copy(tensor: Tensor) -> Tensor:
         return tensor.to("cpu").clone(memory_format=torch.contiguous_format)
     target = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return target.copy_(tensor, non_blocking=True)
-
-
-def _mark(device: int) -> torch.cuda.Event:
-    event: torch.cuda.Event = current_stream(gpu(device)).record_event()
-    return event
 
 
 class BackgroundWriter:

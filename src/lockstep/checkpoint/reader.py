@@ -88,7 +88,12 @@ def read_newest(directory: Path | str, *, written_by: str = "") -> Restored | No
     refused: list[str] = []
     for path in reversed(committed_or_linked(Path(directory))):
         try:
-            state = read(_of_this_folder(path))
+            if path.is_symlink():
+                raise CheckpointError(
+                    f"{path} is a link, and was not read. Put the folder itself there, or name it: "
+                    f"resume={str(path)!r}."
+                )
+            state = read(path)
         except CheckpointError as error:
             logger.warning("Checkpoint skipped: %s", error)
             refused.append(str(error))
@@ -102,12 +107,3 @@ def read_newest(directory: Path | str, *, written_by: str = "") -> Restored | No
         + "\n".join(f"  {reason}" for reason in refused)
         + "\nStart in another folder to train from the beginning."
     )
-
-
-def _of_this_folder(path: Path) -> Path:
-    """Returns the path of a checkpoint; ``CheckpointError`` where a link has taken its place."""
-    if path.is_symlink():
-        raise CheckpointError(
-            f"{path} is a link, and was not read. Put the folder itself there, or name it: resume={str(path)!r}."
-        )
-    return path

@@ -206,8 +206,10 @@ def _run(words: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except OSError as error:
-        if _is_of_user(error) or (error.filename is None and error.errno not in NOT_WRITABLE):
-            raise
+        from lockstep.runtime.error_record import users_lines
+
+        if users_lines(error) or (error.filename is None and error.errno not in NOT_WRITABLE):
+            raise  # with the lines of the user's files
         if error.filename is None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what the buffer holds
             print(f"lockstep: the output could not be written: {error.strerror}.", file=sys.stderr)
@@ -216,13 +218,6 @@ def _run(words: Sequence[str]) -> int:
         return EXIT_CONFIG
     except SystemExit as ending:  # argparse ends this way after --help and --version
         return ending.code if isinstance(ending.code, int) else 0
-
-
-def _is_of_user(error: OSError) -> bool:
-    """True if it came through files of the user's own, whose lines then belong to what is shown."""
-    from lockstep.runtime.error_record import users_lines
-
-    return bool(users_lines(error))
 
 
 def _check_local_rank(given: int | None) -> None:

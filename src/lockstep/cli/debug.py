@@ -7,6 +7,7 @@ import importlib.util
 from pathlib import Path
 
 from lockstep.cli.shared_options import add_options
+from lockstep.config.checks import near_path
 from lockstep.config.job_file import built_in_jobs, load_job
 from lockstep.debug import DebugPlan, launch_entries, merge_into, task_entries
 from lockstep.errors import EXIT_DONE, ConfigError
@@ -97,7 +98,7 @@ def _within(folder: Path, target: str) -> str:
     if not DebugPlan(target=target).is_script:
         load_job(target, [])
     elif not path.is_file():
-        raise ConfigError(f"The script {target!r} is not a file. Check the path.")
+        raise ConfigError(f"The script {target!r} is not a file.{near_path(path) or ' Check the path.'}")
     try:
         return path.resolve().relative_to(folder.resolve()).as_posix()
     except ValueError as error:

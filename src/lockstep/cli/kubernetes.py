@@ -47,6 +47,7 @@ _QUANTITY = re.compile(r"\d+(\.\d+)?(m|k|[KMGTPE]i?)?")
 _PLAIN = re.compile(r"[A-Za-z/][\w./-]*[\w.]")
 _NOT_TEXT = {"true", "false", "null", "yes", "no", "on", "off"}
 """Plain words that YAML does not take for text."""
+_CONTAINER_SECURITY = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 _NOT_TO_BE_REPEATED = (EXIT_CONFIG, EXIT_DATA, EXIT_NON_FINITE)
 
 
@@ -106,9 +107,23 @@ class _Pods:
         self.labels = {"app.kubernetes.io/name": "lockstep", "app.kubernetes.io/instance": self.name}
         self.command = self._command(arguments, ranks)
         cores = ranks * (arguments.cpus_per_task or config.run.threads or 1)
-        self.resources = _resources(cores, arguments.memory, arguments.gpus_per_node)
-        self._user, self._start_limit = arguments.user, arguments.start_limit
-        self._claim, self._mount = arguments.claim, arguments.mount
+        amounts = {"cpu": str(cores), **({"memory": arguments.memory} if arguments.memory else {})}
+        gpus = {"nvidia.com/gpu": str(arguments.gpus_per_node)} if arguments.gpus_per_node else {}
+        self.resources = {"requests": amounts, "limits": {**amounts, **gpus}}
+        self._start_limit = arguments.start_limit
+        # The hosts' secret; one host needs none.
+        source = {"secretKeyRef": {"name": self.secret, "key": "token"}}
+        self.token = [{"name": "LOCKSTEP_TOKEN", "valueFrom": source}] if self.nodes > 1 else []
+        # The shared volume, and memory for what the processes of a pod share: a container has 64 MB of its own.
+        self.volumes = [
+            {"name": "shared", "persistentVolumeClaim": {"claimName": arguments.claim}},
+            {"name": "memory", "emptyDir": {"medium": "Memory"}},
+        ]
+        places = {"shared": arguments.mount, "memory": "/dev/shm"}
+        self.mounts = [{"name": name, "mountPath": path} for name, path in places.items()]
+        # Every pod runs as an ordinary user, who owns what it writes to the volume.
+        numbers = dict.fromkeys(("runAsUser", "runAsGroup", "fsGroup"), arguments.user)
+        self.security = {"runAsNonRoot": True, **numbers, "seccompProfile": {"type": "RuntimeDefault"}}
 
     def _command(self, arguments: argparse.Namespace, ranks: int) -> list[str]:
         words = train.command_of_node(arguments, ranks, self.grace_period)
@@ -117,36 +132,6 @@ class _Pods:
             words += ["--set", setting]
         return [*words, "--resume", "auto", "--start-limit", str(arguments.start_limit)]
 
-    @property
-    def token(self) -> list[Table]:
-        """The variable with the hosts' secret; one host needs none."""
-        source = {"secretKeyRef": {"name": self.secret, "key": "token"}}
-        return [{"name": "LOCKSTEP_TOKEN", "valueFrom": source}] if self.nodes > 1 else []
-
-    @property
-    def volumes(self) -> list[Table]:
-        """The shared volume, and memory for what the processes of a pod share: a container has 64 MB of its own."""
-        return [
-            {"name": "shared", "persistentVolumeClaim": {"claimName": self._claim}},
-            {"name": "memory", "emptyDir": {"medium": "Memory"}},
-        ]
-
-    @property
-    def mounts(self) -> list[Table]:
-        """Where the volumes are in the container."""
-        return [{"name": "shared", "mountPath": self._mount}, {"name": "memory", "mountPath": "/dev/shm"}]
-
-    @property
-    def security(self) -> Table:
-        """Every pod runs as an ordinary user, who owns what it writes to the volume."""
-        numbers = dict.fromkeys(("runAsUser", "runAsGroup", "fsGroup"), self._user)
-        return {"runAsNonRoot": True, **numbers, "seccompProfile": {"type": "RuntimeDefault"}}
-
-    @property
-    def container_security(self) -> Table:
-        """The restrictions on the container."""
-        return {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
-
     def template(self, container: Table, **more: Any) -> Table:
         """The pods' template, with these fields of its container and of its specification."""
         probe = {"exec": {"command": ["lockstep", "ps", "--check"]}, "timeoutSeconds": 10}
@@ -154,7 +139,7 @@ class _Pods:
         whole = {
             "name": _CONTAINER,
             **container,
-            "securityContext": self.container_security,
+            "securityContext": _CONTAINER_SECURITY,
             "startupProbe": {**probe, "periodSeconds": 10, "failureThreshold": tries},
             "livenessProbe": {**probe, "periodSeconds": 30, "failureThreshold": 3},
             "volumeMounts": self.mounts,
@@ -223,11 +208,6 @@ def _name(arguments: argparse.Namespace, config: JobConfig) -> str:
     return name
 
 
-def _resources(cores: int, memory: str, gpus: int) -> Table:
-    amounts = {"cpu": str(cores), **({"memory": memory} if memory else {})}
-    return {"requests": amounts, "limits": {**amounts, **({"nvidia.com/gpu": str(gpus)} if gpus else {})}}
-
-
 def _train_job(pods: _Pods) -> list[Table]:
     trainer = {
         "numNodes": pods.nodes,
@@ -252,7 +232,7 @@ def _train_job(pods: _Pods) -> list[Table]:
 
 def _patch(pods: _Pods) -> Table:
     """Changes that Kubeflow lets a TrainJob make in a runtime of the cluster: neither probes nor the grace period."""
-    container = {"name": _CONTAINER, "volumeMounts": pods.mounts, "securityContext": pods.container_security}
+    container = {"name": _CONTAINER, "volumeMounts": pods.mounts, "securityContext": _CONTAINER_SECURITY}
     specification = {"volumes": pods.volumes, "containers": [container], "securityContext": pods.security}
     template = {"metadata": {"labels": pods.labels}, "spec": specification}
     replicated = [{"name": _CONTAINER, "template": {"spec": {"template": template}}}]

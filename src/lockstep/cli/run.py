@@ -82,11 +82,12 @@ def main(arguments: argparse.Namespace) -> int:
     if world.launcher != "python":
         refuse_hosts(arguments, world.launcher)
         return _join(target, world, arguments)
+    text = Path(target.path).read_text(errors="replace")
     options = LaunchOptions(
         devices=parse_devices(arguments.devices),
         threads=arguments.threads,
         portable=arguments.portable,
-        preload=_preload(target.path),
+        preload=tuple(sorted({module for word, module in _PRELOAD.items() if word in text})),
         log_directory=arguments.logs,
         grace=arguments.grace,
         stall_limit=arguments.stall_limit,
@@ -94,18 +95,17 @@ def main(arguments: argparse.Namespace) -> int:
         restart_world=arguments.restart_world,
         profile=arguments.profile,
     )
-    _warn_of_misplaced(target)
+    _warn_of_misplaced(target, text.replace("_", "-"))
     settings = [*_of_script(target, options), debug_setting(arguments)]
     with joined_hosts(arguments, options.devices, settings) as joined:
         return supervise(target, with_debug_arguments(options, arguments, joined), joined)
 
 
-def _warn_of_misplaced(target: ScriptTarget) -> None:
+def _warn_of_misplaced(target: ScriptTarget, text: str) -> None:
     """Tells of options of this command that stand behind the script, whose text nowhere mentions them."""
     parser = argparse.ArgumentParser(add_help=False)
     add_arguments(parser)
     known = parser._option_string_actions
-    text = Path(target.path).read_text(errors="replace").replace("_", "-")
     for word in target.arguments:
         option = word.partition("=")[0]
         if option in known and option.startswith("--") and option.lstrip("-") not in text:
@@ -159,8 +159,3 @@ def _end_at_once(ending: SystemExit) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(int(ending.code or 0) & 0xFF if is_number else 1)
-
-
-def _preload(path: str) -> tuple[str, ...]:
-    text = Path(path).read_text(errors="replace")
-    return tuple(sorted({module for word, module in _PRELOAD.items() if word in text}))

@@ -103,7 +103,7 @@ def _verify_script(arguments: argparse.Namespace, stop_after: int) -> int:
     counts = [count for count in device_counts(arguments.devices) or DEVICES if count > 1]
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
         start = partial(_run_script, target, arguments.steps, threads)
-        others = {_label(count): count for count in counts}
+        others = {plural(count, "process"): count for count in counts}
         comparisons = _compare_all(start, 1, others, Path(folder), stop_after)
     _show(comparisons, arguments)
     failed = any(each.is_broken or each.trace.refused for each in comparisons)
@@ -346,7 +346,7 @@ def _run_script(
     target: ScriptTarget, steps: int, threads: int | None, count: int, folder: Path, how: How
 ) -> Ran:
     folder.mkdir()
-    label = _label(count)
+    label = plural(count, "process")
     payload = {
         "script": dataclasses.asdict(target),
         "steps": steps,
@@ -380,7 +380,3 @@ def _records(ran: Ran) -> Recording:
             "every number of processes."
         )
     return ran.records
-
-
-def _label(count: int) -> str:
-    return f"{count} process{'es' if count > 1 else ''}"

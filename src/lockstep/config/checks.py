@@ -15,6 +15,7 @@ import typing
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from types import UnionType
 from typing import Any
@@ -205,6 +206,17 @@ def nearest_name(asked: str, known: Iterable[str]) -> str:
     return close or (f" Known:{everything}" if 0 < len(public) <= 20 else "")
 
 
+def near_path(path: str | Path) -> str:
+    """`` Did you mean 'train.py'?`` where the folder of a path has an entry with a similar name; else empty."""
+    asked = Path(path)
+    try:
+        names = [entry.name for entry in islice(asked.parent.iterdir(), 1000) if entry.name != asked.name]
+    except (OSError, ValueError):  # the folder is not there either, or the name has a zero byte
+        return ""
+    close = difflib.get_close_matches(asked.name, names, n=1, cutoff=0.7)
+    return f" Did you mean {str(asked.parent / close[0])!r}?" if close else ""
+
+
 def absent_module(asked: str, known: Iterable[str]) -> str:
     """Says that a top-level module is not there; names another only where it is a likely slip of the pen."""
     close = difflib.get_close_matches(asked, list(known), n=1, cutoff=0.8)
@@ -266,10 +278,8 @@ def python_type_problem(kind: Any, value: Any) -> str | None:
         return None
     if isinstance(value, bool):
         fits = bool in wanted
-    elif isinstance(value, numbers.Integral):
-        fits = int in wanted or float in wanted
     elif isinstance(value, numbers.Real):
-        fits = float in wanted
+        fits = float in wanted or (int in wanted and isinstance(value, numbers.Integral))
     else:
         fits = isinstance(value, wanted)
     return None if fits else f"should be {spell_types(wanted)} and is {value!r}."

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
-from lockstep.config.checks import KeyPath, Problem, spell
+from lockstep.config.checks import KeyPath, Problem, near_path, spell
 from lockstep.config.components import Component, preflight
 from lockstep.config.job import JobConfig
 from lockstep.config.reader import line_of, read_table
@@ -71,8 +71,9 @@ def find_job(job: str) -> JobFile:
     try:
         text = folder_job(path) if path.is_dir() else _read(path)
     except FileNotFoundError:
+        hint = near_path(path) if path.suffix == ".toml" else ""
         raise ConfigError(
-            f"The job {job!r} is neither a file nor a built-in job.{nearest(job, built_in_jobs())}"
+            f"The job {job!r} is neither a file nor a built-in job.{hint or nearest(job, built_in_jobs())}"
         ) from None
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)

@@ -148,7 +148,11 @@ def _batch_is_divisible(options: RunSettings, machine: AvailableDevices) -> Iter
     batch, parts = options.global_batch, options.micro_batches
     if batch % parts:
         near = max(1, round(batch / parts)) * parts
-        yield f"is {batch}, which micro_batches={parts} does not divide. Choose a multiple, for example {near}."
+        fitting = next(k for k in range(min(parts, batch), 0, -1) if batch % k == 0)
+        other = f", or use micro_batches={fitting}" if fitting > 1 else ""
+        yield (
+            f"is {batch}, which micro_batches={parts} does not divide. Choose a multiple, for example {near}{other}."
+        )
 
 
 @_rule(RULES, "single uses one device", "devices")

@@ -28,6 +28,7 @@ from lockstep.explain.chart import (
     table,
     tick_step,
 )
+from lockstep.job.run_folder import require_run_folder
 from lockstep.loggers.json_lines import read_json_lines
 from lockstep.text import aligned, format_duration, percent
 
@@ -126,9 +127,8 @@ def read_logs(folders: Sequence[Path], labels: Sequence[str] = ()) -> list[RunLo
         )
     logs = []
     for name, folder in zip(names, folders, strict=True):
+        require_run_folder(folder)
         path = folder / FILE
-        if not folder.is_dir():
-            raise ConfigError(f"There is no run folder '{folder}'. Give one, such as runs/digits-001.")
         try:
             records = tuple(read_json_lines(path))
         except OSError as error:
@@ -241,7 +241,8 @@ def _panel(
     colours: Mapping[str, str],
 ) -> list[Shape]:
     longest = max(x for points in curves.values() for x, _ in points)
-    unit, name = _time_unit(longest) if axis == "seconds" else (1.0, "epochs")
+    units = {3600.0: "hours", 60.0: "minutes", 1.0: "seconds"} if axis == "seconds" else {1.0: "epochs"}
+    unit = next((each for each in units if longest >= 2 * each), 1.0)
     values = [y for points in curves.values() for _, y in points]
     low, high, step = _bounds(values)
     is_share = metric.endswith("accuracy") and max(values) <= 1
@@ -260,7 +261,7 @@ def _panel(
             Rectangle(x, top + _HEIGHT, 1, 5, INK),
             Label(x, top + _HEIGHT + 15, f"{number * along:g}", size=11),
         ]
-    shapes.append(Label(left + _WIDTH / 2, top + _HEIGHT + 32, name, size=11))
+    shapes.append(Label(left + _WIDTH / 2, top + _HEIGHT + 32, units[unit], size=11))
     drawn: list[Shape] = []
     # A curve that others cover is wide enough to be seen below them.
     alike: Counter[tuple[Point, ...]] = Counter()
@@ -285,13 +286,6 @@ def _bounds(values: Sequence[float]) -> tuple[float, float, float]:
     low = math.floor(least / step + 1e-9) * step
     high = math.ceil(most / step - 1e-9) * step
     return low, high if high > low else low + step, step
-
-
-def _time_unit(seconds: float) -> tuple[float, str]:
-    return next(
-        ((unit, name) for unit, name in ((3600.0, "hours"), (60.0, "minutes")) if seconds >= 2 * unit),
-        (1.0, "seconds"),
-    )
 
 
 def _title(metric: str) -> str:

@@ -162,7 +162,9 @@ def run_page(folder: Path, *, computes: bool = True) -> str:
     parts += ["<h2>Time of each rank</h2>", _rank_time(folder)]
     parts += _answers(folder, starts[-1].job, log, computes)
     parts += ["<h2>Fingerprint</h2>", *_fingerprint(folder, starts)]
-    parts += ["<h2>Starts</h2>", _starts(starts), "<h2>Settings</h2>", _settings(starts[-1])]
+    rows = [(str(each.step), each.strategy, str(each.ranks), each.level, each.device) for each in starts]
+    parts += ["<h2>Starts</h2>", table([("from step", "strategy", "ranks", "level", "device"), *rows])]
+    parts += ["<h2>Settings</h2>", _settings(starts[-1])]
     return html_document(title, parts)
 
 
@@ -284,11 +286,6 @@ def _fingerprint(folder: Path, starts: Sequence[Start]) -> list[str]:
         why = "the run did not record one" if one_recipe(starts) else "its starts had several recipes"
         parts.append(_note(f"No command is known that trains it again: {why}, or its level is not A."))
     return parts
-
-
-def _starts(starts: Sequence[Start]) -> str:
-    rows = [(str(each.step), each.strategy, str(each.ranks), each.level, each.device) for each in starts]
-    return table([("from step", "strategy", "ranks", "level", "device"), *rows])
 
 
 def _settings(start: Start) -> str:

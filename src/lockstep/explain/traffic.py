@@ -184,12 +184,16 @@ def _ordered(nodes: list[int], parameters: int) -> Way:
 
 def _server(nodes: list[int], servers: int, parameters: int) -> Way:
     workers = len(nodes)
-    sizes = _server_bytes(servers, parameters)
+    # Bytes of each server's keys, if the model is one parameter that may be cut anywhere.
+    keys = spread({"all": Size(parameters, parameters * NUMBER_BYTES)}, servers)
+    rows = ([key.rows or (0, parameters) for key in held] for held in keys)
+    sizes = [NUMBER_BYTES * sum(stop - start for start, stop in held) for held in rows]
     total, ends = sum(sizes), workers + servers
-    shown = _workers_and_servers(workers, servers)
-    here = [number for number in shown.shown if number >= workers]
+    of_workers = Chosen.of(workers, MOST_ENDS - 2).shown
+    here = [workers + number for number in Chosen.of(servers, 2).shown]
+    shown = Chosen((*of_workers, *here), ends)
     push = []
-    for worker in (number for number in shown.shown if number < workers):
+    for worker in of_workers:
         what = f"the server's keys of {plural(nodes[worker], 'node')}"
         push += [Transfer(worker, server, what, nodes[worker] * sizes[server - workers]) for server in here]
     pull = [
@@ -210,20 +214,6 @@ def _server(nodes: list[int], servers: int, parameters: int) -> Way:
         tuple(own * total for own in nodes) + tuple(size * (ends - 1) for size in sizes),
         (total,) * workers + tuple(size * sum(nodes) + total - size for size in sizes),
     )
-
-
-def _server_bytes(servers: int, parameters: int) -> list[int]:
-    """Bytes of each server's keys, if the model is one parameter that may be cut anywhere."""
-    keys = spread({"all": Size(parameters, parameters * NUMBER_BYTES)}, servers)
-    rows = ([key.rows or (0, parameters) for key in held] for held in keys)
-    return [NUMBER_BYTES * sum(stop - start for start, stop in held) for held in rows]
-
-
-def _workers_and_servers(workers: int, servers: int) -> Chosen:
-    """The first of both, so that both are drawn."""
-    first = Chosen.of(workers, MOST_ENDS - 2).shown
-    last = Chosen.of(servers, 2).shown
-    return Chosen((*first, *(workers + number for number in last)), workers + servers)
 
 
 def _ranks(ranks: int) -> tuple[str, ...]:
@@ -339,7 +329,8 @@ def _way(drawing: Drawing, way: Way) -> None:
         drawing.line([(_LEAD, y), (_LEAD + step * len(moments) + box, y)], "dashed")
         for column, words in enumerate([*pieces, {}]):
             drawing.box(_LEAD + step * column, y - 10, box, 20, rank_style(place), words.get(number, ""))
-        if _after_a_gap(way, number):
+        kind = way.ends[number].split()[0]  # a rank, worker or server
+        if way.shown.gap_before(number) and way.ends[number - 1].startswith(f"{kind} "):
             drawing.text(0, y - _ROW / 2, "...", "soft")
     for column, moment in enumerate(moments):
         left = _LEAD + step * column + box
@@ -353,12 +344,6 @@ def _way(drawing: Drawing, way: Way) -> None:
     which = " The box says which piece a rank sends." if any(pieces) else ""
     summary = f"{way.how}{which} In a step {way.formula}. Most sent: {sent}. Most received: {received}."
     drawing.caption(summary, *left_out(*not_drawn(way)))
-
-
-def _after_a_gap(way: Way, number: int) -> bool:
-    """True if processes of the same kind are left out above this one."""
-    kind = way.ends[number].split()[0]
-    return way.shown.gap_before(number) and way.ends[number - 1].startswith(f"{kind} ")
 
 
 def _pieces(moment: Moment) -> dict[int, str]:

@@ -228,7 +228,8 @@ def _holder_cells(holder: RankShare) -> list[str]:
 def _picture(root: Branch) -> list[str]:
     outermost = list(root.rows())
     label = max(len(_label(branch)) for branch in outermost)
-    names = [_rank_name(branch, before) for branch, before in zip(outermost, [None, *outermost])]
+    ranks = [branch.rank for branch in outermost]
+    names = ["" if rank in (None, before) else f"rank {rank}" for rank, before in zip(ranks, [None, *ranks])]
     lead = max(map(len, names)) + 2
     step = max(len(_label(branch)) for branch in _all(root)) + 5
     grid = [[" "] * (lead + label + step * root.level + 8) for _ in range(2 * len(outermost) - 1)]
@@ -261,12 +262,6 @@ def _picture(root: Branch) -> list[str]:
 def _label(branch: Branch) -> str:
     words = node_words(branch.node)
     return f"[{words}]" if branch.handed_over else words
-
-
-def _rank_name(branch: Branch, before: Branch | None) -> str:
-    if branch.rank is None or (before is not None and before.rank == branch.rank):
-        return ""
-    return f"rank {branch.rank}"
 
 
 def _all(branch: Branch) -> list[Branch]:

@@ -220,7 +220,7 @@ class LightningTrainer:
         self._epoch_means = Averages(run.extra.get("logged"))
         for batch in run.batches(loader):
             self._batch_idx, log = batch.plan.position, StepLog()
-            run.backward_by(run.strategy.backward, batch, _loss, forward, log)
+            run.backward_by(run.strategy.backward, batch, lambda output, _: output[0], forward, log)
             reasons = self._no_means(module, step, forward, batch.micro_batches, log.values)
             logged = gathered(step, log.values, reasons, run.strategy)
             self._epoch_means.add_all(logged)
@@ -386,10 +386,6 @@ class _Schedule:
     frequency: int = 1
     monitor: str | None = None
     """The name of the value that ``ReduceLROnPlateau`` is given."""
-
-
-def _loss(output: Any, data: Any) -> Any:
-    return output[0]
 
 
 def _require_loaders(*given: Any) -> None:

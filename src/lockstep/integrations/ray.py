@@ -124,7 +124,9 @@ class LockstepTrainer(DataParallelTrainer):  # type: ignore[misc]  # Ray has no 
             lines = _report(error.worker_failures, Path(self.run_config.storage_path, self.run_config.name))
             raise RankError("\n".join(lines)) from None
         except ControllerError as error:
-            cause = _cause(error)
+            cause: BaseException = error
+            while isinstance(cause, ControllerError):
+                cause = cause.controller_failure
             if isinstance(cause, LockstepError):
                 raise cause from None
             raise
@@ -184,13 +186,6 @@ def _call(function: Callable[..., Any], config: dict[str, Any] | None) -> Any:
 
     arguments = (config or {},) if inspect.signature(function).parameters else ()
     return run_worker(function, lambda place: arguments)
-
-
-def _cause(error: BaseException) -> BaseException:
-    """The error that Ray's controller failed with."""
-    while isinstance(error, ControllerError):
-        error = error.controller_failure
-    return error
 
 
 def _ends(failures: Mapping[int, BaseException]) -> list[RankEnd]:

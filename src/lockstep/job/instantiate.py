@@ -59,7 +59,8 @@ def instantiate(component: Component, *positional: Any, name: str = "", **values
         **{key: build(value, f"{where}.{key}", key) for key, value in component.args.items()},
     }
     _check_arguments(function, component.target, len(positional), arguments, where)
-    with _explained(f"{where}: {_call(component.target, arguments)}"):
+    shown = ", ".join(f"{key}={value!r:.60}" for key, value in arguments.items())
+    with _explained(f"{where}: {component.target}({shown})"):
         return function(*positional, **arguments)
 
 
@@ -155,7 +156,8 @@ def _import_module(module_name: str, path: str, where: str) -> Any:
                     f"{where}: '{path}' needs the module {absent!r}, which is not installed."
                 ) from error
             parent, _, last = absent.rpartition(".")
-            known = _modules_in(parent)
+            folders = getattr(sys.modules.get(parent), "__path__", []) if parent else None
+            known = [module.name for module in pkgutil.iter_modules(folders)]
             reason = absent_module(last, known)
             if parent:
                 reason = f"{parent} has no module {last!r}.{nearest_name(last, known)}"
@@ -186,13 +188,3 @@ def _explained(attempt: str) -> Iterator[None]:
         if isinstance(error, SystemExit):
             ending = f"ended the program with sys.exit({message}). It must return."
         raise ConfigError(f"{attempt} {ending}{users_lines(error)}") from error
-
-
-def _modules_in(package: str) -> list[str]:
-    path = getattr(sys.modules.get(package), "__path__", []) if package else None
-    return [module.name for module in pkgutil.iter_modules(path)]
-
-
-def _call(path: str, arguments: Mapping[str, Any]) -> str:
-    shown = ", ".join(f"{key}={value!r:.60}" for key, value in arguments.items())
-    return f"{path}({shown})"

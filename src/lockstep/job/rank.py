@@ -75,20 +75,14 @@ def record(trainer: Trainer, config: JobConfig, folder: Path) -> AuditRecorder |
             f"training.audit is true, but only runs of level A can be audited, and strategy {run.strategy.name!r} "
             f"promises level {run.strategy.level.value} here. Leave it out."
         )
-    shares = _shares(run)
+    everyone = gather_json(asdict(run.strategy.share), run.strategy.all_ranks, run.device)
     if run.is_main:
-        _note_start(run, config, folder, shares)
+        _note_start(run, config, folder, [Share(**each) for each in everyone])
     if not training.audit:
         return None
     recorder = AuditRecorder(run, folder, recipe_digest(config))
     run.add_callback(recorder)
     return recorder
-
-
-def _shares(run: Run) -> list[Share]:
-    """The share of each rank, by rank. Collective."""
-    everyone = gather_json(asdict(run.strategy.share), run.strategy.all_ranks, run.device)
-    return [Share(**each) for each in everyone]
 
 
 def _note_start(run: Run, config: JobConfig, folder: Path, shares: Sequence[Share]) -> None:

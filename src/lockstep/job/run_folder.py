@@ -28,6 +28,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from lockstep.config.checks import near_path
 from lockstep.config.job import JobConfig, ScheduleConfig
 from lockstep.config.reader import flat
 from lockstep.config.strategy_options import STRATEGIES
@@ -81,11 +82,17 @@ class Start:
         return cls(**own, shares=shares, job=JobConfig.from_json(json.dumps(table["job"])))
 
 
+def require_run_folder(folder: Path) -> None:
+    """Raises ``ConfigError`` where there is no such folder."""
+    if not folder.is_dir():
+        hint = near_path(folder) or " Give one, such as runs/digits-001."
+        raise ConfigError(f"There is no run folder '{folder}'.{hint}")
+
+
 def read_starts(folder: Path) -> list[Start]:
     """The starts of a run, oldest first; ``ConfigError`` where the folder does not tell."""
+    require_run_folder(folder)
     path = folder / FILE
-    if not folder.is_dir():
-        raise ConfigError(f"There is no run folder '{folder}'. Give one, such as runs/digits-001.")
     if not path.is_file():
         raise ConfigError(
             f"'{folder}' holds no {FILE}, in which 'lockstep train' records what it runs. Give the run folder of a "

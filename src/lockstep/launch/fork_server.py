@@ -220,7 +220,10 @@ class _Server:
             self._ranks[process] = rank["rank"]
             _send(self._channel, {"event": "started", "rank": rank["rank"], "pid": process})
         self._outlive_supervisor(supervisor)
-        self._pass_on_stop_signals()
+        for number in REASONS:  # their numbers then arrive in ``_woken``; ignored ones stay ignored
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, lambda number, frame: None)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, REASONS)
         self._watch(signal_pipe)
         return None
 
@@ -241,13 +244,6 @@ class _Server:
                 os.killpg(process, signal.SIGKILL)
         end_leftovers(os.environ["LOCKSTEP_RUN_DIRECTORY"], os.getpid())
         os._exit(1)
-
-    def _pass_on_stop_signals(self) -> None:
-        """Lets stop signals in, whose numbers then arrive in ``_woken``; ignored ones stay ignored."""
-        for number in REASONS:
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, lambda number, frame: None)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, REASONS)
 
     def _forget(self) -> None:
         """Closes, in a fork, what belongs to the server."""

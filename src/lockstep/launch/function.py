@@ -38,8 +38,9 @@ def launch(
     """
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         raise ConfigError(
-            f"launch() was called on rank {os.environ['RANK']} of a world of {os.environ['WORLD_SIZE']}. "
-            "That would start ranks within ranks. Call the function directly instead."
+            f"launch() was called on rank {os.environ['RANK']} of a world of {os.environ['WORLD_SIZE']}, which would "
+            "start ranks within ranks. Put the call under if __name__ == '__main__':, since every rank imports its "
+            "file; in a script that a launcher starts, such as lockstep run, call the function itself."
         )
     if problem := file_path(log_directory):
         raise ConfigError(f"log_directory {problem}")

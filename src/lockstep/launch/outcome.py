@@ -135,19 +135,15 @@ def judge(ends: Sequence[RankEnd], reason: StopReason) -> Verdict:
         return Verdict(code=EXIT_DONE if finished else int(reason))
     if own:
         cause = _first(own)
-        return Verdict(code=int(reason) or _code_of(cause), cause=cause)
+        code = cause.code if cause.code in _KNOWN_CODES else EXIT_RANK
+        code = code if cause.record is None else cause.record.exit_code
+        return Verdict(code=int(reason) or code, cause=cause)
     left = [end for end in ends if end.left_early]
     if 0 < len(left) < len(ends) and (failed or any(end.ended_by_us for end in ends)):
         return Verdict(code=EXIT_RANK, cause=_first(left), left_early=True)
     if failed:
         return Verdict(code=EXIT_RANK, cause=_first(failed))
     return Verdict(code=EXIT_DONE)
-
-
-def _code_of(end: RankEnd) -> int:
-    if end.record is not None:
-        return end.record.exit_code
-    return end.code if end.code in _KNOWN_CODES else EXIT_RANK
 
 
 def furthest_step(ends: Sequence[RankEnd]) -> int:

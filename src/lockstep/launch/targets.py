@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.checks import from_plain
+from lockstep.config.checks import from_plain, near_path
 from lockstep.errors import ConfigError
 
 
@@ -31,7 +31,9 @@ class ScriptTarget:
 
     def __post_init__(self) -> None:
         if not Path(self.path).is_file() or self.path.startswith(("/dev/", "/proc/")):  # each rank reads it
-            raise ConfigError(f"The script {self.path!r} is not a file. Check the path.")
+            raise ConfigError(
+                f"The script {self.path!r} is not a file.{near_path(self.path) or ' Check the path.'}"
+            )
         with suppress(OSError), Path(self.path).open("rb") as file:
             if b"\0" in file.read(4096) or Path(self.path).suffix == ".ipynb":
                 raise ConfigError(

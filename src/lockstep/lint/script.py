@@ -17,6 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
+from lockstep.config.checks import near_path
 from lockstep.errors import ConfigError
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -44,7 +45,8 @@ def read_text(path: str) -> str:
         if file.is_dir():
             raise ConfigError(f"{path} is a folder without Python files. Name a script.")
         if not file.is_file():
-            raise ConfigError(f"{path} does not exist, or is not a file. Give the path of a Python script.")
+            hint = near_path(path) or " Give the path of a Python script."
+            raise ConfigError(f"{path} does not exist, or is not a file.{hint}")
         with file.open("rb") as opened:
             data = opened.read(MOST_BYTES + 1)
     except (OSError, ValueError) as error:

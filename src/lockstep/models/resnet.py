@@ -97,16 +97,6 @@ class ResNet(nn.Module):
         self.layer4 = _layer(block, 256 * block.expansion, 512, depths[3], 2)
         self.avgpool = nn.AdaptiveAvgPool2d((1, 1))
         self.fc = nn.Linear(512 * block.expansion, num_classes)
-        self._initialise(zero_init_residual)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Maps images (N, 3, H, W) to logits (N, num_classes)."""
-        x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
-        x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
-        logits: Tensor = self.fc(torch.flatten(self.avgpool(x), 1))
-        return logits
-
-    def _initialise(self, zero_init_residual: bool) -> None:
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -114,6 +104,13 @@ class ResNet(nn.Module):
                 nn.init.zeros_(module.bn2.weight)
             if zero_init_residual and isinstance(module, Bottleneck):
                 nn.init.zeros_(module.bn3.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps images (N, 3, H, W) to logits (N, num_classes)."""
+        x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
+        x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
+        logits: Tensor = self.fc(torch.flatten(self.avgpool(x), 1))
+        return logits
 
 
 def resnet18(

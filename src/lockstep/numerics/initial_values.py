@@ -68,7 +68,6 @@ class _Operation:
 
     @property
     def is_random(self) -> bool:
-        """True if it draws random numbers."""
         return self.function is _TRUNCATED or torch.Tag.nondeterministic_seeded in self.function.tags
 
     @property
@@ -78,7 +77,6 @@ class _Operation:
 
     @property
     def name(self) -> str:
-        """Of the operator."""
         return "trunc_normal_" if self.function is _TRUNCATED else str(self.function)
 
 

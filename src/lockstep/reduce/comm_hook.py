@@ -39,7 +39,12 @@ class OrderedHookState:
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self.group = _default_group() if group is None else group
+        group = dist.group.WORLD if group is None and dist.is_initialized() else group
+        if group is None:
+            raise ConfigError(
+                "OrderedHookState needs a process group: call torch.distributed.init_process_group first."
+            )
+        self.group = group
         self._rank, ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         self._layout = NodeLayout.of(ranks, ranks)
         self._gather_group = open_group(dist.get_process_group_ranks(self.group))
@@ -63,7 +68,9 @@ class OrderedHookState:
         """Moves on the buckets whose data has arrived, the oldest first; or all of them, to their end."""
         device = self._sent[0].device if self._sent else torch.device("cpu")
         if is_gpu(device):
-            with on_stream(self._side_stream(device)):
+            if device not in self._side_streams:
+                self._side_streams[device] = new_stream(device)
+            with on_stream(self._side_streams[device]):  # folding does not wait for backward's own kernels
                 self._advance(everything=True)  # nothing waits but the stream
         else:
             self._advance(everything=everything)
@@ -76,12 +83,6 @@ class OrderedHookState:
             self._gathering.append(exchange)
         while self._gathering and (everything or self._gathering[0].has_arrived()):
             self._gathering.pop(0).complete()
-
-    def _side_stream(self, device: torch.device) -> torch.cuda.Stream | None:
-        """The stream on which folding does not wait for backward's own kernels."""
-        if device not in self._side_streams:
-            self._side_streams[device] = new_stream(device)
-        return self._side_streams[device]
 
 
 def ordered_hook(state: OrderedHookState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -97,15 +98,6 @@ def ordered_hook(state: OrderedHookState, bucket: GradBucket) -> torch.futures.F
     future = state.begin(bucket)
     state.advance(everything=bucket.is_last())
     return future
-
-
-def _default_group() -> dist.ProcessGroup:
-    group = dist.group.WORLD if dist.is_initialized() else None
-    if group is None:
-        raise ConfigError(
-            "OrderedHookState needs a process group: call torch.distributed.init_process_group first."
-        )
-    return group
 
 
 class _Exchange(OrderedBucket):

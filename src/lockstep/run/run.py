@@ -164,7 +164,8 @@ class Run:
             warn_if_unseeded(parts.model, self._unseeded)
             warn_if_begun(stepped)
         if isinstance(self.strategy, IndependentStrategy):
-            self._leave_process_group(self.strategy)
+            self.strategy.leave_process_group(self.position.step, self.world)
+            self._session.leave_process_group(is_expendable=self.strategy.is_expendable)
         if self.options.profile:
             profiled = timeline.open_timeline(self.options, self.world, self.device)
             self._loaders.traces = profiled.traces
@@ -625,11 +626,6 @@ class Run:
         """Brings processes that train without a process group to the same state; else does nothing. Collective."""
         if isinstance(self.strategy, IndependentStrategy):
             self.strategy.synchronize()
-
-    def _leave_process_group(self, strategy: IndependentStrategy) -> None:
-        """Leaves the process group for good: from here on the strategy's own exchange is all there is."""
-        strategy.leave_process_group(self.position.step, self.world)
-        self._session.leave_process_group(is_expendable=strategy.is_expendable)
 
     def require_prepared(self) -> PreparedRun:
         """Everything that ``prepare`` made; ``ConfigError`` before it was called."""

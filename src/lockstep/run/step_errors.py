@@ -153,8 +153,8 @@ def explain_loss(
     if isinstance(error, LockstepError):
         return
     for codes, fault_of in ((_OF_CLASSES, _wrong_classes), (_OF_PROBABILITIES, _wrong_probabilities)):
-        given = _arguments(error, codes)
-        if given is not None and (fault := fault_of(*given)):
+        given = next((frame.f_locals for frame in reversed(_frames(error)) if frame.f_code in codes), None)
+        if given is not None and (fault := fault_of(given.get("input"), given.get("target"))):
             raise ConfigError(f"{name} cannot be computed. {fault}") from error
     error.add_note(
         f"{call} called {name[:1].lower()}{name[1:]} as {name.split()[1]}(output, target), with the output "
@@ -237,12 +237,6 @@ def no_instance(function: type) -> ConfigError:
     """The error of a class that was given in place of one of its instances."""
     name = function.__name__
     return ConfigError(f"The loss is the class {name}. Create an instance: run.backward(batch, {name}()).")
-
-
-def _arguments(error: BaseException, codes: Sequence[Any]) -> tuple[Any, Any] | None:
-    """``input`` and ``target`` of the torch function in which an error was raised; None if it was none of these."""
-    found = next((frame.f_locals for frame in reversed(_frames(error)) if frame.f_code in codes), None)
-    return None if found is None else (found.get("input"), found.get("target"))
 
 
 def _frames(error: BaseException) -> list[FrameType]:

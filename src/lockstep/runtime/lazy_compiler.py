@@ -42,7 +42,9 @@ def postpone_compiler() -> bool:
     hidden = [each for each in _sharing(hiding.__code__) if each is not hiding]
     if not hidden:
         return False
-    undo = [undone for each in hidden for undone in _leave_bare(_captured(each, "fn"))]
+    place = hiding.__code__.co_freevars.index("fn")
+    functions = [each.__closure__[place].cell_contents for each in hidden if each.__closure__]
+    undo = [undone for function in functions for undone in _leave_bare(function)]
     bare = _bare_step(_nothing).__code__
     undo.extend(_swap_code(function, bare) for function in _sharing(breaking.__code__))
     sys.meta_path.insert(0, _RestoreBeforeImport(undo))
@@ -115,11 +117,6 @@ def _sharing(code: CodeType) -> list[FunctionType]:
 
 def _closes_over(function: Any, name: str) -> bool:
     return isinstance(function, FunctionType) and name in function.__code__.co_freevars
-
-
-def _captured(function: FunctionType, name: str) -> Any:
-    cells = function.__closure__ or ()
-    return cells[function.__code__.co_freevars.index(name)].cell_contents
 
 
 def _nothing() -> None:

@@ -190,7 +190,9 @@ def table(findings: Sequence[StepComparison]) -> str:
     causes: dict[str, list[int]] = {}
     for each in findings:
         if each.cause:
-            causes.setdefault(f"{_scaled(each)}{each.text}", []).append(each.step.micro_batches)
+            factor = each.difference.factor
+            scaled = "" if math.isclose(factor, 1.0) else f"The gradient is {factor:.4g} times as large. "
+            causes.setdefault(scaled + each.text, []).append(each.step.micro_batches)
     lines = [f"{shorten(counts)} micro-batches: {text}" for text, counts in causes.items()]
     return "\n".join(
         [*aligned(rows), "", *(lines or ["Loss and gradient do not depend on the micro-batches."])]
@@ -207,11 +209,6 @@ def _row(finding: StepComparison, *, is_reference: bool) -> tuple[str, str, str,
         return number, str(step.samples), loss, "", "", "reference" if step.micro_batches > 1 else "undivided"
     result = "differs" if finding.cause else "equal but for rounding"
     return number, str(step.samples), loss, f"{gap.loss:.1e}", f"{gap.gradient:.1e}", result
-
-
-def _scaled(finding: StepComparison) -> str:
-    factor = finding.difference.factor
-    return "" if math.isclose(factor, 1.0) else f"The gradient is {factor:.4g} times as large. "
 
 
 def as_json(findings: Sequence[StepComparison]) -> str:

@@ -140,6 +140,8 @@ class Observer(Callback):
         model, apart = self._state()
         captured = self._saved.capture("", keep=self.run.is_main)
         trained = self._trained
+        now = attributes({"": self.model}).items()
+        changed = {name: value for name, value in now if self._kept.get(name) != value}
         self.trace.steps.append(
             StepTrace(
                 step=step,
@@ -147,7 +149,7 @@ class Observer(Callback):
                 parameters={name: digest for name, digest in model.items() if name in trained},
                 buffers={name: digest for name, digest in model.items() if name not in trained},
                 optimizer=digest_tensors(captured.compared),
-                kept=by_name(self._gather(self._changed())),
+                kept=by_name(self._gather(changed)),
                 apart=apart,
                 **self._noted,
             )
@@ -228,11 +230,6 @@ class Observer(Callback):
         digests = {name: digest_tensor(tensor) for name, tensor in self.run.strategy.state()}
         everyone = self._gather(digests)
         return digests, [name for name in digests if any(each[name] != digests[name] for each in everyone)]
-
-    def _changed(self) -> dict[str, str]:
-        """The state that the modules here keep and that has changed since the beginning."""
-        now = attributes({"": self.model}).items()
-        return {name: value for name, value in now if self._kept.get(name) != value}
 
 
 def _digest(data: Any) -> str:

@@ -157,7 +157,9 @@ class Digits(ImageArrays):
     """
 
     def __init__(self, split: Literal["train", "validation", "all"] = "all", *, seed: int = 0) -> None:
-        images, labels = _embedded()
+        with resources.files("lockstep.data").joinpath("embedded/digits.npz").open("rb") as file:
+            arrays = np.load(file, allow_pickle=False)
+            images, labels = arrays["images"], arrays["labels"]  # pixels from 0 to 16
         chosen = _chosen(labels, split, seed)
         super().__init__(
             torch.from_numpy(images[chosen]).to(torch.float32).div_(16.0)[:, None],
@@ -165,13 +167,6 @@ class Digits(ImageArrays):
             classes=[str(digit) for digit in range(10)],
             name=f"Digits, {split}",
         )
-
-
-def _embedded() -> tuple[np.ndarray, np.ndarray]:
-    """Pixels 0 to 16 of shape (1797, 8, 8) and labels of shape (1797,), both uint8."""
-    with resources.files("lockstep.data").joinpath("embedded/digits.npz").open("rb") as file:
-        arrays = np.load(file, allow_pickle=False)
-        return arrays["images"], arrays["labels"]
 
 
 def _chosen(labels: np.ndarray, split: str, seed: int) -> np.ndarray:

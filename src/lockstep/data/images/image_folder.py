@@ -76,12 +76,11 @@ def _split_folders(root: Path) -> dict[str, str]:
 
 def _scan(folder: Path, root: Path) -> dict[str, list[str]]:
     """The photos of each class folder, at any depth, as paths below the root. Hidden folders are left out."""
-    found = {}
-    for entry in sorted(folder.iterdir()):
-        if not entry.is_dir() or entry.name.startswith("."):
-            continue
-        found[entry.name] = sorted(_photos_below(entry, root))
-    return found
+    return {
+        entry.name: sorted(_photos_below(entry, root))
+        for entry in sorted(folder.iterdir())
+        if entry.is_dir() and not entry.name.startswith(".")
+    }
 
 
 def _photos_below(folder: Path, root: Path) -> Iterator[str]:

@@ -127,7 +127,8 @@ class Mixed(Wrapping):
             images, kept = _cut(images, partner, draws.beta(self.cutmix, self.cutmix), draws.random_sample(2))
         else:
             kept = 1 - draws.beta(self.mixup, self.mixup)
-            images = _blended(images, partner, kept)
+            mixed = images.to(torch.float32) * kept + images[partner].to(torch.float32) * (1 - kept)
+            images = mixed.round().to(torch.uint8) if images.dtype == torch.uint8 else mixed.to(images.dtype)
         return images, targets * kept + targets[partner] * (1 - kept)
 
     def _check(self, images: Any, labels: Any) -> None:
@@ -144,11 +145,6 @@ class Mixed(Wrapping):
                 f"Mixed has classes={self.classes}, and the set gives labels of {labels.dtype} and shape "
                 f"{tuple(labels.shape)} up to {labels.max()}. Give integers below classes."
             )
-
-
-def _blended(images: Tensor, partner: Tensor, kept: float) -> Tensor:
-    mixed = images.to(torch.float32) * kept + images[partner].to(torch.float32) * (1 - kept)
-    return mixed.round().to(torch.uint8) if images.dtype == torch.uint8 else mixed.to(images.dtype)
 
 
 def _cut(

@@ -134,11 +134,9 @@ class _ControlLink:
         return self._selector.fileno()
 
     def wait(self, seconds: float) -> None:
-        """Waits for an event, at most ``seconds``."""
         self._selector.select(max(0.0, seconds))
 
     def close(self) -> None:
-        """Closes the descriptor and every connection."""
         for key in list(self._selector.get_map().values()):
             key.data.close()
         self._selector.close()

@@ -251,7 +251,8 @@ def of_one_share(script: Script) -> Iterator[Hit]:
 def metric_of_all_combined(script: Script) -> Iterator[Hit]:
     """Of a loop on Lockstep. Of torchmetrics where one function updates and computes it, and not with
     `sync_on_compute=False`; of ignite those that give counts, where no quotient is made of them."""
-    if "lockstep" not in script.imported_roots or _divides_samples(script):
+    has_sampler = script.mentions("distributedsampler", "split_dataset_by_node", "num_replicas")
+    if "lockstep" not in script.imported_roots or has_sampler or any(_shares_by_rank(script)):
         return
     for call in script.calls:
         name = script.name(call).removeprefix("ignite.metrics.")
@@ -291,13 +292,6 @@ def _trains_by_micro_batches(script: Script, node: ast.AST) -> bool:
     loop = next(script.around(node, (ast.For, ast.While), within_function=True), None)
     passes = [call for call in script.method_calls("backward") if len(arguments(call)) == 1]
     return loop is not None and any(script.holds(loop, each) for each in passes)
-
-
-def _divides_samples(script: Script) -> bool:
-    """Returns True where a file divides samples between processes, by a sampler or the rank."""
-    return script.mentions("distributedsampler", "split_dataset_by_node", "num_replicas") or any(
-        _shares_by_rank(script)
-    )
 
 
 @rule("LS008", "The split into training and validation data is drawn without a seed that the ranks share.")

@@ -200,7 +200,8 @@ class Gathering:
 
     def _watch(self, module: nn.Module, block: ShardedBlock, *, is_inner: bool = False) -> None:
         def enter(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-            self._enter(block)
+            self._entered.append((block, self._packing(block)))
+            self.need(block)
             if self._dtype is None or is_inner:
                 return None
             cast = {"dtype": self._dtype}
@@ -232,10 +233,6 @@ class Gathering:
         module.register_forward_pre_hook(OwnHook(cover))
         module.register_forward_hook(OwnHook(uncover), prepend=True, always_call=True)
         module.register_forward_hook(OwnHook(leave), always_call=True)
-
-    def _enter(self, block: ShardedBlock) -> None:
-        self._entered.append((block, self._packing(block)))
-        self.need(block)
 
     def _packing(self, block: ShardedBlock) -> saved_tensors_hooks | None:
         """Begins to pack parameters that are saved for backward, unless the innermost hooks do; None then."""
@@ -396,15 +393,12 @@ class _Order:
         self._is_same = True
 
     def begin(self) -> None:
-        """Begins a micro-batch."""
         self._now, self._is_same = [], True
 
     def end(self) -> None:
-        """Ends it."""
         self._before, self._now = self._now or [], None
 
     def needs(self, number: int) -> None:
-        """Notes that a block is needed."""
         if self._now is not None:
             place = len(self._now)
             self._is_same &= place < len(self._before) and self._before[place] == number

@@ -194,7 +194,6 @@ class SplitWays(TorchFunctionMode):
         self._handles: list[RemovableHandle] = []
 
     def __enter__(self) -> SplitWays:
-        """Watches the split modules."""
         for name, module in self._modules.items():
             self._handles.append(module.register_forward_pre_hook(self._begin))
             self._handles.append(module.register_forward_hook(partial(self._end, name)))
@@ -202,7 +201,6 @@ class SplitWays(TorchFunctionMode):
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Leaves them."""
         super().__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's
         for handle in self._handles:
             handle.remove()

@@ -235,7 +235,8 @@ class TensorParallel(Replicated):
         if self._exchange.between is None:
             return result
         replicated = {name: p for name, p in self._trainable.items() if name not in self._shards}
-        sums = [_bits(p.grad, self.device) for p in replicated.values()]
+        none = torch.full((), -1, dtype=torch.int64, device=self.device)
+        sums = [none if p.grad is None else sum_of_bits(p.grad) for p in replicated.values()]
         flags = torch.stack([result.stop.double(), result.finite.double()])
         row = torch.cat([flags, result.losses.double()]).view(torch.int64)
         rows = self._exchange.between.all_gather(torch.cat([row, *([torch.stack(sums)] if sums else [])]))
@@ -254,10 +255,3 @@ class TensorParallel(Replicated):
                 "bits: a parameter was changed on one of them only, or the model draws random numbers without a key."
             )
         return replace(result, stop=stops.amax(), finite=finite)
-
-
-def _bits(gradient: Tensor | None, device: torch.device) -> Tensor:
-    """A sum over the bits of a gradient, int64, 0-dim: equal where all bits are."""
-    if gradient is None:
-        return torch.full((), -1, dtype=torch.int64, device=device)
-    return sum_of_bits(gradient)

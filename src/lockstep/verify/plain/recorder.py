@@ -154,11 +154,13 @@ def _digest(value: Any) -> str:
 def context(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, str]:
     """The conditions of the whole run; called within the forward pass, where autocast is known."""
     parameter = next(model.parameters())
+    device = parameter.device.type
+    precision = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else parameter.dtype
     return {
         "threads": str(torch.get_num_threads()),
         "device": device_model(parameter.device),
         "torch": torch.__version__,
-        "precision": _precision(parameter),
+        "precision": str(precision).removeprefix("torch."),
         "optimizers": ", ".join(implementation(each) for each in optimizers),
     }
 
@@ -259,13 +261,6 @@ def coarse_type(gradient: Tensor, world_size: int) -> str:
 def _fits(values: Tensor, name: str) -> bool:
     gap = (values.to(getattr(torch, name)).to(values.dtype) - values).abs()
     return bool((gap <= 2.0**-21 * values.abs()).all())
-
-
-def _precision(parameter: Tensor) -> str:
-    """The type that the forward pass computes in."""
-    device = parameter.device.type
-    kind = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else parameter.dtype
-    return str(kind).removeprefix("torch.")
 
 
 class Recorder:
