@@ -158,6 +158,20 @@ def test_a_class_gives_functions_for_its_methods_and_what_it_inherits():
     assert not [*of_class(torch.nn.Linear)]
 
 
+def test_a_static_method_stays_one_where_its_function_is_put_back():
+    """One in a cache takes the object as its first argument otherwise."""
+
+    class Cached(Base):
+        @staticmethod
+        @functools.lru_cache
+        def mask(width):
+            return width
+
+    for part in of_class(Cached):
+        part.put(part.value)
+    assert Cached().mask(3) == 3
+
+
 def test_a_slot_that_has_no_value_yet_is_none():
     assert slots_of(object.__new__(Slotted)) == {}
 

@@ -216,6 +216,39 @@ def test_an_optimizer_that_the_loop_makes_itself_is_named_and_such_a_run_is_not_
     begin(directory=tmp_path / "plain", resume="auto")
 
 
+class TwoMeans(nn.Module):
+    """Two buffers beside the features."""
+
+    def __init__(self, tied):
+        super().__init__()
+        self.register_buffer("first", torch.zeros(1))
+        self.register_buffer("second", self.first if tied else torch.zeros(1))
+
+    def forward(self, x):
+        return x + 0 * (self.first + self.second)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_buffers_that_the_loop_ties_or_parts_are_named_and_such_a_run_is_not_resumed(tied, tmp_path, caplog):
+    def begun():
+        means = TwoMeans(tied)
+        run, _, optimizer = begin(nn.Sequential(means, *network()), directory=tmp_path, resume="auto")
+        return means, run, optimizer
+
+    means, run, optimizer = begun()
+    batches = iter(run.batches(dataset()))
+    train_step(run, next(batches), optimizer)
+    run.save(wait=True)
+    begun()
+    assert "No checkpoint holds" not in caplog.text
+    train_step(run, next(batches), optimizer)
+    means.second = means.first.clone() if tied else means.first
+    run.save(wait=True)
+    assert "No checkpoint holds the buffer '0.second', which is one tensor with another" in caplog.text
+    with pytest.raises(CheckpointMismatch, match=r"does not hold the buffer '0\.second'"):
+        begun()
+
+
 def test_what_an_optimizer_keeps_goes_on_as_it_lay_in_memory(tmp_path):
     """An orthogonal matrix lies along columns: along rows, products with it may have other bits."""
 

@@ -120,6 +120,13 @@ def ranks_end():
             "equal",
             id="a loop that looks at gradients of other stages",
         ),
+        pytest.param(
+            {"kind": "t", "loss": "per_token", "blocks": ("own_sequence",), "lines": ("tied_ends",)},
+            PIPELINE,
+            "equal",
+            id="a weight of two layers that run in another order than they are made in",
+        ),
+        pytest.param({"blocks": ("cached_mask",)}, DDP, "equal", id="a static method with a cache"),
         pytest.param({"lines": ("clip_torch",)}, SERVER, "refused", id="torch's clip_grad_norm_ on workers"),
         pytest.param({"lines": ("set_buffer",)}, FSDP, "refused", id="a buffer registered late, fsdp"),
         pytest.param(

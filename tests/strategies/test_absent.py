@@ -137,6 +137,15 @@ def test_a_buffer_that_is_not_here_is_refused_by_name():
         buffer.mean()
 
 
+def test_a_module_may_be_compiled_while_a_server_has_its_gradients():
+    """As in an evaluation after a step, where the loop clears gradients before the backward pass."""
+    layer, x = nn.Linear(3, 2), torch.randn(4, 3)
+    for name, parameter in layer.named_parameters():
+        absence = Absence("parameter_server", "the server has it")
+        parameter.grad = GradientElsewhere(parameter, name, None, absence)
+    assert torch.equal(torch.compile(layer, backend="eager")(x), layer(x))
+
+
 def test_a_gradient_that_a_server_has_is_scaled_there():
     whole = nn.Parameter(torch.randn(4, 3))
     own = nn.Parameter(whole.detach()[:2])

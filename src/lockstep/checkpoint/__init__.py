@@ -6,6 +6,7 @@ from lockstep.checkpoint.reader import Restored, read, read_newest, read_progres
 from lockstep.checkpoint.state import (
     CheckpointState,
     encoded_extra_states,
+    further_names,
     has_extra_state,
     load_extra_states,
     load_model_state,
@@ -27,6 +28,7 @@ __all__ = [
     "committed",
     "encoded_extra_states",
     "export",
+    "further_names",
     "has_extra_state",
     "load_extra_states",
     "load_model_state",

@@ -102,21 +102,22 @@ def model_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
 
     The tensors are the model's own, not copies.
     """
-    tensors: dict[str, Tensor] = {}
-    aliases: dict[str, str] = {}
-    first_name: dict[tuple[Any, ...], str] = {}
-    for name, value in tensor_state(model).items():
+    tensors = tensor_state(model)
+    for name, value in tensors.items():
         if not isinstance(value, Tensor):
             raise ConfigError(
                 f"The model's state {name!r} is a {type(value).__name__}; a checkpoint holds tensors only. "
                 "Register it as a buffer, or leave it out of state_dict()."
             )
-        original = first_name.setdefault(_identity(value), name)
-        if original == name:
-            tensors[name] = value.detach()
-        else:
-            aliases[name] = original
-    return tensors, aliases
+    aliases = further_names(tensors)
+    return {name: value.detach() for name, value in tensors.items() if name not in aliases}, aliases
+
+
+def further_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """The names of tensors that have an earlier name as well, each with the first one."""
+    first: dict[tuple[Any, ...], str] = {}
+    names = {name: first.setdefault(_identity(tensor), name) for name, tensor in tensors.items()}
+    return {name: original for name, original in names.items() if name != original}
 
 
 def require_same_model(

@@ -144,7 +144,7 @@ class Part(NamedTuple):
             self.holder.cell_contents = value
         elif self.how == ATTRIBUTE:
             object.__setattr__(self.holder, self.key, value)  # a slot, of a frozen class, too
-        elif vars(self.holder).get(self.key, self) is not value:
+        elif function_of(vars(self.holder).get(self.key, self)) is not value:  # else it stays a static method
             setattr(self.holder, self.key, value)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep import checkpoint
-from lockstep.checkpoint import CheckpointState, optimizer_state
+from lockstep.checkpoint import CheckpointState, further_names, optimizer_state
 from lockstep.core.fingerprint import Context
 from lockstep.core.values import short_text
 from lockstep.data.images.decoding import jpeg_decoder
@@ -33,7 +33,7 @@ from lockstep.run.optimizer_step import GradientState, PreparedOptimizer
 from lockstep.run.prepare import Parts, PreparedModel, frozen_parameters, plain_number
 from lockstep.run.step import ForwardPass
 from lockstep.strategies import IndependentStrategy, Strategy
-from lockstep.strategies.absent import AbsentParameter
+from lockstep.strategies.absent import AbsentParameter, AbsentTensor
 from lockstep.strategies.sharding import is_elementwise, quantised
 from lockstep.text import at_most, shorten
 
@@ -57,6 +57,10 @@ _UNSAVED = {
     "unsaved_attributes": (
         "which has changed, is large, and is in another process than the first",
         "Make it a persistent buffer",
+    ),
+    "tied_buffers": (
+        "which is one tensor with another buffer, or is no longer, since run.prepare",
+        "Tie or part the buffers before run.prepare",
     ),
 }
 """Kinds of values that a checkpoint does not hold: why, and what to do."""
@@ -189,6 +193,7 @@ class RunState:
         self._attributes = Attributes(self.parts, self.idle)
         is_whole = self.strategy.replicated
         self._first_unsaved = [unsaved_tensors(each, is_whole) for each in self.parts.optimizers]
+        self._first_tied = self._tied()
 
     def _step_hooks(self) -> list[object]:
         """The hooks of the optimizers' steps."""
@@ -289,9 +294,15 @@ class RunState:
             for name, value in unsaved_tensors(optimizer, self.strategy.replicated).items()
             if first.get(name) != value
         ]
-        everyone = [mine] if self.strategy.replicated else self.strategy.gather_records(mine)
+        tied = [f"the buffer {name!r}" for name, _ in self._tied() ^ self._first_tied]
+        mine_too = [mine, tied]
+        everyone = [mine_too] if self.strategy.replicated else self.strategy.gather_records(mine_too)
+        unsaved, parted = (
+            sorted({name for names in of_ranks for name in names}) for of_ranks in zip(*everyone)
+        )
         found = {
-            "unsaved": sorted({name for names in everyone for name in names}),
+            "unsaved": unsaved,
+            "tied_buffers": parted,
             "unsaved_optimizers": [f"the state of {each}" for each in self.loop.unsaved],
             "unsaved_attributes": self._attributes.lost,
         }
@@ -302,6 +313,13 @@ class RunState:
                 logger.warning(text, shorten(names, 3), why, remedy)
         self._has_warned |= any(found.values())
         return found
+
+    def _tied(self) -> Set[tuple[str, str]]:
+        """Each further name of a persistent buffer that this process has with its first one."""
+        known = self.model.tensors.keys() | self.model.aliases.keys()
+        buffers = self.parts.model.named_buffers(remove_duplicate=False)
+        held = {n: each for n, each in buffers if n in known and not isinstance(each, AbsentTensor)}
+        return further_names(held).items()
 
     def _capture_gradients(
         self, state: CheckpointState, keep: bool, rows: Mapping[str, Tensor] | None

@@ -26,7 +26,7 @@ _KNOWN = frozenset(
     {
         *("shape", "dtype", "layout", "requires_grad", "is_leaf", "ndim", "grad_fn", "nbytes", "itemsize"),
         *("_version", "names", "_backward_hooks", "_post_accumulate_grad_hooks", "_base", "is_sparse"),
-        *("is_quantized", "is_nested", "is_mkldnn", "is_sparse_csr"),
+        *("is_quantized", "is_nested", "is_mkldnn", "is_sparse_csr", "is_conj", "is_neg", "_is_view"),
         *("is_xpu", "is_mps", "is_xla", "is_hpu", "is_ipu", "is_maia", "is_vulkan", "is_mtia", "is_ort"),
         *("size", "dim", "numel", "nelement", "stride", "ndimension", "element_size", "storage_offset"),
         *("is_contiguous", "is_floating_point", "is_complex", "is_signed", "has_names"),
@@ -364,6 +364,14 @@ class GradientElsewhere(AbsentGradient):
     def held_part(self) -> Tensor | None:
         """See ``AbsentTensor``."""
         return None if self.holder is None else self.holder.grad
+
+    def answer(self, asked: str, args: Sequence[Any]) -> Any:
+        """See ``AbsentTensor``: what torch.compile asks about the gradients of a module that it traces."""
+        if asked == "get grad":
+            return None
+        if asked == "untyped_storage":
+            return torch.UntypedStorage(self.nbytes, device="meta")
+        return NotImplemented
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch's stub lacks the function

@@ -17,10 +17,30 @@ from lockstep.strategies.pipeline.stage import (
 
 def test_a_stage_runs_its_links_and_keeps_the_names_of_the_whole_model():
     model = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.ReLU(), nn.Linear(4, 2)))
-    stage = Stage(chain(model)[1:])
+    stage = Stage(chain(model)[1:], model)
     assert [name for name, _ in stage.named_parameters()] == ["1.1.weight", "1.1.bias"]
     x = torch.randn(5, 4)
     assert torch.equal(stage(x), model[1](x))
+
+
+class Decoder(nn.Module):
+    """Made in another order than it runs in; the first and the last layer share a weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.head, self.norm, self.body = nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3)
+        self.body.weight = self.head.weight
+
+    def forward(self, x):
+        return self.head(self.norm(self.body(x)))
+
+
+def test_a_shared_parameter_has_the_name_that_it_has_in_the_model_whichever_module_runs_first():
+    """Under another name its gradient was lost."""
+    model = Decoder()
+    stage = Stage(chain(model), model)
+    assert [*stage.state_dict()] == [*model.state_dict()]
+    assert [name for name, _ in stage.named_parameters()] == [name for name, _ in model.named_parameters()]
 
 
 def test_backward_of_a_pipelined_output_is_refused_with_what_to_call():
@@ -48,7 +68,8 @@ def test_the_gradient_of_a_pipelined_output_by_an_input_or_a_parameter_is_refuse
 
 
 def test_a_stage_without_neighbours_is_the_last_one():
-    stage = Stage(chain(nn.Sequential(nn.Linear(3, 4))))
+    model = nn.Sequential(nn.Linear(3, 4))
+    stage = Stage(chain(model), model)
     assert Passes(stage, Neighbours(), "0", {}).is_last
 
 

@@ -68,12 +68,14 @@ class _Refusing(torch.autograd.Function):
 
 
 class Stage(nn.Module):
-    """Some links of the chain; its parameters and buffers have the names of the whole model."""
+    """Some links of the chain of a model; its parameters and buffers have the names of that model."""
 
-    def __init__(self, links: Sequence[ChainLink]) -> None:
+    def __init__(self, links: Sequence[ChainLink], model: nn.Module) -> None:
         super().__init__()
         self._links = [link.module for link in links]  # a plain list: their names come from the tree below
-        for link in links:
+        # A parameter that several modules share is named after the first in the model, not after the first that runs.
+        place = {module: number for number, module in enumerate(model.modules())}
+        for link in sorted(links, key=lambda link: place.get(link.module, len(place))):
             _put(self, link.name.split("."), link.module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -280,7 +280,7 @@ class Pipeline(Strategy):
             if number not in mine
         }
         for local, number in enumerate(mine):
-            stage = Stage(parts[number])
+            stage = Stage(parts[number], model)
             if self.initial_values is not None:
                 self.initial_values.fill(empty_tensors(stage), self.device)
             stage = stage.to(self.device)
