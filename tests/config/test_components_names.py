@@ -27,6 +27,7 @@ CONSTANT = 3
     "own_models/spread/__init__.py": "__path__ = __import__('pkgutil').extend_path(__path__, __name__)\n",
     "own_models/circle.py": "from own_models.circle import f\n",
     "own_models/sub/__init__.py": "raise SystemExit('imported')\n",
+    "own_models_of_folders/models/vision/nets.py": "class Net: pass\n",
 }
 
 
@@ -88,6 +89,12 @@ def test_what_is_not_there_is_absent_with_what_is(names):
 
 def test_a_module_is_found_without_running_its_packages(names):
     assert isinstance(names.module("own_models.sub"), ModuleSpec)
+
+
+def test_folders_within_each_other_need_no_init_file(names):
+    found = names.definition("own_models_of_folders.models.vision.nets", "Net")
+    assert isinstance(found, Definition)
+    assert names.definition("own_models_of_folders.models.visoin.nets", "Net") is None, "it may be elsewhere"
 
 
 def test_torch_is_read_not_imported():

@@ -337,7 +337,9 @@ class StaticNames:
         holder = top
         for part in rest:
             places = spec.submodule_search_locations
-            inner = PathFinder.find_spec(f"{holder}.{part}", list(places)) if places is not None else None
+            # By the last part of its name: Python looks for the parents of a folder without __init__.py among those
+            # that are imported.
+            inner = PathFinder.find_spec(part, list(places)) if places is not None else None
             if inner is None:
                 bindings = self._bindings(holder, spec)
                 if bindings is None or bindings.dynamic or {part, "__path__"} & bindings.nodes.keys():

@@ -1,0 +1,217 @@
+"""Random job files on several layouts: the fingerprint, every logged number and the last lines of one device.
+
+    python -m tests.sameness.jobs --seeds 0:50            what differs or fails, and a count
+    python -m tests.sameness.jobs --seeds 17:18 --show    the job of a seed
+
+``single`` is the reference. Two layouts are drawn for each job; about half of them go on from one of its checkpoints.
+A job that is refused counts as such, on ``single`` or elsewhere.
+"""
+
+import argparse
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+from tests.sameness.job_parts import MODELS
+
+ROOT = Path(__file__).resolve().parents[2]
+PARTS = "tests.sameness.job_parts"
+OPTIMIZERS = [
+    {"target": "torch.optim:SGD", "lr": 0.05, "momentum": 0.9},
+    {"target": "torch.optim:AdamW", "lr": 0.01},
+    {"target": "torch.optim:Adagrad", "lr": 0.05},
+    {"target": "torch.optim:RMSprop", "lr": 0.005, "momentum": 0.5},
+    {"target": "torch.optim:NAdam", "lr": 0.01, "weight_decay": 0.01},
+]
+SCHEDULES = [
+    {"kind": "constant"},
+    {"kind": "cosine", "final_factor": 0.1},
+    {"kind": "linear", "warmup_steps": 3},
+    {"kind": "step", "step_epochs": 1, "warmup_epochs": 0.5},
+    {"target": "torch.optim.lr_scheduler:CosineAnnealingWarmRestarts", "T_0": 3},
+    {"target": "torch.optim.lr_scheduler:StepLR", "step_size": "{steps_per_epoch}"},
+    {
+        "target": "torch.optim.lr_scheduler:OneCycleLR",
+        "max_lr": 0.05,
+        "total_steps": "{steps}",
+        "cycle_momentum": False,
+    },
+]
+LOSSES = [
+    {"target": "torch.nn:CrossEntropyLoss"},
+    {"target": "torch.nn:CrossEntropyLoss", "label_smoothing": 0.1},
+    {"target": "torch.nn:CrossEntropyLoss", "ignore_index": 3},
+    {"target": "torch.nn.functional:cross_entropy", "label_smoothing": 0.05},
+    {"target": "torch.nn:MultiMarginLoss"},
+]
+SOMETIMES = {
+    "clip_norm": [0.5],
+    "ema_decay": [0.9],
+    "drop_last": [True],
+    "precision": ["bf16", "fp16"],
+    "evaluate_every": [2],
+    "evaluate_every_steps": [2, 3],
+    "evaluation_batch": [7, 50],
+    "early_stop": [1],
+    "max_steps": [2, 3, 5],
+    "checkpoint_activations": [["1"]],
+    "gradients_every": [1],
+    "fingerprint_every": [1],
+    "audit": [True],
+    "checks": ["always", "off"],
+}
+"""Settings under ``[training]`` that one job in four has, each with its values."""
+LAYOUTS = {
+    "ddp 2": (2, "--strategy", "ddp"),
+    "ddp 3": (3, "--strategy", "ddp"),
+    "fsdp 2": (2, "--strategy", "fsdp"),
+    "pipeline 2": (2, "--strategy", "pipeline"),
+    "gpipe 2": (2, "--strategy", "pipeline", "--set", "pipeline.schedule=gpipe"),
+    "server 3": (3, "--strategy", "parameter_server"),
+    "dp": (1, "--strategy", "dp"),
+    "layers": (1, "--strategy", "layers"),
+    "data x pipeline": (4, "--mesh", "data=2,pipeline=2"),
+    "fsdp x pipeline": (4, "--mesh", "fsdp=2,pipeline=2"),
+}
+"""Processes and options of each layout."""
+OF_THE_CLOCK = ("seconds", "samples_per_second")
+REFUSED = 2
+
+
+def draw(seed):
+    """The text of a seed's job, and its layouts, each with True if it is to go on from a checkpoint."""
+    r = random.Random(seed)
+    k = r.choice([2, 3, 4, 4, 8])
+    batch = k * r.randint(2, 12)
+    training = {"epochs": r.randint(1, 3), "global_batch": batch, "micro_batches": k, "seed": r.randrange(99)}
+    training |= {name: r.choice(values) for name, values in SOMETIMES.items() if r.random() < 0.25}
+    if training.get("precision") == "fp16":
+        training |= {"loss_scale": 2.0 ** r.choice([10, 24, 30]), "loss_scale_growth_interval": 2}
+    validates = r.random() < 0.85
+    if not validates:
+        for name in ("evaluate_every", "evaluate_every_steps", "early_stop"):
+            training.pop(name, None)
+    kind = r.choice([*MODELS])
+    if "norm" in kind or kind == "images":
+        training |= {"sync_batch_norm": True} if r.random() < 0.15 else {}
+    data = {"target": f"{PARTS}:SomeDigits", "split": "train", "count": r.choice([77, 96, 130])}
+    tables = {
+        "model": {"target": f"{PARTS}:network", "kind": kind},
+        "data": {"workers": r.choice([0, 0, 1, 2])},
+        "data.train": {**data, "noise": r.choice([0.0, 0.1])},
+        "loss": r.choice(LOSSES),
+        "optimizer": r.choice(OPTIMIZERS),
+        "schedule": r.choice(SCHEDULES),
+        "training": training,
+        "checkpoint": {
+            "every_steps": r.randint(1, 3),
+            "keep": 50,
+            "background": r.random() < 0.5,
+        },
+        "log": {"every": r.choice([1, 2, 3, 10]), "progress": False, "tensorboard": False},
+    }
+    if validates:
+        tables["data.validation"] = {**data, "split": "validation", "count": r.choice([8, 33, 50])}
+        metrics = {"two": "in_best_two", "entropy": "entropy", "recall": "Recall"}
+        chosen = [name for name in metrics if r.random() < 0.3]
+        tables |= {f"metrics.{name}": {"target": f"{PARTS}:{metrics[name]}"} for name in chosen}
+    if r.random() < 0.2:
+        tables["parameters"] = {"decay": "matrices"}
+    if r.random() < 0.2:
+        tables["weights"] = {"freeze": ["1.*", "0.*"], "freeze_statistics": r.random() < 0.5}
+    text = "\n".join(
+        f"[{table}]\n" + "".join(f"{name} = {json.dumps(value)}\n" for name, value in settings.items())
+        for table, settings in tables.items()
+    )
+    fitting = [name for name, (processes, *_) in LAYOUTS.items() if processes <= k]
+    return text, [(name, r.random() < 0.5) for name in r.sample(fitting, 2)]
+
+
+class Trained:
+    """How a run of the job ended: its exit status, output, log, and last lines."""
+
+    def __init__(self, folder, name, processes, options):
+        words = ["train", "job.toml", "--devices", f"cpu:{processes}", "--set", f"run.name={name}", *options]
+        ended = subprocess.run(
+            [sys.executable, "-m", "lockstep", *words],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        self.status, self.output = ended.returncode, ended.stdout + ended.stderr
+        path = folder / "runs" / name / "log.jsonl"
+        lines = path.read_text().splitlines() if path.is_file() else []
+        self.log = [_without_time(json.loads(line)) for line in lines]
+        self.last = re.findall(r"^((?:accuracy|loss|skipped|fingerprint) .*)$", self.output, re.MULTILINE)
+
+
+def _without_time(record):
+    return {name: value for name, value in record.items() if name not in OF_THE_CLOCK}
+
+
+def difference(reference, trained, *, resumed):
+    """What a run has otherwise than that of one device; empty for nothing."""
+    if trained.last != reference.last:
+        return f"the last lines: {trained.last} in place of {reference.last}"
+    if resumed:  # it has the records since its checkpoint
+        wrong = [record for record in trained.log if record not in reference.log]
+        missing = [r for r in reference.log if r["step"] > trained.log[0]["step"] and r not in trained.log]
+        return f"records {wrong} in place of {missing}" if wrong or missing else ""
+    pairs = [(a, b) for a, b in zip(trained.log, reference.log) if a != b]
+    same = len(trained.log) == len(reference.log) and not pairs
+    return "" if same else f"{len(trained.log)} records in place of {len(reference.log)}: {pairs[:1]}"
+
+
+def run_seed(seed, folder):
+    """Trains a seed's job in all its layouts; gives (layout, what, said) for each."""
+    text, layouts = draw(seed)
+    (folder / "job.toml").write_text(text)
+    reference = Trained(folder, "single", 1, ["--strategy", "single"])
+    if reference.status:
+        return [("single", "refused" if reference.status == REFUSED else "failed", reference.output)]
+    checkpoints = sorted((folder / "runs" / "single").glob("step-*"))[:-1]
+    ends = []
+    for name, resumes in layouts:
+        processes, *options = LAYOUTS[name]
+        start = random.Random(f"{seed} {name}").choice(checkpoints) if resumes and checkpoints else None
+        if start is not None:
+            options += ["--resume", str(start)]
+        trained = Trained(folder, name.replace(" ", "-"), processes, options)
+        if trained.status:
+            ends.append((name, "refused" if trained.status == REFUSED else "failed", trained.output))
+            continue
+        said = difference(reference, trained, resumed=start is not None)
+        ends.append((name, "differs" if said else "equal", f"{said} (from {start and start.name})"))
+    return ends
+
+
+def main(arguments=None):
+    """Trains a range of jobs and prints what came out."""
+    parser = argparse.ArgumentParser(prog="python -m tests.sameness.jobs")
+    parser.add_argument("--seeds", default="0:20", metavar="A:B", help="jobs A to B - 1")
+    parser.add_argument("--show", action="store_true", help="print the jobs and run none")
+    given = parser.parse_args(arguments)
+    counts = Counter()
+    for seed in range(*map(int, given.seeds.split(":"))):
+        if given.show:
+            print(*draw(seed), sep="\n# ")
+            continue
+        with tempfile.TemporaryDirectory(prefix="lockstep-jobs-") as folder:
+            for name, what, said in run_seed(seed, Path(folder)):
+                counts[what] += 1
+                if what in ("differs", "failed"):
+                    print(f"seed {seed} on {name}: {what}: {said}", flush=True)
+    print(*(f"{count} {what}" for what, count in sorted(counts.items())), sep=", ")
+    return 1 if counts["differs"] or counts["failed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
