@@ -52,7 +52,7 @@ def wraps(script: Script, *kinds: str) -> list[Wrap]:
             if isinstance(statement, ast.Assign) and statement.value is call and len(statement.targets) == 1:
                 target = script.text(statement.targets[0])
             branches = script.around(call, (ast.If, ast.IfExp, ast.Try), within_function=True)
-            certain = all(_is_main_guard(branch) for branch in branches)
+            certain = all(isinstance(each, ast.If) and "__name__" in names_in(each.test) for each in branches)
             found.append(Wrap(kind, call, script.text(module), target, certain))
     return found
 
@@ -96,10 +96,6 @@ def reduces(script: Script) -> bool:
     others = ("broadcast_buffers", "reducelronplateau", "sync_b", "syncb")
     words = (word.lower() for word in script.words)
     return any(part in word for word in words for part in parts if not any(other in word for other in others))
-
-
-def _is_main_guard(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and "__name__" in names_in(node.test)
 
 
 def optimizers_of(script: Script) -> list[ast.Call]:

@@ -24,7 +24,7 @@ from lockstep.config.strategy_options import LayersOptions
 from lockstep.numerics.running_buffers import RunningBuffers, RunningBuffersOnDevices
 from lockstep.reduce import Reducer
 from lockstep.strategies.ddp import Replicated
-from lockstep.strategies.pipeline.chain import ChainLink, FunctionLink
+from lockstep.strategies.pipeline.chain import FunctionLink
 from lockstep.strategies.pipeline.channels import TensorSpec
 from lockstep.strategies.pipeline.partition import Partition
 
@@ -66,7 +66,8 @@ class ModelParallel(Replicated):
             for link in part:
                 link.module.to(device)
         for part, device in zip(parts[1:], self.devices[1:]):
-            if (first := _first_module(part)) is not None:  # functions alone compute where their input is
+            first = next((link.module for link in part if not isinstance(link.module, FunctionLink)), None)
+            if first is not None:  # functions alone compute where their input is
                 first.register_forward_pre_hook(partial(_move_inputs, device), with_kwargs=True)
         model.register_forward_hook(partial(_move_output, self.device))
         begins = ", ".join(
@@ -80,11 +81,6 @@ class ModelParallel(Replicated):
 
     def _find_buffers(self, model: nn.Module) -> RunningBuffers:
         return RunningBuffersOnDevices(model, self.running_buffers)
-
-
-def _first_module(part: Sequence[ChainLink]) -> nn.Module | None:
-    """The first module of a part that the model itself calls; what comes before it holds nothing."""
-    return next((link.module for link in part if not isinstance(link.module, FunctionLink)), None)
 
 
 def _move_inputs(device: torch.device, module: nn.Module, arguments: Any, named: Any) -> Any:
