@@ -97,6 +97,22 @@ def test_steps_whose_batches_were_taken_before_are_observed(watched):
     assert [step.parameters for step in trace.steps] == [step.parameters for step in whole.steps]
 
 
+def test_every_step_is_counted_once_however_the_loop_takes_and_leaves_its_batches(watched):
+    """A batch taken ahead counted as two steps and as one less, a step that ends in ``break`` as none."""
+    ahead = "ahead(run.batches(Digits('train'))):"
+    taking = (
+        "def ahead(steps, last=None):\n    for each in steps:\n        if last:\n            yield last\n"
+    )
+    taking += "        last = each\n\n\ntorch.manual_seed(0)"
+    text = OWN_LOOP.replace("        run.save()\n", "").replace('run.batches(Digits("train")):', ahead)
+    leaving = OWN_LOOP.replace("run.save()", "if run.position.step % 2:\n            break")
+    programs = text.replace("torch.manual_seed(0)", taking), leaving.replace("run.epochs(3)", "run.epochs(9)")
+    for name, program in zip(("ahead", "left"), programs, strict=True):
+        trace = Trace.read(watched(program, name, steps=4) / "trace.json")
+        assert [step.step for step in trace.steps] == [0, 1, 2, 3], name
+        assert len({step.loss for step in trace.steps}) == 4
+
+
 def test_settings_are_those_of_the_update_and_shared_weights_are_no_buffers(watched):
     """A learning rate that a loop sets after the backward pass was found in "running statistics"."""
     layers = "torch.nn.Linear(64, 64), torch.nn.Linear(64, 64), torch.nn.Linear(64, 10)"
@@ -126,7 +142,9 @@ def test_what_a_forward_pass_leaves_in_an_attribute_is_not_compared(watched):
 
 def test_a_script_that_ends_before_is_observed_so_far(watched):
     short = OWN_LOOP.replace("print(", "break; print(").replace("run.epochs(3)", "run.epochs(1)")
-    assert not (watched(short, "broken", steps=9) / "trace.json").exists(), "no step was asked to end"
+    before = short.replace("run.backward", "break; run.backward")
+    assert not (watched(before, "empty", steps=9) / "trace.json").exists()
+    assert len(Trace.read(watched(short, "broken", steps=9) / "trace.json").steps) == 1
     closing = OWN_LOOP.replace("run.epochs(3)", "run.epochs(1)") + "run.close()\n"
     trace = Trace.read(watched(closing, "closed", steps=99) / "trace.json")
     assert 3 < len(trace.steps) < 99

@@ -104,15 +104,17 @@ class Observer(Callback):
         run.add_callback(self)
 
     def on_step_begin(self, batch: Batch) -> None:
-        """Starts the clock of a step."""
-        self._loss, self._in_body = None, batch.plan.step
+        """Starts the clock of a step, after the end of one whose body was left by ``break``."""
+        self._end_body()
+        self._in_body = batch.plan.step
         self._began, self._observing = time.perf_counter(), 0.0
 
     def on_gradients_ready(self, batch: Batch, loss: Tensor) -> None:
-        """Keeps the loss of the step; its end has come before where the batch was taken from a list of all."""
-        self._loss = loss
-        if self._in_body != batch.plan.step:
-            self._end(batch, loss)
+        """Keeps the loss of the step; the end of its body has come before where the batch was taken ahead."""
+        if self._in_body == batch.plan.step:
+            self._loss = loss
+        else:
+            self._end(batch.plan.step, loss)
 
     def on_step_end(self, batch: Batch) -> None:
         """Records the step, unless the loop has left out its backward pass. Collective.
@@ -120,18 +122,23 @@ class Observer(Callback):
         A loop that takes a batch before it updates the parameters with the gradients of the last has not ended its step
         yet; that is recorded later.
         """
-        self._in_body = -1
-        if self._loss is None:
+        if not self._end_body():
             return
-        self._end(batch, self._loss)
         if self.trace.independent or not self.run.require_prepared().gradients.anywhere():
             self._record()
         if batch.plan.step + 1 >= self._steps:
             raise StopRecording
 
-    def _end(self, batch: Batch, loss: Tensor) -> None:
+    def _end_body(self) -> bool:
+        """Ends the step in whose body the loop is; False without a backward pass there."""
+        step, loss, self._in_body, self._loss = self._in_body, self._loss, -1, None
+        if loss is not None:
+            self._end(step, loss)
+        return loss is not None
+
+    def _end(self, step: int, loss: Tensor) -> None:
         self._seconds.append(time.perf_counter() - self._began - self._observing)
-        self._unrecorded = batch.plan.step, loss
+        self._unrecorded = step, loss
 
     def _record(self) -> None:
         if self._unrecorded is None:
@@ -155,9 +162,15 @@ class Observer(Callback):
             )
         )
 
+    @property
+    def has_steps(self) -> bool:
+        """True after the first backward pass."""
+        return bool(self._seconds) or self._loss is not None
+
     def finish(self, final: Path) -> Trace:
         """Returns the trace and writes parameters and buffers to ``final``. Collective."""
         run = self.run
+        self._end_body()
         self._record()
         self.trace.milliseconds = 1000 * settled(self._seconds)
         memory = peak_memory(run.strategy.device)
@@ -296,10 +309,9 @@ def main(payload: Any) -> None:
         try:
             trainer = assemble(config, world)
         except ConfigError as error:
-            if world.is_main:
-                strategy = config.training.strategy
-                refused = Trace(payload["label"], strategy, world.world_size, "", refused=str(error))
-                refused.write(folder / "trace.json")
+            strategy = config.training.strategy
+            refused = Trace(payload["label"], strategy, world.world_size, "", refused=str(error))
+            _write(refused, warnings, folder)
             return
         observer = _observe(trainer.run, payload)
         with contextlib.suppress(StopRecording, Stopped), _keeping_refusals(folder):
@@ -393,8 +405,7 @@ def watch_script(payload: Any) -> None:
             _run_script(payload, folder)
     finally:
         requested.reset(token)
-    trace = watch.finish()
-    if trace is not None:
+    if (trace := watch.finish()) is not None:
         _write(trace, warnings, folder)
 
 
@@ -435,7 +446,7 @@ class _Watch(Callback):
 
     def finish(self) -> Trace | None:
         """The trace, if a run was observed. Collective."""
-        if self._trace is None and self._observer is not None and self._observer.trace.steps:
+        if self._trace is None and self._observer is not None and self._observer.has_steps:
             self._trace = self._observer.finish(self._folder / FINAL)
         if self._trace is not None:
             self._trace.further_runs = self._further_runs

@@ -9,6 +9,7 @@ from tests.ranks import run_ranks
 from tests.strategies.contract_jobs import train
 from tests.strategies.tensor.tensor_jobs import JOBS
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from lockstep.config.strategy_options import Level
 from lockstep.core.fingerprint import digest_tensors
@@ -72,6 +73,32 @@ def train_jobs(world, options, jobs, wide):
     postpone_compiler()
     logging.getLogger("lockstep").setLevel(logging.ERROR)
     return {job: train(world, partial(JOBS[job], torch.float32, wide), options) for job in jobs}
+
+
+def call_twice(world, options):
+    """Digests of the parameters after two steps in bf16, in each of which the model is called twice."""
+    logging.getLogger("lockstep").setLevel(logging.ERROR)
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8))
+    data = TensorDataset(torch.randn(16, 6), torch.arange(16) % 8)
+    recipe = {"global_batch": 8, "micro_batches": 4, "seed": 3, "threads": 1, "precision": "bf16"}
+    run = Run(RunOptions.of(**recipe, tensor={"shards": 2}, **options), world)
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for batch in run.batches(data):
+        forward = lambda part: model(part[0]) + model(part[0].flip(0))  # noqa: E731  # short
+        run.backward(
+            batch, lambda output, part: nn.functional.cross_entropy(output, part[1]), forward=forward
+        )
+        optimizer.step()
+        optimizer.zero_grad()
+    digests = digest_tensors(run.state_dict())
+    run.close()
+    return digests
+
+
+def test_a_layer_that_is_called_twice_adds_its_gradients_alike_on_every_number_of_ranks():
+    """Autocast keeps the rounded copy of a parameter: where a rank held one shard, they were added in bf16."""
+    assert run_ranks(call_twice, 2, TENSOR)[0] == run_ranks(call_twice, 1, {"strategy": "single"})[0]
 
 
 @pytest.mark.slow

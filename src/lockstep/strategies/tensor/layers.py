@@ -293,10 +293,11 @@ def _apply(layer: nn.Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -> 
 def shards_of(part: Tensor, dim: int, held: int, blocks: int = 1) -> Sequence[Tensor]:
     """The shards of a rank's part of a weight, each in memory of its own where the part has several.
 
-    Kernels may add in another order where a matrix begins elsewhere in memory, or lies within a wider one.
+    Kernels may add in another order where a matrix begins elsewhere in memory, or lies within a wider one. None is the
+    parameter itself, of which autocast keeps one copy: the gradients of several calls would be added in its precision.
     """
     if held == 1:
-        return [part]
+        return [part.view_as(part)]
     shape = part.shape
     pieces = part.reshape(*shape[:dim], blocks, held, -1, *shape[dim + 1 :])
     of_shards = (piece.flatten(dim, dim + 1) for piece in pieces.unbind(dim + 1))
