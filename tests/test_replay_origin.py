@@ -1,4 +1,4 @@
-"""Where a replay begins: run folders with checkpoints, starts and holes in them."""
+"""The step from which a replay begins: run folders with checkpoints, starts and holes in them."""
 
 import dataclasses
 

@@ -145,9 +145,16 @@ def test_a_folder_a_missing_file_and_an_unknown_name_are_told_apart(tmp_path):
     assert "has 0 folders with photos" in message(load_job, str(tmp_path))
     assert "Did you mean 'digits'?" in message(load_job, "digist")
     assert "neither a file nor a built-in job" in message(load_job, str(tmp_path / "none.toml"))
+    (tmp_path / "points.toml").touch()
+    assert f"Did you mean '{tmp_path / 'points.toml'}'?" in message(load_job, str(tmp_path / "point.toml"))
     script = tmp_path / "train.py"
     script.write_text("import torch\n")
     assert f"To verify it: lockstep verify --script {script}." in message(load_job, str(script))
+
+
+def test_a_built_in_job_without_its_data_names_the_command_that_downloads_it():
+    assert "Give it with --data DIR; 'lockstep download cifar10' writes one." in message(load_job, "cifar10")
+    assert "Give it with --data DIR." in message(load_job, "flowers")
 
 
 def test_the_folder_of_a_run_is_no_job(tmp_path):

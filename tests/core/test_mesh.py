@@ -1,4 +1,4 @@
-"""Where ranks stand when training is parallel in more than one way."""
+"""The places of ranks when training is parallel in more than one way."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What is inside of the user's values is asked of one function, whoever looks into them."""
+"""Parts of the user's values, which every check takes from one function."""
 
 import ctypes
 import functools

@@ -1,4 +1,4 @@
-"""Where the ranks of a SLURM step meet."""
+"""The address at which the ranks of a SLURM step connect."""
 
 import pytest
 

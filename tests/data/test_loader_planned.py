@@ -51,7 +51,7 @@ def test_steps_across_the_border_of_two_blocks_are_the_plans():
 def test_a_first_step_behind_the_end_gives_nothing():
     plan = SamplePlan(samples=64, shape=BatchShape(global_batch=32, micro_batches=4))
     assert list(planned_steps(plan, 0, 2)) == []
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match="The data set has 0 samples"):
         replace(plan, samples=0)
 
 

@@ -1,4 +1,4 @@
-"""Where temporary files lie deep: the paths of sockets would be longer than the system takes."""
+"""Temporary files in a deep folder, where the paths of sockets would be longer than the system takes."""
 
 import pytest
 

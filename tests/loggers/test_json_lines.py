@@ -38,7 +38,7 @@ def test_each_record_can_be_read_at_once(tmp_path):
 
 @pytest.mark.parametrize("logger", [JsonLines, CsvTable])
 def test_a_log_whose_folder_is_removed_or_moved_goes_on_in_a_new_one(tmp_path, logger):
-    """What followed went to the removed file, where nobody could read it."""
+    """Later records were written to the removed file, where nobody could read them."""
     lines = logger(tmp_path / "run" / "log")
     lines.log(1, {"loss": 0.5})
     before = (tmp_path / "run" / "log").read_text()

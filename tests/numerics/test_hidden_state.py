@@ -330,7 +330,7 @@ def test_a_table_that_a_class_has_is_another_one_and_is_put_back():
 
 
 def test_two_functions_name_other_attributes_of_one_module():
-    """What the second named was not looked at, since the module had been."""
+    """The attribute of the second was skipped, since the module had been looked at for the first."""
     settings = ModuleType("settings_of_a_test")
     settings.rate, settings.scale = 0, 0
     one, other = (eval(f"lambda: settings.{name}", {"settings": settings}) for name in ("rate", "scale"))

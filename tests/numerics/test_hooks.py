@@ -1,4 +1,4 @@
-"""Where hooks of users are found, and in which order they run beside Lockstep's."""
+"""Hooks of users: the places where they are found, and the order in which they run beside Lockstep's."""
 
 from functools import partial
 

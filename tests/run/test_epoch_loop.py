@@ -1,4 +1,4 @@
-"""Where a run stands, whatever its loops do; no process and no model needed."""
+"""The position of a run, whatever its loops do; no process and no model needed."""
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress

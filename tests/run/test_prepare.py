@@ -32,6 +32,14 @@ def test_shapes_and_names_of_the_whole_model_are_kept_without_its_values():
     assert found.smallest_micro_batch == 2
 
 
+def test_an_optimizer_in_the_place_of_the_model_is_refused_with_the_call_to_write():
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    with pytest.raises(
+        ConfigError, match=r"is of type SGD, which is no model\. Write: model, optimizer = run"
+    ):
+        prepared(optimizer)
+
+
 def test_a_tied_parameter_is_known_under_its_further_name():
     model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
     model[1].weight = model[0].weight

@@ -204,7 +204,7 @@ def test_hooks_have_the_bits_of_one_device(layout, makes):
     assert differing(expected, under(layout, *makes)) == {}
 
 
-def test_hooks_act():
+def test_the_hooks_of_these_programs_change_what_they_compute():
     """The counter-check: without their hooks the programs give something else."""
     plain = under(SINGLE, removed_after_prepare)["removed_after_prepare"]
     for name in (

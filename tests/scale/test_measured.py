@@ -1,4 +1,4 @@
-"""Where the time of a step goes, from moments."""
+"""The parts of a step's time, from the moments at which phases begin."""
 
 import json
 

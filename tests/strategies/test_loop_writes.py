@@ -35,7 +35,7 @@ def test_what_the_run_sets_is_no_write_of_the_loop():
 
 
 def test_writes_are_noticed_in_and_after_the_inference_mode_of_the_loop():
-    """What was looked at in an evaluation of the loop's could not be added to in the next step."""
+    """Notes made in an evaluation of the loop could not be changed in the next step."""
     parameter = nn.Parameter(torch.ones(4))
     with torch.inference_mode():
         writes = noted(p=parameter)

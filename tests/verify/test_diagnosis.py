@@ -37,7 +37,7 @@ def test_the_first_thing_that_differs_has_caused_the_rest(case):
 
 
 def test_a_gradient_that_is_rounding_beside_the_others_is_not_one_that_was_left_out():
-    """That of a bias before BatchNorm is zero but for rounding, and was told as left out of the reduction."""
+    """A gradient of a bias before BatchNorm is zero but for rounding, and was reported as left out of the sum."""
 
     def with_bias(norm):
         return lambda step: (scaled(1.0 + 1e-7)(step), put("gradients", "c", (str(norm), norm))(step))

@@ -202,7 +202,7 @@ def test_the_sentence_of_a_refusal_is_kept(watched, tmp_path):
         "        run.backward",
         "        raise lockstep.errors.ConfigError('It has two.')\n        run.backward",
     )
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match="It has two"):
         watched(text, "refusing", steps=1)
     assert refusal(tmp_path / "refusing") == "It has two."
     assert refusal(tmp_path) == ""
@@ -220,7 +220,7 @@ def test_a_program_that_the_checks_refuse_has_their_sentence_as_its_finding(watc
         "        self.calls += 1\n        return x * self.calls\n"
     )
     text = OWN_LOOP.replace("torch.manual_seed(0)\n", f"torch.manual_seed(0)\n{counting}")
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match="the attribute 'calls' of 1"):
         watched(text.replace("torch.nn.Flatten(),", "torch.nn.Flatten(), Counter(),"), "counting", steps=1)
     assert "It changed the attribute 'calls' of 1" in refusal(tmp_path / "counting")
 

@@ -26,6 +26,8 @@ from lockstep.config.rules import AvailableDevices, job_problems
 from lockstep.config.starter import folder_job
 from lockstep.errors import ConfigError, nearest
 
+_DOWNLOADS = ("cifar10", "mnist")
+"""Built-in jobs whose data ``lockstep download`` fetches under the same name."""
 _NOT_PLAIN = re.compile(r"[^\w.-]+", re.ASCII)
 PLACEHOLDERS = ("data", "seed")
 SCHEDULE_PLACEHOLDERS = ("steps", "steps_per_epoch", "epochs")
@@ -377,6 +379,8 @@ class _Filler:
         """All problems; one more where a folder was needed and not given, or given and not used."""
         if self._reads_folder and not self._root:
             message = f"is not given: the job {config.job!r} reads a folder of data. Give it with --data DIR."
+            if config.job in _DOWNLOADS:
+                message = f"{message[:-1]}; 'lockstep download {config.job}' writes one."
             return [*self._problems, Problem(("data", "root"), message)]
         if self._root and not self._reads_folder:
             message = f"is {config.data.root!r}, but no argument of job {config.job!r} uses it as '{{data}}'."

@@ -156,7 +156,8 @@ class Parts:
 def _require_plain_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise ConfigError(
-            f"run.prepare(model, optimizer) takes the model first, which {type(model).__name__} is not."
+            f"The first argument of run.prepare is of type {type(model).__name__}, which is no model. Write: model, "
+            "optimizer = run.prepare(model, optimizer)."
         )
     if isinstance(model, DataParallel | DistributedDataParallel):
         raise ConfigError(

@@ -89,8 +89,12 @@ def test_what_cannot_be_tokens_is_refused(tmp_path):
     ):
         with pytest.raises(DataError, match=message):
             TokenFiles(files, 2)
-    for arguments in ({"length": 0}, {"length": 3, "stride": 0}, {"length": 3, "dtype": "int8"}):
-        with pytest.raises(ConfigError):
+    for arguments, message in (
+        ({"length": 0}, "length=0 and stride=0; both must be at least 1"),
+        ({"length": 3, "stride": 0}, "length=3 and stride=0; both must be at least 1"),
+        ({"length": 3, "dtype": "int8"}, "no dtype 'int8'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
             TokenFiles(tmp_path / "f.npy", **arguments)
     with pytest.raises(ConfigError, match="empty list"):
         TokenFiles([], 3)

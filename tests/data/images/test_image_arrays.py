@@ -88,16 +88,16 @@ def test_normalisation_is_that_of_torchvision_up_to_rounding():
 
 
 @pytest.mark.parametrize(
-    "make",
+    ("make", "said"),
     [
-        lambda: Normalize((0.5, 0.5), (1.0,)),
-        lambda: Normalize((0.5,), (0.0,)),
-        lambda: PadCropFlip(-1),
-        lambda: PadCropFlip(flip=2.0),
+        (lambda: Normalize((0.5, 0.5), (1.0,)), "it needs as many of one as of the other"),
+        (lambda: Normalize((0.5,), (0.0,)), "no std of 0"),
+        (lambda: PadCropFlip(-1), "padding must not be negative"),
+        (lambda: PadCropFlip(flip=2.0), "flip must be a probability"),
     ],
 )
-def test_impossible_settings_are_refused(make):
-    with pytest.raises(ConfigError):
+def test_impossible_settings_are_refused(make, said):
+    with pytest.raises(ConfigError, match=said):
         make()
 
 

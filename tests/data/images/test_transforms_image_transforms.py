@@ -72,16 +72,16 @@ def test_squeezing_takes_the_whole_photo():
 
 
 @pytest.mark.parametrize(
-    "make",
+    ("make", "said"),
     [
-        lambda: RandomResizedCrop(0),
-        lambda: RandomResizedCrop(scale=(0.5, 0.1)),
-        lambda: RandomResizedCrop(ratio=(0.0, 1.0)),
-        lambda: RandomResizedCrop(flip=1.5),
-        lambda: CenterCrop(224, resize=200),
-        lambda: Resize(-1),
+        (lambda: RandomResizedCrop(0), "size=0 were asked for"),
+        (lambda: RandomResizedCrop(scale=(0.5, 0.1)), r"scale=\(0\.5, 0\.1\) must be two numbers"),
+        (lambda: RandomResizedCrop(ratio=(0.0, 1.0)), r"ratio=\(0, 1\) must be two numbers above 0"),
+        (lambda: RandomResizedCrop(flip=1.5), r"flip=1\.5 must be a probability"),
+        (lambda: CenterCrop(224, resize=200), "Choose resize of at least 224"),
+        (lambda: Resize(-1), "size=-1 were asked for"),
     ],
 )
-def test_impossible_settings_are_refused(make):
-    with pytest.raises(ConfigError):
+def test_impossible_settings_are_refused(make, said):
+    with pytest.raises(ConfigError, match=said):
         make()

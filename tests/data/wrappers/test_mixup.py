@@ -129,5 +129,5 @@ def test_what_cannot_be_mixed_is_refused():
     with pytest.raises(DataError, match="pairs of an image"):
         read(Mixed(TensorDataset(torch.rand(4, 3), torch.zeros(4).long()), 2), range(4))
     for arguments in ({"probability": 2}, {"scale": (0.5, 1.5)}, {"ratio": (2, 1)}):
-        with pytest.raises(ConfigError):
+        with pytest.raises(ConfigError, match=f"RandomErasing {next(iter(arguments))}=.* must be"):
             RandomErasing(**arguments)

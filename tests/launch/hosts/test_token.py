@@ -1,4 +1,4 @@
-"""Where the hosts' secret comes from, and what is no secret."""
+"""The sources of the hosts' secret, and texts that are refused as one."""
 
 import pwd
 

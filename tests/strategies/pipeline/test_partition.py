@@ -1,4 +1,4 @@
-"""Where a chain is cut: evenly, at names, never between things that belong together."""
+"""The cuts of a chain: even, at names, never between things that belong together."""
 
 import functools
 import textwrap
