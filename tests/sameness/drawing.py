@@ -102,6 +102,7 @@ def draw(seed, without=()):
         recipe=tuple(sorted(recipe.items())),
         twin=r.random() < 0.08 or shape == "adversarial",
     )
+    program = _in_shards(program)
     changes = {field: value for field, value in plain(program).items() if getattr(program, field) in without}
     kept = {
         field: tuple(n for n in getattr(program, field) if n not in without) for field in ("blocks", "lines")
@@ -111,6 +112,18 @@ def draw(seed, without=()):
     ):  # in one process it is not computed twice, and nothing is promised of a program that has no result
         kept["blocks"] = tuple(name for name in kept["blocks"] if name != "clock")
     return dataclasses.replace(program, **changes, **kept)
+
+
+def _in_shards(program):
+    """The program with split layers, for some seeds; others as they are."""
+    r = random.Random(f"shards {program.seed}")
+    if r.random() > 0.08:
+        return program
+    block = "two_convs" if program.kind == "i" else "perceptron"
+    recipe = (*program.recipe, ("tensor", {"shards": r.choice((2, 3, 4, 4, 6))}))
+    return dataclasses.replace(
+        program, width=r.choice((12, 24)), blocks=(*program.blocks[:2], block), recipe=recipe
+    )
 
 
 def plain(program):
@@ -154,10 +167,13 @@ def plain_program():
 def layouts(program, count=3):
     """Some layouts of a program's seed, each a list of phases; one that is stopped comes before where it is resumed."""
     r = random.Random(f"layouts {program.seed}")
-    k = dict(program.recipe)["micro_batches"]
+    recipe = dict(program.recipe)
+    k, shards = recipe["micro_batches"], recipe.get("tensor", {}).get("shards", 0)
     chosen, names = [], set()
-    while len(chosen) < count:
-        layout = _layout(r, k)
+    for _ in range(200):  # shards leave few
+        if len(chosen) == count:
+            break
+        layout = _sharded_layout(r, k, shards) if shards else _layout(r, k)
         if layout is None or layout.name in names:
             continue
         names.add(layout.name)
@@ -214,6 +230,22 @@ def _layout(r, k):
     ranks = servers + r.choice((1, 2))
     options = {"strategy": "parameter_server", "parameter_server": {"servers": servers}}
     return Layout(f"server {ranks}/{servers}", ranks, options) if ranks - servers <= k else None
+
+
+def _sharded_layout(r, k, shards):
+    """A layout of a program whose layers are split into shards; None where what was drawn does not fit."""
+    ranks = r.choice((2, 3, 4, 6))
+    if r.random() < 0.3:
+        return Layout(f"ddp {ranks}", ranks, {"strategy": "ddp"}) if ranks <= k else None
+    if r.random() < 0.3:
+        return (
+            Layout("data x tensor", 4, {"strategy": "hybrid", "mesh": "data=2,tensor=2"})
+            if k > 1 and shards % 2 == 0
+            else None
+        )
+    return (
+        Layout(f"tensor {ranks} of {shards}", ranks, {"strategy": "tensor"}) if shards % ranks == 0 else None
+    )
 
 
 _HEADER = """
