@@ -295,10 +295,6 @@ def test_numpy_and_random_are_seeded_for_each_micro_batch():
     assert len(set(run_ranks(drawing, 1) + run_ranks(drawing, 2))) == 1
 
 
-def summing(number, model, optimizer, x, loss, accelerator):
-    return loss * len(x)
-
-
 def no_mean(world):
     model, optimizer, _, loader = parts()
     accelerator = Accelerator(global_batch=12, micro_batches=2)

@@ -20,7 +20,9 @@ def test_a_comment_in_the_line_switches_the_rule_off(number, script):
 
 @pytest.mark.parametrize(("number", "script"), list(cases("bad")))
 def test_a_finding_says_what_is_wrong_and_how_to_fix_it(number, script):
-    for finding in check_text(script):
+    findings = check_text(script)
+    assert number in {finding.rule for finding in findings}
+    for finding in findings:
         assert finding.wrong.endswith("."), finding
         assert finding.fix
         assert "\n" not in finding.wrong + finding.fix

@@ -386,10 +386,6 @@ def function_of(held):
     return eval("lambda x: x * held.level", {"held": held, "__name__": __name__})
 
 
-def around_partial(part):
-    return lambda x: part(x)
-
-
 def memory():
     return torch.from_numpy(np.zeros(3))
 

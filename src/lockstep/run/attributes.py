@@ -116,7 +116,8 @@ class Values:
         self.absent: set[Place] = set()
         """Attributes whose tensors another process has."""
         modules = {name: each for name, each in holders.items() if isinstance(each, nn.Module)}
-        registered = [each for module in modules.values() for each in _registered(module)]
+        own = (each for m in modules.values() for each in (m._parameters, persistent_buffers(m)))
+        registered = [tensor for held in own for tensor in held.values() if tensor is not None]
         self._known = {id(each) for each in holders.values()}
         self._memory = {memory for each in registered if (memory := _memory_of(each))}
         self._room = max(_LEAST_BYTES, sum(each.nbytes for each in registered))
@@ -482,12 +483,6 @@ def _fields_of(value: Any) -> dict[str, Part]:
     """The attributes of an object of any class as they are stored."""
     left_out = _OF_BASES.difference(_REGISTERED) if isinstance(value, nn.Module) else ()
     return {part.key: part for part in inside_object(value, left_out)}
-
-
-def _registered(module: nn.Module) -> list[Tensor]:
-    """The parameters and buffers of a module that its ``state_dict()`` has, submodules aside."""
-    own = *module._parameters.values(), *persistent_buffers(module).values()
-    return [each for each in own if each is not None]
 
 
 def _memory_of(tensor: Tensor) -> int | None:

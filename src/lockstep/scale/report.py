@@ -307,17 +307,13 @@ def page(report: ScaleReport) -> str:
         "<h2>The same in milliseconds</h2>",
         table(phase_table(ran)),
     ]
-    if report.forecast is not None:
-        parts += _forecast_parts(report.forecast)
+    if (found := report.forecast) is not None:
+        parts.append("<h2>Prediction: seconds per epoch (efficiency)</h2>")
+        parts += [table(world_table(found)), f"<p>{escape(found.note)}</p>"]
+        if found.here:
+            parts += ["<h2>Predicted and measured</h2>", table(checked_table(found))]
+        parts += ["<h2>The exchange alone, in milliseconds</h2>", table(message_table(found))]
     return html_document(what, parts)
-
-
-def _forecast_parts(found: Forecast) -> list[str]:
-    parts = ["<h2>Prediction: seconds per epoch (efficiency)</h2>"]
-    parts += [table(world_table(found)), f"<p>{escape(found.note)}</p>"]
-    if found.here:
-        parts += ["<h2>Predicted and measured</h2>", table(checked_table(found))]
-    return [*parts, "<h2>The exchange alone, in milliseconds</h2>", table(message_table(found))]
 
 
 def _steps(rows: Sequence[Row]) -> str:

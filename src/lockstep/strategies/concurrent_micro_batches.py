@@ -101,7 +101,13 @@ class TaskThreads:
             ConfigError: some wait where others do not.
             BaseException: whatever a task raised first.
         """
-        pool, settings = self._pool_of(len(tasks)), self._settings()
+        if self._pool is None or self._most < len(tasks):
+            self.close()  # each task needs a thread, since all of them are under way at once
+            self._most = len(tasks)
+            self._pool = ThreadPoolExecutor(
+                *(self._most, "lockstep-micro-batch", torch.set_num_threads, (self._threads,))
+            )
+        pool, settings = self._pool, self._settings()
         self._handed_back, self._is_abandoned = Semaphore(0), False
         futures = [pool.submit(copy_context().run, self._thread, task, settings) for task in tasks]
         try:
@@ -138,16 +144,6 @@ class TaskThreads:
         if self._pool is not None:
             self._pool.shutdown()
         self._pool, self._most = None, 0
-
-    def _pool_of(self, count: int) -> ThreadPoolExecutor:
-        """As many threads as tasks, since all of them are under way at once."""
-        if self._pool is None or self._most < count:
-            self.close()
-            self._most = count
-            self._pool = ThreadPoolExecutor(
-                *(count, "lockstep-micro-batch", torch.set_num_threads, (self._threads,))
-            )
-        return self._pool
 
     def _give_turn(self, task: Task) -> None:
         self.current = task

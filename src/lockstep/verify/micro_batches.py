@@ -7,15 +7,13 @@ is its cause. A loss is judged by its values over parts of a micro-batch, as in 
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from lockstep.config.checks import from_plain
 from lockstep.text import aligned, shorten
+from lockstep.verify.trace import JsonRecord
 
 VARIANTS = AS_IT_IS, WITHOUT_BATCH_NORM, EVALUATING = "as it is", "batch norm in evaluation mode", "eval"
 """How a step is computed. Modules that drop at random are switched off in each: masks belong to a micro-batch."""
@@ -31,7 +29,7 @@ class Pass:
 
 
 @dataclass
-class FirstStep:
+class FirstStep(JsonRecord):
     """The first step of a run on one process."""
 
     micro_batches: int
@@ -50,16 +48,6 @@ class FirstStep:
     """Why the step was not computed."""
     in_training: bool = False
     """True if it was refused while it trained, which is a finding about the program."""
-
-    def write(self, path: Path) -> None:
-        """Writes the record as JSON."""
-        path.write_text(json.dumps(dataclasses.asdict(self)))
-
-    @classmethod
-    def read(cls, path: Path) -> FirstStep:
-        """Reads a record from JSON."""
-        step: FirstStep = from_plain(cls, json.loads(path.read_text()))
-        return step
 
 
 @dataclass(frozen=True)

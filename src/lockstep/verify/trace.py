@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any, Self, cast
 
 from lockstep.config.checks import from_plain
 
@@ -58,8 +59,22 @@ def refusal(folder: Path) -> str:
     return next((path.read_text() for path in sorted(folder.glob(_REFUSAL))), "")
 
 
+class JsonRecord:
+    """Base of a dataclass that is written to a file as JSON, and read back."""
+
+    def write(self, path: Path) -> None:
+        """Writes the record."""
+        path.write_text(json.dumps(asdict(cast(Any, self))))
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Reads a record."""
+        record: Self = from_plain(cls, json.loads(path.read_text()))
+        return record
+
+
 @dataclass
-class Trace:
+class Trace(JsonRecord):
     """One run."""
 
     label: str
@@ -103,13 +118,3 @@ class Trace:
         before = [each for each in self.steps if each.step < step]
         start = {**before[-1].parameters, **before[-1].buffers} if before else self.start
         return replace(self, start=start, first=step, steps=self.steps[len(before) :])
-
-    def write(self, path: Path) -> None:
-        """Writes the trace as JSON."""
-        path.write_text(json.dumps(asdict(self)))
-
-    @classmethod
-    def read(cls, path: Path) -> Trace:
-        """Reads a trace from JSON."""
-        trace: Trace = from_plain(cls, json.loads(path.read_text()))
-        return trace

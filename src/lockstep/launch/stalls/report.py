@@ -108,7 +108,10 @@ def describe(
         lines.append(f"  and {len(shown) - _MOST_RANKS} more ranks")
     if verdict.kind is not StallKind.NETWORK and verdict.culprits:
         culprit = next(snapshot for snapshot in snapshots if snapshot.rank == verdict.culprits[0])
-        lines += _stack_lines(culprit)
+        frames = [frame for frame in culprit.stack if not frame.is_library] or list(culprit.stack)
+        stacks = [frames[:_MOST_FRAMES]]
+        stacks += [[f for f in stack if not f.is_library][:_MOST_FRAMES] for stack in culprit.workers[:1]]
+        lines += [f"    {frame.text}" for frames in stacks for frame in frames]
     if bundle is not None:
         lines.append(f"All stacks and collectives: {bundle}")
     return lines
@@ -204,10 +207,3 @@ def _line(snapshot: RankSnapshot) -> str:
     who = f"rank {snapshot.rank} (pid {snapshot.pid}): {snapshot.beat.position}"
     place = f" at {snapshot.frame.text}" if snapshot.frame else ""
     return f"{who}, silent {snapshot.silence:.1f} s, {doing}{place}"
-
-
-def _stack_lines(snapshot: RankSnapshot) -> list[str]:
-    frames = [frame for frame in snapshot.stack if not frame.is_library] or list(snapshot.stack)
-    stacks = [frames[:_MOST_FRAMES]]
-    stacks += [[f for f in stack if not f.is_library][:_MOST_FRAMES] for stack in snapshot.workers[:1]]
-    return [f"    {frame.text}" for frames in stacks for frame in frames]
