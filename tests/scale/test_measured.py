@@ -89,6 +89,7 @@ def test_a_round_is_read_from_the_files_of_its_ranks(tmp_path):
             "samples": 28,
             "steps": steps,
             "steps_per_epoch": 7,
+            "samples_per_epoch": 98,
             "parameter_bytes": 40,
         }
         record |= {"micro_batches": 8, "micro_batch_size": 2}
@@ -98,6 +99,7 @@ def test_a_round_is_read_from_the_files_of_its_ranks(tmp_path):
         samples_per_step=14.0,
         ranks=({"forward": 1.5, "data": 0.25}, {"forward": 2.5, "data": 0.25}),
         steps_per_epoch=7,
+        samples_per_epoch=98,
         parameter_bytes=40,
         micro_batches=8,
         micro_batch_size=2,
@@ -106,7 +108,7 @@ def test_a_round_is_read_from_the_files_of_its_ranks(tmp_path):
 
 def test_a_row_sums_up_its_rounds_beside_those_of_one_device():
     def a_round(seconds, *ranks):
-        return Round(seconds, 16.0, ranks, 5, 40, 8, 2)
+        return Round(seconds, 16.0, ranks, 5, 80, 40, 8, 2)
 
     two = [a_round(0.5, *RANKS[:2]), a_round(1.0, *RANKS[:2]), a_round(0.8, *RANKS[:2])]
     found = row("ddp on 2", "ddp", 2, two, [a_round(each, {"forward": 4.0}) for each in (1.0, 1.0, 2.0)])

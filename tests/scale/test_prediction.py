@@ -38,7 +38,7 @@ ONE = OneDevice(
 
 def test_one_device_is_read_from_its_phases():
     phases = {"data": 0.4, "forward": 1.6, "backward": 3.2, "compute": 0.8, "exchange": 0.1, "optimizer": 0.2}
-    measured = Round(6.3, 128.0, (phases,), 100, 4000, 8, 16)
+    measured = Round(6.3, 128.0, (phases,), 100, 12800, 4000, 8, 16)
     one = OneDevice.of(row("single on 1", "single", 1, [measured], [measured]), measured, "ordered")
     assert one.micro_batch == pytest.approx(0.7)
     assert one.backward == pytest.approx(0.4)
@@ -81,6 +81,14 @@ def test_an_epoch_takes_whole_steps():
     assert predict(one, 64, IDEAL, adding=1e30).epoch == pytest.approx(0.2)
 
 
+def test_a_short_last_step_counts_as_the_samples_that_it_has():
+    """An epoch of 160 samples was said to take two steps of 160."""
+    measured = dataclasses.replace(MEASURED, steps_per_epoch=2, samples_per_epoch=160)
+    one = OneDevice.of(row("single on 1", "single", 1, [measured], [measured]), measured, "ring")
+    found = predict(one, 10, IDEAL, adding=1e30)
+    assert found.epoch == found.step
+
+
 def test_half_the_bytes_take_half_the_time_where_latency_is_nothing():
     by = Interconnect("slow", NetworkLink(0.0, 1e6), NetworkLink(0.0, 1e6))
     slow = dataclasses.replace(ONE, backward=0.0)
@@ -111,7 +119,7 @@ def test_on_this_machine_nothing_is_hidden_and_cores_are_shared():
     assert predict_here(ONE, 4, messages, busy=2.0).step == pytest.approx(2 * 0.2 + exchange)
 
 
-MEASURED = Round(1.0, 128.0, ({"forward": 1.0},), 100, 4000, 8, 16)
+MEASURED = Round(1.0, 128.0, ({"forward": 1.0},), 100, 12800, 4000, 8, 16)
 
 
 def test_a_reducer_without_a_formula_is_refused():

@@ -7,9 +7,9 @@ from lockstep.scale.report import ScaleReport, as_json, text
 
 
 def a_report():
-    one = Round(0.1, 128.0, ({"data": 0.01, "forward": 0.09},), 12, 4000, 8, 16)
+    one = Round(0.1, 128.0, ({"data": 0.01, "forward": 0.09},), 12, 1536, 4000, 8, 16)
     ranks = {"forward": 0.045, "exchange": 0.015}, {"forward": 0.055, "exchange": 0.005}
-    two = Round(0.0625, 128.0, ranks, 12, 4000, 8, 16)
+    two = Round(0.0625, 128.0, ranks, 12, 1536, 4000, 8, 16)
     rows = (
         row("single on 1", "single", 1, [one], [one]),
         row("ddp on 2", "ddp", 2, [two], [one]),

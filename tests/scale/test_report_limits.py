@@ -13,7 +13,7 @@ ALONE = {"data": 0.004, "forward": 0.4, "backward": 0.4, "exchange": 0.002, "opt
 
 def a_round(*ranks, samples=128.0):
     seconds = max(sum(rank.values()) for rank in ranks)
-    return Round(seconds, samples, ranks, 10, 4000, 8, 16)
+    return Round(seconds, samples, ranks, 10, 1280, 4000, 8, 16)
 
 
 def a_row(devices, *ranks):

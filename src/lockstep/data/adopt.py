@@ -362,6 +362,8 @@ def _adopt_loader(loader: DataLoader[Any]) -> Source:
     dataset, shuffle, notes = _adopt_sampler(batches.sampler, loader.dataset, collate)
     inner = unwrap_subset(dataset)[0]
     drop_last = batches.drop_last or bool(getattr(batches.sampler, "drop_last", False))
+    is_torchs = type(batches.sampler) is _kind_of(batches.sampler)  # torchdata's makes a generator of its own
+    generator = loader.generator or (getattr(batches.sampler, "generator", None) if is_torchs else None)
     return Source(
         dataset=dataset,
         collate=None if isinstance(dataset, Weighted) and dataset is not loader.dataset else collate,
@@ -373,7 +375,7 @@ def _adopt_loader(loader: DataLoader[Any]) -> Source:
         batch_size=batches.batch_size,
         evaluation_batch=None if isinstance(batches.sampler, DistributedSampler) else batches.batch_size,
         device_transform=device_transform_of(inner),
-        notes=(*notes, *_left_out(loader, loader.generator or _generator_of(batches.sampler))),
+        notes=(*notes, *_left_out(loader, generator)),
     )
 
 
@@ -452,11 +454,6 @@ def _kind_of(sampler: Any) -> Any:
     if not kind.__module__.startswith("torchdata."):
         return kind
     return getattr(torch.utils.data, kind.__name__.removeprefix("Stateful"), kind)
-
-
-def _generator_of(sampler: Any) -> torch.Generator | None:
-    """The generator that a sampler was given; torchdata's makes one where it was given none."""
-    return getattr(sampler, "generator", None) if type(sampler) is _kind_of(sampler) else None
 
 
 def _refused(sampler: Any, why: str, instead: str) -> ConfigError:

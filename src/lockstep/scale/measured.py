@@ -112,6 +112,7 @@ class Round:
     ranks: tuple[dict[str, float], ...]
     """Mean seconds per step by phase, of each rank."""
     steps_per_epoch: int
+    samples_per_epoch: int
     parameter_bytes: int
     """Of what one rank trains."""
     micro_batches: int
@@ -131,6 +132,7 @@ class Round:
             samples_per_step=first["samples"] / steps,
             ranks=tuple(mean_phases(each["steps"]) for each in found),
             steps_per_epoch=first["steps_per_epoch"],
+            samples_per_epoch=first["samples_per_epoch"],
             parameter_bytes=first["parameter_bytes"],
             micro_batches=first["micro_batches"],
             micro_batch_size=first["micro_batch_size"],

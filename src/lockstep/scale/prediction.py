@@ -198,7 +198,7 @@ class OneDevice:
             backward=backward,
             data=phases.get("data", 0.0),
             rest=rest,
-            samples=measured.steps_per_epoch * k * measured.micro_batch_size,
+            samples=measured.samples_per_epoch,
             micro_batches=k,
             micro_batch_size=measured.micro_batch_size,
             gradient_bytes=measured.parameter_bytes,

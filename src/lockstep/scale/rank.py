@@ -97,7 +97,7 @@ def main(payload: Any) -> None:
 
 def _train(trainer: Trainer, config: JobConfig, warm_up: int, steps: int) -> dict[str, Any]:
     """Runs the steps; returns the measurements of those after the warm-up."""
-    run = trainer.run
+    run, size = trainer.run, config.training.global_batch
     observer = StepObserver(run)
     samples: list[int] = []
     began = ended = time.perf_counter()
@@ -116,10 +116,11 @@ def _train(trainer: Trainer, config: JobConfig, warm_up: int, steps: int) -> dic
         "samples": sum(samples[warm_up:]),
         "steps": observer.clock.steps[warm_up:],
         "steps_per_epoch": trainer.steps_per_epoch,
+        "samples_per_epoch": min(run.position.samples, trainer.steps_per_epoch * size),
         "parameter_bytes": sum(p.nbytes for p in run.strategy.trainable().values()),
         "bytes_sent": run.strategy.bytes_sent / (warm_up + steps),
         "micro_batches": config.training.micro_batches,
-        "micro_batch_size": config.training.global_batch // config.training.micro_batches,
+        "micro_batch_size": size // config.training.micro_batches,
     }
 
 
