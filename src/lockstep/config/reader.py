@@ -206,10 +206,7 @@ class _TableReader:
     def _unknown(self, path: KeyPath, known: Mapping[str, Any]) -> None:
         key = str(path[-1])
         home = self._homes.get(key)
-        if home and home != path:
-            hint = f" Did you mean {spell(home)!r}?"
-        else:
-            hint = nearest_name(key, known)
+        hint = f" Did you mean {spell(home)!r}?" if home and home != path else nearest_name(key, known)
         self._problems.append(Problem(path, f"is not a known setting.{hint}"))
 
 
