@@ -350,9 +350,8 @@ def describe(report: AuditReport) -> str:
     if report.findings:
         return "\n".join(labelled([*rows, *(("differs", str(finding)) for finding in report.findings)]))
     done, whole = sum(i.end - i.first for i in checked), sum(i.end - i.first for i in every)
-    which = "; ".join(map(str, checked))
     chosen = f"{len(checked)} of {plural(len(every), 'interval')}, chosen by seed {report.seed}"
-    rows.append(("checked", f"{chosen}: {which}"))
+    rows.append(("checked", f"{chosen}: {'; '.join(map(str, checked))}"))
     rows.append(("cost", f"{plural(done, 'step')} of {whole}"))
     found = chance(len(every), len(checked))
     percent = 100 if found == 1 else min(99, round(100 * found))

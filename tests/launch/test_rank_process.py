@@ -35,6 +35,16 @@ def test_sys_exit_in_the_code_of_a_job_is_no_end_of_it():
         run_target(EntryTarget(entry="sys:exit", payload=0))
 
 
+def test_an_error_that_a_script_turns_into_sys_exit_is_told_all_the_same(tmp_path):
+    """The report named the exit code alone where ``hydra.main`` had printed the error and called ``sys.exit(1)``."""
+    script = tmp_path / "train.py"
+    begin = "import sys\nfrom lockstep.errors import ConfigError\n"
+    for error, ending in (("ConfigError('refused')", ConfigError), ("ValueError('its own')", SystemExit)):
+        script.write_text(f"{begin}try:\n    raise {error}\nexcept Exception:\n    sys.exit(3)\n")
+        with pytest.raises(ending, match=r"refused|3"):
+            run_target(ScriptTarget(path=str(script), arguments=()))
+
+
 def test_what_ends_a_thread_that_trains_ends_the_rank(monkeypatch):
     """The exit status was 0 where a script trained in a thread and was refused, or asked to stop."""
 

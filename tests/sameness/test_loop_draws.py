@@ -493,11 +493,41 @@ class Task:
         self.beta = 0.1
 
 
+class Node:
+    __module__ = "omegaconf.nodes"
+
+    def __init__(self, value):
+        self._val = value
+
+
+class Config:
+    # As omegaconf's DictConfig, which looks like a data set: it has a length and entries.
+
+    __module__ = "omegaconf.dictconfig"
+
+    def __init__(self, **values):
+        vars(self)["_content"] = {name: Node(value) for name, value in values.items()}
+
+    def __len__(self):
+        return len(self._content)
+
+    def __getitem__(self, name):
+        return self._content[name]._val
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self[name]
+
+    def __setattr__(self, name, value):
+        self._content[name]._val = value
+
+
 def train(run, epochs):
     global found, weight
     model, found, task, weight = layers(), {}, Task(), 0.1
     beta, beside = 0.1, {"beta": 0.1}
-    space, arguments = types.SimpleNamespace(beta=0.1), argparse.Namespace(beta=0.1)
+    config, space, arguments = Config(beta=0.1), types.SimpleNamespace(beta=0.1), argparse.Namespace(beta=0.1)
 
     def loss(y, t):
         return F.cross_entropy(y, t) + READ * y.square().mean()
@@ -522,6 +552,7 @@ PLACES = {
     "weight": "weight",
     "space.beta": "train: space.beta",
     "arguments.beta": "train: arguments.beta",
+    "config.beta": "train: config._content['beta']._val",
 }
 QUICK_PLACES = ("beta", "task.beta")
 """Those that are set in more ways than one in ``make test``."""

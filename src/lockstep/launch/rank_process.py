@@ -5,7 +5,7 @@ abort while a process group is open:
 
     the target returned          threads joined, atexit run, exit 0
     SystemExit 75 or 130         the same: stopped because asked
-    SystemExit of another code   exit with that code
+    SystemExit of another code   exit with that code, unless it hides an error of Lockstep
     any other exception          an error record in the log folder, exit with the error's code
 
 An error that has ended the thread in which a script trains counts as the target's; so does an error of Lockstep, or a
@@ -19,7 +19,6 @@ from __future__ import annotations
 import atexit
 import base64
 import faulthandler
-import importlib
 import importlib.machinery
 import json
 import logging
@@ -49,7 +48,7 @@ from lockstep.errors import (
     RankError,
 )
 from lockstep.launch.debugger import lift_default_limit, serve_debug_requests, wait_for_debugger
-from lockstep.launch.targets import FunctionTarget, ScriptTarget, Target, resolve_name
+from lockstep.launch.targets import EntryTarget, FunctionTarget, ScriptTarget, Target, resolve_name
 from lockstep.runtime import stop_signals
 from lockstep.runtime.control import Stopped
 from lockstep.runtime.error_record import ErrorPage, record_of, result_file, users_lines, write_record
@@ -64,17 +63,20 @@ from lockstep.runtime.torch_internals import made_optimizers, opened_groups
 @stack_marker(Mark.RUNS_TARGET)
 def run_target(target: Target) -> Any:
     """Runs the target to its end and returns what it returned; a script returns None."""
-    if isinstance(target, ScriptTarget):
-        return run_script(target)
-    if isinstance(target, FunctionTarget):
-        return _run_function(target)
-    sys.argv = [target.entry]
-    module, _, name = target.entry.partition(":")
-    sys.path.insert(0, str(Path.cwd()))
     try:
+        if isinstance(target, ScriptTarget):
+            return run_script(target)
+        if isinstance(target, FunctionTarget):
+            return _run_function(target)
+        sys.argv = [target.entry]
+        module, _, name = target.entry.partition(":")
+        sys.path.insert(0, str(Path.cwd()))
         return getattr(importlib.import_module(module), name)(target.payload)
     except SystemExit as ending:
-        if type(ending) is not SystemExit:  # it was asked to stop
+        is_own = type(ending) is SystemExit  # and not asked to stop
+        if is_own and ending.code and isinstance(hidden := ending.__context__, LockstepError):
+            raise hidden from hidden.__cause__  # the script has caught and printed it, as hydra does
+        if not is_own or not isinstance(target, EntryTarget):
             raise
         raise RankError(
             f"The program called sys.exit({ending}) before all was done. It must return.{users_lines(ending)}"

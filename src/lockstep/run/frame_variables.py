@@ -422,7 +422,9 @@ class Variables:
 
     def _attributes(self, value: Any, name: str, depth: int, only_tensors: bool) -> None:
         kind = type(value)
-        is_data = issubclass(kind, Dataset) or (hasattr(kind, "__getitem__") and hasattr(kind, "__len__"))
+        is_config = kind.__module__.startswith(_CONFIGS)
+        is_sized = hasattr(kind, "__getitem__") and hasattr(kind, "__len__")
+        is_data = issubclass(kind, Dataset) or (is_sized and not is_config)
         was = self._is_in_data, self._is_in_dataset
         self._is_in_data = self._is_in_data or is_data
         self._is_in_dataset = self._is_in_dataset or issubclass(kind, Dataset)
@@ -431,7 +433,7 @@ class Variables:
             self._note(name, f"{kind.__module__}.{kind.__qualname__}", value)  # another may take its place
         is_open = is_users_module(kind.__module__) or issubclass(kind, NAMESPACES)
         has_state = hasattr(kind, "load_state_dict")  # as schedules and averages of installed packages have
-        is_told = is_open or has_state or kind.__module__.startswith((*_CONFIGS, *_OF_TORCH))
+        is_told = is_open or has_state or is_config or kind.__module__.startswith(_OF_TORCH)
         foreign = only_tensors or not is_told
         own: Collection[str] = changed_by_reading(kind) if is_data else ()  # type: ignore[arg-type]
         self._changed_by_reading.update(own)

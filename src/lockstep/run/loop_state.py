@@ -86,7 +86,8 @@ class Lost:
         return now is value and type(now) is float and names.issuperset(re.findall(_ATTRIBUTE, word))
 
 
-_ATTRIBUTE = r"attribute '(\w+)'"
+_ATTRIBUTE = r"attribute '(?!_content'|_val'|_fields')(\w+)'"
+"""Not those in which omegaconf and ml_collections keep the values of a config, which no code of the user's names."""
 
 
 def state_of(held: Collection[Any]) -> str:
@@ -463,8 +464,7 @@ def _words(name: str) -> tuple[list[str], list[str]]:
 
 def _count(text: str) -> int:
     """The number of entries in the text of a container; 0 in any other."""
-    found = re.match(r"(\d+) entries", text)
-    return int(found[1]) if found else 0
+    return int(found[1]) if (found := re.match(r"(\d+) entries", text)) else 0
 
 
 def _give(found: Variables, states: Mapping[str, Any]) -> None:

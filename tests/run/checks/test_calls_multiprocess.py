@@ -70,7 +70,7 @@ def by_run(output, target):
 
 
 class Trainer:
-    """One of an installed package, whose attributes are not looked at."""
+    """One of an installed package."""
 
     __module__ = "lightning.pytorch.trainer"
 
@@ -83,6 +83,28 @@ TRAINER = Trainer()
 
 def by_trainer(output, target):
     return F.cross_entropy(output, target) * TRAINER.world_size
+
+
+class Gathering(nn.Module):
+    """A loss with a number of processes of its own, as those of open_clip: 1 unless it is told otherwise."""
+
+    def __init__(self, world_size):
+        super().__init__()
+        self.world_size = world_size
+
+    def forward(self, output, target):
+        return F.cross_entropy(output, target) * (2 if self.world_size == 2 else 1)
+
+
+GATHERING, ALONE = Gathering(2), Gathering(1)
+
+
+def by_attribute_of_loss(output, target):
+    return GATHERING(output, target)
+
+
+def of_one_process(output, target):
+    return ALONE(output, target)
 
 
 def boxes(output, target):
@@ -184,7 +206,18 @@ ASKING = (
     ("loss", times_world, "The forward pass or the loss asks", ": torch.distributed.get_world_size())"),
     ("loss", by_environment, "The forward pass or the loss asks", ": os.environ['WORLD_SIZE'])"),
     ("loss", by_run, "The forward pass or the loss asks", "(an attribute world_size)"),
-    ("loss", by_trainer, "The forward pass or the loss asks", "(an attribute world_size)"),
+    (
+        "loss",
+        by_trainer,
+        "The forward pass or the loss asks",
+        "(the attribute 'world_size' of the global variable",
+    ),
+    (
+        "loss",
+        by_attribute_of_loss,
+        "The forward pass or the loss asks",
+        "(the attribute 'world_size' of the global variable",
+    ),
     ("loss", by_variable, "The forward pass or the loss asks", "(the global variable 'WORLD')"),
     ("layer", scaled_by_world, "The forward pass or the loss asks", ": torch.distributed.get_world_size())"),
     ("layer", scaled_by_attribute, "The forward pass or the loss asks", "(the attribute 'world_size' of 1)"),
@@ -200,7 +233,7 @@ ASKING = (
     ("change", scaled_by_variable, "The data set asks", ": WORLD)"),
     ("also", {"hits": hit}, "The metric 'hits' asks", ": torch.distributed.get_world_size())"),
 )
-ORDINARY = ({"loss": speaking}, {"layer": scaled_by_other})
+ORDINARY = ({"loss": speaking}, {"loss": of_one_process}, {"layer": scaled_by_other})
 
 
 def train_all(world, strategy, programs):

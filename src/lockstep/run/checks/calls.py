@@ -262,7 +262,7 @@ def counts_read(found: Snapshot, codes: Iterable[CodeType], ranks: int) -> list[
     """The places of a loss and a model that hold the number of processes, and that their code names."""
     names = names_reached(codes, found.functions)
     is_called = "the environment variable"  # for which watching_calls looks
-    places = {n: words[-1] for n in found.texts if (words := _WORDS.findall(n)) and is_called not in n}
+    places = {n: words[0] for n in found.texts if (words := _WORDS.findall(n)) and is_called not in n}
     equal = [n for n in places if found.texts[n] in (str(ranks), f"{ranks}.0")]
     read = [n for n in equal if places[n] in names and _COUNTS.fullmatch(places[n])]
     is_of_run = "world_size" in names and "world_size" not in places.values()
