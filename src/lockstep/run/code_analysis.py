@@ -45,8 +45,7 @@ def live_in(frames: Sequence[FrameType], *, enters_loop: bool = False) -> list[f
     What an inner function sets, and reads only then, is not live in the functions around it while it runs.
     ``enters_loop``: the innermost begins a loop and will make a pass of it, so that what its body sets is not live.
     """
-    found: list[frozenset[str]] = []
-    is_set: set[str] = set()
+    found, is_set = list[frozenset[str]](), set[str]()
     for frame in reversed(frames):
         find = _live_in_body if enters_loop and not found else live_names
         live = find(frame.f_code, frame.f_lasti) - is_set
@@ -88,11 +87,15 @@ def _flow(code: CodeType) -> tuple[list[dis.Instruction], list[list[int]], list[
     """The instructions, the numbers of those that may follow each, and what each accesses."""
     instructions, accesses = _read(code)
     place = {each.offset: number for number, each in enumerate(instructions)}
-    follow: list[list[int]] = []
+    follow, loops = list[list[int]](), list[int]()
     for number, each in enumerate(instructions):
         targets = [place[each.argval]] if each.opcode in _JUMPS and each.argval in place else []
         if number + 1 < len(instructions) and each.opname not in _NEVER_CONTINUE:
             targets.append(number + 1)
+        loops = [loop for loop in loops if each.offset < instructions[loop].argval]
+        if loops and (not targets or max(targets) >= place[instructions[loops[-1]].argval]):
+            targets.append(loops[-1])  # where a run goes on that is resumed after "run.save(); return"
+        loops += [number] if each.opname == "FOR_ITER" else []
         follow.append(targets)
         if isinstance(each.argval, CodeType) and _holder_of_inner(number, instructions) is None:
             accesses[number] += [("LOAD", name) for name in sorted(_read_by(each.argval))]
