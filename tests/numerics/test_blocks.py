@@ -9,7 +9,7 @@ from lockstep.numerics.compilation import compiled_around, is_compiled
 from lockstep.numerics.randomness import find_units
 
 # Torch's own, on the compiler's import
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 
 
 class Residual(nn.Module):

@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler (apt-get install g++)"),
     # torch's own, on the compiler's import
-    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script"),
 ]
 
 

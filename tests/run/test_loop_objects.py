@@ -455,6 +455,19 @@ def test_what_code_changes_is_known_where_one_instruction_loads_two_variables():
     assert carried_names(parts, {}) == replaced | {*map(Carried, ("other", "third", "total"))}
 
 
+def test_what_variables_of_a_function_get_of_what_they_were_is_known():
+    """Python 3.13 and later join two loads, and since 3.12 a comprehension is a part of the code around it."""
+
+    def changes(rate, factor, scale, shift, each, table):
+        rate = factor * rate
+        scale = shift = [scale + each for each in table]
+        each = [each + 1 for each in table]
+        return rate, scale, shift, each
+
+    parts = [(changes.__code__, -1, float("inf"))]
+    assert {each.name for each in carried_names(parts, {})} == {"rate", "scale"}
+
+
 @pytest.mark.slow
 def test_what_code_changes_is_known_where_python_leaves_out_columns():
     """As with PYTHONNODEBUGRANGES: then all names of the line count."""

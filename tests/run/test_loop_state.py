@@ -9,6 +9,7 @@ import sys
 import textwrap
 from collections import OrderedDict, deque
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from types import ModuleType
 
 import numpy as np
@@ -102,6 +103,29 @@ def test_what_one_branch_keeps_is_live():
         found = live_here()
     assert last == 1
     assert "last" in found
+
+
+@pytest.mark.parametrize("leaves", ["return found", "break", "raise ValueError"])
+def test_what_the_next_pass_reads_is_live_where_the_loop_is_left(leaves):
+    """As by ``run.save(); return``: a resumed run makes that pass, and the value was not in the checkpoint."""
+    lines = (
+        "def script():",
+        "    rate, other = 1, 2",
+        "    for epoch in range(2):",
+        "        rate = 0.5 * rate",
+        "        for number in range(2):",
+        "            other = number",
+        "            if number == rate - 0.5:",
+        "                found.append(here())",
+        f"                {leaves}",
+        "    print()",
+        "script()",
+    )
+    space = {"here": lambda: live_here(2), "found": []}
+    with suppress(ValueError):
+        exec(compile("\n".join(lines), "script.py", "exec"), space)
+    assert "rate" in space["found"][0]
+    assert "other" not in space["found"][0]
 
 
 def test_what_an_inner_function_sets_is_live():

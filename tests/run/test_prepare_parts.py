@@ -65,7 +65,7 @@ def test_an_optimizer_of_another_library_is_refused_by_its_name():
 
 
 # torch's own, on the compiler's import
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 def test_what_the_compiler_chooses_by_speed_is_refused():
     """Two runs of the same script on an H200 ended in two fingerprints."""
     said = "was compiled with max_autotune, as mode='max-autotune' does"

@@ -291,7 +291,7 @@ def test_a_compiled_model_gives_the_same_on_one_and_two_ranks():
 
 @pytest.mark.slow
 # Torch's own, on its import
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 def test_more_shapes_than_torch_keeps_graphs_for_are_refused():
     _, model, _ = begin(nn.Linear(6, 3), compile=True)
     model(torch.zeros(1, 6))

@@ -140,7 +140,7 @@ def f(x):
 """
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 def test_a_gradient_through_a_scripted_function_has_the_same_bits_in_every_call(tmp_path):
     def gradients():
         # torch reads the source from its file

@@ -492,7 +492,7 @@ def tangents():
     )
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # of torch's own, in forward mode
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # of torch's own, in forward mode
 def test_a_derivative_in_forward_mode_has_the_bits_of_one_device():
     """Under fsdp it was refused in a forward of one's own, and ended in an error of torch in the loop."""
     assert differing(under(SINGLE, tangents), under(FSDP, tangents)) == {}

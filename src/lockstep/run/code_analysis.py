@@ -45,8 +45,7 @@ def live_in(frames: Sequence[FrameType], *, enters_loop: bool = False) -> list[f
     What an inner function sets, and reads only then, is not live in the functions around it while it runs.
     ``enters_loop``: the innermost begins a loop and will make a pass of it, so that what its body sets is not live.
     """
-    found: list[frozenset[str]] = []
-    is_set: set[str] = set()
+    found, is_set = list[frozenset[str]](), set[str]()
     for frame in reversed(frames):
         find = _live_in_body if enters_loop and not found else live_names
         live = find(frame.f_code, frame.f_lasti) - is_set
@@ -73,21 +72,31 @@ def _set_by(code: CodeType) -> set[str]:
     return {name for each in _effects(code) for name in each.changes | each.own}
 
 
-@functools.cache
-def _flow(code: CodeType) -> tuple[list[dis.Instruction], list[list[int]], list[_Accesses]]:
-    """The instructions, the numbers of those that may follow each, and what each accesses."""
+def _read(code: CodeType) -> tuple[list[dis.Instruction], list[_Accesses]]:
+    """The instructions, and what each accesses, but for the own variables of comprehensions."""
     instructions = list(dis.get_instructions(code))
-    place = {each.offset: number for number, each in enumerate(instructions)}
-    follow: list[list[int]] = []
-    for number, each in enumerate(instructions):
-        targets = [place[each.argval]] if each.opcode in _JUMPS and each.argval in place else []
-        if number + 1 < len(instructions) and each.opname not in _NEVER_CONTINUE:
-            targets.append(number + 1)
-        follow.append(targets)
     accesses = [_accesses(each) for each in instructions]
     for number, each in enumerate(instructions):
         if each.opname == "LOAD_FAST_AND_CLEAR":
             _hide(each.argval, number, instructions, accesses)
+    return instructions, accesses
+
+
+@functools.cache
+def _flow(code: CodeType) -> tuple[list[dis.Instruction], list[list[int]], list[_Accesses]]:
+    """The instructions, the numbers of those that may follow each, and what each accesses."""
+    instructions, accesses = _read(code)
+    place = {each.offset: number for number, each in enumerate(instructions)}
+    follow, loops = list[list[int]](), list[int]()
+    for number, each in enumerate(instructions):
+        targets = [place[each.argval]] if each.opcode in _JUMPS and each.argval in place else []
+        if number + 1 < len(instructions) and each.opname not in _NEVER_CONTINUE:
+            targets.append(number + 1)
+        loops = [loop for loop in loops if each.offset < instructions[loop].argval]
+        if loops and (not targets or max(targets) >= place[instructions[loops[-1]].argval]):
+            targets.append(loops[-1])  # where a run goes on that is resumed after "run.save(); return"
+        loops += [number] if each.opname == "FOR_ITER" else []
+        follow.append(targets)
         if isinstance(each.argval, CodeType) and _holder_of_inner(number, instructions) is None:
             accesses[number] += [("LOAD", name) for name in sorted(_read_by(each.argval))]
     return instructions, follow, accesses
@@ -98,8 +107,7 @@ def _hide(name: str, begin: int, instructions: list[dis.Instruction], accesses: 
 
     Since Python 3.12 a comprehension is a part of the code around it.
     """
-    rest = itertools.islice(instructions, begin, None)
-    ends = next((each.argval for each in rest if each.opname == "FOR_ITER"), None)
+    ends = next((each.argval for each in instructions[begin:] if each.opname == "FOR_ITER"), None)
     if ends is None:  # an asynchronous one
         return
     for number in range(begin, len(instructions)):
@@ -284,7 +292,7 @@ def _effects_of(
 @functools.cache
 def _effects(code: CodeType) -> list[_Effects]:
     reader = _EffectsReader(sets_by_name=not _BY_NAME.isdisjoint(code.co_names))
-    return [reader.read(each) for each in dis.get_instructions(code)]
+    return list(map(reader.read, *_read(code)))
 
 
 class _EffectsReader:
@@ -301,7 +309,7 @@ class _EffectsReader:
         self._is_in_place = False
         """True behind ``+=`` and the like."""
 
-    def read(self, each: dis.Instruction) -> _Effects:
+    def read(self, each: dis.Instruction, shown: _Accesses) -> _Effects:
         where, kind, accesses = each.positions, each.opname, _accesses(each)
         line = where and where.lineno
         base = frozenset(() if accesses else _base_names(where, self._loads))
@@ -310,7 +318,7 @@ class _EffectsReader:
         changes, own = self._changes(each, base), set[str]()
         for place, (access, name) in enumerate(accesses):
             if access != "LOAD":
-                (own if "FAST" in kind else changes).add(name)
+                (own if "FAST" in kind else changes).update({name} if (access, name) in shown else ())
             elif place:  # of two variables the positions are those of the first
                 self._loads[line, None].append((dis.Positions(line), name))
             else:
@@ -329,7 +337,8 @@ class _EffectsReader:
         )
         if where:
             self._loads[where[::2]] += [(where, name) for name in names]
-        self._seen |= {(line, name, known) for name in names}
+        read = {name for access, name in shown if access == "LOAD"} if accesses else names
+        self._seen |= {(line, name, known) for name in read}
         if kind == "LOAD_CONST" and isinstance(each.argval, str):
             self._texts.append((where, each.argval))
         if kind != "SWAP":
@@ -514,10 +523,8 @@ def read_in_loop(places: Iterable[str]) -> list[str]:
     for each in itertools.chain.from_iterable(dis.get_instructions(one.f_code) for one in users_frames()):
         loads |= {("variable", name) for kind, name in _accesses(each) if kind == "LOAD"}
         loads |= {("attribute", each.argval)} if each.opname in ("LOAD_ATTR", "LOAD_METHOD") else set()
-    found = [(place, _OF_PLACE.match(place)) for place in places]
-    return [
-        place for place, words in found if words and words.groups() in loads and not hasattr(Tensor, words[2])
-    ]
+    found = filter(None, map(_OF_PLACE.match, places))
+    return [each.string for each in found if each.groups() in loads and not hasattr(Tensor, each[2])]
 
 
 def unset_names() -> list[str]:

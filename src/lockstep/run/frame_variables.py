@@ -167,9 +167,7 @@ class Variables:
         variables: list[tuple[str, Part, bool]] = []
         for frame, live, owner in zip(frames, live_in(frames, enters_loop=enters_loop), owners_of(frames)):
             code, home = frame.f_code, owner.removesuffix(": ") or frame.f_globals
-            found.local |= {
-                f"{owner}{name}" for name in code.co_varnames + code.co_cellvars + code.co_freevars
-            }
+            found.local |= {owner + name for name in code.co_varnames + code.co_cellvars + code.co_freevars}
             variables += [
                 (f"{owner}{name}", Part(VARIABLE, home, name, value), name in live)
                 for name, value in copied(frame.f_locals.items())

@@ -320,9 +320,7 @@ class LoopState:
                 continue
             if name in self._carried:
                 is_lost = not self._inside or before != text
-            elif (
-                before == text or name in found.generators or (name in found.local and name not in found.live)
-            ):
+            elif before == text or name in found.generators or name in found.local - found.live:
                 is_lost = False
             else:
                 is_lost = self._begins_anew(name, text, before, found, is_taken=name in taken)

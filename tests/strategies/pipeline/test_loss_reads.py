@@ -271,6 +271,31 @@ def test_hooks_that_are_methods_objects_or_partial_and_those_of_gradients_are_lo
     )
 
 
+def test_a_factor_that_stands_before_or_and_one_that_two_variables_get_are_read():
+    """Python 3.12 and later copy the first for ``or``, as all do for the second, and as ``+=`` does."""
+    holder = types.SimpleNamespace(scale=1.0)
+
+    def doubled(module, given, found):
+        first = second = holder.scale
+        return found * first * second
+
+    names = {"holder": holder, "__name__": __name__}
+    exec("def on_one_line(module, given, found):\n    found *= holder.scale; other = found\n", names)
+    for hook in (lambda m, g, found: found * (holder.scale or 2.0), doubled, names["on_one_line"]):
+        grow = partial(setattr, holder, "scale", holder.scale + 1)
+        assert changed_by(lambda m, hook=hook: m.register_forward_hook(hook), grow) == "'scale' of 'holder'"
+
+
+def test_a_hook_of_a_gradient_that_a_hook_registers_may_keep_it_in_a_list():
+    """Python 3.13 has one instruction for reading a variable and for handing it to an inner function."""
+    seen = []
+
+    def keep_gradient(module, given, found):
+        found.register_hook(lambda gradient: seen.append(gradient))
+
+    assert changed_by(lambda m: m.register_forward_hook(keep_gradient), lambda: seen.append(1)) is None
+
+
 def test_hooks_of_other_stages_may_note_what_they_see():
     scale = Scale({"scale": 1.0})
 

@@ -13,10 +13,10 @@ from __future__ import annotations
 import dis
 import re
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import chain, pairwise
-from types import FunctionType, MethodType, NoneType
+from types import CodeType, FunctionType, MethodType, NoneType
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ _ADDING = frozenset(("append", "appendleft", "extend", "insert", "add", "clear",
 """By these it keeps something without reading what is there."""
 _IN_PLACE = re.compile("[a-z].*[a-z0-9]_|step|register_hook")
 """The functions and attributes by which a hook changes a gradient, or an output, without giving another one."""
+_COUNTING = (("COPY", "COPY"), ("COPY", "LOAD_ATTR"))
 _MOST_FUNCTIONS = 20
 _LIBRARIES = (
     *("torch", "numpy", "lockstep"),
@@ -139,7 +140,7 @@ def _read_by_hook(hook: Any) -> Iterator[tuple[str, Any]]:
         values += [pair for pair in found if not isinstance(pair[1], FunctionType | NoneType)]
         called = [each for _, each in found if isinstance(each, FunctionType) and each not in functions]
         functions += filter(lambda each: is_users_module(each.__module__), called[:_MOST_FUNCTIONS])
-    codes = [list(dis.get_instructions(code)) for each in functions for code in codes_in(each.__code__)]
+    codes = [code for each in functions for code in codes_in(each.__code__)]
     if not any(map(_changes_values, codes)) or not _STORING.isdisjoint(hook.__code__.co_names):
         return
     read = {name for code in codes for name in _names_read(code)}
@@ -149,25 +150,28 @@ def _read_by_hook(hook: Any) -> Iterator[tuple[str, Any]]:
             yield from _read_within(f"the variable {label!r}", repr(label), value, read, 3)
 
 
-def _changes_values(code: Sequence[dis.Instruction]) -> bool:
+def _changes_values(code: CodeType) -> bool:
     """Returns whether a hook may give another value, or change one in place or by a hook that it registers."""
     return any(
-        (following.opname == "RETURN_VALUE" and (each.opname, each.argval) != ("LOAD_CONST", None))
-        or (following.opname == "STORE_FAST" and each.opname == "BINARY_OP" and each.argrepr.endswith("="))
+        (after.opname == "RETURN_VALUE" and (each.opname, each.argval) != ("LOAD_CONST", None))
+        or ("STORE_FAST" in after.opname and each.opname == "BINARY_OP" and each.argrepr.endswith("="))
         or (each.opname == "STORE_ATTR" and each.argval == "grad")
         or (each.opname in ("LOAD_ATTR", "LOAD_METHOD") and _IN_PLACE.fullmatch(each.argval))
-        for each, following in pairwise(code)
+        for each, after in pairwise(dis.get_instructions(code))
     )
 
 
-def _names_read(code: Sequence[dis.Instruction]) -> Iterator[Any]:
+def _names_read(code: CodeType) -> Iterator[Any]:
     """The variables, attributes and keys that code loads for more than to store, to count or to add an entry there."""
-    for before, each, following in zip((None, *code), code, (*code[1:], None)):
-        is_counted = "COPY" in getattr(before, "opname", "") or "COPY" in getattr(following, "opname", "")
-        is_added_to = getattr(following, "argval", None) in _ADDING
-        is_stored = each.opname == "LOAD_CLOSURE" or getattr(following, "opname", "") == "STORE_SUBSCR"
-        if each.opname.startswith("LOAD") and not (is_counted or is_added_to or is_stored):
-            yield from each.argval if isinstance(each.argval, tuple) else [each.argval]
+    every, of_inner = list(dis.get_instructions(code)), {*code.co_cellvars, *code.co_freevars}
+    for before, each, after, later in zip(every[-1:] + every, every, every[1:], every[2:] + every[-1:]):
+        is_counted = before.opname == "COPY" or (after.opname, later.opname) in _COUNTING
+        is_stored = is_counted or after.opname == "STORE_SUBSCR" or after.argval in _ADDING
+        names = each.argval if isinstance(each.argval, tuple) else (each.argval,)
+        if each.opname.startswith(("LOAD_FAST", "LOAD_CLOSURE")):  # these hand it to an inner function
+            names = tuple(name for name in names if name not in of_inner)
+        if each.opname.startswith("LOAD"):
+            yield from names[:-1] if is_stored else names
 
 
 def _read_within(where: str, label: str, value: Any, read: set[Any], depth: int) -> Iterator[tuple[str, Any]]:
@@ -216,10 +220,9 @@ def _reach(function: Callable[..., Any], names: set[str]) -> Iterator[tuple[str,
         label, value, depth = waiting.popleft()
         if label:
             yield label, value
-        if id(value) in seen or depth > _DEEPEST:
-            continue
-        seen.add(id(value))
-        waiting += [(name, each, depth + 1) for name, each in _inside(label, value, names)]
+        if id(value) not in seen and depth <= _DEEPEST:
+            seen.add(id(value))
+            waiting += [(name, each, depth + 1) for name, each in _inside(label, value, names)]
 
 
 def _inside(label: str, value: Any, names: set[str]) -> list[tuple[str, Any]]:
@@ -229,11 +232,8 @@ def _inside(label: str, value: Any, names: set[str]) -> list[tuple[str, Any]]:
         return [(label, value.__func__), (label.rpartition(".")[0] or "self", value.__self__)]
     if isinstance(value, partial):
         named = [(f"{label}{key}", each) for key, each in value.keywords.items()]
-        return [
-            (label, value.func),
-            *((f"{label}({number})", each) for number, each in enumerate(value.args)),
-            *named,
-        ]
+        numbered = [(f"{label}({number})", each) for number, each in enumerate(value.args)]
+        return [(label, value.func), *numbered, *named]
     if isinstance(value, FunctionType):
         return _read_by(value, names)
     if isinstance(value, dict):
@@ -245,9 +245,7 @@ def _inside(label: str, value: Any, names: set[str]) -> list[tuple[str, Any]]:
     inner: list[tuple[str, Any]] = []
     if isinstance(value, nn.Module):
         is_walked = isinstance(value, nn.Sequential | nn.ModuleList | nn.ModuleDict) or names & _WALKING
-        inner = (
-            [(f"{label}.{name}", each) for name, each in value.named_modules() if name] if is_walked else []
-        )
+        inner = [(f"{label}.{name}", each) for name, each in value.named_modules() if name and is_walked]
     elif isinstance(value, (Tensor, type)) or type(value).__module__.split(".")[0] in _LIBRARIES:
         return []
     return inner + _attributes(label, value, names)
@@ -268,9 +266,7 @@ def _read_by(function: FunctionType, names: set[str]) -> list[tuple[str, Any]]:
             found.append((name, cell.cell_contents))
         except ValueError:  # not assigned yet
             continue
-    found += [
-        (name, function.__globals__[name]) for name in sorted(mentioned) if name in function.__globals__
-    ]
+    found += [(name, function.__globals__[name]) for name in sorted(mentioned & function.__globals__.keys())]
     defaults = function.__defaults__ or ()
     arguments = function.__code__.co_varnames[: function.__code__.co_argcount]
     found += zip(arguments[len(arguments) - len(defaults) :], defaults)
