@@ -88,6 +88,10 @@ BROKEN = {
         ["training.sync_batch_norm=true", "training.compile=true"],
         "where compile cannot go. Use one of the two.",
     ),
+    "SyncBatchNorm keeps activations": (
+        ["training.sync_batch_norm=true", 'training.checkpoint_activations=["1"]'],
+        "is given beside sync_batch_norm",
+    ),
     "recorded micro-batches belong to recorded steps": (
         ["training.record_micro_batches=true", "training.gradients_every=0"],
         "no step is recorded",

@@ -215,6 +215,23 @@ def test_bits_say_what_an_optimizer_needs(name):
     assert bool(trial.reason) == (unit is not Unit.ELEMENT)
 
 
+class Centred(optim.SGD):
+    """Takes the mean of each row out of its gradient."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in (each for group in self.param_groups for each in group["params"]):
+            if parameter.dim() > 1 and parameter.numel():
+                parameter.grad.sub_(parameter.grad.mean(1, keepdim=True))
+        super().step(closure)
+
+
+def test_an_optimizer_of_whole_rows_needs_whole_parameters_where_columns_are_cut():
+    centred, adam = Centred(matrices(), lr=0.1), optim.AdamW(model().parameters())
+    units = [try_optimizer(each, CPU, dimensions=n).unit for each in (centred, adam) for n in (1, 2)]
+    assert units == [Unit.ELEMENT, Unit.PARAMETER, Unit.ELEMENT, Unit.ELEMENT]
+
+
 def test_a_rate_of_zero_stays_zero():
     optimizer = optim.SGD(plain(), lr=torch.tensor(0.0))
     assert try_optimizer(optimizer, CPU).unit is Unit.ELEMENT
@@ -254,7 +271,7 @@ def test_one_option_of_one_group_decides():
         ("norms", "Normalized updates an element by others of its parameter"),
         ("noise", "Noisy draws random numbers in its step"),
         ("coupled", "Coupled updates a parameter by what it finds in others"),
-        ("adafactor", "Adafactor fails on rows of parameters (ZeroDivisionError: float division by zero)"),
+        ("adafactor", "Adafactor fails on parts of parameters (ZeroDivisionError: float division by zero)"),
         ("wrapping", "Wrapping wraps another one (SGD), whose parameters are the whole ones, so"),
         ("wrapping", "Use the one that it wraps, or"),
     ],

@@ -367,6 +367,15 @@ def _micro_batches_meet(options: RunSettings, machine: AvailableDevices) -> Iter
         yield "is true: statistics are exchanged inside the model, where compile cannot go. Use one of the two."
 
 
+@_rule(JOB_RULES, "SyncBatchNorm keeps activations", "training.checkpoint_activations")
+def _activations_are_kept(job: JobConfig, machine: AvailableDevices) -> Iterator[str]:
+    if job.training.checkpoint_activations and job.training.sync_batch_norm:
+        yield (
+            "is given beside sync_batch_norm: the micro-batches of a process run side by side, and torch computes the "
+            "activations of a module again for one at a time. Use one of the two."
+        )
+
+
 @_rule(JOB_RULES, "parts are stepped alone", "optimizer.target")
 def _parts_are_stepped_alone(job: JobConfig, machine: AvailableDevices) -> Iterator[str]:
     """An optimizer of torch's that is stepped on parts of parameters is elementwise."""

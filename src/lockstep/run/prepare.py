@@ -464,7 +464,7 @@ def _try_optimizer(optimizer: Optimizer, names: Mapping[Tensor, str], strategy: 
 
 def _kept_whole(optimizer: Optimizer, names: Mapping[Tensor, str], strategy: Strategy) -> set[str]:
     """The parameters that the strategy must keep whole for an optimizer; ``ConfigError`` where that cannot be."""
-    trial = try_optimizer(optimizer, strategy.device)
+    trial = try_optimizer(optimizer, strategy.device, dimensions=strategy.cut_dimensions)
     if trial.unit <= strategy.largest_unit:
         return set()
     if not strategy.keeps_whole or trial.unit is Unit.MODEL:

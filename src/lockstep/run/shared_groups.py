@@ -123,7 +123,8 @@ class SharedGroups:
         if self.strategy.largest_unit == Unit.MODEL or not set(names) - self.strategy.whole_parameters:
             return
         seen = [group["params"] for group in self.groups()]
-        trial = try_optimizer(self.optimizer, self.strategy.device, seen)
+        dimensions = self.strategy.cut_dimensions
+        trial = try_optimizer(self.optimizer, self.strategy.device, seen, dimensions=dimensions)
         if trial.unit > self.strategy.largest_unit:
             raise refused_optimizer(self.optimizer, trial, self.strategy.name)
 

@@ -1,7 +1,7 @@
 """Finds out by trying what an optimizer needs to see at once: single elements, whole parameters, or all of them.
 
 A copy of the optimizer, as it is configured, steps small parameters of the same number types: whole, one at a time, and
-cut into rows as for 2, 3 and 16 ranks. What gives the same bits decides. Its class would say less: ``fused=True`` on a
+cut into parts as for 2, 3 and 16 ranks. What gives the same bits decides. Its class would say less: ``fused=True`` on a
 CPU, and SGD on bf16, round an element otherwise where it lies in the last few of a tensor.
 """
 
@@ -67,13 +67,18 @@ class Trial:
 
 
 def try_optimizer(
-    optimizer: Optimizer, device: torch.device, members: Sequence[Sequence[Tensor]] | None = None
+    optimizer: Optimizer,
+    device: torch.device,
+    members: Sequence[Sequence[Tensor]] | None = None,
+    *,
+    dimensions: int = 1,
 ) -> Trial:
     """Finds out what an optimizer needs to see at once, on a few small parameters.
 
     Args:
         optimizer: as the user made it; neither it nor its parameters, nor any generator, is changed.
         members: the parameters of each group, if the optimizer holds parts of them.
+        dimensions: along which a process may hold a part of a parameter: of 1 rows, of 2 rows or columns.
     """
     inner = next((each for each in vars(optimizer).values() if isinstance(each, Optimizer)), None)
     if inner is not None:  # as Lookahead does
@@ -92,7 +97,9 @@ def try_optimizer(
                 alone = _Copy(optimizer, [[example] if n == number else [] for n in range(len(groups))])
                 if alone.step() or not _agree([alone.found[number][0]], whole.found[number][place]):
                     return Trial(Unit.MODEL, "updates a parameter by what it finds in others")
-        found = [_in_rows(optimizer, groups, whole, ranks) for ranks in _RANKS]
+        found = [
+            _in_parts(optimizer, groups, whole, ranks, dim) for dim in range(dimensions) for ranks in _RANKS
+        ]
     return max(found, key=lambda trial: trial.unit)
 
 
@@ -117,7 +124,7 @@ def require_gradients_only(optimizer: Optimizer, device: torch.device, strategy:
 
 def refused_optimizer(optimizer: Optimizer, trial: Trial, strategy: str) -> ConfigError:
     """The error of an optimizer that has to see more than a process of the strategy holds."""
-    parts = "some of the parameters" if trial.unit is Unit.MODEL else "rows of parameters"
+    parts = "some of the parameters" if trial.unit is Unit.MODEL else "parts of parameters"
     remedy = "Use an optimizer that updates each element from that element alone, such as SGD or AdamW"
     if trial.unit is Unit.PLACE:
         remedy = "Keep the parameters in float32 and train with precision='bf16'"
@@ -127,27 +134,31 @@ def refused_optimizer(optimizer: Optimizer, trial: Trial, strategy: str) -> Conf
         remedy = "Use an optimizer that updates each parameter by itself and draws nothing"
         if trial.reason.startswith("wraps"):
             remedy = "Use the one that it wraps"
+    without = " without tensor.shards" if strategy == "tensor" else ""  # for which 'ddp' is split, too
     return ConfigError(
         f"Strategy {strategy!r} steps the optimizer on {parts}, and {type(optimizer).__name__} {trial.reason}, so the "
-        f"result would not have the bits of one device. {remedy}, or strategy 'ddp'."
+        f"result would not have the bits of one device. {remedy}, or strategy 'ddp'{without}."
     )
 
 
-def _in_rows(optimizer: Optimizer, groups: Sequence[Sequence[_Example]], whole: _Copy, ranks: int) -> Trial:
-    """The outcome of the same steps on rows, as ``ranks`` processes have them."""
-    rows = [[each.rows(ranks, rank) for each in members for rank in range(ranks)] for members in groups]
-    parts = _Copy(optimizer, rows)  # all in one copy: that it steps each parameter alone is known by now
+def _in_parts(
+    optimizer: Optimizer, groups: Sequence[Sequence[_Example]], whole: _Copy, ranks: int, dim: int
+) -> Trial:
+    """The outcome of the same steps on parts along a dimension, as ``ranks`` processes have them."""
+    cut = [[each.cut(ranks, rank, dim) for each in members for rank in range(ranks)] for members in groups]
+    parts = _Copy(optimizer, cut)  # all in one copy: that it steps each parameter alone is known by now
     failed = parts.step()
     if failed:
-        return Trial(Unit.PARAMETER, failed.replace("small", "rows of"))
+        return Trial(Unit.PARAMETER, failed.replace("small", "parts of"))
     worst = Trial(Unit.ELEMENT, "")
     for number, members in enumerate(groups):
         for place, example in enumerate(members):
             pieces = parts.found[number][place * ranks : (place + 1) * ranks]
             expected = whole.found[number][place]
-            if not _agree(pieces, expected, nearly=True):
+            along = example.along(dim)
+            if not _agree(pieces, expected, along, nearly=True):
                 return Trial(Unit.PARAMETER, "updates an element by others of its parameter")
-            if not _agree(pieces, expected):
+            if not _agree(pieces, expected, along):
                 is_fused = optimizer.param_groups[number].get("fused")
                 how = "with fused=True" if is_fused else f"of {example.values.dtype}"
                 worst = Trial(Unit.PLACE, f"rounds an element {how} by its place in the tensor")
@@ -161,10 +172,15 @@ class _Example:
     original: Tensor
     values: Tensor
     gradients: list[Tensor]
-    part: slice | None = None
+    part: tuple[slice, ...] | None = None
 
-    def rows(self, ranks: int, rank: int) -> _Example:
-        part = rows_of(self.values.shape[0], ranks, rank)
+    def along(self, dim: int) -> int:
+        """The dimension that is cut: its last one, where it has no ``dim``."""
+        return min(dim, self.values.dim() - 1)
+
+    def cut(self, ranks: int, rank: int, dim: int) -> _Example:
+        dim = self.along(dim)
+        part = (*[slice(None)] * dim, rows_of(self.values.shape[dim], ranks, rank))
         gradients = [gradient[part] for gradient in self.gradients]
         return _Example(self.original, self.values[part], gradients, part)
 
@@ -172,14 +188,14 @@ class _Example:
         """The state that the optimizer holds of the user's parameter before its first step, for this one."""
         if not isinstance(value, Tensor) or value.shape != self.original.shape or not value.dim():
             return copy.deepcopy(value)
-        rows = self.values if self.part is None else self.whole
-        flat = value.detach().flatten()[: rows.numel()].to(self.values.device)
-        found = flat.repeat(-(-rows.numel() // flat.numel()))[: rows.numel()].view(rows.shape)
+        whole = self.values if self.part is None else self.whole
+        flat = value.detach().flatten()[: whole.numel()].to(self.values.device)
+        found = flat.repeat(-(-whole.numel() // flat.numel()))[: whole.numel()].view(whole.shape)
         return found.clone() if self.part is None else found[self.part].clone()
 
     @property
     def whole(self) -> Tensor:
-        assert self.values._base is not None, "rows are a view of the whole"
+        assert self.values._base is not None, "a part is a view of the whole"
         return self.values._base
 
 
@@ -275,8 +291,10 @@ def _group(group: Mapping[str, Any], members: Sequence[tuple[_Example, nn.Parame
     return {"params": [own for _, own in members], **values, **names}
 
 
-def _agree(parts: Sequence[Sequence[Tensor]], whole: Sequence[Tensor], *, nearly: bool = False) -> bool:
-    """Returns whether parameters and state in rows have the bits of the whole, or nearly their values."""
+def _agree(
+    parts: Sequence[Sequence[Tensor]], whole: Sequence[Tensor], dim: int = 0, *, nearly: bool = False
+) -> bool:
+    """Returns whether parameters and state in parts have the bits of the whole, or nearly their values."""
     if any(len(part) != len(whole) for part in parts):
         return False
     for place, expected in enumerate(map(Tensor.to_dense, whole)):
@@ -284,7 +302,7 @@ def _agree(parts: Sequence[Sequence[Tensor]], whole: Sequence[Tensor], *, nearly
         if expected.shape == whole[0].shape and expected.dim():
             if any(piece.shape != part[0].shape for piece, part in zip(pieces, parts)):
                 return False
-            pieces = [torch.cat(pieces)]
+            pieces = [torch.cat(pieces, dim)]
         for piece in pieces:
             if piece.shape != expected.shape or piece.dtype != expected.dtype:
                 return False

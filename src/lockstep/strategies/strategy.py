@@ -132,6 +132,8 @@ class Strategy(ABC):
     ``forward`` of the user's own need that."""
     largest_unit: Unit = Unit.MODEL
     """The largest unit that an optimizer may need to see at once, for the bits that are promised."""
+    cut_dimensions: int = 1
+    """The dimensions along which a process may hold a part of a parameter: rows, or rows and columns."""
     keeps_whole: bool = False
     """True if a parameter can be kept whole for an optimizer that needs to see it whole: see ``whole_parameters``."""
     whole_parameters: frozenset[str] = frozenset()

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.run.jobs import begin
 from torch import nn
 from torch.nn import functional as F
 
@@ -66,3 +67,21 @@ class Own(torch.autograd.Function):
 def test_what_needs_the_whole_activation_is_refused(function, said):
     with pytest.raises(ConfigError, match=said):
         function(join_shards(shards()))
+
+
+def test_an_optimizer_that_rounds_by_place_is_refused_with_shards_alone():
+    """On each number of ranks it steps other parts; without shards the bits are not promised."""
+
+    def begin_in(shards):
+        begin(
+            nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)),
+            strategy="single",
+            tensor={"shards": shards},
+            make_optimizer=lambda params, **_: torch.optim.AdamW(params, fused=True),
+        )
+
+    begin_in(0)
+    with pytest.raises(
+        ConfigError, match=r"AdamW rounds an element with fused=True.* 'ddp' without tensor\.shards"
+    ):
+        begin_in(2)

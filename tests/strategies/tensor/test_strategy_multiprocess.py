@@ -313,7 +313,7 @@ def test_mistakes_end_in_one_sentence_on_every_rank():
         "mesh": "cannot lay out the mesh",
         "transformed": "calls a layer within torch.func.vmap, grad, vjp, jvp or jacrev, and strategy 'tensor'",
         "replaced": "The module '2' of the model was replaced or taken out after run.prepare",
-        "optimizer": "steps the optimizer on rows of parameters, and Whitening",
+        "optimizer": "steps the optimizer on parts of parameters, and Whitening",
     }
     for rank, said in enumerate(everyone):
         for name, sentence in expected.items():

@@ -60,6 +60,7 @@ class TensorParallel(Replicated):
     name = "tensor"
     replicated = False
     largest_unit = Unit.PLACE
+    cut_dimensions = 2
 
     def __init__(
         self,
@@ -86,6 +87,8 @@ class TensorParallel(Replicated):
         """The same in an evaluation, until its first forward pass."""
         promised = Level.BITWISE if reducer is None else reducer.level
         self.level = promised if options.shards or promised is Level.STATISTICAL else Level.TOLERANCE
+        if self.level is Level.BITWISE:  # on each number of ranks the optimizer sees other parts
+            self.largest_unit = Unit.ELEMENT
 
     def backward(self, batch: Batch, compute: Compute, *, scale: float, stop: int) -> StepResult:
         """Runs this holder's micro-batches together with the other ranks of its line. See ``Strategy.backward``."""
