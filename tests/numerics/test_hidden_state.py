@@ -97,6 +97,15 @@ def test_everything_that_a_function_keeps_is_found_and_put_back():
     assert (names, step.calls, TOTAL, HISTORY) == ({"a", "1", "2"}, 2, 2, [1, 2])
 
 
+@pytest.mark.parametrize("length", range(1, 9))
+def test_values_are_put_into_a_list_that_gets_shorter(length):
+    """The list was shortened first, or its entries were set first, as the hashes of their names had it."""
+    now = [0] * length
+    later = Snapshot({"the list": now})
+    later.put({"the list": [], **{f"the list[{place}]": 1 for place in range(length)}})
+    assert now == []
+
+
 @pytest.mark.parametrize("changed", [0, 1])
 def test_two_classes_of_one_name_are_told_apart(changed):
     """The attributes of the one were noted under the name of the other."""

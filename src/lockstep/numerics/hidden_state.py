@@ -138,9 +138,12 @@ class Snapshot:
         return {name: self._setters[name][0] for name in names if name in self._setters}
 
     def put(self, values: Mapping[str, Any]) -> None:
-        """Sets numbers and tensors to what an earlier snapshot found, and takes out what containers have got since."""
+        """Sets numbers and tensors to what an earlier snapshot found, and takes out what containers have got since.
+
+        The latest found first: an entry before its container, which may lose it.
+        """
         with torch.no_grad():
-            for name in values.keys() & self._setters.keys():
+            for name in filter(values.__contains__, reversed(self._setters)):
                 (now, put), value = self._setters[name], values[name]
                 if type(now) is type(value) or (isinstance(now, _NUMBERS) and isinstance(value, _NUMBERS)):
                     put(value)
