@@ -36,7 +36,7 @@ def test_an_optimizer_of_foreign_parameters_is_refused():
 
 def test_prepare_takes_a_plain_model_once():
     run = lockstep.init(global_batch=GLOBAL_BATCH)
-    with pytest.raises(ConfigError, match="which SGD is not"):
+    with pytest.raises(ConfigError, match="is of type SGD, which is no model"):
         run.prepare(torch.optim.SGD(network().parameters()))
     with pytest.raises(ConfigError, match=r"model\.module"):
         run.prepare(DataParallel(network()))

@@ -31,6 +31,7 @@ def shared(*, lr=0.1, left_out=0, unit=Unit.ELEMENT, shares_all=False):
         replicated=False,
         trainable=lambda: held,
         largest_unit=unit,
+        cut_dimensions=1,
         whole_parameters=frozenset(),
         device=torch.device("cpu"),
         name="fsdp",

@@ -60,10 +60,11 @@ def test_every_block_and_line_makes_a_source():
 def test_layouts_are_filled_by_the_micro_batches():
     for seed in range(200):
         program = draw(seed)
-        k = dict(program.recipe)["micro_batches"]
+        recipe = dict(program.recipe)
+        k, shards = recipe["micro_batches"], recipe.get("tensor", {}).get("shards", 0)
         for phases in layouts(program):
             assert all(
-                layout.ranks <= max(k, 4) and ("pipeline" not in layout.name or layout.ranks <= k)
+                layout.ranks <= max(k, 4, shards) and ("pipeline" not in layout.name or layout.ranks <= k)
                 for layout in phases
             )
 

@@ -295,11 +295,9 @@ class RunState:
             if first.get(name) != value
         ]
         tied = [f"the buffer {name!r}" for name, _ in self._tied() ^ self._first_tied]
-        mine_too = [mine, tied]
-        everyone = [mine_too] if self.strategy.replicated else self.strategy.gather_records(mine_too)
-        unsaved, parted = (
-            sorted({name for names in of_ranks for name in names}) for of_ranks in zip(*everyone)
-        )
+        every = [mine, tied]
+        everyone = [every] if self.strategy.replicated else self.strategy.gather_records(every)
+        unsaved, parted = (sorted({n for names in of_ranks for n in names}) for of_ranks in zip(*everyone))
         found = {
             "unsaved": unsaved,
             "tied_buffers": parted,
