@@ -370,7 +370,7 @@ class GradientElsewhere(AbsentGradient):
         if asked == "get grad":
             return None
         if asked == "untyped_storage":
-            return torch.UntypedStorage(self.nbytes, device="meta")
+            return torch.UntypedStorage(self.nbytes, device="meta")  # type: ignore[no-untyped-call]  # torch's
         return NotImplemented
 
     @classmethod
