@@ -7,6 +7,7 @@ import pytest
 
 from lockstep.config.components import Component
 from lockstep.config.job_file import Override, built_in_jobs, find_job, load_job, parse_set, toml_value
+from lockstep.data.download import PUBLISHED
 from lockstep.errors import ConfigError
 
 
@@ -152,8 +153,9 @@ def test_a_folder_a_missing_file_and_an_unknown_name_are_told_apart(tmp_path):
     assert f"To verify it: lockstep verify --script {script}." in message(load_job, str(script))
 
 
-def test_a_built_in_job_without_its_data_names_the_command_that_downloads_it():
-    assert "Give it with --data DIR; 'lockstep download cifar10' writes one." in message(load_job, "cifar10")
+@pytest.mark.parametrize("job", PUBLISHED)
+def test_a_built_in_job_without_its_data_names_the_command_that_downloads_it(job):
+    assert f"Give it with --data DIR; 'lockstep download {job}' writes one." in message(load_job, job)
     assert "Give it with --data DIR." in message(load_job, "flowers")
 
 

@@ -236,16 +236,16 @@ def _sharded_layout(r, k, shards):
     """A layout of a program whose layers are split into shards; None where what was drawn does not fit."""
     ranks = r.choice((2, 3, 4, 6))
     if r.random() < 0.3:
-        return Layout(f"ddp {ranks}", ranks, {"strategy": "ddp"}) if ranks <= k else None
-    if r.random() < 0.3:
-        return (
-            Layout("data x tensor", 4, {"strategy": "hybrid", "mesh": "data=2,tensor=2"})
-            if k > 1 and shards % 2 == 0
-            else None
+        fits, layout = ranks <= k, Layout(f"ddp {ranks}", ranks, {"strategy": "ddp"})
+    elif r.random() < 0.3:
+        fits = k > 1 and shards % 2 == 0
+        layout = Layout("data x tensor", 4, {"strategy": "hybrid", "mesh": "data=2,tensor=2"})
+    else:
+        fits, layout = (
+            shards % ranks == 0,
+            Layout(f"tensor {ranks} of {shards}", ranks, {"strategy": "tensor"}),
         )
-    return (
-        Layout(f"tensor {ranks} of {shards}", ranks, {"strategy": "tensor"}) if shards % ranks == 0 else None
-    )
+    return layout if fits else None
 
 
 _HEADER = """

@@ -314,13 +314,14 @@ class LoopState:
     def _lost(self, found: Variables) -> dict[str, tuple[str, str]]:
         """The variables that begin anew: what they were at the checkpoint, and what they are."""
         lost, taken = {}, self._taken & self._taken_from_run(found)
+        unread = found.local - found.live
         for name, text in found.texts.items():
             before = self._stored["saved"].get(name)
             if before is None:
                 continue
             if name in self._carried:
                 is_lost = not self._inside or before != text
-            elif before == text or name in found.generators or name in found.local - found.live:
+            elif before == text or name in found.generators or name in unread:
                 is_lost = False
             else:
                 is_lost = self._begins_anew(name, text, before, found, is_taken=name in taken)

@@ -245,7 +245,8 @@ def _inside(label: str, value: Any, names: set[str]) -> list[tuple[str, Any]]:
     inner: list[tuple[str, Any]] = []
     if isinstance(value, nn.Module):
         is_walked = isinstance(value, nn.Sequential | nn.ModuleList | nn.ModuleDict) or names & _WALKING
-        inner = [(f"{label}.{name}", each) for name, each in value.named_modules() if name and is_walked]
+        modules = value.named_modules() if is_walked else ()
+        inner = [(f"{label}.{name}", each) for name, each in modules if name]
     elif isinstance(value, (Tensor, type)) or type(value).__module__.split(".")[0] in _LIBRARIES:
         return []
     return inner + _attributes(label, value, names)

@@ -238,8 +238,12 @@ class TensorParallel(Replicated):
         if self._exchange.between is None:
             return result
         replicated = {name: p for name, p in self._trainable.items() if name not in self._shards}
-        none = torch.full((), -1, dtype=torch.int64, device=self.device)
-        sums = [none if p.grad is None else sum_of_bits(p.grad) for p in replicated.values()]
+        sums = [
+            sum_of_bits(p.grad)
+            if p.grad is not None
+            else torch.full((), -1, dtype=torch.int64, device=self.device)
+            for p in replicated.values()
+        ]
         flags = torch.stack([result.stop.double(), result.finite.double()])
         row = torch.cat([flags, result.losses.double()]).view(torch.int64)
         rows = self._exchange.between.all_gather(torch.cat([row, *([torch.stack(sums)] if sums else [])]))
