@@ -156,6 +156,50 @@ def test_what_an_inner_function_reads_is_read_where_its_name_is():
     assert "weight" not in found
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        "give(lambda: scale)",
+        "hooks['of the step'] = lambda: scale",
+        "def hook():\n        return scale\n    give(hook)",
+        "def inner():\n        return scale\n    def hook():\n        return inner()\n    give(hook)",
+        "class Rate:\n        def __call__(self):\n            return scale\n    rate = Rate()",
+    ],
+)
+def test_what_a_function_reads_that_was_given_away_is_live(given):
+    """Such as a hook of an optimizer, or the function of a schedule: the loop itself never names it again."""
+    before = f"give, hooks = list, {{}}\n    {given.replace('give(', 'hooks.setdefault(1, ')}"
+    assert "scale" in live_in_loop(before, "scale = number")
+
+
+@pytest.mark.parametrize(
+    ("before", "within"),
+    [
+        ("def log():\n        return scale", "scale = number; log()"),
+        ("def log():\n        return scale\n    log()", "scale = number"),
+        ("total = sum(scale * each for each in range(3))", "scale = number"),
+        ("def loss():\n        return scale", "scale = number; list(map(loss, ()))"),
+        (
+            "def loss():\n        return scale\n    def both():\n        return loss()",
+            "scale = number; both()",
+        ),
+    ],
+)
+def test_what_a_function_reads_that_the_loop_calls_or_hands_on_itself_is_read_there(before, within):
+    assert "scale" not in live_in_loop(before, within)
+
+
+def live_in_loop(before, within):
+    """The variables that are live in the loop of a function that sets ``scale`` to 1 first."""
+    text = (
+        f"def script():\n    scale = 1\n    {before}\n    for number in range(2):\n        found.append(here())\n"
+        f"        {within}\nscript()\n"
+    )
+    space = {"here": lambda: live_here(2), "found": []}
+    exec(compile(text, "script.py", "exec"), space)
+    return space["found"][-1]
+
+
 class Cache:
     """A data set that keeps what it has read."""
 
@@ -182,6 +226,20 @@ def test_the_variables_of_a_script_are_looked_at_too():
     exec(compile(text, "script.py", "exec"), space)
     assert "step" in space["found"]
     assert not {"rate", "number"} & space["found"]
+
+
+def test_the_entries_of_a_dict_of_a_script_that_only_functions_read_are_noted():
+    text = (
+        "count = {'n': 0}\ndef hook():\n    count['n'] += 1\ndef main():\n    hooks = [hook]\n"
+        "    state.begin_epoch()\n    state.begin_steps()\n    for number in range(2):\n        hooks[0]()\n"
+        "        assert_noted(state.capture(), number)\nmain()\n"
+    )
+
+    def assert_noted(stored, number):
+        assert stored["saved"]["count['n']"] == str(number + 1)
+
+    space = {"state": LoopState(frozenset(), is_main=True), "assert_noted": assert_noted}
+    exec(compile(text, "script.py", "exec"), {**space, "__name__": "script"})
 
 
 class Task:

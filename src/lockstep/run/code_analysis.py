@@ -17,6 +17,7 @@ import sys
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from inspect import CO_OPTIMIZED
 from traceback import walk_stack
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any, Literal, NamedTuple
@@ -29,14 +30,14 @@ from lockstep.core.users_code import codes_in, is_users_code, is_users_module, m
 def live_names(code: CodeType, offset: int) -> frozenset[str]:
     """The variables that code may read after an instruction before it sets them: those that are live there.
 
-    Variables that inner functions set count as live. What an inner function reads is read where its name is. Exceptions
-    are not followed.
+    Variables that inner functions set count as live. What an inner function reads is read where its name is, and
+    anywhere after it was given away, as a hook is. Exceptions are not followed.
 
     Args:
         offset: of the instruction, or of a cache behind it, in bytes, as ``frame.f_lasti``.
     """
     offsets, _, after = _live_around(code)
-    return after[bisect_right(offsets, offset) - 1] | _set_by_inner(code)
+    return after[bisect_right(offsets, offset) - 1] | _set_by_inner(code) | _read_by_others(code, offset)
 
 
 def live_in(frames: Sequence[FrameType], *, enters_loop: bool = False) -> list[frozenset[str]]:
@@ -65,7 +66,7 @@ def _live_in_body(code: CodeType, offset: int) -> frozenset[str]:
             return live_names(code, offset)
         read |= {name for _, name in accesses[number]}
         number = follow[number][0]
-    return before[number + 1] | read | _set_by_inner(code)
+    return before[number + 1] | read | _set_by_inner(code) | _read_by_others(code, offset)
 
 
 def _set_by(code: CodeType) -> set[str]:
@@ -121,14 +122,54 @@ def _hide(name: str, begin: int, instructions: list[dis.Instruction], accesses: 
 
 def names_ahead(code: CodeType, offset: int) -> set[str]:
     """The variables that code may read or set after an instruction; see ``live_names``."""
-    instructions, follow, accesses = _flow(code)
-    number = bisect_right([each.offset for each in instructions], offset) - 1
-    seen, todo = set[int](), list(follow[number])
+    accesses = _flow(code)[2]
+    return {name for each in _ahead(code, offset) for _, name in accesses[each]}
+
+
+def _ahead(code: CodeType, offset: int) -> set[int]:
+    """The numbers of the instructions that may run after one."""
+    instructions, follow, _ = _flow(code)
+    seen, todo = set[int](), list(follow[bisect_right([each.offset for each in instructions], offset) - 1])
     while todo:
         if (number := todo.pop()) not in seen:
             seen.add(number)
             todo += follow[number]
-    return {name for each in seen for _, name in accesses[each]}
+    return seen
+
+
+def _read_by_others(code: CodeType, offset: int) -> frozenset[str]:
+    """The variables that inner functions read which others may call at any time: given away before the loops around.
+
+    What a loop gives away in each pass, such as a loss, is read there.
+    """
+    given = [each for each in _given_away(code) if _flow(code)[0][each[0]].offset <= offset]
+    ahead = _ahead(code, offset) if given else ()
+    return frozenset[str]().union(*(names for number, names in given if number not in ahead))
+
+
+@functools.cache
+def _given_away(code: CodeType) -> list[tuple[int, frozenset[str]]]:
+    """The numbers of instructions that give an inner function, or a class, to others; the variables that it reads."""
+    instructions, _, accesses = _flow(code)
+    inner, found = _inner_functions(instructions), list[tuple[int, frozenset[str]]]()
+    opnames = ["", *(each.opname for each in instructions), ""]
+    for number, each in enumerate(instructions):
+        if isinstance(body := each.argval, CodeType):
+            is_function = body.co_flags & CO_OPTIMIZED
+            is_held = is_function and _holder_of_inner(number, instructions)
+            if not is_held and body.co_name not in _AT_ONCE:
+                found.append((number, _read_by(body)))
+        elif "PUSH_NULL" not in (opnames[number], opnames[number + 2]) and not _makes_closure(each, code):
+            found += [
+                (number, inner[name]) for kind, name in accesses[number] if kind == "LOAD" and name in inner
+            ]
+    return [(number, names.union(*(inner.get(each, ()) for each in names))) for number, names in found]
+
+
+def _makes_closure(instruction: dis.Instruction, code: CodeType) -> bool:
+    """True where a variable itself is loaded, for an inner function, rather than its value."""
+    is_cell = instruction.argval in (*code.co_cellvars, *code.co_freevars)
+    return instruction.opname == "LOAD_CLOSURE" or (instruction.opname == "LOAD_FAST" and is_cell)
 
 
 @functools.cache
@@ -191,6 +232,7 @@ def _read_by(code: CodeType) -> frozenset[str]:
 
 
 _OF_PLACE = re.compile(r"the (?:\w+ )?(attribute|variable) '(\w+)'")
+_AT_ONCE = ("<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>")
 _ENDS = ("POP_TOP", "STORE_ATTR", "RETURN_VALUE")
 _JUMPS = frozenset(dis.hasjrel) | frozenset(dis.hasjabs)
 _NEVER_CONTINUE = (

@@ -249,8 +249,9 @@ class Variables:
                 if type(held) is ModuleType and is_users_module(held.__name__):
                     self._codes.append((code, vars(held)))
                 elif key in space and name in self.texts:
-                    if code not in self._modules:
-                        self.live.add(name)  # functions may read what the code of the module does not
+                    if code not in self._modules:  # functions may read what the code of the module does not
+                        first, last = self._seen.get(id(held), (0, 0))
+                        self._mark([name, *self._noted[first:last]])
                 elif key in space:
                     self._look(Part(GLOBAL, space, key, held), name)
 
