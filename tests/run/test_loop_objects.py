@@ -585,6 +585,26 @@ def mining(folder, make, leave_at=None, *, within=False, give_back=False, clear=
     return weights
 
 
+def fading(folder, stop=False):
+    run, _, optimizer = begin(directory=folder, resume="auto")
+    data = dataset()
+    rows = data.tensors[0]
+    for _ in run.epochs(3):
+        for batch in run.batches(data):
+            train_step(run, batch, optimizer)
+            rows.mul_(0.9)
+            if stop:
+                leave(run)
+    run.close()
+
+
+def test_what_the_loop_changes_in_a_data_set_by_a_name_of_its_own_is_not_lost(tmp_path):
+    with pytest.raises(Left):
+        fading(tmp_path, stop=True)
+    with pytest.raises(ConfigError, match=r"The loop had changed fading: data.tensors\[0\] in a data set"):
+        fading(tmp_path)
+
+
 RARE = [list, deque, Counter, OrderedDict, functools.partial(defaultdict, float)]
 CONTAINERS = [set, dict, *(pytest.param(each, marks=pytest.mark.slow) for each in RARE)]
 

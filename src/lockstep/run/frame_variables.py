@@ -133,6 +133,8 @@ class Variables:
     """Those of them that are read before they are set, as their code tells."""
     live: set[str] = field(default_factory=set)
     """Those that the frames will read before they set them anew, as far as code tells that."""
+    other_names: dict[str, set[str]] = field(default_factory=dict)
+    """Of values that were found again: the last words of those names."""
     renewed: set[str] = field(default_factory=set)
     """See ``renew_floats``."""
     _most_bytes: int = _MOST_BYTES
@@ -294,6 +296,10 @@ class Variables:
         if first == start:
             self._look_into(value, name, depth, only_tensors)
             self._seen[id(value)] = start, len(self._noted)
+        elif first < last:
+            self.other_names.setdefault(self._noted[first], set()).add(
+                name.rpartition(" ")[2].rpartition(".")[2]
+            )
 
     def _look_into(self, value: Any, name: str, depth: int, only_tensors: bool) -> None:
         kind = type(value)

@@ -240,7 +240,7 @@ class LoopState:
         changed = {
             name for name in found.of_datasets - self._by_reading if texts[name] != self._first.get(name)
         }
-        return {name: _VERSION.sub("", texts[name]) for name in changed - self._not_by_loop(changed)}
+        return {name: _VERSION.sub("", texts[name]) for name in changed - self._not_by_loop(changed, found)}
 
     def end_steps(self) -> None:
         """Notes the variables when the steps of an epoch have ended."""
@@ -289,14 +289,20 @@ class LoopState:
         names = found.of_data - self._by_reading
         changed = {name for name in names if before.get(name, texts[name]) != texts[name]}
         if not self._at_end:
-            changed = changed & found.of_datasets - self._not_by_loop(changed)
+            changed = changed & found.of_datasets - self._not_by_loop(changed, found)
         self._set_in_data |= changed
         self._set_in_data -= {name for name in names if self._first.get(name) == texts[name]}
 
-    def _not_by_loop(self, names: Collection[str]) -> set[str]:
+    def _not_by_loop(self, names: Collection[str], found: Variables) -> set[str]:
         """Those of the names whose variables neither the code of the loop nor a function that it calls changes."""
-        by_loop = changed_by_loop() if names else set()
-        return {name for name in names if _words(name)[0][-1] not in by_loop}
+        by_loop, others = changed_by_loop() if names else set(), found.other_names
+        return {
+            name
+            for name in names
+            if by_loop.isdisjoint(
+                {_words(name)[0][-1], *others.get(name, ()), *others.get(name.partition("[")[0], ())}
+            )
+        }
 
     def _give_without_epochs(self, found: Variables) -> None:
         """Restores the generators' states at the end of an epoch, in a loop that is not over ``run.epochs``."""
@@ -426,7 +432,9 @@ class LoopState:
             if any(id(p) in self._known for group in each.param_groups for p in group["params"])
         ]
         self._note_data(found)
-        names = found.live - self._by_reading - self._not_by_loop(found.perhaps_read - self._set_in_data)
+        names = (
+            found.live - self._by_reading - self._not_by_loop(found.perhaps_read - self._set_in_data, found)
+        )
         noted = {name: found.texts[name] for name in names if self._is_noted(name, found)}
         # A thread, or a function that has ended, may have had the others.
         generators = {**self._generators, **found.generators}
