@@ -317,6 +317,14 @@ def test_a_set_that_keeps_what_it_drew_is_refused(draw):
         train(KeepsNoise(draw), workers=1)
 
 
+def test_a_set_that_keeps_what_it_drew_is_refused_though_half_of_a_micro_batch_was_read_before():
+    """By another check, or by the script. The other half alone may be what begins something."""
+    data = KeepsNoise(lambda: torch.rand(()))
+    data[0]
+    with pytest.raises(DataError, match="drew other random numbers"):
+        SampleReader(data, seed=0, checks=True).read(0, np.array([0, 1]))
+
+
 def test_what_is_kept_may_have_been_drawn_by_the_number_of_the_sample():
     assert train(KeepsNoiseOfItsNumber(None)) == train(KeepsNoiseOfItsNumber(None), workers=1)
 

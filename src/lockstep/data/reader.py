@@ -391,9 +391,11 @@ class SampleReader:
             first = replace(keys, indices=np.arange(min(_MOST_COMPARED, len(self._dataset))))
             compared.require_equal(self._named_rows(first), partial(self._read, first))
             return
-        singles = keys.indices
-        if len(singles) == 1:  # another one says whether it changes the first
-            singles = np.array([*singles, (singles[0] + 1) % len(self._given)])
+        # More than a small micro-batch has: others say whether they change the first, or are kept.
+        more = (keys.indices[-1] + np.arange(1, _FEW)) % len(self._given)
+        singles = np.array(
+            [*dict.fromkeys([*keys.indices.tolist(), *more.tolist()])][: max(_FEW, len(keys.indices))]
+        )
         parts = [replace(keys, indices=singles[n : n + 1]) for n in range(len(singles))]
         end = time.perf_counter() + _LONGEST
         for number, part in enumerate(parts):
