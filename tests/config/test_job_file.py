@@ -147,7 +147,8 @@ def test_a_folder_a_missing_file_and_an_unknown_name_are_told_apart(tmp_path):
     assert "Did you mean 'digits'?" in message(load_job, "digist")
     assert "neither a file nor a built-in job" in message(load_job, str(tmp_path / "none.toml"))
     (tmp_path / "points.toml").touch()
-    assert f"Did you mean '{tmp_path / 'points.toml'}'?" in message(load_job, str(tmp_path / "point.toml"))
+    for asked in ("point.toml", "points.tml", "points"):
+        assert f"Did you mean '{tmp_path / 'points.toml'}'?" in message(load_job, str(tmp_path / asked))
     script = tmp_path / "train.py"
     script.write_text("import torch\n")
     assert f"To verify it: lockstep verify --script {script}." in message(load_job, str(script))

@@ -48,6 +48,15 @@ def test_a_script_must_be_python_source(tmp_path, name, content):
         ScriptTarget(path=str(tmp_path / name))
 
 
+def test_a_job_is_no_script(tmp_path):
+    """Its first table ended in NameError: name 'model' is not defined."""
+    (tmp_path / "job.toml").write_text("[model]\n")
+    with pytest.raises(
+        ConfigError, match=r"job\.toml' is a job, not a script. To train it: lockstep train .*/job\.toml"
+    ):
+        ScriptTarget(path=str(tmp_path / "job.toml"))
+
+
 def test_a_lambda_is_refused():
     with pytest.raises(ConfigError, match="top level of a file, not a lambda"):
         FunctionTarget.from_function(lambda: 1, (), {})

@@ -73,7 +73,8 @@ def find_job(job: str) -> JobFile:
     try:
         text = folder_job(path) if path.is_dir() else _read(path)
     except FileNotFoundError:
-        hint = near_path(path) if path.suffix == ".toml" else ""
+        near = path.with_suffix(".toml") if path.name else path
+        hint = f" Did you mean {str(near)!r}?" if near.is_file() else near_path(path) if path.suffix else ""
         raise ConfigError(
             f"The job {job!r} is neither a file nor a built-in job.{hint or nearest(job, built_in_jobs())}"
         ) from None

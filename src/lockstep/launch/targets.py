@@ -34,6 +34,10 @@ class ScriptTarget:
             raise ConfigError(
                 f"The script {self.path!r} is not a file.{near_path(self.path) or ' Check the path.'}"
             )
+        if Path(self.path).suffix == ".toml":
+            raise ConfigError(
+                f"{self.path!r} is a job, not a script. To train it: lockstep train {self.path}."
+            )
         with suppress(OSError), Path(self.path).open("rb") as file:
             if b"\0" in file.read(4096) or Path(self.path).suffix == ".ipynb":
                 raise ConfigError(
