@@ -203,6 +203,7 @@ def test_none_leaves_a_setting_or_an_argument_out(load):
             "optimizer.momentun is not in the job, so there is nothing to leave out.",
         ),
         ("training.epoch=none", "training.epoch is not a known setting. Did you mean 'epochs'?"),
+        ("training.lr=0.1", "training.lr is not a known setting. Did you mean 'optimizer.lr'?"),
         ("model=none", "model is missing: a job needs a table [model]"),
     ],
 )
