@@ -135,6 +135,11 @@ def test_a_file_that_cannot_be_read_is_a_config_error(tmp_path, content):
     assert str(path) in message(load_job, str(path))
 
 
+def test_the_mark_with_which_some_editors_begin_a_file_is_ignored(tmp_path):
+    (tmp_path / "job.toml").write_bytes(b"\xef\xbb\xbf[modle]\n")
+    assert "job.toml:1: modle is not a known setting" in message(load_job, str(tmp_path / "job.toml"))
+
+
 def test_a_file_that_is_not_utf8_is_told_so(tmp_path):
     """The words were Python's: 'utf-8' codec can't decode byte 0xf6 in position 11."""
     path = tmp_path / "job.toml"
@@ -203,7 +208,7 @@ def test_none_leaves_a_setting_or_an_argument_out(load):
             "optimizer.momentun is not in the job, so there is nothing to leave out.",
         ),
         ("training.epoch=none", "training.epoch is not a known setting. Did you mean 'epochs'?"),
-        ("training.lr=0.1", "training.lr is not a known setting. Did you mean 'optimizer.lr'?"),
+        ("training.lr=none", "training.lr is not a known setting. Did you mean 'optimizer.lr'?"),
         ("model=none", "model is missing: a job needs a table [model]"),
     ],
 )

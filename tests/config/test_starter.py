@@ -76,7 +76,14 @@ def test_a_table_has_its_last_column_as_target_and_leaves_text_out(tmp_path):
     found = look_at(write(tmp_path / "t.csv", TABLE), "table")
     assert (found.goal, found.outputs, found.samples) == ("classes", 3, 12)
     assert (found.values["columns"], found.values["classes"]) == (["a", "b"], ["0", "1", "2"])
-    assert "left out, because some values are not numbers: name" in found.remarks
+    assert "left out, because some values are not numbers: name ('n0' in row 2)" in found.remarks
+
+
+@pytest.mark.parametrize(("name", "delimiter"), [("t.csv", ";"), ("t.csv", "\t"), ("t.tsv", "\t")])
+def test_the_first_line_of_a_table_tells_what_separates_its_columns(tmp_path, name, delimiter):
+    """A table with semicolons, as spreadsheets write it in many countries, was said to have no such line."""
+    found = look_at(write(tmp_path / name, TABLE.replace(",", delimiter)), "table")
+    assert (found.values["columns"], found.values["delimiter"]) == (["a", "b"], delimiter)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +101,12 @@ def test_a_column_of_few_whole_numbers_is_of_classes_unless_told_otherwise(tmp_p
         ("a,b\n1,2\n1\n", {}, "row 3: 1 values for 2 columns"),
         ("a,a\n1,2\n", {}, "names at least two columns, each once"),
         ("a,b\n" + "1,2\n" * 9, {}, "has 9 samples; at least 10"),
-        ("a,b\n" + "x,2\n" * 20, {}, "no column of numbers"),
+        ("a,b\n" + "x,2\n" * 20, {}, r"no column of numbers beside 'b': a \('x' in row 2\)"),
+        (
+            "a,b\n" + "1,2\n" * 20 + ",2\n",
+            {},
+            r"a \('' in row 22\)\. .* fill in empty values or remove their rows",
+        ),
         ("a,b\n" + "1,2\n" * 20, {}, "has one class only"),
     ],
 )

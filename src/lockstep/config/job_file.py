@@ -94,7 +94,7 @@ def _read(path: Path) -> str:
     if found.st_size > _LARGEST:
         raise ValueError(f"it has {found.st_size:,} bytes, and no job is larger than {_LARGEST:,}")
     try:
-        return path.read_bytes().decode()
+        return path.read_bytes().decode("utf-8-sig")  # some editors begin a file with a mark
     except UnicodeDecodeError as error:
         raise ValueError(
             f"it is not in UTF-8 (byte {error.start + 1} is {error.object[error.start]:#04x}); save it so"
