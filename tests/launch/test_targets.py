@@ -36,6 +36,8 @@ def test_a_script_must_be_a_file(tmp_path):
     (tmp_path / "present.py").touch()
     with pytest.raises(ConfigError, match=r"presnt\.py' is not a file\. Did you mean '.*/present\.py'\?"):
         ScriptTarget(path=str(tmp_path / "presnt.py"))
+    with pytest.raises(ConfigError, match=r"'python3' is not a file\. Leave that word out"):
+        ScriptTarget(path="python3", arguments=("train.py",))
 
 
 @pytest.mark.parametrize(("name", "content"), [("train.pyc", b"\xa7\r\r\n\0"), ("train.ipynb", b"{}")])
