@@ -129,7 +129,8 @@ def test_tensors_of_every_kind_of_file_are_read(tmp_path):
 @pytest.mark.parametrize(
     ("arrays", "goal", "match"),
     [
-        ({"x": np.zeros((12, 2))}, "", "does not hold tensors named x and y"),
+        ({"x": np.zeros((12, 2))}, "", "does not hold tensors named x and y: it holds x. Save both"),
+        ({"X": np.zeros((12, 2)), "Y": np.zeros(12)}, "", "it holds X, Y. Save both under these names"),
         ({"x": np.zeros((12, 2)), "y": np.zeros(11)}, "", "as many rows"),
         ({"x": np.zeros((12, 2)), "y": np.zeros(12)}, "classes", "Use --goal numbers"),
     ],
@@ -138,6 +139,15 @@ def test_tensors_that_cannot_be_trained_on_are_refused_with_the_reason(tmp_path,
     np.savez(tmp_path / "t.npz", **arrays)
     with pytest.raises(ConfigError, match=match):
         look_at(tmp_path / "t.npz", "tensors", goal=goal)
+
+
+def test_a_file_of_tensors_without_names_is_told_so(tmp_path):
+    """The words were Python's: tuple indices must be integers or slices, not str."""
+    torch.save((torch.zeros(12, 2), torch.zeros(12)), tmp_path / "t.pt")
+    with pytest.raises(
+        ConfigError, match=r"it holds a tuple\. Save both under these names, in a \.pt file as a dict"
+    ):
+        look_at(tmp_path / "t.pt", "tensors")
 
 
 def test_the_texts_are_a_job_and_a_script_whatever_the_path_holds(tmp_path):

@@ -15,7 +15,7 @@ import csv
 import math
 import os
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -352,13 +352,24 @@ def _read_tensors(data: Path) -> tuple[Any, Any, str]:
         return x, y, 'x, y = (np.load(DATA / name) for name in ("x.npy", "y.npy"))'
     if data.suffix.lower() == ".npz":
         with np.load(data, allow_pickle=False) as arrays:
+            _require_names(arrays)
             return arrays["x"], arrays["y"], 'arrays = np.load(DATA)\n    x, y = arrays["x"], arrays["y"]'
     import torch
 
     tensors = torch.load(data, weights_only=True)
+    _require_names(tensors)
     known = (torch.as_tensor(tensors[name]) for name in ("x", "y"))
     x, y = ((each.float() if each.dtype == torch.bfloat16 else each).numpy() for each in known)
     return x, y, 'tensors = torch.load(DATA, weights_only=True)\n    x, y = tensors["x"], tensors["y"]'
+
+
+def _require_names(held: Any) -> None:
+    """Raises ``ValueError`` with what a file holds, where that is not x and y by name."""
+    if not isinstance(held, Mapping) or not {"x", "y"} <= held.keys():
+        found = shorten(held) if isinstance(held, Mapping) else f"a {type(held).__name__}"
+        raise ValueError(
+            f"it holds {found or 'nothing'}. Save both under these names, in a .pt file as a dict."
+        )
 
 
 def _require_finite(name: str, values: Any) -> None:
