@@ -55,10 +55,11 @@ def test_little_shared_memory_is_a_warning_that_names_the_option(monkeypatch):
     assert "--shm-size" in finding.advice
 
 
-def test_a_folder_that_cannot_be_written_is_a_fault(monkeypatch):
+def test_a_folder_that_cannot_be_written_is_a_fault_with_the_setting_of_another(monkeypatch):
     monkeypatch.setattr(doctor.os, "access", lambda path, mode: False)
-    findings = [each for each in doctor.look_at_host({}) if each.subject == "this folder"]
-    assert [each.grade for each in findings] == [Grade.FAULT]
+    found = {each.subject: (each.grade, each.advice) for each in doctor.look_at_host({})}
+    assert found["temporary"] == (Grade.FAULT, "Set another with TMPDIR")
+    assert found["this folder"] == (Grade.FAULT, "Set another with --set run.directory=...")
 
 
 @pytest.mark.parametrize(

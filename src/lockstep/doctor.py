@@ -152,19 +152,17 @@ def _shared_memory() -> CheckResult:
 
 
 def _folders() -> Iterator[CheckResult]:
-    for subject, folder in (("temporary", Path(tempfile.gettempdir())), ("this folder", Path.cwd())):
+    for subject, folder, setting in (
+        ("temporary", Path(tempfile.gettempdir()), "TMPDIR"),
+        ("this folder", Path.cwd(), "--set run.directory=..."),
+    ):
         if not os.access(folder, os.W_OK | os.X_OK):
-            advice = "Set another with TMPDIR, or with --set run.directory=..."
-            yield fault(subject, f"{folder} is not writable", advice)
+            yield fault(subject, f"{folder} is not writable", f"Set another with {setting}")
             continue
         free = shutil.disk_usage(folder).free
         found = f"{folder}, {format_bytes(free, binary=True)} free"
-        little = free < _LITTLE_DISK
-        yield (
-            warning(subject, found, "Checkpoints may not fit. Free some space.")
-            if little
-            else ok(subject, found)
-        )
+        advice = "Checkpoints may not fit. Free some space."
+        yield warning(subject, found, advice) if free < _LITTLE_DISK else ok(subject, found)
 
 
 def _interfaces(environment: Mapping[str, str]) -> Iterator[CheckResult]:
@@ -347,12 +345,7 @@ def _pair(left: int, right: int, rank: int, message: Any, device: Any) -> float:
         return 0.0
     first, second = (dist.send, dist.recv) if rank == left else (dist.recv, dist.send)
     other = right if rank == left else left
-
-    def exchange() -> None:
-        first(message, other)
-        second(message, other)
-
-    return _median(exchange, 5, device)
+    return _median(lambda: (first(message, other), second(message, other)), 5, device)
 
 
 def _median(call: Callable[[], object], times: int, device: Any) -> float:

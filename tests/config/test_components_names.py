@@ -102,3 +102,10 @@ def test_torch_is_read_not_imported():
     found = StaticNames().definition("torch.optim", "SGD")
     assert isinstance(found, Definition)
     assert found.module == "torch.optim.sgd"
+
+
+def test_a_file_that_hides_a_package_is_named(tmp_path):
+    """A ``torch.py`` beside a job was said to be torch, without ``nn``."""
+    (tmp_path / "torch.py").touch()
+    found = StaticNames([str(tmp_path)]).definition("torch.nn", "Linear")
+    assert (found.holder, found.name) == (str(tmp_path / "torch.py"), "nn")

@@ -135,6 +135,11 @@ def test_a_file_that_cannot_be_read_is_a_config_error(tmp_path, content):
     assert str(path) in message(load_job, str(path))
 
 
+def test_the_mark_with_which_some_editors_begin_a_file_is_ignored(tmp_path):
+    (tmp_path / "job.toml").write_bytes(b"\xef\xbb\xbf[modle]\n")
+    assert "job.toml:1: modle is not a known setting" in message(load_job, str(tmp_path / "job.toml"))
+
+
 def test_a_file_that_is_not_utf8_is_told_so(tmp_path):
     """The words were Python's: 'utf-8' codec can't decode byte 0xf6 in position 11."""
     path = tmp_path / "job.toml"
@@ -147,7 +152,8 @@ def test_a_folder_a_missing_file_and_an_unknown_name_are_told_apart(tmp_path):
     assert "Did you mean 'digits'?" in message(load_job, "digist")
     assert "neither a file nor a built-in job" in message(load_job, str(tmp_path / "none.toml"))
     (tmp_path / "points.toml").touch()
-    assert f"Did you mean '{tmp_path / 'points.toml'}'?" in message(load_job, str(tmp_path / "point.toml"))
+    for asked in ("point.toml", "points.tml", "points"):
+        assert f"Did you mean '{tmp_path / 'points.toml'}'?" in message(load_job, str(tmp_path / asked))
     script = tmp_path / "train.py"
     script.write_text("import torch\n")
     assert f"To verify it: lockstep verify --script {script}." in message(load_job, str(script))
@@ -202,6 +208,7 @@ def test_none_leaves_a_setting_or_an_argument_out(load):
             "optimizer.momentun is not in the job, so there is nothing to leave out.",
         ),
         ("training.epoch=none", "training.epoch is not a known setting. Did you mean 'epochs'?"),
+        ("training.lr=none", "training.lr is not a known setting. Did you mean 'optimizer.lr'?"),
         ("model=none", "model is missing: a job needs a table [model]"),
     ],
 )

@@ -76,7 +76,14 @@ def test_a_table_has_its_last_column_as_target_and_leaves_text_out(tmp_path):
     found = look_at(write(tmp_path / "t.csv", TABLE), "table")
     assert (found.goal, found.outputs, found.samples) == ("classes", 3, 12)
     assert (found.values["columns"], found.values["classes"]) == (["a", "b"], ["0", "1", "2"])
-    assert "left out, because some values are not numbers: name" in found.remarks
+    assert "left out, because some values are not numbers: name ('n0' in row 2)" in found.remarks
+
+
+@pytest.mark.parametrize(("name", "delimiter"), [("t.csv", ";"), ("t.csv", "\t"), ("t.tsv", "\t")])
+def test_the_first_line_of_a_table_tells_what_separates_its_columns(tmp_path, name, delimiter):
+    """A table with semicolons, as spreadsheets write it in many countries, was said to have no such line."""
+    found = look_at(write(tmp_path / name, TABLE.replace(",", delimiter)), "table")
+    assert (found.values["columns"], found.values["delimiter"]) == (["a", "b"], delimiter)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +101,12 @@ def test_a_column_of_few_whole_numbers_is_of_classes_unless_told_otherwise(tmp_p
         ("a,b\n1,2\n1\n", {}, "row 3: 1 values for 2 columns"),
         ("a,a\n1,2\n", {}, "names at least two columns, each once"),
         ("a,b\n" + "1,2\n" * 9, {}, "has 9 samples; at least 10"),
-        ("a,b\n" + "x,2\n" * 20, {}, "no column of numbers"),
+        ("a,b\n" + "x,2\n" * 20, {}, r"no column of numbers beside 'b': a \('x' in row 2\)"),
+        (
+            "a,b\n" + "1,2\n" * 20 + ",2\n",
+            {},
+            r"a \('' in row 22\)\. .* fill in empty values or remove their rows",
+        ),
         ("a,b\n" + "1,2\n" * 20, {}, "has one class only"),
     ],
 )
@@ -117,7 +129,8 @@ def test_tensors_of_every_kind_of_file_are_read(tmp_path):
 @pytest.mark.parametrize(
     ("arrays", "goal", "match"),
     [
-        ({"x": np.zeros((12, 2))}, "", "does not hold tensors named x and y"),
+        ({"x": np.zeros((12, 2))}, "", "does not hold tensors named x and y: it holds x. Save both"),
+        ({"X": np.zeros((12, 2)), "Y": np.zeros(12)}, "", "it holds X, Y. Save both under these names"),
         ({"x": np.zeros((12, 2)), "y": np.zeros(11)}, "", "as many rows"),
         ({"x": np.zeros((12, 2)), "y": np.zeros(12)}, "classes", "Use --goal numbers"),
     ],
@@ -126,6 +139,15 @@ def test_tensors_that_cannot_be_trained_on_are_refused_with_the_reason(tmp_path,
     np.savez(tmp_path / "t.npz", **arrays)
     with pytest.raises(ConfigError, match=match):
         look_at(tmp_path / "t.npz", "tensors", goal=goal)
+
+
+def test_a_file_of_tensors_without_names_is_told_so(tmp_path):
+    """The words were Python's: tuple indices must be integers or slices, not str."""
+    torch.save((torch.zeros(12, 2), torch.zeros(12)), tmp_path / "t.pt")
+    with pytest.raises(
+        ConfigError, match=r"it holds a tuple\. Save both under these names, in a \.pt file as a dict"
+    ):
+        look_at(tmp_path / "t.pt", "tensors")
 
 
 def test_the_texts_are_a_job_and_a_script_whatever_the_path_holds(tmp_path):

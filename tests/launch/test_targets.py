@@ -36,6 +36,8 @@ def test_a_script_must_be_a_file(tmp_path):
     (tmp_path / "present.py").touch()
     with pytest.raises(ConfigError, match=r"presnt\.py' is not a file\. Did you mean '.*/present\.py'\?"):
         ScriptTarget(path=str(tmp_path / "presnt.py"))
+    with pytest.raises(ConfigError, match=r"'python3' is not a file\. Leave that word out"):
+        ScriptTarget(path="python3", arguments=("train.py",))
 
 
 @pytest.mark.parametrize(("name", "content"), [("train.pyc", b"\xa7\r\r\n\0"), ("train.ipynb", b"{}")])
@@ -46,6 +48,15 @@ def test_a_script_must_be_python_source(tmp_path, name, content):
         ConfigError, match=f"{name}' is not Python source. A notebook becomes a script by jupyter"
     ):
         ScriptTarget(path=str(tmp_path / name))
+
+
+def test_a_job_is_no_script(tmp_path):
+    """Its first table ended in NameError: name 'model' is not defined."""
+    (tmp_path / "job.toml").write_text("[model]\n")
+    with pytest.raises(
+        ConfigError, match=r"job\.toml' is a job, not a script. To train it: lockstep train .*/job\.toml"
+    ):
+        ScriptTarget(path=str(tmp_path / "job.toml"))
 
 
 def test_a_lambda_is_refused():

@@ -95,14 +95,15 @@ def main(arguments: argparse.Namespace) -> int:
         restart_world=arguments.restart_world,
         profile=arguments.profile,
     )
-    _warn_of_misplaced(target, text.replace("_", "-"))
+    code = text.split('"""', 2)[-1] if text.lstrip().startswith('"""') else text  # a docstring shows commands
+    _warn_of_misplaced(target, code.replace("_", "-"))
     settings = [*_of_script(target, options), debug_setting(arguments)]
     with joined_hosts(arguments, options.devices, settings) as joined:
         return supervise(target, with_debug_arguments(options, arguments, joined), joined)
 
 
 def _warn_of_misplaced(target: ScriptTarget, text: str) -> None:
-    """Tells of options of this command that stand behind the script, whose text nowhere mentions them."""
+    """Tells of options of this command that stand behind the script, whose code nowhere mentions them."""
     parser = argparse.ArgumentParser(add_help=False)
     add_arguments(parser)
     known = parser._option_string_actions

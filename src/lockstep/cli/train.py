@@ -380,7 +380,9 @@ def device_counts(text: str) -> list[int]:
     """Parses ``--devices 1,2,4``; empty if it was not given. Raises ``ConfigError`` for anything else."""
     words = comma_separated(text)
     if any(not word.isdecimal() or int(word) < 1 for word in words):
-        raise ConfigError(f"--devices {text!r} is not a list of numbers. Use for example --devices 1,2,4.")
+        raise ConfigError(
+            f"--devices {text!r} is not a list of numbers from 1 on. Use for example --devices 1,2,4."
+        )
     return [int(word) for word in words]
 
 

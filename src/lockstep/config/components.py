@@ -344,7 +344,10 @@ class StaticNames:
                 bindings = self._bindings(holder, spec)
                 if bindings is None or bindings.dynamic or {part, "__path__"} & bindings.nodes.keys():
                     return None
-                return Absent(holder, part, tuple(_modules_in(spec)))
+                # Of a single file, its path, as where that hides a package of the same name.
+                return Absent(
+                    holder if places is not None else str(spec.origin), part, tuple(_modules_in(spec))
+                )
             spec, holder = inner, f"{holder}.{part}"
         return spec
 

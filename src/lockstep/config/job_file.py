@@ -73,7 +73,8 @@ def find_job(job: str) -> JobFile:
     try:
         text = folder_job(path) if path.is_dir() else _read(path)
     except FileNotFoundError:
-        hint = near_path(path) if path.suffix == ".toml" else ""
+        near = path.with_suffix(".toml") if path.name else path
+        hint = f" Did you mean {str(near)!r}?" if near.is_file() else near_path(path) if path.suffix else ""
         raise ConfigError(
             f"The job {job!r} is neither a file nor a built-in job.{hint or nearest(job, built_in_jobs())}"
         ) from None
@@ -93,7 +94,7 @@ def _read(path: Path) -> str:
     if found.st_size > _LARGEST:
         raise ValueError(f"it has {found.st_size:,} bytes, and no job is larger than {_LARGEST:,}")
     try:
-        return path.read_bytes().decode()
+        return path.read_bytes().decode("utf-8-sig")  # some editors begin a file with a mark
     except UnicodeDecodeError as error:
         raise ValueError(
             f"it is not in UTF-8 (byte {error.start + 1} is {error.object[error.start]:#04x}); save it so"

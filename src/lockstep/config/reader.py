@@ -105,7 +105,8 @@ class _TableReader:
 
     def __init__(self, problems: list[Problem], root: type) -> None:
         self._problems = problems
-        self._homes = dict(_settings(root, ()))
+        of_optimizer = {name: ("optimizer", name) for name in ("lr", "weight_decay", "momentum")}
+        self._homes = {**dict(_settings(root, ())), **of_optimizer}
 
     def section(self, cls: type[C], table: Any, path: KeyPath) -> C | None:
         """One dataclass, or None after a problem."""

@@ -15,7 +15,7 @@ import csv
 import math
 import os
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -229,10 +229,18 @@ def _look_at_images(data: Path, target: str, goal: str) -> DataSummary:
     )
 
 
-def _read_table(data: Path, delimiter: str) -> dict[str, list[str]]:
-    """The values of each column, by the names in the first line; ``ConfigError`` where that is no such table."""
+def _read_table(data: Path) -> tuple[dict[str, list[str]], str]:
+    """The values of each column, by the names in the first line, and what separates them.
+
+    Raises:
+        ConfigError: it is no such table.
+    """
     try:
         with data.open(encoding="utf-8-sig", newline="") as file:
+            first = file.readline()
+            file.seek(0)
+            known = "\t" if data.suffix.lower() == ".tsv" else ",;\t"
+            delimiter = next((each for each in known if each in first), known[0])
             rows = [row for row in csv.reader(file, delimiter=delimiter) if row]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f"'{data}' cannot be read as CSV in UTF-8: {error}. Save it so.") from error
@@ -244,12 +252,11 @@ def _read_table(data: Path, delimiter: str) -> dict[str, list[str]]:
         raise ConfigError(
             f"'{data}', row {uneven}: {len(rows[uneven - 1])} values for {len(header)} columns."
         )
-    return {name: [row[place].strip() for row in rows[1:]] for place, name in enumerate(header)}
+    return {name: [row[place].strip() for row in rows[1:]] for place, name in enumerate(header)}, delimiter
 
 
 def _look_at_table(data: Path, target: str, goal: str) -> DataSummary:
-    delimiter = "\t" if data.suffix.lower() == ".tsv" else ","
-    columns = _read_table(data, delimiter)
+    columns, delimiter = _read_table(data)
     if target and target not in columns:
         raise ConfigError(f"--target {target!r} is not a column of '{data}'.{nearest(target, columns)}")
     label = target or list(columns)[-1]
@@ -260,11 +267,16 @@ def _look_at_table(data: Path, target: str, goal: str) -> DataSummary:
             f"'{data}' has no value in {plural(len(empty), 'row')} of column {label!r}, which is predicted; the first "
             f"is row {empty[0]}. Remove these rows, or choose another column with --target."
         )
-    inputs = [name for name, texts in columns.items() if all(_is_number(text) for text in texts)]
-    left_out = [name for name in columns if name not in inputs]
+    inputs, left_out = list[str](), list[str]()
+    for name, texts in columns.items():
+        found = next(
+            (f"{text!r} in row {row}" for row, text in enumerate(texts, 2) if not _is_number(text)), ""
+        )
+        (left_out if found else inputs).append(f"{name} ({found})" if found else name)
     if not inputs:
         raise ConfigError(
-            f"'{data}' has no column of numbers beside {label!r}. Encode text as numbers first."
+            f"'{data}' has no column of numbers beside {label!r}: {shorten(left_out)}. Encode text as numbers, and "
+            "fill in empty values or remove their rows."
         )
     goal = goal or _goal_of(wanted)
     if goal == "numbers" and not all(map(_is_number, wanted)):
@@ -340,13 +352,24 @@ def _read_tensors(data: Path) -> tuple[Any, Any, str]:
         return x, y, 'x, y = (np.load(DATA / name) for name in ("x.npy", "y.npy"))'
     if data.suffix.lower() == ".npz":
         with np.load(data, allow_pickle=False) as arrays:
+            _require_names(arrays)
             return arrays["x"], arrays["y"], 'arrays = np.load(DATA)\n    x, y = arrays["x"], arrays["y"]'
     import torch
 
     tensors = torch.load(data, weights_only=True)
+    _require_names(tensors)
     known = (torch.as_tensor(tensors[name]) for name in ("x", "y"))
     x, y = ((each.float() if each.dtype == torch.bfloat16 else each).numpy() for each in known)
     return x, y, 'tensors = torch.load(DATA, weights_only=True)\n    x, y = tensors["x"], tensors["y"]'
+
+
+def _require_names(held: Any) -> None:
+    """Raises ``ValueError`` with what a file holds, where that is not x and y by name."""
+    if not isinstance(held, Mapping) or not {"x", "y"} <= held.keys():
+        found = shorten(held) if isinstance(held, Mapping) else f"a {type(held).__name__}"
+        raise ValueError(
+            f"it holds {found or 'nothing'}. Save both under these names, in a .pt file as a dict."
+        )
 
 
 def _require_finite(name: str, values: Any) -> None:

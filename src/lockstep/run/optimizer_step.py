@@ -68,7 +68,7 @@ class GradientState:
         self._holding: set[int] = set()
         self._limits: list[float | Tensor] = []
         self._steps: Counter[int] = Counter()
-        self._reduced = self._stepping = self._has_skipped = False
+        self._reduced = self._stepping = self._has_skipped = self._is_told = False
         self._stepped, self._cleared = set[int](), set[int]()
         self.is_divided = False
         """True within a step whose micro-batches a loop computes itself: ranks have different numbers of them."""
@@ -152,7 +152,13 @@ class GradientState:
         return self._read_scale[2]
 
     def begin_batch(self) -> None:
-        """Requires another backward pass before the next step."""
+        """Requires another backward pass before the next step; warns, once, of a first step that was left out."""
+        if self._cleared and not self._steps and not self._is_told:
+            self._is_told = True
+            logger.warning(
+                "zero_grad() was called after run.backward, and no optimizer has stepped yet, so nothing is trained. "
+                "Call optimizer.step() between the two."
+            )
         self._reduced = False
 
     def begin_backward(self) -> None:

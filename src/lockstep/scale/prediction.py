@@ -312,7 +312,7 @@ class Forecast:
         return (
             f"Every device is assumed to be as fast as the one measured here. Beyond {k} devices, micro_batches = {k} "
             "is too small for the world: there (*) each device computes one micro-batch and the global batch grows, "
-            "which is another recipe. The model is described in docs/scale.md."
+            "which is another recipe. The efficiency is that of full steps. The model is described in docs/scale.md."
         )
 
 

@@ -88,6 +88,11 @@ class ShardedPipeline(Pipeline):
         """See ``Strategy.watched``: nothing, as no rank has whole parameters when the loop's code runs."""
         return {}
 
+    @property
+    def all_bytes_sent(self) -> int:
+        """See ``Strategy.all_bytes_sent``: as of a pipeline, and the parameters that are gathered."""
+        return super().all_bytes_sent + sum(block.bytes_sent for block in self._blocks)
+
     def release(self) -> None:
         """See ``Strategy.release``."""
         super().release()

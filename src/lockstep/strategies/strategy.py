@@ -153,7 +153,7 @@ class Strategy(ABC):
     failed_call: str = ""
     """The collective call that raised on this rank, and how, while others may still be in it."""
     bytes_outside_steps: int = 0
-    """Bytes that were given to others in rehearsals and evaluations."""
+    """Bytes that were given to others in rehearsals and evaluations, and the losses of a pipeline."""
     absences: Sequence[Absence] = ()
     """Why this process has no values of some tensors, which count what the loop asks them to change."""
     writes: LoopWrites | None = None

@@ -109,7 +109,7 @@ def test_a_folder_without_classes_is_refused(tmp_path):
 @pytest.mark.fault("D4")
 def test_an_empty_class_is_named(flowers):
     (flowers / "lily").mkdir()
-    with pytest.raises(DataError, match="no photos of the classes lily"):
+    with pytest.raises(DataError, match="has folders without photos: 'lily'"):
         ImageFolder(flowers)
 
 

@@ -127,8 +127,8 @@ def _check_classes(folder: Path, found: dict[str, list[str]], names: Sequence[st
     empty = [name for name in names if not found[name]]
     if empty:
         raise DataError(
-            f"{folder} has no photos of the classes {', '.join(empty)}. "
-            f"Add some, or remove the empty folders. Photos end in {', '.join(sorted(SUFFIXES))}."
+            f"{folder} has folders without photos: {', '.join(map(repr, empty))}. "
+            f"Add some, or remove these folders. Photos end in {', '.join(sorted(SUFFIXES))}."
         )
 
 

@@ -602,6 +602,7 @@ class Pipeline(Strategy):
         if place == count - 1:
             for channel in self._answers.values():
                 channel.send("losses", self._losses)
+                self.bytes_outside_steps += self._losses.nbytes  # losses do not count
         return loss
 
     def _finish(self, count: int, stop: int) -> StepResult:
