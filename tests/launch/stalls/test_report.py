@@ -82,6 +82,15 @@ def test_of_two_ranks_in_different_places_the_one_that_is_behind_is_to_blame():
     assert (verdict.kind, verdict.culprits) == (StallKind.MISMATCH, (0,))
 
 
+def test_of_two_ranks_in_different_places_of_one_step_both_are_shown():
+    """A call of the model on rank 0 alone, as under ``pipeline``, was said to wait for a cut connection."""
+    snapshots = [snapshot(0, GATHER), snapshot(1, BARRIER)]
+    verdict = judge_stall(snapshots)
+    assert (verdict.kind, verdict.culprits) == (StallKind.MISMATCH, (1,))
+    text = "\n".join(describe(verdict, snapshots))
+    assert "train.py:30" in text and "train.py:40" in text and "cut" not in text
+
+
 def test_parts_of_different_sizes_are_no_other_collective():
     """The last rank has a shorter share in each sum, and was blamed where rank 0 alone was in a barrier."""
     shares = [(called(41, "gloo:all_to_all", size),) for size in (30, 30, 15)]

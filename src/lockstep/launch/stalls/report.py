@@ -73,9 +73,10 @@ def _mismatch(waiting: Sequence[RankSnapshot]) -> StallVerdict | None:
             return StallVerdict(StallKind.MISMATCH, odd, at)
     odd = _odd_ones({snapshot.rank: (snapshot.waits_in, snapshot.frame) for snapshot in waiting})
     if len(odd) * 2 == len(waiting):  # no majority: the ranks that are behind hold up the others
-        behind = min(snapshot.beat.step for snapshot in waiting)
-        odd = tuple(snapshot.rank for snapshot in waiting if snapshot.beat.step == behind)
-    return StallVerdict(StallKind.MISMATCH, odd) if 0 < len(odd) < len(waiting) else None
+        step = min(snapshot.beat.step for snapshot in waiting)
+        behind = tuple(snapshot.rank for snapshot in waiting if snapshot.beat.step == step)
+        odd = behind if len(behind) < len(waiting) else odd
+    return StallVerdict(StallKind.MISMATCH, odd) if odd else None
 
 
 def _odd_ones(values: dict[int, Any]) -> tuple[int, ...]:
