@@ -416,7 +416,7 @@ def _train(p, model, optimizer):
         f"    scheduler = {scheduler}" if scheduler else "",
         f"    average = {average}" if average else "",
         at("made", 4),
-        "    rng = numpy.random.default_rng(5)" if "own_rng" in p.lines else "",
+        "    rng = np.random.default_rng(5)" if "own_rng" in p.lines else "",
         f"    {', '.join(given)} = run.prepare({', '.join(given)})",
         "    trained = model",
         at("prepared", 4),
