@@ -58,6 +58,7 @@ from lockstep.core.values import (
     told_apart,
 )
 from lockstep.data.keyed import encoded_state, set_encoded_state
+from lockstep.numerics.hooks import gradient_hooks
 from lockstep.text import shorten
 
 _NUMBERS = (bool, int, float, complex, np.generic)
@@ -292,6 +293,8 @@ class Snapshot:
                 kept = [name for each in own for name in inspect.get_annotations(each)]
                 self._inside(parameter, f"the parameter {key!r} of {words}", kept)
         hooks = [each for kind in _HOOKS for each in vars(module).get(kind, {}).values()]
+        trained = [each for each in module._parameters.values() if each is not None]
+        hooks += [each for one in trained for kind in gradient_hooks(one) for each in kind.values()]
         own = [each for each in hooks if is_users_module(getattr(each, "__module__", None) or "")]
         self._note(f"the hooks of {words}", repr([getattr(each, "__qualname__", "") for each in own]))
         for hook in hooks:
