@@ -387,7 +387,7 @@ def prepare_model(
         require_storable(tensor_state(model))
     names = parameter_names(model)
     for optimizer in parts.optimizers:
-        _try_optimizer(optimizer, names, strategy)
+        _try_optimizer(optimizer, names, strategy, options.micro_batches)
     if isinstance(strategy, IndependentStrategy):
         strategy.check_optimizers(parts.optimizers)
     if options.channels_last:
@@ -440,16 +440,18 @@ def _averages_to_keep(parts: Parts, strategy: Strategy) -> list[AveragedModel]:
     return [module for module in parts.modules if isinstance(module, AveragedModel)]
 
 
-def _try_optimizer(optimizer: Optimizer, names: Mapping[Tensor, str], strategy: Strategy) -> None:
+def _try_optimizer(
+    optimizer: Optimizer, names: Mapping[Tensor, str], strategy: Strategy, micro_batches: int
+) -> None:
     """Finds out what an optimizer needs of the strategy; ``ConfigError`` where it does not have that."""
-    is_alone = strategy.replicated and strategy.share.holders == 1 and len(strategy.devices) < 2
+    is_whole = micro_batches == 1 and strategy.replicated and len(strategy.devices) < 2
     methods = [each for kind in type(optimizer).__mro__ for each in vars(kind).values() if isfunction(each)]
-    if not is_alone and any("grad_sample" in names_in(unwrap(each).__code__) for each in methods):
+    if not is_whole and any("grad_sample" in names_in(unwrap(each).__code__) for each in methods):
         raise ConfigError(
             f"{type(optimizer).__name__} computes gradients from those of single samples that hooks leave on the "
-            f"parameters (grad_sample), as Opacus does, and under strategy {strategy.name!r} a process has only its "
-            "own samples. Let forward= return clipped gradients and add noise in the loop, as docs/moving.md shows, "
-            "or train on one device with strategy 'single'."
+            "parameters (grad_sample), as Opacus does, and takes them for those of the whole batch, which here is "
+            f"divided into {micro_batches} micro-batches under strategy {strategy.name!r}. Let forward= return clipped "
+            "gradients and add noise in the loop, as docs/moving.md shows, or train on one device with micro_batches=1."
         )
     if needs_closure(optimizer):
         require_whole(optimizer, strategy)
