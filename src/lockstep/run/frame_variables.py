@@ -431,7 +431,8 @@ class Variables:
             self._reading += _functions_in(value)
             self._note(name, f"{kind.__module__}.{kind.__qualname__}", value)  # another may take its place
         is_open = is_users_module(kind.__module__) or issubclass(kind, NAMESPACES)
-        is_told = is_open or _keeps_state(kind) or is_config or kind.__module__.startswith(_OF_TORCH)
+        has_state = _keeps_state(kind)  # type: ignore[arg-type]  # a class is hashable
+        is_told = is_open or has_state or is_config or kind.__module__.startswith(_OF_TORCH)
         foreign = only_tensors or not is_told
         own: Collection[str] = changed_by_reading(kind) if is_data else ()  # type: ignore[arg-type]
         self._changed_by_reading.update(own)
