@@ -568,6 +568,24 @@ class Falling:
             group["lr"] = 1 / self.calls
 
 
+class Annealing:
+    """A schedule of an installed package that returns the learning rate."""
+
+    __module__ = "pip.of_another_package"
+
+    def __init__(self):
+        self.rate = 1.0
+
+    def __call__(self):
+        self.rate /= 2
+        return self.rate
+
+    def save(self, path):
+        raise AssertionError
+
+    load = save
+
+
 class Holding(nn.Module):
     """An average that holds the model, too."""
 
@@ -577,7 +595,8 @@ class Holding(nn.Module):
 
 
 def beside(state, model, stop=None):
-    average, warmup, schedule, stored = Holding(model), Damped(), Falling(), None
+    average, warmup, schedule, annealing = Holding(model), Damped(), Falling(), Annealing()
+    stored = None
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
     state.begin_epoch()
     state.begin_steps()
@@ -585,6 +604,7 @@ def beside(state, model, stop=None):
         average.ema_model.weight.data.add_(1)
         warmup.last_step += 1
         schedule(optimizer)
+        annealing()
         stored = state.capture() if step == stop else stored
     return stored
 
@@ -598,6 +618,7 @@ def test_averages_and_warmups_of_installed_packages_that_prepare_was_not_given_a
     assert "beside: average (other values)" in record.getMessage()
     assert "beside: warmup.last_step (0, was 2)" in record.getMessage()
     assert "beside: schedule.calls (0, was 2)" in record.getMessage()
+    assert "beside: annealing.rate (1.0, was 0.25)" in record.getMessage()
 
 
 class Average:

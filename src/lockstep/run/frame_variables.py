@@ -520,9 +520,10 @@ def _is_users_callback(value: Any) -> bool:
 @functools.cache
 def _keeps_state(kind: type) -> bool:
     """True for schedules and averages of installed packages, as far as their class tells."""
-    functions = (each for cls in kind.__mro__ for each in vars(cls).values() if type(each) is FunctionType)
+    methods = {name: each for cls in kind.__mro__ for name, each in vars(cls).items()}
+    functions = [each for each in methods.values() if type(each) is FunctionType]
     sets_rates = any("param_groups" in names_in(each.__code__) for each in functions)
-    return sets_rates or hasattr(kind, "load_state_dict")
+    return sets_rates or "load_state_dict" in methods or methods.keys() >= {"__call__", "save", "load"}
 
 
 def _functions_in(value: Any) -> list[FunctionType]:
