@@ -55,4 +55,12 @@ def test_a_script_without_a_loop_is_refused(command, tmp_path):
     (tmp_path / "train.py").write_text("import torch\n")
     status, output, errors = command("port", "train.py")
     assert (status, output) == (2, "")
-    assert "its training loop must be in another file" in errors
+    assert "its training loop must be in another file. Give that file." in errors
+
+
+def test_a_script_whose_loop_is_that_of_a_library_is_told_so(command, tmp_path):
+    """As those of fastai and speechbrain are; Lockstep asked for a file that there is not."""
+    (tmp_path / "train.py").write_text("learn = vision_learner(dls, resnet34)\nlearn.fine_tune(2, 1e-2)\n")
+    status, _, errors = command("port", "train.py")
+    assert status == 2
+    assert "or in a library, as that of line 2 may be. Give that file; in place of a library, write" in errors

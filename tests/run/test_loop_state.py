@@ -612,6 +612,38 @@ class Damped:
         vars(self).update(state)
 
 
+class Falling:
+    """A schedule of an installed package that has no ``state_dict``, as those of speechbrain."""
+
+    __module__ = "pip.of_another_package"
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, optimizer):
+        self.calls += 1
+        for group in optimizer.param_groups:
+            group["lr"] = 1 / self.calls
+
+
+class Annealing:
+    """A schedule of an installed package that returns the learning rate."""
+
+    __module__ = "pip.of_another_package"
+
+    def __init__(self):
+        self.rate = 1.0
+
+    def __call__(self):
+        self.rate /= 2
+        return self.rate
+
+    def save(self, path):
+        raise AssertionError
+
+    load = save
+
+
 class Holding(nn.Module):
     """An average that holds the model, too."""
 
@@ -621,12 +653,16 @@ class Holding(nn.Module):
 
 
 def beside(state, model, stop=None):
-    average, warmup, stored = Holding(model), Damped(), None
+    average, warmup, schedule, annealing = Holding(model), Damped(), Falling(), Annealing()
+    stored = None
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
     state.begin_epoch()
     state.begin_steps()
     for step in range(STEPS):
         average.ema_model.weight.data.add_(1)
         warmup.last_step += 1
+        schedule(optimizer)
+        annealing()
         stored = state.capture() if step == stop else stored
     return stored
 
@@ -639,6 +675,8 @@ def test_averages_and_warmups_of_installed_packages_that_prepare_was_not_given_a
     (record,) = caplog.records
     assert "beside: average (other values)" in record.getMessage()
     assert "beside: warmup.last_step (0, was 2)" in record.getMessage()
+    assert "beside: schedule.calls (0, was 2)" in record.getMessage()
+    assert "beside: annealing.rate (1.0, was 0.25)" in record.getMessage()
 
 
 class Average:

@@ -215,6 +215,56 @@ def test_a_closure_evaluates_the_loss_as_often_as_the_optimizer_wants(tmp_path):
     assert closed(World(), lbfgs, directory=tmp_path)[1] == whole[1]
 
 
+def two_optimizers(directory):
+    """A run whose parameters two optimizers train, and the two."""
+    run = lockstep.init(
+        global_batch=GLOBAL_BATCH, micro_batches=4, strategy="single", directory=directory, resume="auto"
+    )
+    model = network()
+    first = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return run, *run.prepare(model, first, lbfgs(model.parameters(), 0.1))[1:]
+
+
+def trained_in_two_phases(directory, stop_in):
+    run, first, second = two_optimizers(directory)
+    for epoch in run.epochs(4):
+        optimizer = first if epoch < 2 else second
+        for number, batch in enumerate(run.batches(dataset())):
+
+            def closure(batch=batch, optimizer=optimizer):
+                optimizer.zero_grad()
+                return run.backward(batch, cross_entropy)
+
+            optimizer.step(closure)
+            if number:
+                assert not run.require_prepared().gradients, "a signal would not stop the run here"
+            run.save(wait=True)
+        if epoch == stop_in:
+            break
+    found = run.fingerprint()
+    run.close()
+    return found
+
+
+def test_a_gradient_that_one_of_two_optimizers_has_used_does_not_wait_for_the_other(tmp_path):
+    """As where Adam trains first and LBFGS goes on, and each clears the gradients before its step."""
+    whole = trained_in_two_phases(tmp_path / "whole", None)
+    for epoch in (1, 2, 3):
+        found = trained_in_two_phases(tmp_path / "stopped", epoch)
+    assert found == whole
+
+
+def test_a_gradient_that_two_optimizers_use_in_turn_waits_for_the_second(tmp_path):
+    run, first, second = two_optimizers(tmp_path)
+    for batch in run.batches(dataset()):
+        run.backward(batch, cross_entropy)
+        first.step()
+        assert run.require_prepared().gradients
+        second.step(lambda batch=batch: run.backward(batch, cross_entropy))
+        assert not run.require_prepared().gradients
+    run.close()
+
+
 def closed_by_steps():
     run, _, optimizer = begin(make_optimizer=plain, strategy="single")
     losses = [

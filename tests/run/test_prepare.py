@@ -65,8 +65,9 @@ class OfSamples(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_an_optimizer_of_gradients_of_samples_is_refused_where_a_process_has_some_of_them():
-    """It ended in an error on replicas that differ."""
-    begin(make_optimizer=OfSamples)[0].close()
-    with pytest.raises(ConfigError, match=r"OfSamples computes gradients from those of single samples.*'dp'"):
-        begin(make_optimizer=OfSamples, strategy="dp", dp={"replicas": 2})
+def test_an_optimizer_of_gradients_of_samples_is_refused_where_the_batch_is_divided():
+    """On one process it took the gradients of micro-batches for those of batches, and trained another model."""
+    begin(make_optimizer=OfSamples, micro_batches=1)[0].close()
+    for how, said in (({}, "8 micro-batches"), ({"strategy": "dp", "dp": {"replicas": 2}}, "'dp'")):
+        with pytest.raises(ConfigError, match=rf"OfSamples computes gradients from those of.*{said}"):
+            begin(make_optimizer=OfSamples, **how)

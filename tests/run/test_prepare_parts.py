@@ -1,5 +1,7 @@
 """Parts that run.prepare refuses."""
 
+from collections import UserList
+
 import pytest
 import torch
 from tests.run.jobs import GLOBAL_BATCH, begin, dataset, network, train_step
@@ -50,18 +52,28 @@ def test_prepare_takes_a_plain_model_once():
 class Functional:
     """As an optimizer of TorchOpt."""
 
+    def __init__(self, state):
+        self.state = state
+
     def state_dict(self):
-        return ()
+        return self.state
 
     def load_state_dict(self, state):
         raise AssertionError
 
+    def zero_grad(self):
+        raise AssertionError
 
-def test_an_optimizer_of_another_library_is_refused_by_its_name():
+
+@pytest.mark.parametrize(
+    ("state", "said"), [((), "is a tuple"), ({"hypers": UserList(), "state": []}, "holds a UserList")]
+)
+def test_an_optimizer_of_another_library_is_refused_by_its_name(state, said):
+    """That of fastai keeps its settings in a list of its own, which the first checkpoint could not hold."""
     with pytest.raises(
-        ConfigError, match=r"given a tests\.\S+\.Functional, whose state_dict\(\) is a tuple\. It"
+        ConfigError, match=rf"given a tests\.\S+\.Functional, whose state_dict\(\) {said}\. It"
     ):
-        lockstep.init(global_batch=GLOBAL_BATCH).prepare(network(), Functional())
+        lockstep.init(global_batch=GLOBAL_BATCH).prepare(network(), Functional(state))
 
 
 # torch's own, on the compiler's import

@@ -171,8 +171,11 @@ def changes(text: str, path: str = "script.py") -> list[Change]:
         )
     sections = {"Setup": [_adapters]} if any(_adapters(script)) else _SECTIONS
     if sections is _SECTIONS and not backwards(script):
+        loops = script.method_calls("fit", "fine_tune", "fit_one_cycle", "learn")
+        where = f", or in a library, as that of line {loops[0].lineno} may be" if loops else ""
         raise ConfigError(
-            f"{path} calls no loss.backward(): its training loop must be in another file. Give that file."
+            f"{path} calls no loss.backward(): its training loop must be in another file{where}. Give that file"
+            f"{'; in place of a library, write a loop around its model and loss' if loops else ''}."
         )
     made: list[Change] = []
     for section, finders in sections.items():
@@ -195,10 +198,7 @@ def _adapters(script: Script) -> Iterator[_Found]:
     for node, what in used:
         package, _, rest = script.name(what).partition(".")
         if package in _ADAPTERS and rest.rpartition(".")[2] in _TRAINERS:
-            yield (
-                node,
-                f"{_ADAPTERS[package]}. The rest of the script mostly stays: moving.md has a section on it",
-            )
+            yield node, f"{_ADAPTERS[package]}. The rest mostly stays: moving.md has a section on it"
 
 
 def _preparation(script: Script) -> Iterator[_Found]:

@@ -81,7 +81,7 @@ def freeze(model: nn.Module, patterns: Sequence[str], *, freeze_statistics: bool
             and so its statistics. Off by default, as torch's users expect: a frozen BatchNorm still
             normalises by the batch and updates its statistics.
     """
-    parameters = list(model.named_parameters(remove_duplicate=False))
+    parameters = list(nn.Module.named_parameters(model, remove_duplicate=False))
     for pattern in patterns:
         thaw = pattern.startswith("!")
         matched = [p for name, p in parameters if _matches(name, pattern.removeprefix("!"))]
@@ -157,7 +157,7 @@ def _stay_in_evaluation(module: nn.Module, _inputs: tuple[Tensor | Any, ...]) ->
 
 
 def _nothing_matched(model: nn.Module, pattern: str) -> str:
-    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    names = {name for name, _ in nn.Module.named_parameters(model, remove_duplicate=False)}
     names |= {
         name for name, module in model.named_modules() if name and any(True for _ in module.parameters())
     }

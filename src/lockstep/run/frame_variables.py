@@ -44,6 +44,7 @@ from lockstep.core.users_code import (
     is_users_function,
     is_users_module,
     methods_of,
+    names_in,
 )
 from lockstep.core.values import (
     ATTRIBUTE,
@@ -437,7 +438,7 @@ class Variables:
             self._reading += _functions_in(value)
             self._note(name, f"{kind.__module__}.{kind.__qualname__}", value)  # another may take its place
         is_open = is_users_module(kind.__module__) or issubclass(kind, NAMESPACES)
-        has_state = hasattr(kind, "load_state_dict")  # as schedules and averages of installed packages have
+        has_state = _keeps_state(kind)  # type: ignore[arg-type]  # a class is hashable
         is_told = is_open or has_state or is_config or kind.__module__.startswith(_OF_TORCH)
         foreign = only_tensors or not is_told
         own: Collection[str] = changed_by_reading(kind) if is_data else ()  # type: ignore[arg-type]
@@ -521,6 +522,15 @@ def _name_of(key: str, space: dict[str, Any], own: Mapping[str, int]) -> str:
 
 def _is_users_callback(value: Any) -> bool:
     return is_users_function(value) if type(value) is FunctionType else is_users_object(value)
+
+
+@functools.cache
+def _keeps_state(kind: type) -> bool:
+    """True for schedules and averages of installed packages, as far as their class tells."""
+    methods = {name: each for cls in kind.__mro__ for name, each in vars(cls).items()}
+    functions = [each for each in methods.values() if type(each) is FunctionType]
+    sets_rates = any("param_groups" in names_in(each.__code__) for each in functions)
+    return sets_rates or "load_state_dict" in methods or methods.keys() >= {"__call__", "save", "load"}
 
 
 def _functions_in(value: Any) -> list[FunctionType]:

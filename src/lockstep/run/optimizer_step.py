@@ -68,8 +68,8 @@ class GradientState:
         self._holding: set[int] = set()
         self._limits: list[float | Tensor] = []
         self._steps: Counter[int] = Counter()
-        self._reduced = self._stepping = self._has_skipped = self._is_told = False
-        self._stepped, self._cleared = set[int](), set[int]()
+        self._reduced = self._stepping = self._has_skipped = False
+        self._stepped, self._stepped_before, self._cleared = set(map(id, optimizers)), set[int](), set[int]()
         self.is_divided = False
         """True within a step whose micro-batches a loop computes itself: ranks have different numbers of them."""
         self._read_scale: tuple[Tensor | None, int, float] = (None, 0, 1.0)
@@ -100,12 +100,26 @@ class GradientState:
         return {id(each): PreparedOptimizer(each, self, own) for each, own in zip(self._optimizers, shared)}
 
     def __bool__(self) -> bool:
-        """True while some optimizer that was not stepped in this batch holds gradients."""
-        return any(has_gradients(o) and id(o) not in self._stepped for o in self._held)
+        """True while some optimizer that was not stepped in this batch holds gradients.
 
-    def anywhere(self) -> bool:
-        """The same for the optimizers of all ranks, which hold different parameters in a pipeline. Collective."""
-        return any(gather_agreed(bool(self), self._strategy.all_ranks, self._strategy.device))
+        Those that another has used count only if both of them have stepped in the batch before.
+        """
+        return self._waits_for(self._stepped_before)
+
+    def _waits_for(self, in_turn: Collection[int] = ()) -> bool:
+        late = [o for o in self._held if id(o) not in self._stepped]
+        used = {p for o in self._optimizers if late and id(o) in self._stepped for p in _members(o)}
+        return any(
+            p.grad is not None and (id(o) in in_turn or p not in used) for o in late for p in _members(o)
+        )
+
+    def anywhere(self, in_body: bool = False) -> bool:
+        """The same for the optimizers of all ranks, which hold different parameters in a pipeline. Collective.
+
+        With ``in_body``, what another has used never counts: of the rest of the body, steps are refused after a save.
+        """
+        waits = self._waits_for() if in_body else bool(self)
+        return any(gather_agreed(waits, self._strategy.all_ranks, self._strategy.device))
 
     @property
     def left_over(self) -> list[Tensor]:
@@ -114,11 +128,11 @@ class GradientState:
         The second network of a GAN has such gradients, until its loop clears them before they are computed anew.
         """
         held = [o for o in self._held if id(o) in self._stepped]
-        return [p for o in held for group in o.param_groups for p in group["params"] if p.grad is not None]
+        return [p for o in held for p in _members(o) if p.grad is not None]
 
     def require_stepped(self) -> None:
         """Raises ``ConfigError`` where a checkpoint would lose gradients, or a loop not go on from it. Collective."""
-        if self.anywhere():
+        if self.anywhere(in_body=True):
             raise ConfigError(
                 "run.save() between run.backward and optimizer.step() is refused: a resumed loop cannot begin between "
                 "the two. Save where every optimizer with gradients has made its step, or clear the others' with "
@@ -152,13 +166,7 @@ class GradientState:
         return self._read_scale[2]
 
     def begin_batch(self) -> None:
-        """Requires another backward pass before the next step; warns, once, of a first step that was left out."""
-        if self._cleared and not self._steps and not self._is_told:
-            self._is_told = True
-            logger.warning(
-                "zero_grad() was called after run.backward, and no optimizer has stepped yet, so nothing is trained. "
-                "Call optimizer.step() between the two."
-            )
+        """Requires another backward pass before the next step."""
         self._reduced = False
 
     def begin_backward(self) -> None:
@@ -171,7 +179,7 @@ class GradientState:
         if self._strategy.writes is not None:
             self._strategy.writes.look()
         if not self._reduced:
-            self._stepped.clear()
+            self._stepped_before, self._stepped = self._stepped, set()
         self._strategy.require_no_failure()
         with torch._C.DisableTorchFunctionSubclass():  # asking a parameter without values takes longer
             unfrozen = [name for name, parameter in self._frozen if parameter.requires_grad]
@@ -620,7 +628,10 @@ def require_whole(optimizer: Optimizer, strategy: Strategy) -> None:
         )
 
 
+def _members(optimizer: Optimizer) -> Iterator[Tensor]:
+    return (p for group in optimizer.param_groups for p in group["params"])
+
+
 def has_gradients(optimizer: Optimizer, but_zeros: bool = False) -> bool:
     """True where any parameter of the optimizer has a gradient; with ``but_zeros`` one that is not zeros."""
-    gradients = (p.grad for group in optimizer.param_groups for p in group["params"])
-    return any(g is not None and not (but_zeros and not g.any()) for g in gradients)
+    return any(p.grad is not None and not (but_zeros and not p.grad.any()) for p in _members(optimizer))

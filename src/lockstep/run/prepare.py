@@ -46,6 +46,8 @@ from lockstep.text import plural
 EVALUATING, FREEZING = "<evaluation mode of ", "<freezing of "
 """Beginnings of names in ``Parts.digests``."""
 
+_STORED = (dict, list, tuple, Tensor, int, float, str, type(None))
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -95,11 +97,12 @@ class Parts:
                     "run.prepare takes a model, optimizers, schedulers, and modules to keep beside the model; a "
                     f"{name} is none of them. {remedy}"
                 )
-            if not isinstance(state := each.state_dict(), Mapping):
+            if foreign := _foreign_state(each):
                 raise ConfigError(
-                    f"run.prepare was given a {type(each).__module__}.{type(each).__qualname__}, whose state_dict() is "
-                    f"a {type(state).__name__}. It takes optimizers of the class torch.optim.Optimizer, and schedulers "
-                    "and the like whose state_dict() is a dict: use torch's own optimizer, or derive yours from it."
+                    f"run.prepare was given a {type(each).__module__}.{type(each).__qualname__}, whose state_dict() "
+                    f"{foreign}. It takes optimizers of the class torch.optim.Optimizer, and schedulers and the like "
+                    "whose state_dict() is a dict that a checkpoint can hold: use torch's own optimizer, derive yours "
+                    "from it, or leave it out of run.prepare in a run that writes no checkpoints."
                 )
         _require_own_parameters(optimizers, list(model.parameters()))
         _require_trainable(model, optimizers)
@@ -151,6 +154,15 @@ class Parts:
                     f"Optimizer {number} ({type(optimizer).__name__}) has a scheduler that run.prepare was not given, "
                     "so a checkpoint would not hold it. Make it first: run.prepare(model, optimizer, scheduler)."
                 )
+
+
+def _foreign_state(each: Any) -> str:
+    """Why no checkpoint could hold a scheduler, or an optimizer of another library, as fastai's; else empty."""
+    state = each.state_dict()
+    if not isinstance(state, Mapping):
+        return f"is a {type(state).__name__}"
+    kinds = [type(value).__name__ for value in state.values() if not isinstance(value, _STORED)]
+    return f"holds a {kinds[0]}" if kinds and hasattr(each, "zero_grad") else ""
 
 
 def _require_plain_model(model: Any) -> None:
@@ -387,7 +399,7 @@ def prepare_model(
         require_storable(tensor_state(model))
     names = parameter_names(model)
     for optimizer in parts.optimizers:
-        _try_optimizer(optimizer, names, strategy)
+        _try_optimizer(optimizer, names, strategy, options.micro_batches)
     if isinstance(strategy, IndependentStrategy):
         strategy.check_optimizers(parts.optimizers)
     if options.channels_last:
@@ -440,16 +452,18 @@ def _averages_to_keep(parts: Parts, strategy: Strategy) -> list[AveragedModel]:
     return [module for module in parts.modules if isinstance(module, AveragedModel)]
 
 
-def _try_optimizer(optimizer: Optimizer, names: Mapping[Tensor, str], strategy: Strategy) -> None:
+def _try_optimizer(
+    optimizer: Optimizer, names: Mapping[Tensor, str], strategy: Strategy, micro_batches: int
+) -> None:
     """Finds out what an optimizer needs of the strategy; ``ConfigError`` where it does not have that."""
-    is_alone = strategy.replicated and strategy.share.holders == 1 and len(strategy.devices) < 2
+    is_whole = micro_batches == 1 and strategy.replicated and len(strategy.devices) < 2
     methods = [each for kind in type(optimizer).__mro__ for each in vars(kind).values() if isfunction(each)]
-    if not is_alone and any("grad_sample" in names_in(unwrap(each).__code__) for each in methods):
+    if not is_whole and any("grad_sample" in names_in(unwrap(each).__code__) for each in methods):
         raise ConfigError(
             f"{type(optimizer).__name__} computes gradients from those of single samples that hooks leave on the "
-            f"parameters (grad_sample), as Opacus does, and under strategy {strategy.name!r} a process has only its "
-            "own samples. Let forward= return clipped gradients and add noise in the loop, as docs/moving.md shows, "
-            "or train on one device with strategy 'single'."
+            "parameters (grad_sample), as Opacus does, and takes them for those of the whole batch, which here is "
+            f"divided into {micro_batches} micro-batches under strategy {strategy.name!r}. Let forward= return clipped "
+            "gradients and add noise in the loop, as docs/moving.md shows, or train on one device with micro_batches=1."
         )
     if needs_closure(optimizer):
         require_whole(optimizer, strategy)

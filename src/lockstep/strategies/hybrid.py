@@ -72,7 +72,7 @@ class ShardedPipeline(Pipeline):
         self.evaluation_share = replace(self.share, rounds=True)
         self.model_group, self._line = self._groups.world, self._groups.line(self.axis)
         self._between_holders = GroupExchange(self._line)
-        self._shared = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        self._shared = {name for name, _ in nn.Module.named_parameters(model, remove_duplicate=False)}
         return super().setup_model(model)
 
     def backward(self, batch: Batch, compute: Compute, *, scale: float, stop: int) -> StepResult:

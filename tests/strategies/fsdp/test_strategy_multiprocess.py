@@ -60,6 +60,10 @@ class Branches(nn.Module):
         self.frozen.requires_grad_(False)
         self.head = nn.Linear(8, 2)
 
+    def named_parameters(self, prefix="", recurse=True):
+        """As modules of some libraries have it: without the argument ``remove_duplicate``."""
+        return super().named_parameters(prefix, recurse)
+
     def forward(self, rows):
         hidden = self.frozen(self.body(rows))
         return self.head(self.rare(hidden) if rows[0, 0] > 0.8 else hidden)

@@ -155,6 +155,14 @@ def test_tables_that_are_made_last_and_several_embeddings_are_for_the_first_bloc
     assert "return ...  # what the first Residual takes" in said and "return self.norm(x)" in said
 
 
+def test_blocks_that_are_lists_themselves_are_not_called():
+    """As ``for attention, perceptron in self.layers`` has them."""
+    model = Decoder()
+    model.layers = nn.ModuleList(nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]) for _ in range(3))
+    with pytest.raises(ConfigError, match=r"x = \.\.\.  # calls what is in self\.block, a ModuleList, as"):
+        split(chain(model), 2)
+
+
 def test_a_weight_tied_across_a_named_cut_is_refused_with_a_cut_that_works():
     with pytest.raises(
         ConfigError, match=r"'3.weight' is also used in '1'.*stages 0 and 1.*Split at \['4'\]"

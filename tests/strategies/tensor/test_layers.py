@@ -3,6 +3,7 @@
 import pytest
 import torch
 from tests.strategies.tensor.test_plans import Ranks, split
+from torch import nn
 
 from lockstep.models import transformer
 from lockstep.strategies.tensor.layers import ShardSpec
@@ -26,6 +27,18 @@ def test_what_a_rank_holds_is_its_part():
     assert torch.equal(held["blocks.0.perceptron.3.bias"], before["blocks.0.perceptron.3.bias"])
     whole = [name for name in held if name not in cuts]
     assert all(torch.equal(held[name], before[name]) for name in whole)
+
+
+def test_a_model_whose_named_parameters_takes_no_remove_duplicate_is_split():
+    class Own(nn.Sequential):
+        def named_parameters(self, prefix="", recurse=True):
+            return super().named_parameters(prefix, recurse)
+
+    cuts = [
+        split(kind(nn.Linear(12, 48), nn.ReLU(), nn.Linear(48, 12)), Ranks(3, 1))
+        for kind in (nn.Sequential, Own)
+    ]
+    assert list(cuts[0]) == list(cuts[1]) != []
 
 
 @pytest.mark.parametrize("dim", [0, 1])

@@ -168,7 +168,9 @@ def source_digests(*, own: bool = False) -> dict[str, str]:
     others = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "scripts"))
     found = {}
     for name, module in sorted(sys.modules.items()):
-        file, is_lockstep = getattr(module, "__file__", None), name.partition(".")[0] == "lockstep"
+        # Not by getattr: a module that is imported when an attribute is asked for may not be there
+        file = getattr(module, "__dict__", {}).get("__file__")
+        is_lockstep = name.partition(".")[0] == "lockstep"
         if not isinstance(file, str) or file.startswith(others):
             continue
         is_wanted = not own if is_lockstep else not any(folder in file for folder in _INSTALLED)

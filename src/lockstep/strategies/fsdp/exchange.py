@@ -165,7 +165,7 @@ def large_blocks(model: nn.Module) -> dict[str, nn.Module]:
     sizes = {name: sum(p.numel() for p in module.parameters()) for name, module in blocks_of(model).items()}
     blocks = {name: module for name, module in blocks_of(model).items() if sizes[name] >= _SMALLEST}
     owners: dict[nn.Parameter, set[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in nn.Module.named_parameters(model, remove_duplicate=False):
         owner = next((block for block in blocks if name.startswith(f"{block}.")), "")
         owners.setdefault(parameter, set()).add(owner)
     shared = {owner for names in owners.values() if len(names) > 1 for owner in names}

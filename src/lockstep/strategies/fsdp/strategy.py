@@ -97,7 +97,8 @@ class FullyShardedDataParallel(Strategy):
         )
         self.absences = [self._gathering.absence]
         found = {each.whole: each for each in self._gathering.parameters}
-        self._parameters = {name: found[p] for name, p in model.named_parameters(remove_duplicate=False)}
+        named = nn.Module.named_parameters(model, remove_duplicate=False)  # a model's own may not take that
+        self._parameters = {name: found[p] for name, p in named}
         """By each of their names."""
         self._names = list(tensor_state(model))
         self._trained = [each for each in found.values() if each.held.requires_grad]

@@ -197,6 +197,9 @@ def _chain_of_blocks(links: Sequence[ChainLink]) -> str:
     block = type(blocks[0]).__name__
     before, after = _around(link.module, name)
     takes = f"what the first {block} takes"
+    called = f"self.block(x)  # with what else a {block} takes"
+    if type(blocks[0]).forward is nn.Module.forward:  # a ModuleList, as of attention and perceptron
+        called = f"...  # calls what is in self.block, a {block}, as the model's forward does"
     returned = "x"
     for each in after:
         returned = f"self.{_attribute(each)}({returned})"
@@ -213,7 +216,7 @@ def _chain_of_blocks(links: Sequence[ChainLink]) -> str:
         "            super().__init__()",
         "            self.block = block",
         "        def forward(self, x):",
-        f"            x = self.block(x)  # with what else a {block} takes",
+        f"            x = {called}",
         "            return x[0] if isinstance(x, tuple) else x",
         *_class_of_parts("End", after, returned),
         f"    {holder} = nn.Sequential({', '.join([*calls, *[f'End({holder})'] * bool(after)])})",

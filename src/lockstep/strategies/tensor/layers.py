@@ -327,7 +327,8 @@ class Splitter:
         self._shards: dict[int, tuple[Tensor, ShardSpec]] = {}
         self._wholes: list[tuple[nn.Module, str, nn.Parameter]] = []
         self._names = first = {p: name for name, p in model.named_parameters()}
-        self._tied = {p for name, p in model.named_parameters(remove_duplicate=False) if first[p] != name}
+        every = nn.Module.named_parameters(model, remove_duplicate=False)
+        self._tied = {p for name, p in every if first.get(p) != name}
 
     def split(self, plan: Mapping[str, str]) -> dict[str, ShardSpec]:
         """Splits every module of the plan, and moves the model to the device.

@@ -109,7 +109,7 @@ def innermost(model: nn.Module) -> dict[nn.Module, str]:
 def tied(model: nn.Module) -> dict[str, list[str]]:
     """Parameters that have several names: the first, and the others."""
     names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in nn.Module.named_parameters(model, remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     return {first: rest for first, *rest in names.values() if rest}
 
