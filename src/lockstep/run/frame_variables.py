@@ -44,6 +44,8 @@ from lockstep.core.users_code import (
     is_users_function,
     is_users_module,
     methods_of,
+    owners_of,
+    users_frames,
 )
 from lockstep.core.values import (
     ATTRIBUTE,
@@ -76,12 +78,11 @@ from lockstep.core.values import (
 from lockstep.data.keyed import encoded_state
 from lockstep.run.code_analysis import (
     CONSTRUCTORS,
+    Places,
     changed_by_reading,
     changed_names,
     live_in,
     names_loaded,
-    owners_of,
-    users_frames,
 )
 from lockstep.run.optimizer_step import PreparedOptimizer
 from lockstep.strategies.absent import AbsentTensor
@@ -157,15 +158,19 @@ class Variables:
 
     @classmethod
     def of_loop(
-        cls, known: Collection[int], callbacks: Iterable[object] = (), *, enters_loop: bool = False
+        cls,
+        known: Collection[int],
+        callbacks: Iterable[object] = (),
+        begun: Places = MappingProxyType({}),
+        **loop: bool,
     ) -> Variables:
         """Looks at the frames that are running, and at the user's own ``callbacks``: objects and functions.
 
-        ``enters_loop``: a loop begins now, and will make a pass.
+        For ``begun`` and ``loop`` see ``live_in``.
         """
         found, frames = cls(known), users_frames()
         variables: list[tuple[str, Part, bool]] = []
-        for frame, live, owner in zip(frames, live_in(frames, enters_loop=enters_loop), owners_of(frames)):
+        for frame, live, owner in zip(frames, live_in(frames, begun, **loop), owners_of(frames)):
             code, home = frame.f_code, owner.removesuffix(": ") or frame.f_globals
             found.local |= {owner + name for name in code.co_varnames + code.co_cellvars + code.co_freevars}
             variables += [

@@ -10,9 +10,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from lockstep.core.fingerprint import sum_of_bits
+from lockstep.core.users_code import users_frames
 from lockstep.errors import ConfigError
 from lockstep.run.attributes import words_of
-from lockstep.run.code_analysis import Carried, carried_since, changed_since, users_frames
+from lockstep.run.code_analysis import Carried, carried_since, changed_since
 from lockstep.run.epoch_loop import EpochLoop
 from lockstep.run.optimizer_step import has_gradients
 from lockstep.run.prepare import Parts, frozen_parameters, hyperparameters

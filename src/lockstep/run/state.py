@@ -476,7 +476,7 @@ class RunState:
             "extra": self.extra,
             "data": self.data,
             "run": self.run_id,
-            "loop": self.loop.capture(),
+            "loop": self.loop.capture(inside=self.position.inside),
             "sources": self.sources,
             "made_with": list(self.made_with),
             "places": {**self.places, **self.capture_places(self)},  # some may not have been looked at yet
