@@ -520,6 +520,33 @@ def test_what_a_second_loop_keeps_is_named(caplog):
     assert "level" not in said
 
 
+ONCE = """
+def train(state, first, stop, held):
+    for epoch in range(first, 4):
+        if not epoch:
+            before = 1.0
+            state.begin_epoch()
+        for number in (range(2), state.begin_steps(any_left=True))[0]:
+            loss = number
+            if epoch == stop:
+                held.append(state.capture(inside=True))
+                return
+        print((before, loss))
+        before = loss
+"""
+
+
+def test_a_variable_that_only_the_first_epoch_sets_is_named(caplog):
+    """The resumed run ended in a NameError, without a word before it."""
+    space, held = {"__name__": "script", "print": str}, []
+    exec(compile(ONCE, "script.py", "exec"), space)
+    space["train"](LoopState(frozenset(), is_main=True), 0, 2, held)
+    with pytest.raises(UnboundLocalError):
+        space["train"](resumed(*held, inside=True), 2, None, held)
+    (said,) = (each.getMessage() for each in caplog.records)
+    assert said.startswith("The loop may read train: before before it sets it") and "before = None" in said
+
+
 class Decay:
     """A schedule of the script's own, which begins with the learning rate that an optimizer has."""
 

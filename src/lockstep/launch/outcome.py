@@ -172,7 +172,7 @@ _LONGER_TIMEOUT = (
 )
 
 _VALUES_ELSEWHERE = (
-    "  Compiled code has read memory that is not there. Where strategy fsdp, hybrid, pipeline or tensor shares parameters "
+    "  Compiled code has read memory that is not there. Where fsdp, hybrid, pipeline or tensor shares parameters "
     "out, torch.tensor(p), x.new_tensor(p) and TorchScript end so in the loop: take the values with run.state_dict()."
 )
 

@@ -565,10 +565,11 @@ def read_in_loop(places: Iterable[str]) -> list[str]:
     return [each.string for each in found if each.groups() in loads and not hasattr(Tensor, each[2])]
 
 
-def unset_names() -> list[str]:
-    """The variables that the user's frames set, may read next, and do not have."""
+def unset_names(*, enters_loop: bool = False) -> list[str]:
+    """The variables that the user's frames set, may read next, and do not have; see ``live_in``."""
     frames = users_frames()
-    found = [live & _set_by(each.f_code) - {*each.f_locals} for each, live in zip(frames, live_in(frames))]
+    names = zip(frames, live_in(frames, enters_loop=enters_loop))
+    found = [live & _set_by(each.f_code) - {*each.f_locals} for each, live in names]
     return [name for names in found for name in sorted(names)]
 
 

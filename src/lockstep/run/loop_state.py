@@ -35,6 +35,7 @@ from lockstep.run.code_analysis import (
     changed_by_loop,
     changed_since,
     names_ahead,
+    unset_names,
 )
 from lockstep.run.frame_variables import Variables
 from lockstep.runtime.events import StepEvents
@@ -225,6 +226,15 @@ class LoopState:
                     "depends on them is not what it would have been without the stop. Keep numbers and texts in "
                     "run.extra, and tensors in a module that run.prepare is given: checkpoints hold both.",
                     shorten(words, 5),
+                )
+            unset = unset_names(enters_loop=True) if any_left else ()  # else the loop over steps says so
+            gone = [name for name in stored.get("had", ()) if name.rpartition(": ")[2] in unset]
+            if gone and self._is_main:
+                logger.warning(
+                    "The loop may read %s before it sets it, which was set when the checkpoint was written and is not "
+                    "in this resumed run. That would be a NameError: set it before the loop, as %s = None, or to what "
+                    "run.extra or a module that run.prepare is given has kept.",
+                    *(shorten(gone, 4), gone[0].rpartition(": ")[2]),
                 )
             self._stored = {}
         self._first = {**found.texts, **self._first}
@@ -457,6 +467,7 @@ class LoopState:
             "local": sorted(found.local & generators.keys()),
             "set_between": sorted(self._set_in_data),
             "taken": sorted(self._taken & noted.keys()),
+            "had": sorted(found.live & found.local),
             "walks": self._walks,
         }
 
