@@ -47,6 +47,20 @@ def test_gradients_that_are_cleared_before_the_first_step_are_told(early, caplog
     assert ("The first step of the optimizer SGD has no gradient" in caplog.text) is not early
 
 
+@pytest.mark.parametrize(("clears", "steps"), [(False, False), (True, False), (False, True)])
+def test_a_loop_that_never_steps_is_told_at_its_end(clears, steps, caplog):
+    """It trained nothing, without a word."""
+    run, _, optimizer = begin()
+    for batch in run.batches(dataset()):
+        run.backward(batch, cross_entropy)
+        if clears:
+            optimizer.zero_grad()
+    if steps:
+        optimizer.step()
+    run.close()
+    assert caplog.text.count("optimizer.step() was never called after run.backward") == (not steps)
+
+
 def test_a_step_of_the_optimizer_that_was_not_returned_is_refused():
     run, model = lockstep.init(global_batch=GLOBAL_BATCH), network()
     own = torch.optim.SGD(model.parameters(), lr=0.1)

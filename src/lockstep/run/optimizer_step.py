@@ -264,6 +264,14 @@ class GradientState:
         }
         return steps | ({"<max_norm of run.clip_gradients>": f"{limits[-1]:.4g} {digest}"} if limits else {})
 
+    def tell_if_never_stepped(self) -> None:
+        """Warns at the end of a run whose loop has computed gradients and made no step with them."""
+        if self._optimizers and not self._steps and (self._holding or self._cleared):
+            logger.warning(
+                "optimizer.step() was never called after run.backward: unless the loop changes the parameters itself, "
+                "they are what they were before it. Call optimizer.step() after run.backward, then zero_grad()."
+            )
+
     def forget(self, optimizer: Optimizer) -> None:
         """Notes that the optimizer's gradients were thrown away."""
         if id(optimizer) in self._holding:
