@@ -137,7 +137,12 @@ class Observer(Callback):
         return loss is not None
 
     def _end(self, step: int, loss: Tensor) -> None:
-        self._seconds.append(time.perf_counter() - self._began - self._observing)
+        took = time.perf_counter() - self._began - self._observing
+        if (
+            self._unrecorded is not None and self._unrecorded[0] == step
+        ):  # another pass over a batch taken ahead
+            took += self._seconds.pop()
+        self._seconds.append(took)
         self._unrecorded = step, loss
 
     def _record(self) -> None:
@@ -185,7 +190,8 @@ class Observer(Callback):
 
     def on_backward_begin(self, batch: Batch, scale: float) -> None:
         """Records the hyperparameters of the step, and the step before where that has not ended until now."""
-        self._record()
+        if self._unrecorded is not None and self._unrecorded[0] != batch.plan.step:
+            self._record()
         if batch.plan.step >= self._steps:
             raise StopRecording
         if self._in_body != batch.plan.step:
