@@ -59,8 +59,8 @@ _UNSAVED = {
         "Make it a persistent buffer",
     ),
     "tied_buffers": (
-        "which is one tensor with another buffer, or is no longer, since run.prepare",
-        "Tie or part the buffers before run.prepare",
+        "which is None, of another shape or type, or one tensor with another buffer, unlike at run.prepare",
+        "Make such changes of buffers before run.prepare",
     ),
 }
 """Kinds of values that a checkpoint does not hold: why, and what to do."""
@@ -193,7 +193,7 @@ class RunState:
         self._attributes = Attributes(self.parts, self.idle)
         is_whole = self.strategy.replicated
         self._first_unsaved = [unsaved_tensors(each, is_whole) for each in self.parts.optimizers]
-        self._first_tied = self._tied()
+        self._first_buffers = self._buffers()
 
     def _step_hooks(self) -> list[object]:
         """The hooks of the optimizers' steps."""
@@ -294,30 +294,31 @@ class RunState:
             for name, value in unsaved_tensors(optimizer, self.strategy.replicated).items()
             if first.get(name) != value
         ]
-        tied = [f"the buffer {name!r}" for name, _ in self._tied() ^ self._first_tied]
-        every = [mine, tied]
+        every = [mine, [f"the buffer {name!r}" for name, *_ in self._buffers() ^ self._first_buffers]]
         everyone = [every] if self.strategy.replicated else self.strategy.gather_records(every)
-        unsaved, parted = (sorted({n for names in of_ranks for n in names}) for of_ranks in zip(*everyone))
+        unsaved, others = (sorted({n for names in of_ranks for n in names}) for of_ranks in zip(*everyone))
         found = {
             "unsaved": unsaved,
-            "tied_buffers": parted,
+            "tied_buffers": others,
             "unsaved_optimizers": [f"the state of {each}" for each in self.loop.unsaved],
             "unsaved_attributes": self._attributes.lost,
         }
         for kind, names in found.items():
             if names and not self._has_warned and self.strategy.share.holder == 0:
-                why, remedy = _UNSAVED[kind]
                 text = "No checkpoint holds %s, %s, so a resumed run would be refused. %s."
-                logger.warning(text, shorten(names, 3), why, remedy)
+                logger.warning(text, shorten(names, 3), *_UNSAVED[kind])
         self._has_warned |= any(found.values())
         return found
 
-    def _tied(self) -> Set[tuple[str, str]]:
-        """Each further name of a persistent buffer that this process has with its first one."""
-        known = self.model.tensors.keys() | self.model.aliases.keys()
-        buffers = self.parts.model.named_buffers(remove_duplicate=False)
-        held = {n: each for n, each in buffers if n in known and not isinstance(each, AbsentTensor)}
-        return further_names(held).items()
+    def _buffers(self) -> Set[tuple[object, ...]]:
+        """Each persistent buffer of this process: its name, the first name of the tensor, its shape and type."""
+        model, apart = self.parts.model, set[str]()
+        for at, each in model.named_modules(remove_duplicate=False):
+            apart |= {f"{at}.{key}".lstrip(".") for key in each._non_persistent_buffers_set}
+        named = [pair for pair in model.named_buffers(remove_duplicate=False) if pair[0] not in apart]
+        held = {name: each for name, each in named if not isinstance(each, AbsentTensor)}
+        first = further_names(held)
+        return {(name, first.get(name), each.shape, each.dtype) for name, each in held.items()}
 
     def _capture_gradients(
         self, state: CheckpointState, keep: bool, rows: Mapping[str, Tensor] | None
