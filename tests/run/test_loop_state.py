@@ -544,7 +544,25 @@ def test_a_variable_that_only_the_first_epoch_sets_is_named(caplog):
     with pytest.raises(UnboundLocalError):
         space["train"](resumed(*held, inside=True), 2, None, held)
     (said,) = (each.getMessage() for each in caplog.records)
-    assert said.startswith("The loop may read train: before before it sets it") and "before = None" in said
+    assert "may read variables that are not there in this resumed run: before. That" in said
+
+
+def test_what_the_body_sets_and_is_not_there_after_a_loop_without_steps_is_named(caplog):
+    """A run that stopped after the last step of an epoch ended in a NameError when it went on."""
+
+    def trains(state, steps):
+        stored = {}
+        for step in (range(steps), state.begin_steps(any_left=steps > 0))[0]:
+            loss = step
+            stored = state.capture(inside=True)
+        with suppress(NameError):
+            assert loss is not None
+        return stored
+
+    stored = trains(LoopState(frozenset(), is_main=True), 2)
+    for steps in (1, 0):
+        trains(resumed(stored, inside=True), steps)
+        assert caplog.text.count("not there in this resumed run: loss. That") == (not steps)
 
 
 class Decay:

@@ -24,7 +24,7 @@ from torch import Tensor
 from lockstep.core.users_code import codes_in, is_users_module, methods_of, users_frames
 
 
-def live_names(code: CodeType, offset: int) -> frozenset[str]:
+def live_names(code: CodeType, offset: int, *, enters_loop: bool = False) -> frozenset[str]:
     """The variables that code may read after an instruction before it sets them: those that are live there.
 
     Variables that inner functions set count as live. What an inner function reads is read where its name is. Exceptions
@@ -32,9 +32,12 @@ def live_names(code: CodeType, offset: int) -> frozenset[str]:
 
     Args:
         offset: of the instruction, or of a cache behind it, in bytes, as ``frame.f_lasti``.
+        enters_loop: the ``for`` whose iterable it gives, if it does, makes a pass.
     """
-    offsets, _, after = _live_around(code)
-    return after[bisect_right(offsets, offset) - 1] | _set_by_inner(code)
+    offsets, before, after = _live_around(code, offset if enters_loop else None)
+    number = bisect_right(offsets, offset) - 1
+    is_for = enters_loop and _flow(code)[0][number].opname == "FOR_ITER"
+    return (before[number + 1] if is_for else after[number]) | _set_by_inner(code)
 
 
 def live_in(
@@ -55,23 +58,14 @@ def live_in(
     """
     found, is_set = list[frozenset[str]](), set[str]()
     for frame in reversed(frames):
-        code, find = frame.f_code, _live_in_body if enters_loop and not found else live_names
-        places = begun.get(code, ())
+        code, places = frame.f_code, begun.get(frame.f_code, ())
         passes = [live_in_next_pass(code, each) for each in places]
         passes += [live_names(code, each) for each in places if inside]
-        live = find(code, frame.f_lasti).union(*passes) - is_set
+        live = live_names(code, frame.f_lasti, enters_loop=enters_loop and not found).union(*passes) - is_set
         is_set |= {*code.co_freevars} & _set_by(code) - live
         is_set -= {*code.co_cellvars}
         found.append(live)
     return found[::-1]
-
-
-def _live_in_body(code: CodeType, offset: int) -> frozenset[str]:
-    """As ``live_names``, in the body of the ``for`` whose iterable the instruction gives, if it does."""
-    offsets, before, after = _live_around(code, offset)
-    number = bisect_right(offsets, offset) - 1
-    is_for = _flow(code)[0][number].opname == "FOR_ITER"
-    return (before[number + 1] if is_for else after[number]) | _set_by_inner(code)
 
 
 @functools.cache
@@ -567,10 +561,11 @@ def read_in_loop(places: Iterable[str]) -> list[str]:
 
 def unset_names(*, enters_loop: bool = False) -> list[str]:
     """The variables that the user's frames set, may read next, and do not have; see ``live_in``."""
-    frames = users_frames()
-    names = zip(frames, live_in(frames, enters_loop=enters_loop))
-    found = [live & _set_by(each.f_code) - {*each.f_locals} for each, live in names]
-    return [name for names in found for name in sorted(names)]
+    found = list[str]()
+    for each, live in zip(frames := users_frames(), live_in(frames, enters_loop=enters_loop)):
+        there = {*each.f_locals} | each.f_globals.keys() & {*each.f_code.co_names}
+        found += sorted(live & _set_by(each.f_code) - there)
+    return found
 
 
 def read_after_loops() -> set[str]:

@@ -227,14 +227,13 @@ class LoopState:
                     "run.extra, and tensors in a module that run.prepare is given: checkpoints hold both.",
                     shorten(words, 5),
                 )
-            unset = unset_names(enters_loop=True) if any_left else ()  # else the loop over steps says so
-            gone = [name for name in stored.get("had", ()) if name.rpartition(": ")[2] in unset]
-            if gone and self._is_main:
+            had = [name.rpartition(": ")[2] for name in stored.get("had", ())]
+            unset = [name for name in unset_names(enters_loop=any_left) if name in had]
+            if unset and self._is_main:
                 logger.warning(
-                    "The loop may read %s before it sets it, which was set when the checkpoint was written and is not "
-                    "in this resumed run. That would be a NameError: set it before the loop, as %s = None, or to what "
-                    "run.extra or a module that run.prepare is given has kept.",
-                    *(shorten(gone, 4), gone[0].rpartition(": ")[2]),
+                    "The loop goes on and may read variables that are not there in this resumed run: %s. That would be "
+                    "a NameError. Set them before it, as loss = float('nan'), or to what run.extra has kept.",
+                    shorten(unset, 4),
                 )
             self._stored = {}
         self._first = {**found.texts, **self._first}

@@ -30,7 +30,7 @@ from lockstep.run.checks.agreement import made_otherwise, source_digests
 from lockstep.run.epoch_loop import Position
 from lockstep.run.loop_state import LoopState
 from lockstep.run.optimizer_step import GradientState, PreparedOptimizer
-from lockstep.run.prepare import Parts, PreparedModel, frozen_parameters, plain_number
+from lockstep.run.prepare import Parts, PreparedModel, frozen_parameters, plain_number, saved_buffers
 from lockstep.run.step import ForwardPass
 from lockstep.strategies import IndependentStrategy, Strategy
 from lockstep.strategies.absent import AbsentParameter, AbsentTensor
@@ -312,11 +312,9 @@ class RunState:
 
     def _buffers(self) -> Set[tuple[object, ...]]:
         """Each persistent buffer of this process: its name, the first name of the tensor, its shape and type."""
-        model, apart = self.parts.model, set[str]()
-        for at, each in model.named_modules(remove_duplicate=False):
-            apart |= {f"{at}.{key}".lstrip(".") for key in each._non_persistent_buffers_set}
-        named = [pair for pair in model.named_buffers(remove_duplicate=False) if pair[0] not in apart]
-        held = {name: each for name, each in named if not isinstance(each, AbsentTensor)}
+        model = self.parts.model
+        saved, every = saved_buffers(model), dict(model.named_buffers(remove_duplicate=False))
+        held = {name: every[name] for name in saved if not isinstance(every[name], AbsentTensor)}
         first = further_names(held)
         return {(name, first.get(name), each.shape, each.dtype) for name, each in held.items()}
 

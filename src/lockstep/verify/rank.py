@@ -74,7 +74,7 @@ class Observer(Callback):
     def __init__(self, run: Run, label: str, steps: int) -> None:
         self.run, self._saved, self._steps = run, run.require_prepared().state, steps
         self.model = self._saved.parts.model
-        self._seconds: list[float] = []
+        self._seconds: dict[int, float] = {}
         self._observing = 0.0
         self._noted: dict[str, Any] = {}
         self._loss: Tensor | None = None
@@ -138,11 +138,7 @@ class Observer(Callback):
 
     def _end(self, step: int, loss: Tensor) -> None:
         took = time.perf_counter() - self._began - self._observing
-        if (
-            self._unrecorded is not None and self._unrecorded[0] == step
-        ):  # another pass over a batch taken ahead
-            took += self._seconds.pop()
-        self._seconds.append(took)
+        self._seconds[step] = self._seconds.get(step, 0.0) + took
         self._unrecorded = step, loss
 
     def _record(self) -> None:
@@ -177,7 +173,7 @@ class Observer(Callback):
         run = self.run
         self._end_body()
         self._record()
-        self.trace.milliseconds = 1000 * settled(self._seconds)
+        self.trace.milliseconds = 1000 * settled([*self._seconds.values()])
         memory = peak_memory(run.strategy.device)
         everyone = self._gather((memory, run.strategy.bytes_sent))
         self.trace.memory = [int(memory) for memory, _ in everyone]
