@@ -78,7 +78,6 @@ from lockstep.core.values import (
 from lockstep.data.keyed import encoded_state
 from lockstep.run.code_analysis import (
     CONSTRUCTORS,
-    Places,
     changed_by_reading,
     changed_names,
     live_in,
@@ -157,20 +156,14 @@ class Variables:
     """By the id of an object, the first and the last of what was noted of it, and of what it holds."""
 
     @classmethod
-    def of_loop(
-        cls,
-        known: Collection[int],
-        callbacks: Iterable[object] = (),
-        begun: Places = MappingProxyType({}),
-        **loop: bool,
-    ) -> Variables:
+    def of_loop(cls, known: Collection[int], callbacks: Iterable[object] = (), **loop: Any) -> Variables:
         """Looks at the frames that are running, and at the user's own ``callbacks``: objects and functions.
 
-        For ``begun`` and ``loop`` see ``live_in``.
+        For ``loop`` see ``live_in``.
         """
         found, frames = cls(known), users_frames()
         variables: list[tuple[str, Part, bool]] = []
-        for frame, live, owner in zip(frames, live_in(frames, begun, **loop), owners_of(frames)):
+        for frame, live, owner in zip(frames, live_in(frames, **loop), owners_of(frames)):
             code, home = frame.f_code, owner.removesuffix(": ") or frame.f_globals
             found.local |= {owner + name for name in code.co_varnames + code.co_cellvars + code.co_freevars}
             variables += [

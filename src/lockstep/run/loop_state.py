@@ -162,7 +162,7 @@ class LoopState:
 
     def _look(self, **loop: bool) -> Variables:
         callbacks = self.events.callbacks if self.events else ()
-        return Variables.of_loop(self._known, (*callbacks, *self._hooks()), self._begun, **loop)
+        return Variables.of_loop(self._known, (*callbacks, *self._hooks()), begun=self._begun, **loop)
 
     def resume(self, stored: Mapping[str, Any], *, inside: bool) -> None:
         """Takes what ``capture`` returned. ``inside``: it was written while the batches of an epoch were read."""

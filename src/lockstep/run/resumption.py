@@ -176,7 +176,10 @@ def _held(run: RunState, loop: EpochLoop) -> dict[str, str]:
         "gradients, by run.backward": str(loop.backward_passes),
         "parameters": str([parameter._version for parameter in parameters]),
         "buffers": _bits(buffers),
-        "modules beside the model": str([_version_or_bits(tensor) for tensor in beside]),
+        # Versions are read quickly; the bits of a buffer may be set back by an evaluation.
+        "modules beside the model": str(
+            [t._version if isinstance(t, nn.Parameter) else _bits([t]) for t in beside]
+        ),
         "run.extra": str(run.extra),
         "which parameters are frozen": str(frozen_parameters(run.model.module)),
         **hyperparameters(parts.optimizers),
@@ -199,11 +202,6 @@ def _tensors(run: RunState) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         for tensors in held
     )
     return parameters, buffers, beside
-
-
-def _version_or_bits(tensor: Tensor) -> int:
-    """Changes with a parameter, quickly, and with the bits of a buffer, which an evaluation may set back."""
-    return tensor._version if isinstance(tensor, nn.Parameter) else int(sum_of_bits(tensor))
 
 
 def _bits(tensors: Sequence[Tensor]) -> str:

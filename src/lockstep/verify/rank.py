@@ -141,8 +141,8 @@ class Observer(Callback):
         self._seconds[step] = self._seconds.get(step, 0.0) + took
         self._unrecorded = step, loss
 
-    def _record(self) -> None:
-        if self._unrecorded is None:
+    def _record(self, *, but: int = -1) -> None:
+        if self._unrecorded is None or self._unrecorded[0] == but:  # of which another pass comes
             return
         (step, loss), self._unrecorded = self._unrecorded, None
         model, apart = self._state()
@@ -186,8 +186,7 @@ class Observer(Callback):
 
     def on_backward_begin(self, batch: Batch, scale: float) -> None:
         """Records the hyperparameters of the step, and the step before where that has not ended until now."""
-        if self._unrecorded is not None and self._unrecorded[0] != batch.plan.step:
-            self._record()
+        self._record(but=batch.plan.step)
         if batch.plan.step >= self._steps:
             raise StopRecording
         if self._in_body != batch.plan.step:

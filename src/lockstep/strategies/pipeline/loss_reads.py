@@ -168,10 +168,9 @@ def _is_tensor(code: CodeType, key: dis.Instruction, store: dis.Instruction) -> 
     begin, given = store.positions and store.positions[::2], code.co_varnames[: code.co_argcount]
     loads = [each for each in dis.get_instructions(code) if each.opname.startswith("LOAD_FAST")]
     found = {each.argval for each in loads if each.positions and each.positions[::2] == begin}
-    is_name = isinstance(key.argval, str) and key.opname != "BUILD_SLICE"
-    return not found.isdisjoint(
-        given[1:] if is_name and key.opname != "LOAD_CONST" else () if is_name else given
-    )
+    if isinstance(key.argval, str) and key.opname != "BUILD_SLICE":  # the key is a name
+        given = () if key.opname == "LOAD_CONST" else given[1:]
+    return not found.isdisjoint(given)
 
 
 def _names_read(code: CodeType) -> Iterator[Any]:
