@@ -298,7 +298,7 @@ class Pipeline(Strategy):
                 for module in others:
                     _empty(module, names_of, absence)
         placed = PlacedPipeline(
-            *(model, self._passes, self._answers, self.absences, partial(setting_values, self), self._calling)
+            *(model, self._passes, self._answers, self.absences, self._whole_stages, self._calling)
         )
         state = tensor_state(model)
         self._held = {name: held_of(state[name]) for name in self._specs if self._is_mine(name)}
@@ -580,6 +580,10 @@ class Pipeline(Strategy):
             if self._channels.ranks[1:]:
                 self.fail("A call of the model", error)
             raise
+
+    def _whole_stages(self) -> AbstractContextManager[None]:
+        """A context in which this rank's stages have whole parameters, to which their forward passes may write."""
+        return setting_values(self)
 
     def _expect(
         self, action: Action | None, micro_batches: Sequence[MicroBatch], kinds: list[tuple[object, ...]]
