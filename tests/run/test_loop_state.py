@@ -488,6 +488,25 @@ def test_what_the_end_of_an_epoch_sets_for_the_next_is_named(caplog, loop, begin
     assert "loss" not in said
 
 
+class Box:
+    """Holds what the loop keeps."""
+
+    def __init__(self, mark):
+        self.mark = mark
+
+
+@pytest.mark.parametrize("leaves", ["return", "pass"])
+@pytest.mark.parametrize("is_given_back", [True, False])
+def test_what_the_end_of_an_epoch_sets_in_an_object_for_the_next_is_named(caplog, is_given_back, leaves):
+    space, held = {"__name__": "script"}, []
+    text = LEFT.format(loop="while epoch < 4:", begin="", leaves=leaves).replace("mark=1.0", "box=None")
+    exec(compile(text.replace(" mark", " box.mark"), "script.py", "exec"), space)
+    space["train"](LoopState(frozenset(), is_main=True), 0, 3, held, Box(1.0))
+    space["train"](resumed(*held, inside=False), 3, None, held, Box(0.25 if is_given_back else 1.0))
+    said = "".join(each.getMessage() for each in caplog.records)
+    assert ("train: box.mark (1.0, was 0.25)" in said) is not is_given_back
+
+
 TWO_LOOPS = """
 def train(state, epoch, stop, held):
     rate, level = 1.0, 1.0
