@@ -55,4 +55,4 @@ def test_a_script_without_a_loop_is_refused(command, tmp_path):
     (tmp_path / "train.py").write_text("import torch\n")
     status, output, errors = command("port", "train.py")
     assert (status, output) == (2, "")
-    assert "its training loop must be in another file" in errors
+    assert "its training loop must be in another file" in errors and "as SVI.step of Pyro does" in errors

@@ -172,7 +172,8 @@ def changes(text: str, path: str = "script.py") -> list[Change]:
     sections = {"Setup": [_adapters]} if any(_adapters(script)) else _SECTIONS
     if sections is _SECTIONS and not backwards(script):
         raise ConfigError(
-            f"{path} calls no loss.backward(): its training loop must be in another file. Give that file."
+            f"{path} calls no loss.backward(): its training loop must be in another file. Give that file. Where a "
+            "library calls it, as SVI.step of Pyro does, write the loss as a function, for run.backward(batch, loss)."
         )
     made: list[Change] = []
     for section, finders in sections.items():
