@@ -63,7 +63,7 @@ def evaluate(
     run: Run, metric: Metric | SetMetric | Mapping[str, Metric | SetMetric], data: Any, *how: Any
 ) -> float | dict[str, float]:
     """The values of metrics over all samples: means, and those of a whole set; see ``evaluation``. Collective."""
-    own = getattr(metric, "__name__", type(metric).__name__)
+    own = str(getattr(metric, "__name__", "metric"))
     metrics = metric if isinstance(metric, Mapping) else {own if own.isidentifier() else "metric": metric}
     for name, each in metrics.items():
         if not (callable(each) or isinstance(each, SetMetric)):
