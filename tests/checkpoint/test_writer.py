@@ -93,7 +93,7 @@ def test_a_tensor_that_the_format_cannot_hold_is_refused_by_name(tmp_path, tenso
 
 
 def test_progress_that_json_cannot_hold_is_refused_before_anything_is_written(tmp_path):
-    with pytest.raises(ConfigError, match=r"progress\.scheduler"):
+    with pytest.raises(ConfigError, match=r"^.scheduler"):
         write(tmp_path / "run", CheckpointState({}, {}, {"scheduler": object()}), step=0)
     assert not (tmp_path / "run").exists()
 

@@ -122,6 +122,7 @@ def test_a_crash_shows_where_it_happened_from_the_ranks_log(tmp_path):
     log_file(tmp_path, 1).write_text("\n".join([*head, *crash, *["Extension modules: a"] * 20]))
     shown = lines([end(1, -signal.SIGSEGV)], tmp_path)
     assert '  |   File "loss.py", line 3 in f' in shown
+    assert "torch.tensor(p), x.new_tensor(p)" in shown[-2] and "run.state_dict()" in shown[-2]
     assert len(shown) <= 12
 
 

@@ -52,6 +52,8 @@ for name, function in exact.items():
         assert compute(values, out=out) is out and torch.equal(out, compute(values))
         part = torch.zeros(7, 12, dtype=dtype)[:, ::2]
         assert torch.equal(compute(values, out=part), compute(values))
+        itself = values.clone()
+        assert torch.equal(compute(itself, out=itself), compute(values))
     assert torch.autograd.gradcheck(compute, x.double().requires_grad_())
     assert torch.equal(torch.vmap(compute)(x), compute(x))
     assert compute(torch.tensor([0, 1])).dtype == torch.float32
@@ -69,6 +71,10 @@ for name, function in exact.items():
         raise AssertionError("an integer cannot hold the result")
 assert torch.equal(x**0.5, x.sqrt()) and torch.equal(x.clone().pow_(0.5), x.sqrt())
 assert torch.equal(torch.pow(x, 0.5, out=torch.empty(0)), x.sqrt())
+itself = torch.complex(x, x)
+assert abs(float(itself.std()) - itself.numpy().std(ddof=1)) < 1e-6
+itself = x.clone()
+assert torch.equal(torch.pow(itself, 0.5, out=itself), x.sqrt())
 assert torch.equal(x**2, x * x) and torch.equal(torch.tensor([4, 9]) ** 2, torch.tensor([16, 81]))
 assert torch.equal(torch.tensor([4, 9]) ** 0.5, torch.tensor([2.0, 3.0]))
 assert torch.equal(lstm(steps)[0], wanted) and torch.backends.mkldnn.enabled

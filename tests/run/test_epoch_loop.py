@@ -1,7 +1,7 @@
 """The position of a run, whatever its loops do; no process and no model needed."""
 
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import partial
 
 import numpy as np
@@ -121,24 +121,6 @@ def test_steps_before_a_loop_over_epochs_are_told_and_refused_in_a_resumed_run(c
     list(steps(course))
     with pytest.raises(ConfigError, match="a run of its own"):
         next(course.epochs(3))
-
-
-def test_what_the_body_sets_and_is_not_there_after_a_loop_without_steps_is_named(caplog):
-    """A run that stopped after the last step of an epoch ended in a NameError when it went on."""
-
-    def trains(course):
-        for _ in course.epochs(2):
-            for batch in steps(course):
-                loss = batch
-                course.backward_passes += 1
-            with suppress(NameError):
-                assert loss
-
-    for done, said in ((STEPS - 1, 0), (STEPS, 1)):
-        course = EpochLoop()
-        course.position.done, course.position.inside, course.is_resumed = done, True, True
-        trains(course)
-        assert caplog.text.count("may read variables that are not there: loss. Set them") == said
 
 
 def bar(batches):

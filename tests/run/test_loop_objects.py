@@ -438,6 +438,16 @@ def test_what_code_makes_of_what_it_was_is_known():
     assert replaced <= carried_names(parts, {}) <= replaced | {*map(Carried, values)}
 
 
+def test_what_the_test_of_a_loop_takes_from_an_iterator_is_known():
+    """It is there twice, before the body and behind it: ``next`` itself counted as changed, and as not set."""
+
+    def changes(source):
+        while (item := next(source, None)) is not None:
+            print(item)
+
+    assert changed_names([(changes.__code__, -1, float("inf"))], {}) == {"source", "item"}
+
+
 def test_what_code_changes_is_known_where_one_instruction_loads_two_variables():
     """Python 3.13 and later join such loads, and keep the place of the first in its line."""
 

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 from lockstep.data.keyed import encoded_state
 from lockstep.errors import ConfigError
 from lockstep.run import frame_variables
-from lockstep.run.code_analysis import changed_by_reading, live_names
+from lockstep.run.code_analysis import changed_by_reading, live_in, live_in_next_pass
 from lockstep.run.frame_variables import Variables, parts_of
 from lockstep.run.loop_state import LoopState
 
@@ -29,8 +29,12 @@ STEPS = 3
 
 
 def live_here(level=1):
+    return live_in([sys._getframe(level)])[0]
+
+
+def next_pass_here(level=1):
     frame = sys._getframe(level)
-    return live_names(frame.f_code, frame.f_lasti)
+    return live_in_next_pass(frame.f_code, frame.f_lasti)
 
 
 def test_a_counter_is_live_and_what_is_set_anew_is_not():
@@ -105,27 +109,48 @@ def test_what_one_branch_keeps_is_live():
     assert "last" in found
 
 
-@pytest.mark.parametrize("leaves", ["return found", "break", "raise ValueError"])
-def test_what_the_next_pass_reads_is_live_where_the_loop_is_left(leaves):
+LOOPS = {
+    "for": "for epoch in range(2):",
+    "while": "while rate > 0.1 and bound:",
+    "while True": "while True:",
+    "lines": "while (\n        rate > 0.1\n        and bound\n    ):",
+    "name": "while (fresh := rate - 0.1) > 0:",
+}
+
+
+@pytest.mark.parametrize("leaves", ["return found", "break", "raise ValueError", "continue", "pass"])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_what_the_next_pass_reads_is_known_where_a_loop_is_left(loop, leaves):
     """As by ``run.save(); return``: a resumed run makes that pass, and the value was not in the checkpoint."""
     lines = (
         "def script():",
-        "    rate, other = 1, 2",
-        "    for epoch in range(2):",
-        "        rate = 0.5 * rate",
-        "        for number in range(2):",
-        "            other = number",
-        "            if number == rate - 0.5:",
-        "                found.append(here())",
-        f"                {leaves}",
-        "    print()",
+        "    rate, other, mean, late, bound = 1, 2, 3, 4, 5",
+        "    for rest in range(2):",
+        "        rest += late",
+        f"    {LOOPS[loop]}",
+        "        if len(begun) > 3:",
+        "            raise ValueError",
+        "        fresh, other = 0.5 * rate, 0",
+        "        try:",
+        "            for number in (range(2), begun.append(here()))[0]:",
+        "                other = number + fresh",
+        "        finally:",
+        "            mean = other",
+        "        rate = fresh",
+        "        if rate < 0.2:",
+        f"            {leaves}",
+        "        print(mean)",
+        "    while late:",
+        "        late -= 1",
+        "    print(other)",
         "script()",
     )
-    space = {"here": lambda: live_here(2), "found": []}
+    space = {"here": lambda: next_pass_here(2), "begun": [], "found": [], "print": str}
     with suppress(ValueError):
         exec(compile("\n".join(lines), "script.py", "exec"), space)
-    assert "rate" in space["found"][0]
-    assert "other" not in space["found"][0]
+    after = ["late"] if loop != "while True" or leaves == "break" else []
+    names = {"rate", "other", "mean", "late", "fresh", "bound"}
+    assert space["begun"][0] & names == {"rate", *after, *["bound"] * (loop in ("while", "lines"))}
 
 
 def test_what_an_inner_function_sets_is_live():
@@ -477,6 +502,143 @@ def test_a_mean_that_the_start_of_each_epoch_moves_is_named(caplog, in_function,
     said = "".join(each.getMessage() for each in caplog.records)
     assert (re.search(r"[ :]mean \(11\.0, was 9\.1\)", said) is None) is is_given_back
     assert "fresh" not in said
+
+
+LEFT = """
+def train(state, epoch, stop, held, mark=1.0, loss=float("nan")):
+    best = 9.0
+    {loop}
+        {begin}
+        rate = 2 * mark
+        for _ in (range(2), state.begin_steps(any_left=True))[0]:
+            loss = rate
+        state.end_steps()
+        best = min(best, loss)
+        mark = 0.5 ** epoch
+        epoch += 1
+        if epoch == stop:
+            held.append(state.capture())
+            {leaves}
+    return loss
+"""
+
+
+@pytest.mark.parametrize("leaves", ["return", "break", "pass"])
+@pytest.mark.parametrize("is_given_back", [True, False])
+@pytest.mark.parametrize(
+    ("loop", "begin"),
+    [
+        ("while epoch < 4:", ""),
+        ("for epoch in range(epoch, 4):", ""),
+        ("for epoch in range(epoch, 4):", "state.begin_epoch()"),
+    ],
+)
+def test_what_the_end_of_an_epoch_sets_for_the_next_is_named(caplog, loop, begin, is_given_back, leaves):
+    """It is read before the steps begin and set anew after them: a resumed run ended in other bits without a word."""
+    space, held = {"__name__": "script"}, []
+    text = LEFT.format(loop=loop, begin=begin, leaves=leaves)
+    exec(compile(text, "script.py", "exec"), space)
+    space["train"](LoopState(frozenset(), is_main=True), 0, 2, held)
+    space["train"](resumed(*held, inside=False), 2, None, held, *[0.5] * is_given_back)
+    said = "".join(each.getMessage() for each in caplog.records)
+    assert ("train: mark (1.0, was 0.5)" in said) is not is_given_back
+    assert "loss" not in said
+
+
+class Box:
+    """Holds what the loop keeps."""
+
+    def __init__(self, mark):
+        self.mark = mark
+
+
+@pytest.mark.parametrize("leaves", ["return", "pass"])
+@pytest.mark.parametrize("is_given_back", [True, False])
+def test_what_the_end_of_an_epoch_sets_in_an_object_for_the_next_is_named(caplog, is_given_back, leaves):
+    space, held = {"__name__": "script"}, []
+    text = LEFT.format(loop="while epoch < 4:", begin="", leaves=leaves).replace("mark=1.0", "box=None")
+    exec(compile(text.replace(" mark", " box.mark"), "script.py", "exec"), space)
+    space["train"](LoopState(frozenset(), is_main=True), 0, 3, held, Box(1.0))
+    space["train"](resumed(*held, inside=False), 3, None, held, Box(0.25 if is_given_back else 1.0))
+    said = "".join(each.getMessage() for each in caplog.records)
+    assert ("train: box.mark (1.0, was 0.25)" in said) is not is_given_back
+
+
+TWO_LOOPS = """
+def train(state, epoch, stop, held):
+    rate, level = 1.0, 1.0
+    while epoch < 2:
+        level *= 0.5
+        for _ in (range(2), state.begin_steps(any_left=True))[0]:
+            print(level)
+        state.end_steps()
+        epoch += 1
+    while epoch < 4:
+        rate *= 0.5
+        for _ in (range(2), state.begin_steps(any_left=True))[0]:
+            print(rate)
+            if epoch == stop:
+                held.append(state.capture(inside=True))
+                return
+        state.end_steps()
+        epoch += 1
+"""
+
+
+def test_what_a_second_loop_keeps_is_named(caplog):
+    """It was compared with what it was when the first loop began."""
+    space, held = {"__name__": "script", "print": str}, []
+    exec(compile(TWO_LOOPS, "script.py", "exec"), space)
+    space["train"](LoopState(frozenset(), is_main=True), 0, 3, held)
+    space["train"](resumed(*held, inside=True), 3, None, held)
+    (said,) = (each.getMessage() for each in caplog.records)
+    assert "train: rate (0.5, was 0.25)" in said
+    assert "level" not in said
+
+
+ONCE = """
+def train(state, first, stop, held):
+    for epoch in range(first, 4):
+        if not epoch:
+            before = 1.0
+            state.begin_epoch()
+        for number in (range(2), state.begin_steps(any_left=True))[0]:
+            loss = number
+            if epoch == stop:
+                held.append(state.capture(inside=True))
+                return
+        print((before, loss))
+        before = loss
+"""
+
+
+def test_a_variable_that_only_the_first_epoch_sets_is_named(caplog):
+    """The resumed run ended in a NameError, without a word before it."""
+    space, held = {"__name__": "script", "print": str}, []
+    exec(compile(ONCE, "script.py", "exec"), space)
+    space["train"](LoopState(frozenset(), is_main=True), 0, 2, held)
+    with pytest.raises(UnboundLocalError):
+        space["train"](resumed(*held, inside=True), 2, None, held)
+    (said,) = (each.getMessage() for each in caplog.records)
+    assert "may read variables that are not there in this resumed run: before. That" in said
+
+
+def test_what_the_body_sets_and_is_not_there_after_a_loop_without_steps_is_named(caplog):
+    """A run that stopped after the last step of an epoch ended in a NameError when it went on."""
+
+    def trains(state, steps):
+        stored = {}
+        for step in (range(steps), state.begin_steps(any_left=steps > 0))[0]:
+            loss = step
+            stored = state.capture(inside=True)
+        with suppress(NameError):
+            assert loss is not None
+        return stored
+
+    stored = trains(LoopState(frozenset(), is_main=True), 2)
+    for steps in (1, 0):
+        trains(resumed(stored, inside=True), steps)
+        assert caplog.text.count("not there in this resumed run: loss. That") == (not steps)
 
 
 class Decay:

@@ -47,16 +47,18 @@ def test_gradients_that_are_cleared_before_the_first_step_are_told(early, caplog
     assert ("The first step of the optimizer SGD has no gradient" in caplog.text) is not early
 
 
-@pytest.mark.parametrize("steps", [True, False])
-def test_a_loop_that_never_steps_is_told_once(steps, caplog):
-    """A script without ``optimizer.step()`` trained nothing, without a word."""
+@pytest.mark.parametrize(("clears", "steps"), [(False, False), (True, False), (False, True)])
+def test_a_loop_that_never_steps_is_told_at_its_end(clears, steps, caplog):
+    """It trained nothing, without a word."""
     run, _, optimizer = begin()
     for batch in run.batches(dataset()):
         run.backward(batch, cross_entropy)
-        if steps:
-            optimizer.step()
-        optimizer.zero_grad()
-    assert caplog.text.count("no optimizer has stepped yet") == (not steps)
+        if clears:
+            optimizer.zero_grad()
+    if steps:
+        optimizer.step()
+    run.close()
+    assert caplog.text.count("optimizer.step() was never called after run.backward") == (not steps)
 
 
 def test_a_step_of_the_optimizer_that_was_not_returned_is_refused():

@@ -7,6 +7,8 @@ import torch
 from tests.run.jobs import begin, dataset, train_step, whole_state
 from torch.optim import lr_scheduler
 
+from lockstep.errors import ConfigError
+
 EPOCHS, STEPS = 2, 3
 
 
@@ -163,3 +165,20 @@ def test_a_schedule_may_be_stepped_first_in_a_run_that_goes_on_at_the_end_of_an_
         rate = optimizer.param_groups[0]["lr"]
         run.close()
     assert rate == 0.1 * 0.5**EPOCHS
+
+
+class Remembering(torch.optim.lr_scheduler.LRScheduler):
+    """Keeps what no checkpoint holds."""
+
+    def __init__(self, optimizer):
+        self.seen = set()
+        super().__init__(optimizer)
+
+    def get_lr(self):
+        return self.base_lrs
+
+
+def test_what_a_checkpoint_cannot_hold_of_a_scheduler_is_named(tmp_path):
+    run, *_ = begin(make_scheduler=Remembering, directory=tmp_path)
+    with pytest.raises(ConfigError, match=r"^'schedulers\.0\.seen' is a set, which a checkpoint cannot hold"):
+        run.save(wait=True)

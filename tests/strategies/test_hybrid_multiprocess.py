@@ -173,6 +173,7 @@ REFUSED = {
     ),
     "a single number": (scaled, {}, r"'1.scale' is a scalar"),
     "an optimizer": (chain, {}, r"Noisy draws random numbers in its step"),
+    "a call after the end": (chain, {}, r"was called after run\.close\(\), where under strategy 'hybrid'"),
 }
 
 
@@ -200,7 +201,9 @@ def refusal(world, case):
         run = Run(
             RunOptions.of(**{"global_batch": 8, "micro_batches": 4, "threads": 1, **MESH, **given}), world
         )
-        run.prepare(model, kind(model.parameters(), lr=0.1))
+        model, _ = run.prepare(model, kind(model.parameters(), lr=0.1))
+        run.close()
+        model(torch.ones(2, 4))
     except ConfigError as error:
         return error
     return AssertionError(f"{case} was not refused")

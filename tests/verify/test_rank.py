@@ -97,6 +97,14 @@ def test_steps_whose_batches_were_taken_before_are_observed(watched):
     assert [step.parameters for step in trace.steps] == [step.parameters for step in whole.steps]
 
 
+def test_passes_over_a_batch_that_was_taken_ahead_are_one_step(watched):
+    """Each counted as a step of its own, and the time of a step was half of what it is."""
+    twice = "[each for each in run.batches(Digits('train')) for _ in range(2)]:"
+    text = OWN_LOOP.replace("        run.save()\n", "").replace('run.batches(Digits("train")):', twice)
+    trace = Trace.read(watched(text, "one", steps=3) / "trace.json")
+    assert [step.step for step in trace.steps] == [0, 1, 2]
+
+
 def test_every_step_is_counted_once_however_the_loop_takes_and_leaves_its_batches(watched):
     """A batch taken ahead counted as two steps and as one less, a step that ends in ``break`` as none."""
     ahead = "ahead(run.batches(Digits('train'))):"

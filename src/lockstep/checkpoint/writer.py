@@ -116,9 +116,7 @@ def prepare(
     record = canonical(
         {
             "progress": {
-                name: encode(
-                    each, "run.extra" if name == "extra" else f"progress.{name}", ordered=name == "extra"
-                )
+                name: encode(each, "run.extra" if name == "extra" else name, ordered=name == "extra")
                 for name, each in state.progress.items()
             },
             "aliases": {**state.aliases},

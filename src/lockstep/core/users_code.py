@@ -7,9 +7,10 @@ import itertools
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import CodeType, FunctionType
+from traceback import walk_stack
+from types import CodeType, FrameType, FunctionType
 
 PACKAGE = str(Path(__file__).parents[1]) + os.sep
 """The folder of Lockstep."""
@@ -89,3 +90,23 @@ def function_of(value: object) -> object:
     if isinstance(value, property | functools.cached_property):
         return value.fget if isinstance(value, property) else value.func
     return value.__func__ if isinstance(value, staticmethod | classmethod) else value
+
+
+def users_frames() -> list[FrameType]:
+    """The frames of the user's own code that are running in this thread, the outermost first."""
+    frames = (frame for frame, _ in walk_stack(sys._getframe(1)))
+    return [each for each in frames if is_users_code(each.f_code, each.f_globals.get("__name__", ""))][::-1]
+
+
+def owners_of(frames: Sequence[FrameType]) -> list[str]:
+    """The words before the variables of each frame: ``fit: ``, and none before those of a script.
+
+    They are ``engine.fit: `` where a frame further in is of another function with that name, as one that it has called.
+    """
+    owners = list[str]()
+    for number, frame in enumerate(frames, 1):
+        code = frame.f_code
+        others = {each.f_code for each in frames[number:] if each.f_code.co_qualname == code.co_qualname}
+        module = f"{frame.f_globals.get('__name__')}." if others - {code} else ""
+        owners.append("" if code.co_name == "<module>" else f"{module}{code.co_qualname}: ")
+    return owners

@@ -126,14 +126,8 @@ _CONDITIONS = ("torch", "device", "cpu", "photos", "optimizers")
 _OF_RECIPE = ("run.threads", "tensor.shards")
 """Settings that decide bits, in tables that otherwise decide none."""
 _OF_LAYOUT = (
-    *("run", "checkpoint", "log", *STRATEGIES),
-    *(
-        "training.strategy",
-        "training.mesh",
-        "training.fingerprint_every",
-        "training.checks",
-        "training.audit",
-    ),
+    *("run", "checkpoint", "log", *STRATEGIES, "training.strategy", "training.mesh", "training.checks"),
+    *("training.fingerprint_every", "training.audit"),
     *("training.gradients_every", "training.record_micro_batches"),
 )
 """Tables and settings that decide no bit, but for those of ``_OF_RECIPE``."""

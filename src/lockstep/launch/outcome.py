@@ -171,6 +171,11 @@ _LONGER_TIMEOUT = (
     "there. Where ranks may take so long, set a longer one: run.timeout of a job, timeout= of lockstep.init."
 )
 
+_VALUES_ELSEWHERE = (
+    "  Compiled code has read memory that is not there. Where fsdp, hybrid, pipeline or tensor shares parameters "
+    "out, torch.tensor(p), x.new_tensor(p) and TorchScript end so in the loop: take the values with run.state_dict()."
+)
+
 _MORE_PROCESSES = (
     "A limit on threads and processes is reached. Allow more (ulimit -u, the limit on pids of a container), or start "
     "fewer ranks and loader workers."
@@ -199,6 +204,8 @@ def _cause(cause: RankEnd, verdict: Verdict, logs: Path) -> Iterator[str]:
         ended = f"killed by {killer}" if cause.code < 0 else f"ended with exit code {cause.code}"
         yield f"rank {cause.rank} {ended}{place}{_current_samples(cause)} ({_process(cause)})"
         yield from (f"  | {line}" for line in last_lines(cause, logs))
+        if cause.code == -signal.SIGSEGV:
+            yield _VALUES_ELSEWHERE
     elif record.on_purpose:
         yield f"{record.kind}: {record.message}"
         line = f" ({record.place})" if record.place else ""

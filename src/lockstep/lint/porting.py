@@ -175,7 +175,8 @@ def changes(text: str, path: str = "script.py") -> list[Change]:
         where = f", or in a library, as that of line {loops[0].lineno} may be" if loops else ""
         raise ConfigError(
             f"{path} calls no loss.backward(): its training loop must be in another file{where}. Give that file"
-            f"{'; in place of a library, write a loop around its model and loss' if loops else ''}."
+            f"{'; in place of a library, write a loop around its model and loss' if loops else ''}. Where a library "
+            "calls it, as SVI.step of Pyro does, write the loss as a function, for run.backward(batch, loss)."
         )
     made: list[Change] = []
     for section, finders in sections.items():

@@ -54,7 +54,11 @@ def proved_rank(script: Script, node: ast.expr | None, depth: int = 4) -> str:
     if isinstance(node, ast.Subscript) and script.name(node.value) == "os.environ":
         return _ENVIRONMENT.get(str(constant(node.slice)), "")
     if isinstance(node, ast.Name | ast.Attribute) and depth:
-        values = [value for value in script.values(node) if not _is_default(value)]
+        # A plain number or None says 'one process'.
+        plain = ast.Constant | ast.UnaryOp
+        values = [
+            v for v in script.values(node) if not isinstance(v, plain) or _number(v) not in (None, 0, -1)
+        ]
         kinds = {proved_rank(script, value, depth - 1) for value in values}
         return kinds.pop() if len(kinds) == 1 else ""
     return ""
@@ -149,11 +153,6 @@ def _number(node: ast.expr) -> int | None:
     except (ValueError, TypeError, SyntaxError, RecursionError):
         return None
     return value if isinstance(value, int) else int(value) if value in ("0", "1", "-1") else None
-
-
-def _is_default(value: ast.expr | None) -> bool:
-    """Returns True where a value is a plain number or None, which says 'one process'."""
-    return isinstance(value, ast.Constant | ast.UnaryOp) and _number(value) in (None, 0, -1)
 
 
 _ENTRIES = ("main", "train", "run", "main_worker", "worker")

@@ -9,12 +9,7 @@ from lockstep.lint.script import Script, argument, last_name, method, names_in, 
 
 DDP, DP, FSDP = "DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"
 _AVERAGES = (
-    "AveragedModel",
-    "ModelEmaV2",
-    "ModelEmaV3",
-    "ExponentialMovingAverage",
-    "EMAModel",
-    "ema_pytorch.EMA",
+    *("AveragedModel", "ModelEmaV2", "ModelEmaV3", "ExponentialMovingAverage", "EMAModel", "ema_pytorch.EMA"),
 )
 """Moving averages of the weights, which are prepared with the model."""
 _ROOTS = ("torch", "apex")

@@ -151,11 +151,12 @@ def _replace_function(library: Any, name: str, compute: Callable[[Tensor, Tensor
         return values.copy_(compute(values, torch.empty_like(values)))
 
     def into(keys: Any, values: Tensor, *, out: Tensor) -> Any:
+        given = _as_float(values) if _is_wide(values) else None
+        found = (
+            None if given is None else compute(given, torch.empty_like(given))
+        )  # first: out may be values itself
         kernels[f"{name}.out"].call_boxed(keys, values, out=out)  # checks its type, and gives it its shape
-        if _is_wide(values):
-            values = _as_float(values)
-            out.copy_(compute(values, torch.empty_like(values)))
-        return out
+        return out if found is None else out.copy_(found)
 
     library.impl(name, function, "CPU", with_keyset=True)
     library.impl(f"{name}_", in_place, "CPU", with_keyset=True)

@@ -13,60 +13,106 @@ import dis
 import functools
 import itertools
 import re
-import sys
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from inspect import CO_OPTIMIZED
-from traceback import walk_stack
-from types import CodeType, FrameType, FunctionType, ModuleType
+from types import CodeType, FrameType, FunctionType, MappingProxyType, ModuleType
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from lockstep.core.users_code import codes_in, is_users_code, is_users_module, methods_of
+from lockstep.core.users_code import codes_in, is_users_module, methods_of, users_frames
 
 
-def live_names(code: CodeType, offset: int) -> frozenset[str]:
+def live_names(code: CodeType, offset: int, *, enters_loop: bool = False) -> frozenset[str]:
     """The variables that code may read after an instruction before it sets them: those that are live there.
 
-    Variables that inner functions set count as live. What an inner function reads is read where its name is, and
-    anywhere after it was given away, as a hook is. Exceptions are not followed.
+    Variables that inner functions set count as live. What an inner function reads is read where its name is. Exceptions
+    are not followed.
 
     Args:
         offset: of the instruction, or of a cache behind it, in bytes, as ``frame.f_lasti``.
+        enters_loop: the ``for`` whose iterable it gives, if it does, makes a pass.
     """
-    offsets, _, after = _live_around(code)
-    return after[bisect_right(offsets, offset) - 1] | _set_by_inner(code) | _read_by_others(code, offset)
+    offsets, before, after = _live_around(code, offset if enters_loop else None)
+    number = bisect_right(offsets, offset) - 1
+    is_for = enters_loop and _flow(code)[0][number].opname == "FOR_ITER"
+    return (before[number + 1] if is_for else after[number]) | _set_by_inner(code)
 
 
-def live_in(frames: Sequence[FrameType], *, enters_loop: bool = False) -> list[frozenset[str]]:
+def live_in(
+    frames: Sequence[FrameType],
+    begun: Places = MappingProxyType({}),
+    *,
+    inside: bool = False,
+    enters_loop: bool = False,
+) -> list[frozenset[str]]:
     """The live names of frames that run, the outermost first.
 
-    What an inner function sets, and reads only then, is not live in the functions around it while it runs.
-    ``enters_loop``: the innermost begins a loop and will make a pass of it, so that what its body sets is not live.
+    What an inner function sets, and reads only then, is not live in the functions around it while it runs. What it
+    reads is live once it was given away, as a hook is.
+
+    Args:
+        begun: where code has begun loops over steps. The loops around these go on, be it in a resumed run.
+        inside: so do they themselves.
+        enters_loop: the innermost begins a loop and will make a pass of it, so that what its body sets is not live.
     """
     found, is_set = list[frozenset[str]](), set[str]()
     for frame in reversed(frames):
-        find = _live_in_body if enters_loop and not found else live_names
-        live = find(frame.f_code, frame.f_lasti) - is_set
-        is_set |= {*frame.f_code.co_freevars} & _set_by(frame.f_code) - live
-        is_set -= {*frame.f_code.co_cellvars}
+        code, places = frame.f_code, begun.get(frame.f_code, ())
+        passes = [live_in_next_pass(code, each) for each in places]
+        passes += [live_names(code, each) for each in places if inside]
+        passes.append(_read_by_others(code, (frame.f_lasti, *places)))
+        live = live_names(code, frame.f_lasti, enters_loop=enters_loop and not found).union(*passes) - is_set
+        is_set |= {*code.co_freevars} & _set_by(code) - live
+        is_set -= {*code.co_cellvars}
         found.append(live)
     return found[::-1]
 
 
-def _live_in_body(code: CodeType, offset: int) -> frozenset[str]:
-    """As ``live_names``, in the body of the ``for`` whose iterable the instruction gives, if it does."""
+@functools.cache
+def live_in_next_pass(code: CodeType, offset: int) -> frozenset[str]:
+    """The names that are live where the loops around an instruction begin another pass.
+
+    A run that is resumed after ``run.save(); return`` in such a loop makes that pass, to which nothing leads from the
+    ``return``. That may lie anywhere, so the loops are told by the paths that lead back to ``offset``.
+    """
     instructions, follow, accesses = _flow(code)
-    offsets, before, _ = _live_around(code)
-    number, read = bisect_right(offsets, offset) - 1, frozenset[str]()
-    while instructions[number].opname != "FOR_ITER":
-        if len(follow[number]) != 1 or any(kind != "LOAD" for kind, _ in accesses[number]):
-            return live_names(code, offset)
-        read |= {name for _, name in accesses[number]}
-        number = follow[number][0]
-    return before[number + 1] | read | _set_by_inner(code) | _read_by_others(code, offset)
+    offsets, before, _ = _live_around(code, offset)
+    number, inner = bisect_right(offsets, offset) - 1, _inner_functions(instructions)
+    found, tests = frozenset[str](), set[int]()
+    ahead = [(each, target) for each in _reached(follow, number) for target in follow[each]]
+    for end, begin in sorted(ahead, reverse=True):  # the ends of a loop's body come last
+        # "continue" leads to the test before the body, where what is read after the loop is live.
+        if begin > min(end, number) or end not in _reached(follow, number, but=begin) or begin in tests:
+            continue
+        is_for = instructions[begin].opname == "FOR_ITER"
+        live, test = before[begin + is_for], 0 if is_for else _length_of_test(instructions, begin, end)
+        for each in range(end, end - test, -1):
+            live = _live_before(accesses[each], live, inner)
+        found |= live
+        tests |= {begin - test} if test else set()
+    return found
+
+
+def _length_of_test(instructions: Sequence[dis.Instruction], begin: int, end: int) -> int:
+    """The number of instructions of the test of a ``while``: they are before its body and, copied, behind it."""
+    last = end - (instructions[end].opname in _NEVER_CONTINUE)
+    pairs = zip(instructions[last - 1 :: -1], instructions[begin - 2 :: -1] if begin > 1 else ())
+    keys = ([(each.positions, each.opcode in _JUMPS or each[:3]) for each in pair] for pair in pairs)
+    count = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], keys))
+    return count + 1 if count else 0
+
+
+def _reached(follow: Sequence[Sequence[int]], number: int, but: int = -1) -> set[int]:
+    """The numbers of the instructions to which paths lead from this one, but not past another."""
+    seen, todo = {but}, list(follow[number])
+    while todo:
+        if (number := todo.pop()) not in seen:
+            seen.add(number)
+            todo += follow[number]
+    return seen - {-1}
 
 
 def _set_by(code: CodeType) -> set[str]:
@@ -88,15 +134,11 @@ def _flow(code: CodeType) -> tuple[list[dis.Instruction], list[list[int]], list[
     """The instructions, the numbers of those that may follow each, and what each accesses."""
     instructions, accesses = _read(code)
     place = {each.offset: number for number, each in enumerate(instructions)}
-    follow, loops = list[list[int]](), list[int]()
+    follow = list[list[int]]()
     for number, each in enumerate(instructions):
         targets = [place[each.argval]] if each.opcode in _JUMPS and each.argval in place else []
         if number + 1 < len(instructions) and each.opname not in _NEVER_CONTINUE:
             targets.append(number + 1)
-        loops = [loop for loop in loops if each.offset < instructions[loop].argval]
-        if loops and (not targets or max(targets) >= place[instructions[loops[-1]].argval]):
-            targets.append(loops[-1])  # where a run goes on that is resumed after "run.save(); return"
-        loops += [number] if each.opname == "FOR_ITER" else []
         follow.append(targets)
         if isinstance(each.argval, CodeType) and _holder_of_inner(number, instructions) is None:
             accesses[number] += [("LOAD", name) for name in sorted(_read_by(each.argval))]
@@ -129,21 +171,19 @@ def names_ahead(code: CodeType, offset: int) -> set[str]:
 def _ahead(code: CodeType, offset: int) -> set[int]:
     """The numbers of the instructions that may run after one."""
     instructions, follow, _ = _flow(code)
-    seen, todo = set[int](), list(follow[bisect_right([each.offset for each in instructions], offset) - 1])
-    while todo:
-        if (number := todo.pop()) not in seen:
-            seen.add(number)
-            todo += follow[number]
-    return seen
+    return _reached(follow, bisect_right([each.offset for each in instructions], offset) - 1)
 
 
-def _read_by_others(code: CodeType, offset: int) -> frozenset[str]:
+def _read_by_others(code: CodeType, offsets: Sequence[int]) -> frozenset[str]:
     """The variables that inner functions read which others may call at any time: given away before the loops around.
 
     What a loop gives away in each pass, such as a loss, is read there.
+
+    Args:
+        offsets: of the instruction, and of those that begin loops which go on.
     """
-    given = [each for each in _given_away(code) if _flow(code)[0][each[0]].offset <= offset]
-    ahead = _ahead(code, offset) if given else ()
+    given = [each for each in _given_away(code) if _flow(code)[0][each[0]].offset <= offsets[0]]
+    ahead = set[int]().union(*(_ahead(code, each) for each in offsets if given))
     return frozenset[str]().union(*(names for number, names in given if number not in ahead))
 
 
@@ -173,13 +213,21 @@ def _makes_closure(instruction: dis.Instruction, code: CodeType) -> bool:
 
 
 @functools.cache
-def _live_around(code: CodeType) -> tuple[list[int], list[frozenset[str]], list[frozenset[str]]]:
+def _live_around(
+    code: CodeType, begun: int | None = None
+) -> tuple[list[int], list[frozenset[str]], list[frozenset[str]]]:
     """The offset of each instruction, and the names that are live before and after it.
 
-    Found by backward data flow (Kildall 1973).
+    Found by backward data flow (Kildall 1973). The ``for`` whose iterable is made at ``begun`` makes a pass.
     """
     instructions, follow, accesses = _flow(code)
-    inner = _inner_functions(instructions)
+    offsets, inner = [each.offset for each in instructions], _inner_functions(instructions)
+    if begun is not None:
+        last = number = bisect_right(offsets, begun) - 1
+        while instructions[number].opname != "FOR_ITER" and len(follow[number]) == 1:
+            last, number = number, follow[number][0]
+        if last != number and instructions[number].opname == "FOR_ITER":
+            follow = [*follow[:last], [number + 1], *follow[last + 1 :]]
     before: list[frozenset[str]] = [frozenset()] * len(instructions)
     after = list(before)
     changed = True
@@ -188,11 +236,17 @@ def _live_around(code: CodeType) -> tuple[list[int], list[frozenset[str]], list[
         for number in range(len(instructions) - 1, -1, -1):
             live = frozenset[str]().union(*(before[each] for each in follow[number]))
             after[number] = live
-            for kind, name in reversed(accesses[number]):
-                live = live | {name} | inner.get(name, frozenset()) if kind == "LOAD" else live - {name}
+            live = _live_before(accesses[number], live, inner)
             changed |= live != before[number]
             before[number] = live
-    return [each.offset for each in instructions], before, after
+    return offsets, before, after
+
+
+def _live_before(accesses: _Accesses, live: frozenset[str], inner: _Reads) -> frozenset[str]:
+    """The names that are live before an instruction, given those after it."""
+    for kind, name in reversed(accesses):
+        live = live | {name} | inner.get(name, frozenset()) if kind == "LOAD" else live - {name}
+    return live
 
 
 def _inner_functions(instructions: list[dis.Instruction]) -> dict[str, frozenset[str]]:
@@ -241,6 +295,9 @@ _NEVER_CONTINUE = (
 )
 _OF_VARIABLES = ("FAST", "NAME", "DEREF", "GLOBAL", "CLOSURE")
 _Accesses = list[tuple[str, str]]
+_Reads = Mapping[str, frozenset[str]]
+Places = Mapping[CodeType, Collection[int]]
+"""Offsets of instructions, by code."""
 
 
 def _accesses(instruction: dis.Instruction) -> _Accesses:
@@ -444,7 +501,7 @@ def _base_names(where: Any, loads: _Loads) -> set[str]:
 def _argument_of_next(where: Any, loads: _Loads) -> set[str]:
     """The name of x in ``next(x)``."""
     every = itertools.chain.from_iterable(loads.values())
-    own = [(at, name) for at, name in every if _is_within(at, where)][1:]
+    own = [(at, name) for at, name in every if _is_within(at, where) and at[::2] != where[::2]]
     first = set([name for at, name in own if at[::2] == own[0][0][::2]][-1:])
     return first or {name for _, name in loads[where[0], None]}
 
@@ -539,26 +596,6 @@ def names_reached(codes: Iterable[CodeType], functions: Iterable[Callable[..., A
     return found
 
 
-def users_frames() -> list[FrameType]:
-    """The frames of the user's own code that are running in this thread, the outermost first."""
-    frames = (frame for frame, _ in walk_stack(sys._getframe(1)))
-    return [each for each in frames if is_users_code(each.f_code, each.f_globals.get("__name__", ""))][::-1]
-
-
-def owners_of(frames: Sequence[FrameType]) -> list[str]:
-    """The words before the variables of each frame: ``fit: ``, and none before those of a script.
-
-    They are ``engine.fit: `` where a frame further in is of another function with that name, as one that it has called.
-    """
-    owners = list[str]()
-    for number, frame in enumerate(frames, 1):
-        code = frame.f_code
-        others = {each.f_code for each in frames[number:] if each.f_code.co_qualname == code.co_qualname}
-        module = f"{frame.f_globals.get('__name__')}." if others - {code} else ""
-        owners.append("" if code.co_name == "<module>" else f"{module}{code.co_qualname}: ")
-    return owners
-
-
 def read_in_loop(places: Iterable[str]) -> list[str]:
     """Those attributes and variables, by the words of a ``Snapshot``, that code of the user's frames names itself."""
     loads: set[tuple[str, str]] = set()
@@ -569,11 +606,13 @@ def read_in_loop(places: Iterable[str]) -> list[str]:
     return [each.string for each in found if each.groups() in loads and not hasattr(Tensor, each[2])]
 
 
-def unset_names() -> list[str]:
-    """The variables that the user's frames set, may read next, and do not have."""
-    frames = users_frames()
-    found = [live & _set_by(each.f_code) - {*each.f_locals} for each, live in zip(frames, live_in(frames))]
-    return [name for names in found for name in sorted(names)]
+def unset_names(*, enters_loop: bool = False) -> list[str]:
+    """The variables that the user's frames set, may read next, and do not have; see ``live_in``."""
+    found = list[str]()
+    for each, live in zip(frames := users_frames(), live_in(frames, enters_loop=enters_loop)):
+        there = {*each.f_locals} | each.f_globals.keys() & {*each.f_code.co_names}
+        found += sorted(live & _set_by(each.f_code) - there)
+    return found
 
 
 def read_after_loops() -> set[str]:

@@ -30,7 +30,6 @@ from typing import Any
 from lockstep.core.plan import StepPlan
 from lockstep.data.batch import Batch
 from lockstep.errors import CheckpointError, ConfigError
-from lockstep.run.code_analysis import unset_names
 from lockstep.run.loop_state import LoopState
 from lockstep.runtime.events import NO_EVENTS, StepEvents
 from lockstep.text import plural, shorten
@@ -308,12 +307,6 @@ class EpochLoop:
             raise
         if is_rest:
             raise self._all_steps_done()
-        if goes_on and (unset := unset_names()):
-            logger.warning(
-                "The run goes on after the last step of epoch %d, where the loop over its batches has no step left. "
-                "What follows may read variables that are not there: %s. Set them before it, as loss = float('nan').",
-                *(position.epoch + 1, shorten(unset, 4)),
-            )
         self._end_steps()
         walk.thread = None
         self._back = replace(position, inside=True)

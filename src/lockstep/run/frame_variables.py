@@ -45,6 +45,8 @@ from lockstep.core.users_code import (
     is_users_module,
     methods_of,
     names_in,
+    owners_of,
+    users_frames,
 )
 from lockstep.core.values import (
     ATTRIBUTE,
@@ -81,8 +83,6 @@ from lockstep.run.code_analysis import (
     changed_names,
     live_in,
     names_loaded,
-    owners_of,
-    users_frames,
 )
 from lockstep.run.optimizer_step import PreparedOptimizer
 from lockstep.strategies.absent import AbsentTensor
@@ -159,16 +159,14 @@ class Variables:
     """By the id of an object, the first and the last of what was noted of it, and of what it holds."""
 
     @classmethod
-    def of_loop(
-        cls, known: Collection[int], callbacks: Iterable[object] = (), *, enters_loop: bool = False
-    ) -> Variables:
+    def of_loop(cls, known: Collection[int], callbacks: Iterable[object] = (), **loop: Any) -> Variables:
         """Looks at the frames that are running, and at the user's own ``callbacks``: objects and functions.
 
-        ``enters_loop``: a loop begins now, and will make a pass.
+        For ``loop`` see ``live_in``.
         """
         found, frames = cls(known), users_frames()
         variables: list[tuple[str, Part, bool]] = []
-        for frame, live, owner in zip(frames, live_in(frames, enters_loop=enters_loop), owners_of(frames)):
+        for frame, live, owner in zip(frames, live_in(frames, **loop), owners_of(frames)):
             code, home = frame.f_code, owner.removesuffix(": ") or frame.f_globals
             found.local |= {owner + name for name in code.co_varnames + code.co_cellvars + code.co_freevars}
             variables += [

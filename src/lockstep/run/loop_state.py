@@ -23,18 +23,19 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from lockstep.core.users_code import owners_of, users_frames
 from lockstep.core.values import Part, is_plain, text_of_plain
 from lockstep.data.keyed import encoded_state, set_encoded_state
 from lockstep.errors import ConfigError
 from lockstep.numerics.hidden_state import Snapshot
 from lockstep.run.code_analysis import (
     Carried,
+    Places,
     carried_since,
     changed_by_loop,
     changed_since,
     names_ahead,
-    owners_of,
-    users_frames,
+    unset_names,
 )
 from lockstep.run.frame_variables import Variables
 from lockstep.runtime.events import StepEvents
@@ -127,6 +128,9 @@ class LoopState:
         """The texts when the run began, in the first process of all resumes."""
         self._start: dict[str, str] = {}
         """The texts when the steps of the current epoch began."""
+        self._entered: dict[str, str] = {}
+        """The texts when the first steps of this loop began: an earlier one, as a pretraining, has another place."""
+        self._places: set[str] = set()
         self._at_epoch: dict[str, Any] = {}
         """The generators' states when the current epoch began."""
         self._at_end: dict[str, str] = {}
@@ -151,12 +155,14 @@ class LoopState:
         """The results of evaluations before the first step."""
         self._taken = set[str]()
         """Floats that the script had taken from the run before its first step: a setting, or such a result."""
+        self._begun: Places = {}
+        """Where the code of the frames began the steps of the current epoch."""
         self._walks = 0
         """The number of loops over steps that have begun, over all resumes."""
 
-    def _look(self, *, enters_loop: bool = False) -> Variables:
+    def _look(self, **loop: bool) -> Variables:
         callbacks = self.events.callbacks if self.events else ()
-        return Variables.of_loop(self._known, (*callbacks, *self._hooks()), enters_loop=enters_loop)
+        return Variables.of_loop(self._known, (*callbacks, *self._hooks()), begun=self._begun, **loop)
 
     def resume(self, stored: Mapping[str, Any], *, inside: bool) -> None:
         """Takes what ``capture`` returned. ``inside``: it was written while the batches of an epoch were read."""
@@ -182,10 +188,16 @@ class LoopState:
 
         ``any_left``: at least one step is left, so that the loop will make a pass.
         """
-        stored = self._stored
+        stored, self._begun = self._stored, {}
         found = self._look(enters_loop=bool(stored) and any_left)
         if not self._first:
             self._taken = self._taken_from_run(found)
+        for frame in users_frames():
+            self._begun = {**self._begun, frame.f_code: (*self._begun.get(frame.f_code, ()), frame.f_lasti)}
+        if (place := str(self._begun)) not in self._places:
+            self._places.add(place)
+            self._entered = dict(stored.get("entered", stored.get("first", {})))
+        self._entered = {**found.texts, **self._entered}
         if stored:
             if self._inside:
                 _give(found, stored["generators"])
@@ -195,10 +207,13 @@ class LoopState:
                 self._untouched, self._carried = self._untouched_in(found), self._carried_in(found)
             self._resumed = None
             found.renew_floats(stored["saved"].keys())
-            lost = self._lost(found)
+            # Outside of the steps a pass of the loop around them has begun.
+            began = found if self._inside else self._look(enters_loop=any_left)
+            lost = self._lost(found, unread=found.local - found.live - began.live)
             self._require_generators(found, lost)
             self._require_data(lost)
-            self.lost = {name: Lost.of(found, name) for name in lost if self._is_certain(name)}
+            certain = filter(self._is_certain, lost.keys() - (found.local - found.live))
+            self.lost = {name: Lost.of(found, name) for name in certain}
             if lost and self._is_main:
                 words = [
                     f"{name} (other values)"
@@ -211,6 +226,14 @@ class LoopState:
                     "depends on them is not what it would have been without the stop. Keep numbers and texts in "
                     "run.extra, and tensors in a module that run.prepare is given: checkpoints hold both.",
                     shorten(words, 5),
+                )
+            had = [name.rpartition(": ")[2] for name in stored.get("had", ())]
+            unset = [name for name in unset_names(enters_loop=any_left) if name in had]
+            if unset and self._is_main:
+                logger.warning(
+                    "The loop goes on and may read variables that are not there in this resumed run: %s. That would be "
+                    "a NameError. Set them before it, as loss = float('nan'), or to what run.extra has kept.",
+                    shorten(unset, 4),
                 )
             self._stored = {}
         self._first = {**found.texts, **self._first}
@@ -271,8 +294,9 @@ class LoopState:
         variables, ahead, of_inner = self._look(), set[str](), set[str]()
         frames = users_frames()
         for frame, owner in zip(frames[::-1], owners_of(frames)[::-1]):
-            code = frame.f_code
-            named = names_ahead(code, frame.f_lasti) | of_inner & {*code.co_cellvars, *code.co_freevars}
+            code, named = frame.f_code, of_inner & {*frame.f_code.co_cellvars, *frame.f_code.co_freevars}
+            for place in (frame.f_lasti, *self._begun.get(code, ())):
+                named |= names_ahead(code, place)
             ahead |= {f"{owner}{name}" for name in named}
             of_inner = named.intersection(code.co_freevars)
         names = [n for n in variables.texts if n in variables.live or _VARIABLE.split(n)[0] in ahead]
@@ -317,10 +341,9 @@ class LoopState:
                 )
         _give(found, {name: state for name, state in states.items() if name not in self._stored["fresh"]})
 
-    def _lost(self, found: Variables) -> dict[str, tuple[str, str]]:
+    def _lost(self, found: Variables, unread: Collection[str]) -> dict[str, tuple[str, str]]:
         """The variables that begin anew: what they were at the checkpoint, and what they are."""
         lost, taken = {}, self._taken & self._taken_from_run(found)
-        unread = found.local - found.live
         for name, text in found.texts.items():
             before = self._stored["saved"].get(name)
             if before is None:
@@ -344,18 +367,18 @@ class LoopState:
         Args:
             is_taken: its value is one that the script takes from the run, which is another one now.
         """
-        first, start = self._first.get(name), self._stored["start"].get(name)
+        firsts, start = (self._first.get(name), self._entered.get(name)), self._stored["start"].get(name)
         may_differ = name in found.with_values  # by values, of which a text tells too little
         if self._inside:
-            return may_differ or is_taken or text in (first, start)
+            return may_differ or is_taken or text in (*firsts, start)
         is_untouched = name in self._untouched
         if may_differ and self._in_epochs:
             return is_untouched
-        if text == first:
-            is_lost = is_untouched or name in self._stored["read"] or start != first
+        if text in firsts:
+            is_lost = is_untouched or name in self._stored["read"] or start != text
         else:
             is_lost = is_taken and (is_untouched or not self._in_epochs)
-        return is_lost or (may_differ and before == first)
+        return is_lost or (may_differ and before in firsts)
 
     def _require_data(self, lost: Collection[str]) -> None:
         """Refuses data sets that are not as the loop had left them."""
@@ -420,11 +443,11 @@ class LoopState:
         is_of_run = name in found.with_values or name in self._taken
         return first is not None and (is_of_run or first != found.texts[name])
 
-    def capture(self) -> dict[str, Any]:
-        """The loop's part of a checkpoint; called from within the loop."""
+    def capture(self, *, inside: bool = False) -> dict[str, Any]:
+        """The loop's part of a checkpoint; called from within the loop, and perhaps while batches are read."""
         if not self._start:
             return {}
-        found = self._look()
+        found = self._look(inside=inside)
         self.unsaved = [
             f"{name} ({type(each).__name__})"
             for name, each in found.optimizers.items()
@@ -441,6 +464,7 @@ class LoopState:
         return {
             "first": {name: self._first[name] for name in noted},
             "start": {name: self._start[name] for name in noted if name in self._start},
+            "entered": {name: self._entered[name] for name in noted if name in self._entered},
             "saved": noted,
             "read": sorted(found.read & noted.keys()),
             "plain": sorted(found.plain.keys() & noted.keys()),
@@ -450,6 +474,7 @@ class LoopState:
             "local": sorted(found.local & generators.keys()),
             "set_between": sorted(self._set_in_data),
             "taken": sorted(self._taken & noted.keys()),
+            "had": sorted(found.live & found.local),
             "walks": self._walks,
         }
 

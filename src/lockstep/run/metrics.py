@@ -63,7 +63,8 @@ def evaluate(
     run: Run, metric: Metric | SetMetric | Mapping[str, Metric | SetMetric], data: Any, *how: Any
 ) -> float | dict[str, float]:
     """The values of metrics over all samples: means, and those of a whole set; see ``evaluation``. Collective."""
-    metrics = metric if isinstance(metric, Mapping) else {"metric": metric}
+    own = str(getattr(metric, "__name__", "metric"))
+    metrics = metric if isinstance(metric, Mapping) else {own if own.isidentifier() else "metric": metric}
     for name, each in metrics.items():
         if not (callable(each) or isinstance(each, SetMetric)):
             raise ConfigError(
@@ -91,8 +92,8 @@ def evaluate(
         if twice := [key for key, count in keys.items() if count > 1]:
             raise ConfigError(f"Two metrics of run.evaluate give a number called {twice[0]!r}. Rename one.")
         return {key: value for name in metrics for key, value in found[name].items()}
-    values = found["metric"]
-    return values.get("metric", {key.removeprefix("metric_"): value for key, value in values.items()})
+    ((name, values),) = found.items()
+    return values.get(name, {key.removeprefix(f"{name}_"): value for key, value in values.items()})
 
 
 def evaluate_means(

@@ -68,6 +68,7 @@ class GradientState:
         self._holding: set[int] = set()
         self._limits: list[float | Tensor] = []
         self._steps: Counter[int] = Counter()
+        self._batches = 0
         self._reduced = self._stepping = self._has_skipped = False
         self._stepped, self._stepped_before, self._cleared = set(map(id, optimizers)), set[int](), set[int]()
         self.is_divided = False
@@ -215,6 +216,7 @@ class GradientState:
                 self._share_overflows(self._scaler)
         if self._strategy.writes is not None:
             self._strategy.writes.note(self._strategy.watched())
+        self._batches += not self._reduced
         self._reduced = True
         self._cleared.clear()
         # A process without parameters of an optimizer, such as a worker, cannot tell whether others have gradients.
@@ -277,6 +279,14 @@ class GradientState:
             for n, o in enumerate(self._optimizers)
         }
         return steps | ({"<max_norm of run.clip_gradients>": f"{limits[-1]:.4g} {digest}"} if limits else {})
+
+    def tell_if_never_stepped(self) -> None:
+        """Warns at the end of a run whose loop has computed gradients and made no step with them."""
+        if self._batches > 1 and not self._steps and (self._holding or self._cleared):
+            logger.warning(
+                "optimizer.step() was never called after run.backward: unless the loop changes the parameters itself, "
+                "they are what they were before it. Call optimizer.step() after run.backward, then zero_grad()."
+            )
 
     def forget(self, optimizer: Optimizer) -> None:
         """Notes that the optimizer's gradients were thrown away."""

@@ -313,7 +313,7 @@ class PreparedModel:
 
     def with_all_buffers(self, digests: dict[str, str]) -> dict[str, str]:
         """The digests of what a strategy gave of the model; ``ConfigError`` names a buffer that is missing there."""
-        if late := sorted(_saved_buffers(self.module) - digests.keys()):
+        if late := sorted(saved_buffers(self.module) - digests.keys()):
             raise ConfigError(
                 f"The buffer {late[0]!r} was registered after run.prepare, where no process holds the whole model, so "
                 "it would be missing in fingerprint and checkpoint. Register it before run.prepare, or with "
@@ -322,7 +322,7 @@ class PreparedModel:
         return digests
 
 
-def _saved_buffers(model: nn.Module) -> set[str]:
+def saved_buffers(model: nn.Module) -> set[str]:
     """The names of the buffers that are part of the model's ``state_dict``; those that are None are not."""
     return {
         f"{prefix}.{name}" if prefix else name

@@ -10,9 +10,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from lockstep.core.fingerprint import sum_of_bits
+from lockstep.core.users_code import users_frames
 from lockstep.errors import ConfigError
 from lockstep.run.attributes import words_of
-from lockstep.run.code_analysis import Carried, carried_since, changed_since, users_frames
+from lockstep.run.code_analysis import Carried, carried_since, changed_since
 from lockstep.run.epoch_loop import EpochLoop
 from lockstep.run.optimizer_step import has_gradients
 from lockstep.run.prepare import Parts, frozen_parameters, hyperparameters
@@ -175,7 +176,10 @@ def _held(run: RunState, loop: EpochLoop) -> dict[str, str]:
         "gradients, by run.backward": str(loop.backward_passes),
         "parameters": str([parameter._version for parameter in parameters]),
         "buffers": _bits(buffers),
-        "modules beside the model": str([_version_or_bits(tensor) for tensor in beside]),
+        # Versions are read quickly; the bits of a buffer may be set back by an evaluation.
+        "modules beside the model": str(
+            [t._version if isinstance(t, nn.Parameter) else _bits([t]) for t in beside]
+        ),
         "run.extra": str(run.extra),
         "which parameters are frozen": str(frozen_parameters(run.model.module)),
         **hyperparameters(parts.optimizers),
@@ -198,11 +202,6 @@ def _tensors(run: RunState) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         for tensors in held
     )
     return parameters, buffers, beside
-
-
-def _version_or_bits(tensor: Tensor) -> int:
-    """Changes with a parameter, quickly, and with the bits of a buffer, which an evaluation may set back."""
-    return tensor._version if isinstance(tensor, nn.Parameter) else int(sum_of_bits(tensor))
 
 
 def _bits(tensors: Sequence[Tensor]) -> str:

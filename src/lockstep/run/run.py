@@ -567,6 +567,8 @@ class Run:
         self._session.close()
 
     def _release(self) -> None:
+        if self._prepared is not None and self.is_main:
+            self._prepared.gradients.tell_if_never_stepped()
         if self._writer.background.busy:
             self._session.heartbeat.mark("save", epoch=self.position.epoch, step=self.position.step)
         self._writer.release()

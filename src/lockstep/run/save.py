@@ -351,10 +351,6 @@ def find(resume: str, directory: Path | str | None) -> checkpoint.Restored | Non
     return checkpoint.Restored(Path(resume), checkpoint.read(resume))
 
 
-def _is_dense(value: object) -> bool:
-    return isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta
-
-
 def weights_of_main(
     weights: Mapping[str, Any], model: PreparedModel, group: dist.ProcessGroup | None, device: torch.device
 ) -> dict[str, Tensor]:
@@ -365,7 +361,8 @@ def weights_of_main(
         problem = f"  a {type(weights).__name__} instead of tensors by name"
     elif is_main:
         given = {name: each for name, each in weights.items() if name not in model.aliases}
-        if odd := [name for name, each in given.items() if not _is_dense(each)]:
+        tensors = {name for name, each in given.items() if isinstance(each, Tensor) and not each.is_meta}
+        if odd := [name for name in given if name not in tensors or given[name].layout is not torch.strided]:
             problem = f"  no dense tensors with values ({len(odd)}): {shorten(odd, 5)}"
         elif differences := compare(given, wanted):
             problem = differences.describe()

@@ -30,7 +30,7 @@ from lockstep.run.checks.agreement import made_otherwise, source_digests
 from lockstep.run.epoch_loop import Position
 from lockstep.run.loop_state import LoopState
 from lockstep.run.optimizer_step import GradientState, PreparedOptimizer
-from lockstep.run.prepare import Parts, PreparedModel, frozen_parameters, plain_number
+from lockstep.run.prepare import Parts, PreparedModel, frozen_parameters, plain_number, saved_buffers
 from lockstep.run.step import ForwardPass
 from lockstep.strategies import IndependentStrategy, Strategy
 from lockstep.strategies.absent import AbsentParameter, AbsentTensor
@@ -59,8 +59,8 @@ _UNSAVED = {
         "Make it a persistent buffer",
     ),
     "tied_buffers": (
-        "which is one tensor with another buffer, or is no longer, since run.prepare",
-        "Tie or part the buffers before run.prepare",
+        "which is None, of another shape or type, or one tensor with another buffer, unlike at run.prepare",
+        "Make such changes of buffers before run.prepare",
     ),
 }
 """Kinds of values that a checkpoint does not hold: why, and what to do."""
@@ -193,7 +193,7 @@ class RunState:
         self._attributes = Attributes(self.parts, self.idle)
         is_whole = self.strategy.replicated
         self._first_unsaved = [unsaved_tensors(each, is_whole) for each in self.parts.optimizers]
-        self._first_tied = self._tied()
+        self._first_buffers = self._buffers()
 
     def _step_hooks(self) -> list[object]:
         """The hooks of the optimizers' steps."""
@@ -294,30 +294,29 @@ class RunState:
             for name, value in unsaved_tensors(optimizer, self.strategy.replicated).items()
             if first.get(name) != value
         ]
-        tied = [f"the buffer {name!r}" for name, _ in self._tied() ^ self._first_tied]
-        every = [mine, tied]
+        every = [mine, [f"the buffer {name!r}" for name, *_ in self._buffers() ^ self._first_buffers]]
         everyone = [every] if self.strategy.replicated else self.strategy.gather_records(every)
-        unsaved, parted = (sorted({n for names in of_ranks for n in names}) for of_ranks in zip(*everyone))
+        unsaved, others = (sorted({n for names in of_ranks for n in names}) for of_ranks in zip(*everyone))
         found = {
             "unsaved": unsaved,
-            "tied_buffers": parted,
+            "tied_buffers": others,
             "unsaved_optimizers": [f"the state of {each}" for each in self.loop.unsaved],
             "unsaved_attributes": self._attributes.lost,
         }
         for kind, names in found.items():
             if names and not self._has_warned and self.strategy.share.holder == 0:
-                why, remedy = _UNSAVED[kind]
                 text = "No checkpoint holds %s, %s, so a resumed run would be refused. %s."
-                logger.warning(text, shorten(names, 3), why, remedy)
+                logger.warning(text, shorten(names, 3), *_UNSAVED[kind])
         self._has_warned |= any(found.values())
         return found
 
-    def _tied(self) -> Set[tuple[str, str]]:
-        """Each further name of a persistent buffer that this process has with its first one."""
-        known = self.model.tensors.keys() | self.model.aliases.keys()
-        buffers = self.parts.model.named_buffers(remove_duplicate=False)
-        held = {n: each for n, each in buffers if n in known and not isinstance(each, AbsentTensor)}
-        return further_names(held).items()
+    def _buffers(self) -> Set[tuple[object, ...]]:
+        """Each persistent buffer of this process: its name, the first name of the tensor, its shape and type."""
+        model = self.parts.model
+        saved, every = saved_buffers(model), dict(model.named_buffers(remove_duplicate=False))
+        held = {name: every[name] for name in saved if not isinstance(every[name], AbsentTensor)}
+        first = further_names(held)
+        return {(name, first.get(name), each.shape, each.dtype) for name, each in held.items()}
 
     def _capture_gradients(
         self, state: CheckpointState, keep: bool, rows: Mapping[str, Tensor] | None
@@ -476,7 +475,7 @@ class RunState:
             "extra": self.extra,
             "data": self.data,
             "run": self.run_id,
-            "loop": self.loop.capture(),
+            "loop": self.loop.capture(inside=self.position.inside),
             "sources": self.sources,
             "made_with": list(self.made_with),
             "places": {**self.places, **self.capture_places(self)},  # some may not have been looked at yet

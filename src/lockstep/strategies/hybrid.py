@@ -34,6 +34,7 @@ from lockstep.core.summation_tree import fold_in_place
 from lockstep.data.batch import Batch
 from lockstep.distributed.collectives import all_gather_flat
 from lockstep.distributed.rank_exchange import GroupExchange, RankExchange
+from lockstep.errors import ConfigError
 from lockstep.numerics.hooks import share_hooks
 from lockstep.reduce import BucketShape, NodeLayout
 from lockstep.reduce.ordered import OrderedBucket, OrderedReducer
@@ -154,6 +155,11 @@ class ShardedPipeline(Pipeline):
 
     @contextmanager
     def _whole_stages(self) -> Iterator[None]:
+        if self.model_group is None:
+            raise ConfigError(
+                "The model was called after run.close(), where under strategy 'hybrid' no process gathers the rows of "
+                "its stages any more. Call it before that, or load what run.state_dict() gave into a model of its own."
+            )
         try:
             for block in self._blocks:
                 block.gather(keep=True)

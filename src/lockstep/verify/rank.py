@@ -74,7 +74,7 @@ class Observer(Callback):
     def __init__(self, run: Run, label: str, steps: int) -> None:
         self.run, self._saved, self._steps = run, run.require_prepared().state, steps
         self.model = self._saved.parts.model
-        self._seconds: list[float] = []
+        self._seconds: dict[int, float] = {}
         self._observing = 0.0
         self._noted: dict[str, Any] = {}
         self._loss: Tensor | None = None
@@ -137,11 +137,12 @@ class Observer(Callback):
         return loss is not None
 
     def _end(self, step: int, loss: Tensor) -> None:
-        self._seconds.append(time.perf_counter() - self._began - self._observing)
+        took = time.perf_counter() - self._began - self._observing
+        self._seconds[step] = self._seconds.get(step, 0.0) + took
         self._unrecorded = step, loss
 
-    def _record(self) -> None:
-        if self._unrecorded is None:
+    def _record(self, *, but: int = -1) -> None:
+        if self._unrecorded is None or self._unrecorded[0] == but:  # of which another pass comes
             return
         (step, loss), self._unrecorded = self._unrecorded, None
         model, apart = self._state()
@@ -172,7 +173,7 @@ class Observer(Callback):
         run = self.run
         self._end_body()
         self._record()
-        self.trace.milliseconds = 1000 * settled(self._seconds)
+        self.trace.milliseconds = 1000 * settled([*self._seconds.values()])
         memory = peak_memory(run.strategy.device)
         everyone = self._gather((memory, run.strategy.bytes_sent))
         self.trace.memory = [int(memory) for memory, _ in everyone]
@@ -185,7 +186,7 @@ class Observer(Callback):
 
     def on_backward_begin(self, batch: Batch, scale: float) -> None:
         """Records the hyperparameters of the step, and the step before where that has not ended until now."""
-        self._record()
+        self._record(but=batch.plan.step)
         if batch.plan.step >= self._steps:
             raise StopRecording
         if self._in_body != batch.plan.step:

@@ -222,8 +222,8 @@ ASKING = (
     ("layer", scaled_by_world, "The forward pass or the loss asks", ": torch.distributed.get_world_size())"),
     ("layer", scaled_by_attribute, "The forward pass or the loss asks", "(the attribute 'world_size' of 1)"),
     ("change", scaled_sample, "The data set asks", ": os.environ['WORLD_SIZE'])"),
-    ("metric", hit, "The metric 'metric' asks", ": torch.distributed.get_world_size())"),
-    ("metric", hit_by_run, "The metric 'metric' asks", ": run.world.world_size)"),
+    ("metric", hit, "The metric 'hit' asks", ": torch.distributed.get_world_size())"),
+    ("metric", hit_by_run, "The metric 'hit_by_run' asks", ": run.world.world_size)"),
     (
         "evaluated",
         times_size,

@@ -382,6 +382,7 @@ def joined_boxes(world):
     for loss in (over_images, over_boxes):
         (batch,) = run.batches(loader)
         run.backward(batch, partial(loss), also={f"{loss.__name__} in a step": loss})
+    logging.getLogger("lockstep").removeHandler(handler)  # the loop never steps
     run.close()
     return said
 
@@ -450,6 +451,7 @@ def said_of(world, model, per_micro_batch, joined, loss, metric):
     except ConfigError as error:
         return str(error)
     finally:
+        logging.getLogger("lockstep").removeHandler(handler)  # the loop never steps
         run.close()
 
 

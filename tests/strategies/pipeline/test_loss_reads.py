@@ -271,6 +271,44 @@ def test_hooks_that_are_methods_objects_or_partial_and_those_of_gradients_are_lo
     )
 
 
+HOOKS = """
+def whole(module, given, found):
+    found[:] = found * kept["scale"]
+def masked(module, given, found):
+    found[found > 0] *= kept["scale"]
+def first(module, given):
+    given[0][..., 0] = kept["scale"]
+def through_data(module, given, found):
+    found.data[:, index] = kept["scale"]
+def into(module, given, found):
+    torch.mul(found, kept["scale"], out=found)
+def scaled(found, key):
+    found[0] = found[0] * kept[key]
+def by_another(module, given, found):
+    scaled(found, "scale")
+def note(module, given, found):
+    notes["scale"], notes[index], module.notes[index] = found, kept["scale"], found
+def noted(notes, found):
+    notes[index] = notes["x"] = (found, kept["scale"])
+def note_by_another(module, given, found):
+    noted(notes, found)
+"""
+
+
+def test_hooks_that_set_entries_of_what_they_are_given_are_looked_at():
+    """They give nothing back: they counted as hooks that only keep notes, and the run ended in other bits."""
+    names = {"kept": {"scale": 1.0}, "notes": {}, "torch": torch, "index": 0, "__name__": __name__}
+    exec(HOOKS, names)
+    grow = lambda: names["kept"].update(scale=names["kept"]["scale"] + 1)  # noqa: E731  a change that is handed over
+    for hook in ("whole", "masked", "through_data", "into", "by_another"):
+        assert (
+            changed_by(lambda m, hook=hook: m.register_forward_hook(names[hook]), grow) == "'scale' of 'kept'"
+        ), hook
+    assert changed_by(lambda m: m.register_forward_pre_hook(names["first"]), grow) == "'scale' of 'kept'"
+    for hook in ("note", "note_by_another"):
+        assert changed_by(lambda m, hook=hook: m.register_forward_hook(names[hook]), grow) is None, hook
+
+
 def test_a_factor_that_stands_before_or_and_one_that_two_variables_get_are_read():
     """Python 3.12 and later copy the first for ``or``, as all do for the second, and as ``+=`` does."""
     holder = types.SimpleNamespace(scale=1.0)

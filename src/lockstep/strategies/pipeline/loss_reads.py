@@ -152,13 +152,25 @@ def _read_by_hook(hook: Any) -> Iterator[tuple[str, Any]]:
 
 def _changes_values(code: CodeType) -> bool:
     """Returns whether a hook may give another value, or change one in place or by a hook that it registers."""
-    return any(
+    keywords = {name for each in code.co_consts if isinstance(each, tuple) for name in each}
+    return not keywords.isdisjoint(("out", "inplace")) or any(
         (after.opname == "RETURN_VALUE" and (each.opname, each.argval) != ("LOAD_CONST", None))
         or ("STORE_FAST" in after.opname and each.opname == "BINARY_OP" and each.argrepr.endswith("="))
-        or (each.opname == "STORE_ATTR" and each.argval == "grad")
+        or (each.opname == "STORE_ATTR" and each.argval in ("grad", "data"))
+        or (after.opname in ("STORE_SUBSCR", "STORE_SLICE") and _is_tensor(code, each, after))
         or (each.opname in ("LOAD_ATTR", "LOAD_METHOD") and _IN_PLACE.fullmatch(each.argval))
         for each, after in pairwise(dis.get_instructions(code))
     )
+
+
+def _is_tensor(code: CodeType, key: dis.Instruction, store: dis.Instruction) -> bool:
+    """Returns whether an entry is set in what may be a tensor that the code is given, not in a dict for notes."""
+    begin, given = store.positions and store.positions[::2], code.co_varnames[: code.co_argcount]
+    loads = [each for each in dis.get_instructions(code) if each.opname.startswith("LOAD_FAST")]
+    found = {each.argval for each in loads if each.positions and each.positions[::2] == begin}
+    if isinstance(key.argval, str) and key.opname != "BUILD_SLICE":  # the key is a name
+        given = () if key.opname == "LOAD_CONST" else given[1:]
+    return not found.isdisjoint(given)
 
 
 def _names_read(code: CodeType) -> Iterator[Any]:

@@ -147,24 +147,10 @@ _BLOCKS = {
 
 _ONE_BY_ONE = (
     *("relu", "relu6", "leaky_relu", "elu", "gelu", "silu", "mish", "softplus", "hardswish"),
-    *("sigmoid", "tanh"),
+    *("sigmoid", "tanh", "log"),
     *("exp", "abs", "neg", "sqrt", "square", "pow", "clamp", "add", "radd", "iadd", "sub", "rsub", "isub"),
     *("mul", "rmul", "imul", "div", "truediv", "rtruediv", "itruediv"),
-    *(
-        "gt",
-        "ge",
-        "lt",
-        "le",
-        "eq",
-        "ne",
-        "where",
-        "masked_fill",
-        "minimum",
-        "maximum",
-        "sign",
-        "round",
-        "log",
-    ),
+    *("gt", "ge", "lt", "le", "eq", "ne", "where", "masked_fill", "minimum", "maximum", "sign", "round"),
     *("to", "float", "half", "bfloat16", "type_as", "clone", "contiguous", "detach"),
 )
 """Functions of single elements, which give the same on a part of an activation."""
