@@ -347,3 +347,31 @@ def test_two_functions_name_other_attributes_of_one_module():
     settings.scale = 1
     (said,) = before.changed(Snapshot({"one": one, "other": other}, restorable=False))
     assert said == "the global variable 'scale'"
+
+
+def reads_history():
+    return len(HISTORY)
+
+
+def clears_history():
+    HISTORY.clear()
+
+
+def test_a_change_of_a_global_that_two_functions_name_is_seen():
+    """The text of the second find, as of another name, stood in the place of the first."""
+    roots = {"the loss": reads_history, "a hook": clears_history}
+    HISTORY.clear()
+    before = Snapshot(roots)
+    HISTORY.append(1)
+    assert "the global variable 'HISTORY'" in before.changed(Snapshot(roots))
+    HISTORY.clear()
+
+
+def clear():
+    HISTORY.clear()
+
+
+def test_an_attribute_by_the_name_of_a_function_of_the_script_is_not_that_function():
+    """As ``train`` of a model beside a script's own: it was said to read what the script's function names."""
+    found = Snapshot({"the loss": lambda table: table.clear()})
+    assert "the global variable 'HISTORY'" not in found.texts

@@ -415,3 +415,19 @@ def train(run, epochs):
 def test_packed_sequences_are_batches_on_several_processes():
     """It ended in an AssertionError of torch, where the ranks exchanged a micro-batch."""
     assert compare(run_trial(PACKED, [SINGLE]), run_trial(PACKED, [DDP]), DDP).what == "equal"
+
+
+@pytest.mark.parametrize(
+    ("parts", "what"),
+    [
+        ({"loss": "hooked"}, "equal"),
+        ({"blocks": ("always_eval",)}, "equal"),
+        ({"lines": ("weight_hook_between",)}, "refused"),
+    ],
+    ids=["features kept by a hook", "a method by the name of a function", "a gradient's hook of a step"],
+)
+def test_a_resumed_program_is_refused_where_the_stop_has_lost_a_hook_only(parts, what):
+    program = dataclasses.replace(plain_program(), count=20, epochs=2, **parts)
+    phases = [dataclasses.replace(SINGLE, stop=2), SINGLE]
+    verdict = compare(run_trial(text_of(program), [SINGLE]), run_trial(text_of(program), phases), SINGLE)
+    assert verdict.what == what, (verdict.said, verdict.traceback)

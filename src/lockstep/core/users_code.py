@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import itertools
 import os
@@ -70,6 +71,14 @@ def codes_in(code: CodeType) -> Iterator[CodeType]:
 def names_in(code: CodeType) -> frozenset[str]:
     """The globals and attributes that code names, that of inner functions included."""
     return frozenset(name for each in codes_in(code) for name in each.co_names)
+
+
+@functools.cache
+def globals_in(code: CodeType) -> frozenset[str]:
+    """Those that it names as globals: an attribute of a method may have the name of a function of the script."""
+    each = itertools.chain.from_iterable(map(dis.get_instructions, codes_in(code)))
+    kinds = ("_GLOBAL", "_GLOBALS", "D_NAME", "E_NAME")
+    return frozenset(str(one.argval) for one in each if one.opname.endswith(kinds))
 
 
 def homes_of(code: CodeType) -> list[str]:

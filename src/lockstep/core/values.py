@@ -55,6 +55,7 @@ from lockstep.core.fingerprint import digest_tensor
 from lockstep.core.users_code import (
     CLOSED_PACKAGES,
     function_of,
+    globals_in,
     is_users_function,
     is_users_module,
     names_in,
@@ -219,7 +220,9 @@ def reached_from(value: Any, most: int) -> Iterator[Part]:
     """The parts of a value, and what its code reads: globals that a function names, attributes of a class."""
     yield from inside(value, most=most)
     if isinstance(value, FunctionType):
-        yield from globals_of(names_in(value.__code__), value.__globals__) if is_users_function(value) else ()
+        if is_users_function(value):
+            code = value.__code__
+            yield from globals_of(globals_in(code), value.__globals__, names_in(code))
     else:
         yield from of_class(value if isinstance(value, type) else type(value))
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.core.fingerprint import digest_tensor
-from lockstep.core.users_code import homes_of, is_users_function, is_users_module, names_in
+from lockstep.core.users_code import globals_in, homes_of, is_users_function, is_users_module, names_in
 from lockstep.core.values import (
     CONTAINERS,
     ENTRY,
@@ -181,8 +181,9 @@ class Snapshot:
             self._note(name, text_of_plain(value), Kind.NUMBER if isinstance(value, _NUMBERS) else Kind.OTHER)
             return
         if id(value) in self._seen:
-            if not isinstance(value, type | FunctionType | nn.Module):
-                self._note(name, f"{ALIAS}{self._seen[id(value)][1]}")
+            first = self._seen[id(value)][1]  # two functions may read one global
+            if first != name and not isinstance(value, type | FunctionType | nn.Module):
+                self._note(name, f"{ALIAS}{first}")
             return
         if len(self._seen) > _MOST_PLACES or self._depth > _MOST_DEPTH:
             return
@@ -321,7 +322,7 @@ class Snapshot:
         if is_users_function(function):
             self._inside(function, name)
             names = names_in(function.__code__)
-            for part in globals_of(names, function.__globals__):
+            for part in globals_of(globals_in(function.__code__), function.__globals__, names):
                 self._global(part, names)
 
     def _global(self, part: Part, names: frozenset[str]) -> None:
