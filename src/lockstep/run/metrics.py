@@ -258,7 +258,11 @@ def evaluate_set_metrics(
         size = opened.loader.micro_batch_size
         parts = [*zip(torch.split(outputs, size), torch.split(targets, size))]
         for name, metric in metrics.items():
-            _keep_alone(metric)
+            for each in metric.modules() if isinstance(metric, nn.Module) else (metric,):
+                # torchmetrics, also in a collection, would wait for the other ranks, which have no part.
+                for key in ("sync_on_compute", "_to_sync"):  # the second, a copy of it, decides
+                    if hasattr(each, key):
+                        vars(each)[key] = False
             with opened.noting_failure():
                 metric.reset()
                 for output, target in parts:
@@ -266,14 +270,6 @@ def evaluate_set_metrics(
                 values[name] = _numbers(name, metric.compute())
     shared: dict[str, dict[str, float]] = next(filter(None, strategy.gather_records(values)))
     return shared
-
-
-def _keep_alone(metric: SetMetric) -> None:
-    """Keeps torchmetrics, also in a collection, from waiting for the other ranks, which have no part."""
-    for each in metric.modules() if isinstance(metric, nn.Module) else (metric,):
-        for key in ("sync_on_compute", "_to_sync"):  # the second, a copy of it, decides
-            if hasattr(each, key):
-                vars(each)[key] = False
 
 
 def _numbers(name: str, value: Any) -> dict[str, float]:
