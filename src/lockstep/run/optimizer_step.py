@@ -339,26 +339,23 @@ class GradientState:
         with self._in_step(optimizer):
             self._strategy.before_step()
             with self.setting_values():
-                with self._explaining(optimizer):
+                try:
                     if self._scaler is None:
                         optimizer.step()
                     else:
                         taken = self._step_scaled(optimizer, self._scaler)
+                except LockstepError:
+                    raise
+                except Exception as error:
+                    if any(group["params"] for group in optimizer.param_groups):
+                        raise
+                    raise ConfigError(
+                        f"{type(optimizer).__name__} cannot step without parameters ({type(error).__name__}: {error}), "
+                        f"and under strategy {self._strategy.name!r} other processes hold all of them. Use strategy "
+                        "'ddp'."
+                    ) from error
                 self._strategy.after_step()
         return taken
-
-    @contextmanager
-    def _explaining(self, optimizer: Optimizer) -> Iterator[None]:
-        """Says why a step of the user's own optimizer fails in a process that holds none of the parameters."""
-        try:
-            yield
-        except Exception as error:
-            if any(group["params"] for group in optimizer.param_groups) or isinstance(error, LockstepError):
-                raise
-            raise ConfigError(
-                f"{type(optimizer).__name__} cannot step without parameters ({type(error).__name__}: {error}), and "
-                f"under strategy {self._strategy.name!r} other processes hold all of them. Use strategy 'ddp'."
-            ) from error
 
     @contextmanager
     def _in_step(self, optimizer: Optimizer) -> Iterator[None]:

@@ -194,15 +194,6 @@ def _mention_if_read_only(directory: Path) -> None:
         )
 
 
-def _mention_earlier_training(directory: Path) -> None:
-    if paths := checkpoint.committed(directory.expanduser()):
-        note(
-            "%s holds checkpoints of an earlier training, the last one %s. This run begins anew, and its own take "
-            "their place. To go on from there give resume='auto'; to keep both, another directory=.",
-            *(directory, paths[-1].name),
-        )
-
-
 def require_readable(directory: Path) -> Path:
     """The folder as it is given; ``ConfigError`` where no checkpoint in it could be read again."""
     path = str(directory.absolute())
@@ -287,7 +278,13 @@ def resume(
         found = find(options.resume, options.directory)
     if found is None:
         if is_main and options.directory is not None:
-            _mention_earlier_training(Path(options.directory))
+            directory = Path(options.directory)
+            if paths := checkpoint.committed(directory.expanduser()):
+                note(
+                    "%s holds checkpoints of an earlier training, the last one %s. This run begins anew, and its own "
+                    "take their place. To go on from there give resume='auto'; to keep both, another directory=.",
+                    *(directory, paths[-1].name),
+                )
         return False
     path, position = found.path, state.position
     before, now = found.state.progress.get("sources", {}), state.sources
