@@ -374,7 +374,12 @@ class Recorder:
         if self._step is not None:
             return self._step
         if not self._number:
-            self._write_header()
+            self._record.context = context(self._model, self._optimizers)
+            self._record.start = {n: self._sketcher.measure(n, p) for n, p in self._model.named_parameters()}
+            self._record.tied = tied(self._model)
+            self._record.modules = list(innermost(self._model).values())
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.write_text(self._record.header() + "\n")
         measure, named = self._sketcher.measure, list(self._model.named_parameters())
         step = self._step = StepRecord(self._number)
         step.begin = {name: digest_tensor(parameter) for name, parameter in named}
@@ -392,14 +397,6 @@ class Recorder:
                 self._hooked.add(name)
                 parameter.register_hook(partial(self._gradient, name))
         return step
-
-    def _write_header(self) -> None:
-        self._record.context = context(self._model, self._optimizers)
-        self._record.start = {n: self._sketcher.measure(n, p) for n, p in self._model.named_parameters()}
-        self._record.tied = tied(self._model)
-        self._record.modules = list(innermost(self._model).values())
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._path.write_text(self._record.header() + "\n")
 
     def _before_forward(self, module: nn.Module, arguments: Any) -> None:
         if torch.is_grad_enabled():
