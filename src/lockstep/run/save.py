@@ -176,21 +176,18 @@ def _inode(file: Path) -> int:
 def clean_up(directory: Path | str | None) -> None:
     """Waits for what this process still writes, and removes from the run folder what killed ones have left."""
     wait_for_critical_threads()
-    if directory is not None:
-        checkpoint.clean(Path(directory))
-        _mention_if_read_only(Path(directory))
-
-
-def _mention_if_read_only(directory: Path) -> None:
-    """Says at the start that a checkpoint cannot be written; a run that only evaluates needs none."""
+    if directory is None:
+        return
+    directory = Path(directory)
+    checkpoint.clean(directory)
     there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+    if not there.is_dir() or not os.access(
+        there, os.W_OK | os.X_OK
+    ):  # a run that only evaluates needs no checkpoint
         found = "may not be written to" if there.is_dir() else "is not a folder"
         logger.warning(
             "run.save() will fail: the run folder is %s, and %s %s. Give another directory=.",
-            directory,
-            there,
-            found,
+            *(directory, there, found),
         )
 
 
