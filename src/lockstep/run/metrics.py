@@ -430,7 +430,14 @@ class StepMetrics:
         if self._entries is None:
             looked_at = () if self._sums else self._unchecked
             before = held_by(self._given, looked_at)
-            found = self._called(output, target)
+            versions, found = versions_of(output, target), list[Any]()
+            for name, function in without_writes(self._functions, "run.backward", output, target):
+                with watching_once(f"the metric {name!r}", looks=name in self._unchecked and not self._sums):
+                    found.append(function(output, target))
+            if (
+                versions_of(output, target) != versions
+            ):  # the last one has, or another would have been refused
+                self._writing.append(next(reversed(self._functions)))
             self._kept |= before.changed(held_by(self._given, looked_at))
         else:
             found = self._entries.values()
@@ -444,15 +451,6 @@ class StepMetrics:
         """Takes the entries of the loss that was computed for the whole batch; they count for micro-batch 0."""
         if self._of_batch and self._entries is not None:
             self._sums[0] = [sum_and_weight(each, 1) for each in self._entries.values()]
-
-    def _called(self, output: Any, target: Any) -> list[Any]:
-        versions, found = versions_of(output, target), list[Any]()
-        for name, function in without_writes(self._functions, "run.backward", output, target):
-            with watching_once(f"the metric {name!r}", looks=name in self._unchecked and not self._sums):
-                found.append(function(output, target))
-        if versions_of(output, target) != versions:  # the last one has, or another would have been refused
-            self._writing.append(next(reversed(self._functions)))
-        return found
 
     @contextmanager
     def explained(self) -> Iterator[None]:
