@@ -633,5 +633,6 @@ class Run:
         """Everything that ``prepare`` made; ``ConfigError`` before it was called."""
         if self._prepared is None:
             raise ConfigError("Call model, optimizer = run.prepare(model, optimizer) first.")
-        self._session.require_open()
+        if self._session.is_closed:
+            self._session.require_open()
         return self._prepared
