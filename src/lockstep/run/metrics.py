@@ -434,9 +434,8 @@ class StepMetrics:
             for name, function in without_writes(self._functions, "run.backward", output, target):
                 with watching_once(f"the metric {name!r}", looks=name in self._unchecked and not self._sums):
                     found.append(function(output, target))
-            if (
-                versions_of(output, target) != versions
-            ):  # the last one has, or another would have been refused
+            if versions_of(output, target) != versions:
+                # The last one has, or another would have been refused.
                 self._writing.append(next(reversed(self._functions)))
             self._kept |= before.changed(held_by(self._given, looked_at))
         else:

@@ -180,10 +180,9 @@ def clean_up(directory: Path | str | None) -> None:
         return
     directory = Path(directory)
     checkpoint.clean(directory)
+    # A run that only evaluates needs no checkpoint
     there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
-    if not there.is_dir() or not os.access(
-        there, os.W_OK | os.X_OK
-    ):  # a run that only evaluates needs no checkpoint
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         found = "may not be written to" if there.is_dir() else "is not a folder"
         logger.warning(
             "run.save() will fail: the run folder is %s, and %s %s. Give another directory=.",
