@@ -331,9 +331,12 @@ class StaticNames:
     def module(self, name: str) -> ModuleSpec | Absent | None:
         """The spec of a module; Python's own finders look up its top-level package only."""
         top, *rest = name.split(".")
-        spec = self._top_level(top)
-        if not isinstance(spec, ModuleSpec):
-            return spec
+        try:
+            spec = PathFinder.find_spec(top, self._folders) or importlib.util.find_spec(top)
+        except (ImportError, ValueError):
+            return None
+        if spec is None:
+            return Absent("", top, ())
         holder = top
         for part in rest:
             places = spec.submodule_search_locations
@@ -386,13 +389,6 @@ class StaticNames:
             found = self.definition(_source_of(node, module, spec), original, depth + 1)
             return None if isinstance(found, Absent) else found
         return None
-
-    def _top_level(self, name: str) -> ModuleSpec | Absent | None:
-        try:
-            spec = PathFinder.find_spec(name, self._folders) or importlib.util.find_spec(name)
-        except (ImportError, ValueError):
-            return None
-        return spec or Absent("", name, ())
 
     def _bindings(self, module: str, spec: ModuleSpec) -> _Bindings | None:
         if module not in self._parsed:

@@ -157,7 +157,12 @@ class _TableReader:
         if typing.get_origin(kind) is tuple:
             texts = isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
             return tuple(value) if texts else self._type(path, "a list of strings", value)
-        return self._scalar(kind, value, path)
+        wanted = typing.get_args(kind) or (kind,)
+        if isinstance(value, bool):
+            return value if bool in wanted else self._type(path, spell_types(wanted), value)
+        if isinstance(value, int) and float in wanted and int not in wanted and abs(value) < 1 << 53:
+            return float(value)
+        return value if isinstance(value, wanted) else self._type(path, spell_types(wanted), value)
 
     def component(self, table: Any, path: KeyPath) -> Component | None:
         """A component, its arguments checked as far as they can be without importing anything."""
@@ -191,14 +196,6 @@ class _TableReader:
             self._problems.append(Problem(path, "is not in the job, so there is nothing to leave out."))
         elif not isinstance(value, str | int | float) or (isinstance(value, float) and math.isnan(value)):
             self._type(path, "a string, number, boolean, list or table", value)
-
-    def _scalar(self, kind: Any, value: Any, path: KeyPath) -> Any:
-        wanted = typing.get_args(kind) or (kind,)
-        if isinstance(value, bool):
-            return value if bool in wanted else self._type(path, spell_types(wanted), value)
-        if isinstance(value, int) and float in wanted and int not in wanted and abs(value) < 1 << 53:
-            return float(value)
-        return value if isinstance(value, wanted) else self._type(path, spell_types(wanted), value)
 
     def _type(self, path: KeyPath, wanted: str, value: Any) -> None:
         message = f"should be {wanted} and is {_found(value)}."

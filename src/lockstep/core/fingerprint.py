@@ -189,7 +189,9 @@ def device_model(device: torch.device, *, portable: bool = False) -> str:
     elif portable:
         return "any x86_64 with AVX2"
     else:
-        words = [platform.machine(), torch.backends.cpu.get_cpu_capability(), *_matrix_instructions()]
+        has = _of_cpu("flags", "Features")  # as Linux names them; unknown elsewhere
+        instructions = [name for name in _MATRIX_INSTRUCTIONS if name in has]
+        words = [platform.machine(), torch.backends.cpu.get_cpu_capability(), *instructions]
     return " ".join([*words, *chosen])
 
 
@@ -215,12 +217,6 @@ def cpu_of(device: torch.device) -> str:
 def has_mkl() -> bool:
     """True if torch was built with MKL, which then computes its matrix products."""
     return bool(torch.backends.mkl.is_available())  # type: ignore[no-untyped-call]
-
-
-def _matrix_instructions() -> list[str]:
-    """The CPU's instructions for matrix products and for bf16 and fp16, as Linux names them; unknown elsewhere."""
-    has = _of_cpu("flags", "Features")
-    return [name for name in _MATRIX_INSTRUCTIONS if name in has]
 
 
 def _of_cpu(*entries: str) -> list[str]:

@@ -55,10 +55,13 @@ class Permutation:
     def __call__(self, positions: npt.ArrayLike) -> Indices:
         """The elements at ``positions`` (int, any shape, each in ``0 .. size-1``), as int64."""
         given = np.atleast_1d(np.asarray(positions, dtype=np.int64))
-        rounds = self._looked_up if 1 << self._half_bits <= given.size else self._computed
+        rounds: list[_Round] = [partial(self._mixed, key) for key in self._round_keys]
+        if 1 << self._half_bits <= given.size:  # then they are computed once, for every half there is
+            halves = np.arange(1 << self._half_bits, dtype=np.int64)
+            rounds = [table.take for table in self._mixed(self._round_keys, halves)]
         if 4**self._half_bits <= _TABLE_PAYS * given.size:
-            return self._table(rounds())[given]
-        return self._walk(given.ravel(), rounds()).reshape(given.shape)
+            return self._table(rounds)[given]
+        return self._walk(given.ravel(), rounds).reshape(given.shape)
 
     def _walk(self, values: Indices, rounds: list[_Round]) -> Indices:
         values = self._encrypt(values, rounds)
@@ -87,15 +90,6 @@ class Permutation:
         left <<= self._half_bits
         left |= right
         return left
-
-    def _computed(self) -> list[_Round]:
-        """The rounds, each computed for the halves it is given."""
-        return [partial(self._mixed, key) for key in self._round_keys]
-
-    def _looked_up(self) -> list[_Round]:
-        """The rounds, computed once for every half there is."""
-        halves = np.arange(1 << self._half_bits, dtype=np.int64)
-        return [table.take for table in self._mixed(self._round_keys, halves)]
 
     def _mixed(self, key: npt.NDArray[np.uint64], halves: Indices) -> Indices:
         mixed = mix(halves.view(np.uint64) ^ key)

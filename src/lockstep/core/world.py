@@ -267,6 +267,9 @@ class _Reader:
 def _from_open_mpi(variables: Mapping[str, str], read: _Reader) -> World:
     rank, world_size = read.number("OMPI_COMM_WORLD_RANK"), read.size("OMPI_COMM_WORLD_SIZE")
     local_world_size = read.size("OMPI_COMM_WORLD_LOCAL_SIZE")
+    # On one host a file in mpirun's private folder, which goes with the job; else what the user exports
+    is_one_host = local_world_size == world_size and "MASTER_ADDR" not in variables
+    folder = variables.get("PMIX_SERVER_TMPDIR") if is_one_host else None
     return World(
         rank=rank,
         world_size=world_size,
@@ -277,16 +280,8 @@ def _from_open_mpi(variables: Mapping[str, str], read: _Reader) -> World:
         nodes=-(-world_size // local_world_size),
         launcher="mpi",
         rendezvous=variables.get(RENDEZVOUS)
-        or _meeting_place_of_mpi(variables, local_world_size == world_size),
+        or (f"file://{folder}/lockstep-rendezvous" if folder else "env://"),
     )
-
-
-def _meeting_place_of_mpi(variables: Mapping[str, str], is_one_host: bool) -> str:
-    """On one host a file in mpirun's private folder, which goes with the job; else what the user exports."""
-    folder = variables.get("PMIX_SERVER_TMPDIR", "")
-    if is_one_host and folder and "MASTER_ADDR" not in variables:
-        return f"file://{folder}/lockstep-rendezvous"
-    return "env://"
 
 
 def _from_slurm(variables: Mapping[str, str], read: _Reader) -> World:

@@ -206,8 +206,14 @@ def assemble(config: JobConfig, world: World, *, profile: str = "") -> Trainer:
     for number, each in enumerate(config.callbacks):
         run.add_callback(instantiate(each, name=f"callbacks.{number}"))
     balance(run, model, training_set)
+    average = []
+    if config.training.ema_decay is not None:
+        update = get_ema_multi_avg_fn(config.training.ema_decay)  # type: ignore[no-untyped-call]  # torch's
+        average.append(AveragedModel(model, multi_avg_fn=update))
+    if config.training.checkpoint_activations:  # of the model alone: the average is never trained
+        checkpoint_activations(model, config.training.checkpoint_activations)
     model, optimizer, scheduler, *averages = run.prepare(
-        *(model, optimizer, scheduler, *_averages(config, model)), values_from_main=bool(config.weights.path)
+        *(model, optimizer, scheduler, *average), values_from_main=bool(config.weights.path)
     )
     # Known already when job.json is written
     run.require_prepared().state.reads_photos(decoded_as(adopt(training_set).dataset))
@@ -239,17 +245,6 @@ def build_recipe(
     loss = instantiate_function(config.loss, ("loss",))
     metrics = {name: instantiate_function(each, ("metrics", name)) for name, each in config.metrics.items()}
     return optimizer, scheduler, loss, metrics
-
-
-def _averages(config: JobConfig, model: nn.Module) -> list[AveragedModel]:
-    decay = config.training.ema_decay
-    average = []
-    if decay is not None:
-        update = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]  # torch's
-        average.append(AveragedModel(model, multi_avg_fn=update))
-    if config.training.checkpoint_activations:  # of the model alone: the average is never trained
-        checkpoint_activations(model, config.training.checkpoint_activations)
-    return average
 
 
 def _data_sets(config: JobConfig, run: Run) -> tuple[Any, Any]:

@@ -67,10 +67,6 @@ class _Operation:
     """Its results in new memory, by their place among the results."""
 
     @property
-    def is_random(self) -> bool:
-        return self.function is _TRUNCATED or torch.Tag.nondeterministic_seeded in self.function.tags
-
-    @property
     def leaves_as_is(self) -> bool:
         """True if it makes memory that may hold anything."""
         return self.function is not _TRUNCATED and "empty" in self.function.overloadpacket.__name__
@@ -225,7 +221,7 @@ class InitialValues:
 
         for number in self._leading_to(memory):
             each = self._operations[number]
-            if each.is_random:
+            if each.function is _TRUNCATED or torch.Tag.nondeterministic_seeded in each.function.tags:
                 torch.default_generator.manual_seed(derive_seed(self._seed, "initial", number))
             results = tree_leaves(each.function(*tree_map(real, each.args), **tree_map(real, each.kwargs)))
             for place, view in each.made.items():

@@ -82,8 +82,13 @@ class Precision:
         oneDNN cannot train an LSTM in float16 on a CPU, nor in bfloat16 on one without AVX-512 ("could not create a
         primitive descriptor"), so torch's own implementation computes it there.
         """
-        if self.scaler is not None:
-            _require_unscaled_types(model)
+        for name, parameter in model.named_parameters() if self.scaler is not None else ():
+            if parameter.requires_grad and (parameter.is_complex() or parameter.dtype == torch.float16):
+                raise ConfigError(
+                    f"precision fp16 scales the loss, and torch cannot divide the gradient of {name!r} by the scale "
+                    f"again, as it is {str(parameter.dtype).removeprefix('torch.')}. Use precision bf16 or fp32, or "
+                    "make the parameter float32 (a complex one as two real ones)."
+                )
         if self._device.type != "cpu":
             return
         has_bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()  # torch asks it before it compiles for oneDNN
@@ -210,17 +215,6 @@ def torch_settings() -> dict[str, str]:
     for name in ("flash", "mem_efficient", "math", "cudnn"):
         found[f"torch.backends.cuda.{name}_sdp_enabled()"] = getattr(backends.cuda, f"{name}_sdp_enabled")()
     return {name: str(value) for name, value in found.items()}
-
-
-def _require_unscaled_types(model: nn.Module) -> None:
-    """Refuses gradients of number types that torch's GradScaler does not divide by the loss scale."""
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and (parameter.is_complex() or parameter.dtype == torch.float16):
-            raise ConfigError(
-                f"precision fp16 scales the loss, and torch cannot divide the gradient of {name!r} by the scale again, "
-                f"as it is {str(parameter.dtype).removeprefix('torch.')}. Use precision bf16 or fp32, or make the "
-                "parameter float32 (a complex one as two real ones)."
-            )
 
 
 def dtype_named(name: str) -> torch.dtype:

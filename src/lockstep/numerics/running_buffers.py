@@ -149,8 +149,13 @@ def find(model: nn.Module, declared: Sequence[str]) -> FoundBuffers:
         for location in (buffers[name] for name in matched if name not in known):
             if location.buffer.is_floating_point() or location.buffer.is_complex():
                 found.groups.append(BufferGroup([location]))
+            elif location.buffer.dtype == torch.bool:
+                raise ConfigError(
+                    f"running_buffers names {location.name!r}, which holds truth values. Floating-point buffers are "
+                    "averaged over the micro-batches and integers are added up; set a flag outside of the forward pass."
+                )
             else:
-                found.summed.append(_summable(location))
+                found.summed.append(location)
         known.update(matched)
     averaged = [location for group in found.groups for location in group.locations]
     wide = torch.float64 if averaged and averaged[0].buffer.dtype == torch.float64 else torch.float32
@@ -204,16 +209,6 @@ def _power_iteration(module: nn.Module) -> list[str]:
         return ["_u", "_v"]
     hooks = module._forward_pre_hooks.values()
     return [f"{hook.name}_{each}" for hook in hooks if isinstance(hook, SpectralNorm) for each in "uv"]
-
-
-def _summable(location: BufferLocation) -> BufferLocation:
-    """The same; ``ConfigError`` if it holds truth values."""
-    if location.buffer.dtype == torch.bool:
-        raise ConfigError(
-            f"running_buffers names {location.name!r}, which holds truth values. Floating-point buffers are averaged "
-            "over the micro-batches and integers are added up; set a flag outside of the forward pass."
-        )
-    return location
 
 
 def _buffers(model: nn.Module) -> Iterator[BufferLocation]:

@@ -178,7 +178,10 @@ class NormaliseByAll(torch.autograd.Function):
         channels, dtype = x.shape[1], statistics_dtype(x)
         sums = torch.zeros(2 * channels, dtype=torch.float64, device=x.device)
         if ctx.counts and x.numel():
-            sums[:channels], sums[channels:] = _sums(gradient, x, mean, variance, ctx.eps)
+            _, sums[channels:], sums[:channels] = torch.ops.aten.native_batch_norm_backward(
+                *(gradient.to(dtype), x.to(dtype), torch.ones_like(mean), mean, variance),
+                *(None, None, False, ctx.eps, [False, True, True]),
+            )
         of_all = (fold_rows(ctx.gather(sums)) / count).to(dtype)
         needs_x = ctx.needs_input_grad[0]
         return (
@@ -210,16 +213,6 @@ def _normalise(
         return torch.empty_like(x)
     normalised: Tensor = torch.native_batch_norm(x, weight, bias, mean, variance, False, 0.0, eps)[0]
     return normalised
-
-
-def _sums(gradient: Tensor, x: Tensor, mean: Tensor, variance: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The sums of g and of g x' over this part's rows, each of shape (channels,)."""
-    ones = torch.ones_like(mean)
-    wide, wide_gradient = x.to(mean.dtype), gradient.to(mean.dtype)
-    _, product, total = torch.ops.aten.native_batch_norm_backward(
-        wide_gradient, wide, ones, mean, variance, None, None, False, eps, [False, True, True]
-    )
-    return total, product
 
 
 class SyncBatchNorm(_BatchNorm):

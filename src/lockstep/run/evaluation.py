@@ -172,7 +172,12 @@ def evaluation(
     epoch, step = run.position.epoch, run.position.step
     has_changed = run._loaders.refresh(data, "evaluation")
     transform = run._loaders.source(data).device_transform
-    _warn_if_within_epoch(run)
+    if run._loop.is_resumed and run._loop.in_epochs and run.position.done and run.is_main:
+        logger.warning(
+            "This evaluation, before the steps of epoch %d, is of the parameters after %d steps of it: the run was "
+            "resumed within the epoch. Do it under 'if not run.position.done:'.",
+            *(epoch + 1, run.position.done),
+        )
     run.synchronize()
     run.strategy.note_readers(())
     run.strategy.require_no_calls()
@@ -211,16 +216,6 @@ def _can_repeat(run: Run) -> bool:
         return False
     gradients = run.require_prepared().gradients
     return run.options.directory is None or (run._loop.can_go_back and not gradients.anywhere())
-
-
-def _warn_if_within_epoch(run: Run) -> None:
-    """Warns of an evaluation before the steps of an epoch in which the run was resumed."""
-    if run._loop.is_resumed and run._loop.in_epochs and run.position.done and run.is_main:
-        logger.warning(
-            "This evaluation, before the steps of epoch %d, is of the parameters after %d steps of it: the run was "
-            "resumed within the epoch. Do it under 'if not run.position.done:'.",
-            *(run.position.epoch + 1, run.position.done),
-        )
 
 
 def predict_in_order(

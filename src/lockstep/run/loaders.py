@@ -310,7 +310,12 @@ def counting_skipped(read: Read, dataset: Any, strategy: Strategy, seed: int, *,
             if new := _skipped(batch, inner, strategy) - found:
                 found |= new
                 named = {index: inner.named(seed, epoch, index) for index in sorted(found)}
-                _require_few(inner, list(named.values()), epoch)
+                if len(named) > inner.limit:
+                    raise DataError(
+                        f"{len(named)} of {len(inner)} samples could not be read in epoch {epoch + 1}, and at most "
+                        f"{inner.limit} ({inner.most:.3g} of them) may be skipped: {shorten([*named.values()], 10)}. "
+                        "Repair or remove them."
+                    )
                 for index in sorted(new) if says else ():
                     logger.warning(
                         "In epoch %d %s could not be read and was skipped (%d so far, at most %d).",
@@ -319,14 +324,6 @@ def counting_skipped(read: Read, dataset: Any, strategy: Strategy, seed: int, *,
             yield batch
 
     return steps
-
-
-def _require_few(dataset: SkipBroken, found: list[str], epoch: int) -> None:
-    if len(found) > dataset.limit:
-        raise DataError(
-            f"{len(found)} of {len(dataset)} samples could not be read in epoch {epoch + 1}, and at most "
-            f"{dataset.limit} ({dataset.most:.3g} of them) may be skipped: {shorten(found, 10)}. Repair or remove them."
-        )
 
 
 def _skipped(batch: Batch, dataset: SkipBroken, strategy: Strategy) -> set[int]:

@@ -258,7 +258,11 @@ def evaluate_set_metrics(
         size = opened.loader.micro_batch_size
         parts = [*zip(torch.split(outputs, size), torch.split(targets, size))]
         for name, metric in metrics.items():
-            _keep_alone(metric)
+            for each in metric.modules() if isinstance(metric, nn.Module) else (metric,):
+                # torchmetrics, also in a collection, would wait for the other ranks, which have no part.
+                for key in ("sync_on_compute", "_to_sync"):  # the second, a copy of it, decides
+                    if hasattr(each, key):
+                        vars(each)[key] = False
             with opened.noting_failure():
                 metric.reset()
                 for output, target in parts:
@@ -266,14 +270,6 @@ def evaluate_set_metrics(
                 values[name] = _numbers(name, metric.compute())
     shared: dict[str, dict[str, float]] = next(filter(None, strategy.gather_records(values)))
     return shared
-
-
-def _keep_alone(metric: SetMetric) -> None:
-    """Keeps torchmetrics, also in a collection, from waiting for the other ranks, which have no part."""
-    for each in metric.modules() if isinstance(metric, nn.Module) else (metric,):
-        for key in ("sync_on_compute", "_to_sync"):  # the second, a copy of it, decides
-            if hasattr(each, key):
-                vars(each)[key] = False
 
 
 def _numbers(name: str, value: Any) -> dict[str, float]:
@@ -434,7 +430,13 @@ class StepMetrics:
         if self._entries is None:
             looked_at = () if self._sums else self._unchecked
             before = held_by(self._given, looked_at)
-            found = self._called(output, target)
+            versions, found = versions_of(output, target), list[Any]()
+            for name, function in without_writes(self._functions, "run.backward", output, target):
+                with watching_once(f"the metric {name!r}", looks=name in self._unchecked and not self._sums):
+                    found.append(function(output, target))
+            if versions_of(output, target) != versions:
+                # The last one has, or another would have been refused.
+                self._writing.append(next(reversed(self._functions)))
             self._kept |= before.changed(held_by(self._given, looked_at))
         else:
             found = self._entries.values()
@@ -448,15 +450,6 @@ class StepMetrics:
         """Takes the entries of the loss that was computed for the whole batch; they count for micro-batch 0."""
         if self._of_batch and self._entries is not None:
             self._sums[0] = [sum_and_weight(each, 1) for each in self._entries.values()]
-
-    def _called(self, output: Any, target: Any) -> list[Any]:
-        versions, found = versions_of(output, target), list[Any]()
-        for name, function in without_writes(self._functions, "run.backward", output, target):
-            with watching_once(f"the metric {name!r}", looks=name in self._unchecked and not self._sums):
-                found.append(function(output, target))
-        if versions_of(output, target) != versions:  # the last one has, or another would have been refused
-            self._writing.append(next(reversed(self._functions)))
-        return found
 
     @contextmanager
     def explained(self) -> Iterator[None]:

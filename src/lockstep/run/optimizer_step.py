@@ -328,7 +328,15 @@ class GradientState:
                 "rank's own and were not summed over the ranks. Call run.backward(batch, loss_fn) in place of the "
                 "model, the loss and loss.backward()."
             )
-        self._require_no_frozen_gradients()
+        with torch._C.DisableTorchFunctionSubclass():
+            frozen = () if self._strategy.replicated else self._frozen
+            set_by_loop = next((name for name, parameter in frozen if parameter.grad is not None), None)
+        if set_by_loop is not None:
+            raise ConfigError(
+                f"The loop has set the gradient of {set_by_loop!r}, which was frozen when the model was prepared: with "
+                f"one process the optimizer would update it, but under strategy {self._strategy.name!r} no process "
+                "holds it for that. Leave it unfrozen, clear its gradient, or use strategy 'ddp'."
+            )
         if id(optimizer) in self._cleared and not self._steps[id(optimizer)]:
             logger.warning(
                 "The first step of the optimizer %s has no gradient: its zero_grad() was called after run.backward. "
@@ -339,26 +347,23 @@ class GradientState:
         with self._in_step(optimizer):
             self._strategy.before_step()
             with self.setting_values():
-                with self._explaining(optimizer):
+                try:
                     if self._scaler is None:
                         optimizer.step()
                     else:
                         taken = self._step_scaled(optimizer, self._scaler)
+                except LockstepError:
+                    raise
+                except Exception as error:
+                    if any(group["params"] for group in optimizer.param_groups):
+                        raise
+                    raise ConfigError(
+                        f"{type(optimizer).__name__} cannot step without parameters ({type(error).__name__}: {error}), "
+                        f"and under strategy {self._strategy.name!r} other processes hold all of them. Use strategy "
+                        "'ddp'."
+                    ) from error
                 self._strategy.after_step()
         return taken
-
-    @contextmanager
-    def _explaining(self, optimizer: Optimizer) -> Iterator[None]:
-        """Says why a step of the user's own optimizer fails in a process that holds none of the parameters."""
-        try:
-            yield
-        except Exception as error:
-            if any(group["params"] for group in optimizer.param_groups) or isinstance(error, LockstepError):
-                raise
-            raise ConfigError(
-                f"{type(optimizer).__name__} cannot step without parameters ({type(error).__name__}: {error}), and "
-                f"under strategy {self._strategy.name!r} other processes hold all of them. Use strategy 'ddp'."
-            ) from error
 
     @contextmanager
     def _in_step(self, optimizer: Optimizer) -> Iterator[None]:
@@ -371,19 +376,6 @@ class GradientState:
             self._steps[id(optimizer)] += 1
             self._stepped.add(id(optimizer))
             self._holding.discard(id(optimizer))
-
-    def _require_no_frozen_gradients(self) -> None:
-        """Raises ``ConfigError`` where the loop has given a gradient to a frozen parameter, which nobody would step."""
-        if self._strategy.replicated:
-            return
-        with torch._C.DisableTorchFunctionSubclass():
-            found = next((name for name, parameter in self._frozen if parameter.grad is not None), None)
-        if found is not None:
-            raise ConfigError(
-                f"The loop has set the gradient of {found!r}, which was frozen when the model was prepared: with "
-                f"one process the optimizer would update it, but under strategy {self._strategy.name!r} no process "
-                "holds it for that. Leave it unfrozen, clear its gradient, or use strategy 'ddp'."
-            )
 
     def update_scale(self) -> None:
         """Adapts the scale to what the last backward passes found, also where their gradients were thrown away.

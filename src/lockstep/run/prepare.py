@@ -105,7 +105,11 @@ class Parts:
                     "from it, or leave it out of run.prepare in a run that writes no checkpoints."
                 )
         _require_own_parameters(optimizers, list(model.parameters()))
-        _require_trainable(model, optimizers)
+        if optimizers and not any(parameter.requires_grad for parameter in model.parameters()):
+            raise ConfigError(
+                "No parameter of the model requires a gradient, so there is nothing to train. Call run.prepare while "
+                "those that will be trained require one: parameter.requires_grad_(True)."
+            )
         _require_own_optimizers(schedulers, optimizers)
         frozen = frozenset(frozen_parameters(model))
         start = initial_values.digest() if any(True for _ in empty_tensors(model)) else ""
@@ -232,15 +236,6 @@ def _require_own_parameters(optimizers: Sequence[Optimizer], parameters: Sequenc
                 "summed over the ranks. Give run.prepare the model they belong to. Put several models into one "
                 "nn.ModuleDict, and make a single parameter, such as a learned loss weight, an attribute of the model."
             )
-
-
-def _require_trainable(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Raises ``ConfigError`` where there are optimizers and nothing that they could train."""
-    if optimizers and not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ConfigError(
-            "No parameter of the model requires a gradient, so there is nothing to train. Call run.prepare while those "
-            "that will be trained require one: parameter.requires_grad_(True)."
-        )
 
 
 def _require_own_optimizers(schedulers: Sequence[Any], optimizers: Sequence[Optimizer]) -> None:
@@ -471,19 +466,15 @@ def _try_optimizer(
     if is_apart:
         require_gradients_only(optimizer, strategy.device, strategy.name)
     if strategy.largest_unit < Unit.MODEL:
-        strategy.whole_parameters |= _kept_whole(optimizer, names, strategy)
+        trial = try_optimizer(optimizer, strategy.device, dimensions=strategy.cut_dimensions)
+        if trial.unit > strategy.largest_unit:
+            if not strategy.keeps_whole or trial.unit is Unit.MODEL:
+                raise refused_optimizer(optimizer, trial, strategy.name)
+            strategy.whole_parameters |= {
+                names[p] for group in optimizer.param_groups for p in group["params"]
+            }
     elif is_apart:
         strategy.draws_in_step |= try_optimizer(optimizer, strategy.device).draws
-
-
-def _kept_whole(optimizer: Optimizer, names: Mapping[Tensor, str], strategy: Strategy) -> set[str]:
-    """The parameters that the strategy must keep whole for an optimizer; ``ConfigError`` where that cannot be."""
-    trial = try_optimizer(optimizer, strategy.device, dimensions=strategy.cut_dimensions)
-    if trial.unit <= strategy.largest_unit:
-        return set()
-    if not strategy.keeps_whole or trial.unit is Unit.MODEL:
-        raise refused_optimizer(optimizer, trial, strategy.name)
-    return {names[p] for group in optimizer.param_groups for p in group["params"]}
 
 
 def _set_parameters(optimizer: Optimizer, members: list[list[str]], strategy: Strategy) -> None:

@@ -176,30 +176,17 @@ def _inode(file: Path) -> int:
 def clean_up(directory: Path | str | None) -> None:
     """Waits for what this process still writes, and removes from the run folder what killed ones have left."""
     wait_for_critical_threads()
-    if directory is not None:
-        checkpoint.clean(Path(directory))
-        _mention_if_read_only(Path(directory))
-
-
-def _mention_if_read_only(directory: Path) -> None:
-    """Says at the start that a checkpoint cannot be written; a run that only evaluates needs none."""
+    if directory is None:
+        return
+    directory = Path(directory)
+    checkpoint.clean(directory)
+    # A run that only evaluates needs no checkpoint
     there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         found = "may not be written to" if there.is_dir() else "is not a folder"
         logger.warning(
             "run.save() will fail: the run folder is %s, and %s %s. Give another directory=.",
-            directory,
-            there,
-            found,
-        )
-
-
-def _mention_earlier_training(directory: Path) -> None:
-    if paths := checkpoint.committed(directory.expanduser()):
-        note(
-            "%s holds checkpoints of an earlier training, the last one %s. This run begins anew, and its own take "
-            "their place. To go on from there give resume='auto'; to keep both, another directory=.",
-            *(directory, paths[-1].name),
+            *(directory, there, found),
         )
 
 
@@ -287,7 +274,13 @@ def resume(
         found = find(options.resume, options.directory)
     if found is None:
         if is_main and options.directory is not None:
-            _mention_earlier_training(Path(options.directory))
+            directory = Path(options.directory)
+            if paths := checkpoint.committed(directory.expanduser()):
+                note(
+                    "%s holds checkpoints of an earlier training, the last one %s. This run begins anew, and its own "
+                    "take their place. To go on from there give resume='auto'; to keep both, another directory=.",
+                    *(directory, paths[-1].name),
+                )
         return False
     path, position = found.path, state.position
     before, now = found.state.progress.get("sources", {}), state.sources

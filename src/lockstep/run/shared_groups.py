@@ -106,7 +106,12 @@ class SharedGroups:
         parts = [(name, held[name]) if has_names else held[name] for name in here]
         self.optimizer.add_param_group({**own, "params": parts})
         self._members.append(names)
-        self._require_parts(names)
+        if self.strategy.largest_unit != Unit.MODEL and set(names) - self.strategy.whole_parameters:
+            seen = [group["params"] for group in self.groups()]
+            dimensions = self.strategy.cut_dimensions
+            trial = try_optimizer(self.optimizer, self.strategy.device, seen, dimensions=dimensions)
+            if trial.unit > self.strategy.largest_unit:  # the optimizer must now see more than processes hold
+                raise refused_optimizer(self.optimizer, trial, self.strategy.name)
 
     def _name(self, parameter: Tensor) -> str:
         name = self._names.get(id(parameter))
@@ -117,16 +122,6 @@ class SharedGroups:
                 "the model before run.prepare, and give add_param_group parameters of the model that it returned."
             )
         return name
-
-    def _require_parts(self, names: list[str]) -> None:
-        """Raises ``ConfigError`` where the optimizer, with its new group, must see more than processes hold."""
-        if self.strategy.largest_unit == Unit.MODEL or not set(names) - self.strategy.whole_parameters:
-            return
-        seen = [group["params"] for group in self.groups()]
-        dimensions = self.strategy.cut_dimensions
-        trial = try_optimizer(self.optimizer, self.strategy.device, seen, dimensions=dimensions)
-        if trial.unit > self.strategy.largest_unit:
-            raise refused_optimizer(self.optimizer, trial, self.strategy.name)
 
 
 class FixedList(list[Any]):

@@ -134,8 +134,10 @@ def surrogate(
     gathered = _gathered([each for _, each in held], form, sizes, plan, strategy)
     if not computed:  # a process without a micro-batch has nothing that a gradient would be for
         return SurrogateCompute.taking(compute, total=torch.zeros((), device=strategy.device))
-    are_common = [bool(column[0]) and len(set(column)) == 1 for column in zip_longest(*texts)]
-    return _surrogate(compute, computed[0].with_common(are_common), gathered, form, sizes, looks=looks)
+    are_common = (bool(column[0]) and len(set(column)) == 1 for column in zip_longest(*texts))
+    # What is neither a tensor nor the same in every micro-batch is None for the loss
+    leaves = [each if isinstance(each, Tensor) or next(are_common) else None for each in computed[0].leaves]
+    return _surrogate(compute, replace(computed[0], leaves=leaves), gathered, form, sizes, looks=looks)
 
 
 _Form = list[tuple[str, int, list[int]]]
@@ -181,12 +183,6 @@ class _Output:
     def texts(self) -> list[str]:
         """A text for each leaf that is not a tensor."""
         return [_text(each) for each in self.leaves if not isinstance(each, Tensor)]
-
-    def with_common(self, are_common: Sequence[bool]) -> _Output:
-        """The same with None for the leaves that are not tensors and not the same in every micro-batch."""
-        common = iter(are_common)
-        leaves = [each if isinstance(each, Tensor) or next(common) else None for each in self.leaves]
-        return replace(self, leaves=leaves)
 
 
 def _has_no_tensors(value: Any) -> bool:

@@ -194,7 +194,10 @@ def _step(
         cause = Cause.LEARNING_RATE if is_scaled else Cause.OPTIMIZER
         return Diagnosis(cause, step, setting, detail)
     if k := _first_difference(mine.samples, theirs.samples):
-        return Diagnosis(Cause.DATA_ORDER, step, f"micro-batch {k}", _repeated(theirs, other))
+        own = [*theirs.samples.values()]
+        again = [number for number, each in enumerate(other.steps) if [*each.samples.values()] == own]
+        detail = f"the samples of steps {again[0]} and {again[1]} are the same" if len(again) > 1 else ""
+        return Diagnosis(Cause.DATA_ORDER, step, f"micro-batch {k}", detail)
     if k := _first_difference(mine.inputs, theirs.inputs):
         return Diagnosis(Cause.AUGMENTATION, step, f"micro-batch {k}", possible=PREPARED_OTHERWISE)
     number = next((n for n, (a, b) in enumerate(zip(mine.losses, theirs.losses)) if a != b), None)
@@ -306,13 +309,6 @@ def _after(mine: StepTrace, theirs: StepTrace) -> Diagnosis | None:
         if name := _first_difference(first, second):
             return Diagnosis(cause, mine.step, f"{prefix}{name!r}")
     return Diagnosis(Cause.REPLICAS, mine.step, repr(theirs.apart[0])) if theirs.apart else None
-
-
-def _repeated(step: StepTrace, trace: Trace) -> str:
-    """Names the first two steps with the samples of this one; empty where there is only one."""
-    seen = [tuple(each.samples.values()) for each in trace.steps]
-    again = [n for n, each in enumerate(seen) if each == tuple(step.samples.values())]
-    return f"the samples of steps {again[0]} and {again[1]} are the same" if len(again) > 1 else ""
 
 
 def _first_difference(mine: dict[str, str], theirs: dict[str, str]) -> str:

@@ -54,9 +54,7 @@ class CSVTable(TensorDataset):
         if len(delimiter) != 1:
             raise ConfigError(f"CSVTable has delimiter={delimiter!r}; it must be one character.")
         self.path, self.label = Path(path), label
-        self.classes: tuple[str, ...] = ()
-        if classes is not None:
-            self.classes = class_names(classes)
+        self.classes: tuple[str, ...] = () if classes is None else class_names(classes)
         self._numbers = {name: float(label) for label, name in enumerate(self.classes)}
         if len(self._numbers) < len(self.classes):
             raise ConfigError(

@@ -115,7 +115,10 @@ class ImageArrays(FinishAlias, Dataset[Any]):
         if isinstance(self.transform, ArrayTransform):
             uniforms = torch.rand(1, self.transform.draws, dtype=torch.float64).numpy()
             return self.transform.transform(image[None], uniforms)[0], label
-        return self.transform(_as_picture(image)), label
+        if image.dtype != torch.uint8:
+            return self.transform(image), label
+        pixels = image[0] if len(image) == 1 else image.permute(1, 2, 0).contiguous()
+        return self.transform(Image.fromarray(pixels.numpy())), label
 
     def __repr__(self) -> str:
         shape = " x ".join(str(size) for size in self.images.shape[1:])
@@ -133,14 +136,6 @@ class ImageArrays(FinishAlias, Dataset[Any]):
         if isinstance(self.transform, ArrayTransform):
             images = self.transform.transform(images, keys.uniforms(self.transform.draws))
         return images, self.labels.index_select(0, rows)
-
-
-def _as_picture(image: Tensor) -> Image.Image | Tensor:
-    if image.dtype != torch.uint8:
-        return image
-    return Image.fromarray(
-        image[0].numpy() if len(image) == 1 else image.permute(1, 2, 0).contiguous().numpy()
-    )
 
 
 _COUNT = 1797

@@ -259,11 +259,6 @@ class Rehearsals:
             self.due[code] = Due(after_epoch=math.inf)
         return done
 
-    def _note_variables(self, found: Snapshot, changed: Iterable[str]) -> None:
-        self._moved.update(map(without_key, changed))
-        texts = [(n, text) for n, text in found.texts.items() if found.kinds[n] in _VALUES]
-        self._read = {n: text for n, text in texts if n.startswith(("the global variable", "the variable"))}
-
     def _require_equal_variables(self, done: int) -> None:
         """Refuses variables that were the same on all ranks at first, and that differ between ranks by now."""
         everyone = self._strategy.gather_records([self._read, sorted(self._moved)])
@@ -374,11 +369,15 @@ class Rehearsals:
         findings.losses_differ = any(each.losses != passes.first.losses for each in passes.others)
         findings.gradients = passes.first.other_gradients(*passes.others)
         noted, counting = findings.note_changes(before, passes.after, passes.later)
-        self._note_variables(before, {**noted, **counting})
+        changed = {**noted, **counting}
+        moved = {*map(without_key, changed)}
+        self._moved |= moved
+        texts = [(n, text) for n, text in before.texts.items() if before.kinds[n] in _VALUES]
+        self._read = {n: text for n, text in texts if n.startswith(("the global variable", "the variable"))}
         if self.done[code] > 1:  # a cache is filled in the first step
             kinds = passes.after.kinds
             findings.left = read_in_loop([n for n in noted if kinds.get(n) in _VALUES and n not in counting])
-        for name, value in before.values_of({**noted, **counting}).items():
+        for name, value in before.values_of(changed).items():
             starts.setdefault(name, (before.texts[name], value))
         codes = [each for each in map(code_of, functions) if isinstance(each, CodeType)]
         if is_early and strategy.all_ranks is not None:
@@ -386,7 +385,6 @@ class Rehearsals:
         if is_early and is_called and (lost := state.loop.lost):
             names = names_reached(codes, before.functions)
             findings.lost = [name for name, each in lost.items() if each.is_read_by(before, noted, names)]
-        moved = {*map(without_key, {**noted, **counting})}
         findings.lost += self._unheld.look(state, roots, before, moved)
         state.idle -= moved
         if not (findings.losses_differ or findings.gradients):

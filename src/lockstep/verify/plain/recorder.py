@@ -336,7 +336,11 @@ class Recorder:
         if not step.batches:
             step.batches.append(BatchRecord())
         record = step.batches[-1]
-        _require_tensors(inputs=inputs, targets=targets, losses=losses)
+        for name, given in (("inputs", inputs), ("targets", targets), ("losses", losses)):
+            if given is not None and not (isinstance(given, Tensor) and (given.dim() or name == "losses")):
+                raise ConfigError(
+                    f"{name}={given!r:.60} was given to recorder.batch. Give a tensor with a row for each sample."
+                )
         record.inputs = _row_digests(inputs) if inputs is not None else []
         record.samples = _indices(samples) if samples is not None else list(record.inputs)
         record.targets = _targets(targets) if targets is not None else []
@@ -374,7 +378,12 @@ class Recorder:
         if self._step is not None:
             return self._step
         if not self._number:
-            self._write_header()
+            self._record.context = context(self._model, self._optimizers)
+            self._record.start = {n: self._sketcher.measure(n, p) for n, p in self._model.named_parameters()}
+            self._record.tied = tied(self._model)
+            self._record.modules = list(innermost(self._model).values())
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.write_text(self._record.header() + "\n")
         measure, named = self._sketcher.measure, list(self._model.named_parameters())
         step = self._step = StepRecord(self._number)
         step.begin = {name: digest_tensor(parameter) for name, parameter in named}
@@ -392,14 +401,6 @@ class Recorder:
                 self._hooked.add(name)
                 parameter.register_hook(partial(self._gradient, name))
         return step
-
-    def _write_header(self) -> None:
-        self._record.context = context(self._model, self._optimizers)
-        self._record.start = {n: self._sketcher.measure(n, p) for n, p in self._model.named_parameters()}
-        self._record.tied = tied(self._model)
-        self._record.modules = list(innermost(self._model).values())
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._path.write_text(self._record.header() + "\n")
 
     def _before_forward(self, module: nn.Module, arguments: Any) -> None:
         if torch.is_grad_enabled():
@@ -471,15 +472,6 @@ def _require_arguments(
             )
     if not isinstance(first_step, Integral) or first_step < 0:
         raise ConfigError(f"first_step={first_step!r:.60} was given. Give a number of steps, 0 or more.")
-
-
-def _require_tensors(**given: object) -> None:
-    """Raises ``ConfigError`` for what is given and is not a tensor with a row for each sample."""
-    for name, value in given.items():
-        if value is not None and not (isinstance(value, Tensor) and (value.dim() or name == "losses")):
-            raise ConfigError(
-                f"{name}={value!r:.60} was given to recorder.batch. Give a tensor with a row for each sample."
-            )
 
 
 def _indices(samples: Sequence[int] | Tensor) -> list[Sample]:
