@@ -8,10 +8,12 @@ import itertools
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from traceback import walk_stack
 from types import CodeType, FrameType, FunctionType
+from typing import Any
 
 PACKAGE = str(Path(__file__).parents[1]) + os.sep
 """The folder of Lockstep."""
@@ -71,6 +73,34 @@ def codes_in(code: CodeType) -> Iterator[CodeType]:
 def names_in(code: CodeType) -> frozenset[str]:
     """The globals and attributes that code names, that of inner functions included."""
     return frozenset(name for each in codes_in(code) for name in each.co_names)
+
+
+@functools.cache
+def names_loaded(code: CodeType, *instructions: str) -> frozenset[str]:
+    """The names that code loads itself by these instructions, such as LOAD_GLOBAL."""
+    return frozenset(str(each.argval) for each in dis.get_instructions(code) if each.opname in instructions)
+
+
+def names_reached(codes: Iterable[CodeType], functions: Iterable[Callable[..., Any]]) -> set[str]:
+    """All names in code, and in functions that have one of these names, and so on."""
+    by_name: dict[str, list[CodeType]] = defaultdict(list)
+    for function in functions:
+        if isinstance(function, FunctionType):
+            by_name[function.__name__].append(function.__code__)
+    special = [name for name in by_name if name.startswith("__") and name != "__init__"]
+    todo = [*codes, *(code for name in (*special, "forward") for code in by_name[name])]
+    found, seen = set[str](), set[CodeType]()
+    while todo:
+        code = todo.pop()
+        if code in seen:
+            continue
+        seen.add(code)
+        texts = {each for each in code.co_consts if isinstance(each, str)}
+        new = {*code.co_names, *code.co_freevars, *texts} - found
+        found |= new
+        todo += [each for each in code.co_consts if isinstance(each, CodeType)]
+        todo += [each for name in new for each in by_name.get(name, ())]
+    return found
 
 
 @functools.cache

@@ -15,14 +15,14 @@ import itertools
 import re
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from inspect import CO_OPTIMIZED
 from types import CodeType, FrameType, FunctionType, MappingProxyType, ModuleType
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from lockstep.core.users_code import codes_in, is_users_module, methods_of, users_frames
+from lockstep.core.users_code import codes_in, is_users_module, methods_of, names_loaded, users_frames
 
 
 def live_names(code: CodeType, offset: int, *, enters_loop: bool = False) -> frozenset[str]:
@@ -195,8 +195,7 @@ def _given_away(code: CodeType) -> list[tuple[int, frozenset[str]]]:
     opnames = ["", *(each.opname for each in instructions), ""]
     for number, each in enumerate(instructions):
         if isinstance(body := each.argval, CodeType):
-            is_function = body.co_flags & CO_OPTIMIZED
-            is_held = is_function and _holder_of_inner(number, instructions)
+            is_held = body.co_flags & CO_OPTIMIZED and _holder_of_inner(number, instructions)
             if not is_held and body.co_name not in _AT_ONCE:
                 found.append((number, _read_by(body)))
         elif "PUSH_NULL" not in (opnames[number], opnames[number + 2]) and not _makes_closure(each, code):
@@ -566,34 +565,6 @@ def changed_by_reading(kind: type) -> frozenset[str]:
 
 
 _READING = ("__getitem__", "__getitems__", "__iter__", "__next__")
-
-
-@functools.cache
-def names_loaded(code: CodeType, *instructions: str) -> frozenset[str]:
-    """The names that code loads itself by these instructions, such as LOAD_GLOBAL."""
-    return frozenset(str(each.argval) for each in dis.get_instructions(code) if each.opname in instructions)
-
-
-def names_reached(codes: Iterable[CodeType], functions: Iterable[Callable[..., Any]]) -> set[str]:
-    """All names in code, and in functions that have one of these names, and so on."""
-    by_name: dict[str, list[CodeType]] = defaultdict(list)
-    for function in functions:
-        if isinstance(function, FunctionType):
-            by_name[function.__name__].append(function.__code__)
-    special = [name for name in by_name if name.startswith("__") and name != "__init__"]
-    todo = [*codes, *(code for name in (*special, "forward") for code in by_name[name])]
-    found, seen = set[str](), set[CodeType]()
-    while todo:
-        code = todo.pop()
-        if code in seen:
-            continue
-        seen.add(code)
-        texts = {each for each in code.co_consts if isinstance(each, str)}
-        new = {*code.co_names, *code.co_freevars, *texts} - found
-        found |= new
-        todo += [each for each in code.co_consts if isinstance(each, CodeType)]
-        todo += [each for name in new for each in by_name.get(name, ())]
-    return found
 
 
 def read_in_loop(places: Iterable[str]) -> list[str]:

@@ -45,6 +45,7 @@ from lockstep.core.users_code import (
     is_users_module,
     methods_of,
     names_in,
+    names_loaded,
     owners_of,
     users_frames,
 )
@@ -82,7 +83,6 @@ from lockstep.run.code_analysis import (
     changed_by_reading,
     changed_names,
     live_in,
-    names_loaded,
 )
 from lockstep.run.optimizer_step import PreparedOptimizer
 from lockstep.strategies.absent import AbsentTensor

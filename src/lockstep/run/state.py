@@ -313,8 +313,8 @@ class RunState:
     def _buffers(self) -> Set[tuple[object, ...]]:
         """Each persistent buffer of this process: its name, the first name of the tensor, its shape and type."""
         model = self.parts.model
-        saved, every = saved_buffers(model), dict(model.named_buffers(remove_duplicate=False))
-        held = {name: every[name] for name in saved if not isinstance(every[name], AbsentTensor)}
+        saved, every = saved_buffers(model), model.named_buffers(remove_duplicate=False)
+        held = {name: each for name, each in every if name in saved and not isinstance(each, AbsentTensor)}
         first = further_names(held)
         return {(name, first.get(name), each.shape, each.dtype) for name, each in held.items()}
 

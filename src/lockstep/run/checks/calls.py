@@ -24,11 +24,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep.core.users_code import is_users_code, users_frames
+from lockstep.core.users_code import is_users_code, names_reached, users_frames
 from lockstep.distributed.collectives import gather_json
 from lockstep.errors import ConfigError
 from lockstep.numerics.hidden_state import Snapshot
-from lockstep.run.code_analysis import names_reached
 from lockstep.runtime.error_record import users_lines
 from lockstep.runtime.torch_internals import FrameKind, kind_of_frame
 from lockstep.strategies import Strategy

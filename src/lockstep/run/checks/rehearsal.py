@@ -29,6 +29,7 @@ from torch.nn.utils import parametrize
 from lockstep.config.options import RunOptions
 from lockstep.config.strategy_options import Level
 from lockstep.core.fingerprint import checksums
+from lockstep.core.users_code import names_reached
 from lockstep.data.batch import Batch
 from lockstep.data.keyed import content_of, encoded_states, generators_kept
 from lockstep.errors import ConfigError
@@ -60,7 +61,7 @@ from lockstep.run.checks.short_step import (
     taken_gradients,
     with_own_data,
 )
-from lockstep.run.code_analysis import names_reached, read_in_loop
+from lockstep.run.code_analysis import read_in_loop
 from lockstep.run.step import StepCompute, code_of
 from lockstep.run.step_errors import other_on_ranks
 from lockstep.run.whole_batch import SurrogateCompute, stand_in, surrogate
