@@ -321,11 +321,9 @@ class Gathering:
     @contextmanager
     def _on_own_stream(self) -> Iterator[None]:
         """Exchanges on their own stream, after all that has been computed until now."""
-        if self._stream is None:
-            yield
-            return
-        # Memory of this stream that was freed is given out again after this wait, so what computed on it has ended.
-        self._stream.wait_stream(current_stream(self._device))
+        if self._stream is not None:
+            # Memory of this stream that was freed is given out again after this wait, so what used it has ended.
+            self._stream.wait_stream(current_stream(self._device))
         with on_stream(self._stream):
             yield
 
