@@ -449,10 +449,6 @@ class StepSums:
         self._running.push_leaf(k, values)
         self._advanced = self._advanced + advanced
 
-    def end_backward(self) -> None:
-        """Ends the backward pass of a micro-batch; they run in order of ``k``."""
-        self.tree.end_micro_batch()
-
     def reduce(self, losses: Sequence[Tensor], weights: Sequence[Tensor], stop: int) -> StepResult:
         """Reduces over the holders, and sets the gradients of the mean and the new buffers. Collective.
 

@@ -179,8 +179,7 @@ class Server:
         """
         sent = {"label": label, "number": self.barriers.begin(), "value": value}
         if self._rank != self._servers[0]:
-            self._ask(self._servers[0], ServerMessage("barrier", sent, body))
-            released = self._await_answer(self._servers[0])
+            released = self._ask(self._servers[0], ServerMessage("barrier", sent, body))
             self.barriers.end()
             return Barrier(released.content["values"], released.content["living"])
         while self._expected() - self._arrived.keys():
@@ -199,8 +198,7 @@ class Server:
 
     def pull_from(self, server: int) -> ServerMessage:
         """Pulls the values of another server, while serving."""
-        self._ask(server, ServerMessage("pull"))
-        return self._await_answer(server)
+        return self._ask(server, ServerMessage("pull"))
 
     def shutdown(self) -> None:
         """Serves until every worker has disconnected or ended, then disconnects from the other servers."""
@@ -244,11 +242,9 @@ class Server:
         """Ranks that take part in a barrier."""
         return (set(self.clock.living) | set(self._servers)) - {self._rank} - self._left
 
-    def _ask(self, rank: int, message: ServerMessage) -> None:
+    def _ask(self, rank: int, message: ServerMessage) -> ServerMessage:
         self._answers.pop(rank, None)
         self._transport.send(rank, message)
-
-    def _await_answer(self, rank: int) -> ServerMessage:
         while rank not in self._answers:
             if rank in self._gone:
                 raise server_ended(rank)
