@@ -100,7 +100,13 @@ class Server:
         accumulator = self.collect()
         self._has_collected, self._is_update = True, accumulator.leaves > 0
         if self._is_update:
-            self._require_finite(accumulator.set_gradients(), accumulator.loss)
+            # Workers check for themselves, on GPUs only every few steps, so what is not finite must not be used here.
+            if not bool(accumulator.set_gradients()) or not math.isfinite(accumulator.loss):
+                raise NonFiniteError(
+                    f"Update {self.version + 1} was not made: a worker pushed a loss or gradient that is NaN or "
+                    "infinite. Lower the learning rate, clip gradients, or run the job with strategy 'ddp', which "
+                    "names the samples."
+                )
             self._loss = accumulator.loss / accumulator.weight if accumulator.weight else self._loss
             if accumulator.statistics.numel():
                 self._buffers.begin_step()
@@ -109,14 +115,6 @@ class Server:
         loss, total, weight = torch.tensor(numbers, dtype=torch.float64, device=self._shards.device)
         stops = torch.full((), self.stop.reason_after(self._step + 1), device=loss.device)
         return StepResult(loss, total.reshape(1), weight, stops, torch.ones_like(loss).bool())
-
-    def _require_finite(self, gradient: Tensor, loss: float) -> None:
-        """Workers check for themselves, on GPUs only every few steps, so the server must not use what is not finite."""
-        if not bool(gradient) or not math.isfinite(loss):
-            raise NonFiniteError(
-                f"Update {self.version + 1} was not made: a worker pushed a loss or gradient that is NaN or infinite. "
-                "Lower the learning rate, clip gradients, or run the job with strategy 'ddp', which names the samples."
-            )
 
     def after_step(self) -> None:
         """Sends the new values to the ranks that wait for them."""
