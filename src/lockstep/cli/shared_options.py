@@ -208,9 +208,8 @@ def with_debug_arguments(
     """The options of this host, with the debugger that was asked for. Raises ``ConfigError`` where it cannot start."""
     if arguments.debug_rank is None:
         return options
-    return with_debugger(
-        options, arguments.debug_rank, arguments.debug_port, joined.layout if joined else None
-    )
+    layout = joined.layout if joined else None
+    return with_debugger(options, arguments.debug_rank, arguments.debug_port, layout)
 
 
 def debug_setting(arguments: argparse.Namespace) -> tuple[str, str]:
@@ -240,17 +239,13 @@ def add_host_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="number of hosts (default: 1); slurm: the nodes of this SLURM step, which has one task on each",
     )
+    secret = "the hosts' secret (default: LOCKSTEP_TOKEN, else lockstep/token in ~/.config)"
     add_options(
         hosts,
         ("--node-rank", "I", int, "number of this host, from 0"),
         ("--master", "HOST:PORT", str, "of the host of node-rank 0; it uses PORT and PORT+1"),
         ("--interface", "NAME", "", "network interface for the data (default: the route to --master)"),
-        (
-            "--token-file",
-            "FILE",
-            "",
-            "the hosts' secret (default: LOCKSTEP_TOKEN, else lockstep/token in ~/.config)",
-        ),
+        ("--token-file", "FILE", "", secret),
         ("--start-limit", "SECONDS", 60.0, "time limit for all hosts to connect"),
     )
     parser.set_defaults(shares_terminal=False)

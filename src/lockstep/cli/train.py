@@ -107,13 +107,8 @@ def main(arguments: argparse.Namespace) -> int:
 
         tie_to_launcher(world)
         kind = "cuda" if visible_gpus() else "cpu"
-        join(
-            config,
-            debugged(world, arguments),
-            ENTRY,
-            proof(config, arguments, world.world_size, kind),
-            arguments.profile,
-        )
+        same = proof(config, arguments, world.world_size, kind)
+        join(config, debugged(world, arguments), ENTRY, same, arguments.profile)
         return EXIT_DONE
     hosts = arguments.nnodes or 1
     devices = resolve_devices(config, hosts=hosts)

@@ -220,9 +220,8 @@ class GradientTree:
             return
         for bucket, own in enumerate(self._own_references):
             total = self._reducer.total(bucket)
-            if _references(total) > own or (
-                total.device.type == "cpu" and total.untyped_storage().is_shared()
-            ):
+            is_sent = total.device.type == "cpu" and total.untyped_storage().is_shared()
+            if is_sent or _references(total) > own:
                 self._reducer.renew(bucket)
                 self._connect(bucket, self._reducer)
 

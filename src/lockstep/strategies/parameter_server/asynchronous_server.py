@@ -313,10 +313,9 @@ class Server:
             return
         self._asking = [rank for rank in self._asking if rank not in ready]
         body = get_values(self._shards, self._buffers)
+        answer = ServerMessage("values", {"version": self.version, **self.stop.as_content()}, body)
         for rank in ready:
-            if self._transport.send(
-                rank, ServerMessage("values", {"version": self.version, **self.stop.as_content()}, body)
-            ):
+            if self._transport.send(rank, answer):
                 self.bytes_sent += len(body)
 
     def _may_have_values(self, rank: int) -> bool:
@@ -385,9 +384,8 @@ class GradientAccumulator:
         if not content["leaves"]:
             return
         body, device = memoryview(push.body), self._shards.device
-        self._total.add_(
-            from_bytes(body[:gradient_bytes], self._shards.dtype, device), alpha=content["weight"]
-        )
+        gradients = from_bytes(body[:gradient_bytes], self._shards.dtype, device)
+        self._total.add_(gradients, alpha=content["weight"])
         self.statistics.add_(from_bytes(body[gradient_bytes:], self._statistics_type, device))
         if self.statistics.numel():
             self.counters.add_(torch.tensor(content["counters"], device=device))
