@@ -165,7 +165,7 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
         self._give_back(run.extra.get("transformers", {}))
         if args.eval_on_start and not first:
             self._evaluate(None, None, skip_scheduler=True)
-        # After an evaluation, as ReduceLROnPlateau does.
+        # True where the scheduler steps after an evaluation, as ReduceLROnPlateau does.
         steps_by_metric = "metrics" in inspect.signature(self.lr_scheduler.step).parameters
         for epoch in run.epochs(state.num_train_epochs):
             self.model.train()
