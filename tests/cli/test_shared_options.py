@@ -7,8 +7,7 @@ from importlib.metadata import version
 import pytest
 
 from lockstep.cli.shared_options import (
-    add_debug_arguments,
-    add_profile_argument,
+    add_launch_arguments,
     add_train_options,
     common_settings,
     debug_setting,
@@ -19,8 +18,7 @@ from lockstep.errors import ConfigError
 @pytest.fixture
 def parse():
     parser = argparse.ArgumentParser()
-    add_debug_arguments(parser)
-    add_profile_argument(parser)
+    add_launch_arguments(parser)
     add_train_options(parser, "data", "threads")
     return lambda *words: parser.parse_args(words)
 

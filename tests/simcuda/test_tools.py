@@ -218,7 +218,7 @@ def test_offloaded_rows_are_trained_at_level_b(machine, trained, ranks):
         assert waits.pop("squares_of_rows") <= each.steps * 6
         assert waits == {
             "gather": each.steps * 6 * -(-8 // ranks),
-            "_set_gradients": each.steps * 6,
+            "_finish": each.steps * 6,
             "clip": each.steps,
         }
 

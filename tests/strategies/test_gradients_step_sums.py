@@ -19,7 +19,7 @@ def test_gradients_are_the_mean_over_the_micro_batches():
         loss = stage(x).sum()
         sums.end_forward(k)
         loss.backward()
-        sums.end_backward()
+        sums.tree.end_micro_batch()
     result = sums.reduce([torch.tensor(1.0), torch.tensor(4.0)], [torch.tensor(1.0)] * 2, 3)
     assert stage.weight.grad.tolist() == [[2.0, 4.0]]
     assert (result.losses.tolist(), float(result.loss), int(result.stop)) == ([1.0, 4.0], 2.5, 3)
@@ -34,7 +34,7 @@ def test_running_statistics_are_the_mean_of_what_each_micro_batch_left():
         sums.begin_forward()
         norm(torch.tensor([[first], [first + 2.0]]))
         sums.end_forward(k)
-        sums.end_backward()
+        sums.tree.end_micro_batch()
     sums.reduce([torch.tensor(1.0)] * 2, [torch.tensor(1.0)] * 2, 0)
     assert norm.running_mean.tolist() == [3.0]
     assert int(norm.num_batches_tracked) == 1

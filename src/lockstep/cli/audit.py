@@ -20,17 +20,13 @@ EXIT_DIFFERENT = 1
 def add_arguments(parser: Parser) -> None:
     """Declares the command's arguments."""
     parser.add_argument("run", metavar="RUN", help="a run folder, trained with training.audit=true")
+    sign = "instead: sign the chain with this private key of ssh-keygen, into audit.jsonl.sig"
     add_options(
         parser,
         ("--checks", "N", 3, "intervals between checkpoints to recompute; 0: all"),
         ("--seed", "N", int, "chooses the intervals (default: drawn now, and printed)"),
         ("--head", "HASH", "", "a hash of the chain that the run's owner has published"),
-        (
-            "--sign",
-            "KEY",
-            "",
-            "instead: sign the chain with this private key of ssh-keygen, into audit.jsonl.sig",
-        ),
+        ("--sign", "KEY", "", sign),
         ("--signer", "KEY.pub", "", "require a signature of the chain by this public key"),
         ("--trust", "", False, "audit a run of another user, whose job names code that runs as you"),
         ("--force-context", "", False, "compare even if versions, device or threads of the run were others"),

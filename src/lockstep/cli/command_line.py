@@ -127,17 +127,8 @@ def _commit() -> str:
             return (package / "commit.txt").read_text().strip()
         root = package.parent.parent
         if (root / ".git").exists():
-            describe = [
-                "git",
-                "-C",
-                str(root),
-                "describe",
-                "--always",
-                "--dirty",
-                "--abbrev=12",
-                "--exclude=*",
-            ]
-            return subprocess.run(describe, capture_output=True, text=True, check=True).stdout.strip()
+            git = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+            return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, ValueError, subprocess.CalledProcessError):
         pass
     return "unknown"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 
@@ -81,13 +82,9 @@ def download(arguments: argparse.Namespace) -> int:
     if not world.is_main:
         print(f"Rank {world.rank} downloads nothing: rank 0 does.")
         return EXIT_DONE
-    folder = Path(arguments.to or arguments.set)
-    files = [
-        download_archive(
-            archive, folder, mirror=arguments.mirror, tell=lambda words: print(words, flush=True)
-        )
-        for archive in PUBLISHED[arguments.set]
-    ]
+    folder, archives = Path(arguments.to or arguments.set), PUBLISHED[arguments.set]
+    tell = partial(print, flush=True)
+    files = [download_archive(each, folder, mirror=arguments.mirror, tell=tell) for each in archives]
     data = shlex.quote(str(files[0] if len(files) == 1 else folder))
     print(f"Train on it: lockstep train {arguments.set} --data {data}")
     return EXIT_DONE

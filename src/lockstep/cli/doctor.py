@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from lockstep.cli.shared_options import (
     add_host_arguments,
     add_options,
-    add_rendezvous_argument,
     joined_hosts,
     refuse_hosts,
     take_nodes,
@@ -42,7 +41,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--json", "", False, "print one JSON object per line"),
     )
     add_host_arguments(parser)
-    add_rendezvous_argument(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:

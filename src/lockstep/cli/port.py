@@ -35,9 +35,8 @@ def main(arguments: argparse.Namespace) -> int:
     path = arguments.script
     found = changes_in(path)
     if arguments.json:
-        sys.stdout.write(
-            json.dumps({"path": path, "changes": [asdict(each) for each in found]}, indent=2) + "\n"
-        )
+        table = {"path": path, "changes": [asdict(each) for each in found]}
+        sys.stdout.write(json.dumps(table, indent=2) + "\n")
         return EXIT_DONE
     lines = [
         f"{path}: {plural(len(found), 'place')} to look at. docs/moving.md explains each; "

@@ -11,11 +11,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from lockstep.cli.shared_options import (
-    add_debug_arguments,
-    add_host_arguments,
+    add_launch_arguments,
     add_options,
-    add_profile_argument,
-    add_rendezvous_argument,
     debug_setting,
     debugged,
     joined_hosts,
@@ -58,10 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="same",
         help="restart on the same devices, or on those whose ranks were not lost (default: same)",
     )
-    add_debug_arguments(parser)
-    add_host_arguments(parser)
-    add_rendezvous_argument(parser)
-    add_profile_argument(parser)
+    add_launch_arguments(parser)
     parser.add_argument(
         "-m", "--module", action="store_true", help="SCRIPT is the name of a module, as for python -m"
     )

@@ -64,7 +64,7 @@ def _check(runs: list[tuple[RunOnHost, list[Process]]]) -> int:
     for run, processes in runs:
         alive = {process.pid for process in processes}
         beats = run.beats.values()
-        silent = run.ranks_here - len(beats)
+        silent = len(list(run.directory.glob("heartbeat-*"))) - len(beats)  # of the ranks on this host
         left = (Membership.FINISHED, Membership.INDEPENDENT)
         lost = sum(beat.pid not in alive for beat in beats if beat.membership not in left)
         if not run.is_supervised:

@@ -179,11 +179,27 @@ def add_train_options(parser: argparse.ArgumentParser, *names: str) -> None:
     add_options(parser, *map(shortcut, names), SET)
 
 
-def add_debug_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares ``--debug-rank`` and ``--debug-port``."""
+def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the debugged rank, several hosts, and ``--profile``: the steps as FIRST:COUNT, empty for none."""
     rank = "rank R waits for a debugger before it starts; the others wait for it without a time limit"
     port = "its port on 127.0.0.1; 0: any free port"
     add_options(parser, ("--debug-rank", "R", int, rank), ("--debug-port", "PORT", DEFAULT_PORT, port))
+    add_host_arguments(parser)
+    parser.add_argument(
+        "--profile",
+        type=_window,
+        nargs="?",
+        const=DEFAULT,
+        default="",
+        metavar="FIRST:COUNT",
+        help=f"record what each rank does in COUNT steps from FIRST on, in timeline.json ({DEFAULT} without a value)",
+    )
+
+
+def _window(text: str) -> str:
+    if text:
+        ProfileWindow.parse(text)
+    return text
 
 
 def with_debug_arguments(
@@ -192,9 +208,8 @@ def with_debug_arguments(
     """The options of this host, with the debugger that was asked for. Raises ``ConfigError`` where it cannot start."""
     if arguments.debug_rank is None:
         return options
-    return with_debugger(
-        options, arguments.debug_rank, arguments.debug_port, joined.layout if joined else None
-    )
+    layout = joined.layout if joined else None
+    return with_debugger(options, arguments.debug_rank, arguments.debug_port, layout)
 
 
 def debug_setting(arguments: argparse.Namespace) -> tuple[str, str]:
@@ -216,7 +231,7 @@ _COMPARED_PACKAGES = ("lockstep-train", "torch", "numpy")
 
 
 def add_host_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options for several hosts."""
+    """Declares the options for several hosts, and ``--rendezvous``."""
     hosts = parser.add_argument_group("several hosts", "the same command on each, with its own --node-rank")
     hosts.add_argument(
         "--nnodes",
@@ -224,20 +239,18 @@ def add_host_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="number of hosts (default: 1); slurm: the nodes of this SLURM step, which has one task on each",
     )
+    secret = "the hosts' secret (default: LOCKSTEP_TOKEN, else lockstep/token in ~/.config)"
     add_options(
         hosts,
         ("--node-rank", "I", int, "number of this host, from 0"),
         ("--master", "HOST:PORT", str, "of the host of node-rank 0; it uses PORT and PORT+1"),
         ("--interface", "NAME", "", "network interface for the data (default: the route to --master)"),
-        (
-            "--token-file",
-            "FILE",
-            "",
-            "the hosts' secret (default: LOCKSTEP_TOKEN, else lockstep/token in ~/.config)",
-        ),
+        ("--token-file", "FILE", "", secret),
         ("--start-limit", "SECONDS", 60.0, "time limit for all hosts to connect"),
     )
     parser.set_defaults(shares_terminal=False)
+    words = "how ranks of torchrun, SLURM or MPI connect: env://, tcp://HOST:PORT of rank 0, or file:///PATH"
+    add_options(parser, ("--rendezvous", "PLACE", "", words))
 
 
 def _number_of_hosts(text: str) -> int | str:
@@ -331,12 +344,6 @@ def _wait_for_name(host: str, seconds: float) -> None:
 
 _NAME_INTERVAL = 0.5
 """Seconds between two questions to the name service."""
-
-
-def add_rendezvous_argument(parser: argparse.ArgumentParser) -> None:
-    """Declares ``--rendezvous``."""
-    words = "how ranks of torchrun, SLURM or MPI connect: env://, tcp://HOST:PORT of rank 0, or file:///PATH"
-    add_options(parser, ("--rendezvous", "PLACE", "", words))
 
 
 def take_rendezvous(arguments: argparse.Namespace, world: World) -> World:
@@ -446,22 +453,3 @@ def print_origins(job: JobConfig) -> None:
     """Prints, to stderr, from where the job's own modules are imported: that code runs as the user."""
     for line in origins(job.components(), [*job.code, str(Path.cwd())]):
         print(printable(f"imports: {line}"), file=sys.stderr, flush=True)
-
-
-def add_profile_argument(parser: argparse.ArgumentParser) -> None:
-    """Declares ``--profile``: the steps as FIRST:COUNT, empty without a timeline."""
-    parser.add_argument(
-        "--profile",
-        type=_window,
-        nargs="?",
-        const=DEFAULT,
-        default="",
-        metavar="FIRST:COUNT",
-        help=f"record what each rank does in COUNT steps from FIRST on, in timeline.json ({DEFAULT} without a value)",
-    )
-
-
-def _window(text: str) -> str:
-    if text:
-        ProfileWindow.parse(text)
-    return text

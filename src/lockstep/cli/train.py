@@ -19,11 +19,8 @@ from pathlib import Path
 from lockstep.cli.command_line import Parser
 from lockstep.cli.shared_options import (
     SHORTCUTS,
-    add_debug_arguments,
-    add_host_arguments,
+    add_launch_arguments,
     add_options,
-    add_profile_argument,
-    add_rendezvous_argument,
     add_train_options,
     debug_setting,
     debugged,
@@ -71,10 +68,7 @@ def add_arguments(parser: Parser) -> None:
         ("--per-device-batch", "N", int, "global batch = N times the devices: part of the recipe"),
         ("--portable", "", False, "the same bits on every x86-64 CPU with AVX2"),
     )
-    add_debug_arguments(parser)
-    add_host_arguments(parser)
-    add_rendezvous_argument(parser)
-    add_profile_argument(parser)
+    add_launch_arguments(parser)
     parser.add_argument(
         "--ray",
         nargs="?",
@@ -113,13 +107,8 @@ def main(arguments: argparse.Namespace) -> int:
 
         tie_to_launcher(world)
         kind = "cuda" if visible_gpus() else "cpu"
-        join(
-            config,
-            debugged(world, arguments),
-            ENTRY,
-            proof(config, arguments, world.world_size, kind),
-            arguments.profile,
-        )
+        same = proof(config, arguments, world.world_size, kind)
+        join(config, debugged(world, arguments), ENTRY, same, arguments.profile)
         return EXIT_DONE
     hosts = arguments.nnodes or 1
     devices = resolve_devices(config, hosts=hosts)

@@ -318,8 +318,7 @@ def _resumed(
         ran = start(layouts[first], place, How(stop_after=stop_after))
         level = ran.trace.level
         if not ran.trace.refused:
-            how = How(resume=place / RUN_FOLDER)
-            ran = start(layouts[second], folder / f"resumed-{number}", how)
+            ran = start(layouts[second], folder / f"resumed-{number}", How(resume=place / RUN_FOLDER))
         refused = bool(ran.trace.refused)
         trace = dataclasses.replace(
             ran.trace, label=label, level=max(level, ran.trace.level), in_training=refused

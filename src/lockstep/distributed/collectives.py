@@ -78,9 +78,7 @@ def broadcast_tensors(tensors: Iterable[Tensor], source: int, group: dist.Proces
     """Overwrites the tensors with those of global rank ``source``. Collective; same shapes on every rank."""
     for tensor in tensors:
         data = tensor.detach()
-        if data.is_contiguous():
-            dist.broadcast(data, source, group=group)
-        else:
-            packed = data.contiguous()
-            dist.broadcast(packed, source, group=group)
+        packed = data.contiguous()
+        dist.broadcast(packed, source, group=group)
+        if packed is not data:
             data.copy_(packed)

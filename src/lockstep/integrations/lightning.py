@@ -438,12 +438,8 @@ def _configured(given: Any) -> tuple[Optimizer, _Schedule | None]:
     settings = schedulers[0] if isinstance(schedulers[0], Mapping) else {"scheduler": schedulers[0]}
     scheduler, monitor = settings["scheduler"], settings.get("monitor", monitor)
     watches = settings.get("reduce_on_plateau", isinstance(scheduler, ReduceLROnPlateau))
-    schedule = _Schedule(
-        scheduler,
-        settings.get("interval", "epoch"),
-        settings.get("frequency", 1),
-        monitor if watches else None,
-    )
+    interval, frequency = settings.get("interval", "epoch"), settings.get("frequency", 1)
+    schedule = _Schedule(scheduler, interval, frequency, monitor if watches else None)
     if schedule.interval not in ("epoch", "step") or schedule.frequency < 1:
         raise ConfigError(
             f"The scheduler has interval={schedule.interval!r} and frequency={schedule.frequency!r}. The interval is "

@@ -165,6 +165,8 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
         self._give_back(run.extra.get("transformers", {}))
         if args.eval_on_start and not first:
             self._evaluate(None, None, skip_scheduler=True)
+        # True where the scheduler steps after an evaluation, as ReduceLROnPlateau does.
+        steps_by_metric = "metrics" in inspect.signature(self.lr_scheduler.step).parameters
         for epoch in run.epochs(state.num_train_epochs):
             self.model.train()
             self.control = events.on_epoch_begin(args, state, self.control)
@@ -179,7 +181,7 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
                 self.optimizer.step()
                 self.control = events.on_optimizer_step(args, state, self.control)
                 self._rate = self._get_learning_rate()  # that of this step
-                if not self._steps_by_metric and run.skipped_steps == skipped:
+                if not steps_by_metric and run.skipped_steps == skipped:
                     self.lr_scheduler.step()
                 self.optimizer.zero_grad()
                 self.model.zero_grad()  # of parameters that the optimizer does not have, too
@@ -296,11 +298,6 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
     def _is_over(self) -> bool:
         return bool(self.control.should_training_stop) or self.state.global_step >= self.state.max_steps
 
-    @property
-    def _steps_by_metric(self) -> bool:
-        """True if the scheduler steps after an evaluation, as ``ReduceLROnPlateau`` does."""
-        return "metrics" in inspect.signature(self.lr_scheduler.step).parameters
-
     def _backward(self, batch: Any) -> Tensor:
         """The gradients and the loss of a step; counts its tokens, where that is asked for."""
         if self.args.include_num_input_tokens_seen in (False, "no"):
@@ -386,8 +383,7 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
         self._prepare()
         run, group = self.run, self.run._session.group
         loader = self._loader_of(data, self.args.per_device_eval_batch_size, shuffle=False)
-        few = DataLoader(loader.dataset, batch_size=1, collate_fn=loader.collate_fn)
-        sample = next(iter(few))
+        sample = next(iter(DataLoader(loader.dataset, batch_size=1, collate_fn=loader.collate_fn)))
         has_labels = bool(self.label_names) and all(sample.get(name) is not None for name in self.label_names)
         metrics: dict[str, Any] = {}
         if has_labels or (not self.label_names and self.can_return_loss):
@@ -500,9 +496,8 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
                 control.should_save = is_best
         if control.should_save:
             self._save_checkpoint(self.model, trial=None)
-            control.should_log = control.should_evaluate = control.should_save = (
-                False  # done, for a resumed run, too
-            )
+            # Done, for a resumed run, too.
+            control.should_log = control.should_evaluate = control.should_save = False
             if self.run.options.directory is not None:
                 self.run.save()
             self.control = self.callback_handler.on_save(self.args, self.state, control)

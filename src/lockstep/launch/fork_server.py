@@ -206,7 +206,11 @@ class _Server:
             try:
                 process = os.fork()
             except OSError as error:
-                _send(self._channel, {"event": "broken", "message": _no_process(rank["rank"], error)})
+                text = (
+                    f"No process could be made for rank {rank['rank']}: {error.strerror}. Start fewer with --devices, "
+                    "or allow more processes and memory (ulimit -u, ulimit -v, the limits of a container)."
+                )
+                _send(self._channel, {"event": "broken", "message": text})
                 self._end_everything()
             if process == 0:
                 self._forget()
@@ -276,7 +280,10 @@ class _Server:
             command = json.loads(line)
             for process, rank in self._ranks.items():
                 if rank in command["ranks"]:
-                    _send_signal(process, signal.Signals(command["signal"]))
+                    if command["signal"] == signal.SIGKILL:  # also to its child processes
+                        with suppress(ProcessLookupError, PermissionError):
+                            os.killpg(process, signal.SIGKILL)
+                    os.kill(process, command["signal"])  # not reaped yet, so the id is still this rank's
         return rest
 
     def _reap(self) -> None:
@@ -291,21 +298,6 @@ class _Server:
             rank = self._ranks.pop(process)
             code = os.waitstatus_to_exitcode(status)
             _send(self._channel, {"event": "ended", "rank": rank, "code": code, "time": time.monotonic()})
-
-
-def _no_process(rank: int, error: OSError) -> str:
-    return (
-        f"No process could be made for rank {rank}: {error.strerror}. Start fewer with --devices, or allow more "
-        "processes and memory (ulimit -u, ulimit -v, the limits of a container)."
-    )
-
-
-def _send_signal(process: int, number: signal.Signals) -> None:
-    """Sends a signal to a rank; SIGKILL also to its child processes."""
-    if number is signal.SIGKILL:
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process, number)
-    os.kill(process, number)  # not reaped yet, so the id is still this rank's
 
 
 def _send(channel: socket.socket, message: Mapping[str, Any]) -> None:

@@ -154,12 +154,9 @@ class Watch:
         first_rank: int = 0,
         coordinator: HostCoordinator | None = None,
     ) -> None:
-        self._server = server
-        self._control = control
-        self._directory, self._logs = directory, logs
-        self._options = options
+        self._server, self._control, self._coordinator = server, control, coordinator
+        self._directory, self._logs, self._options = directory, logs, options
         self._ranks = range(first_rank, first_rank + options.devices.count)
-        self._coordinator = coordinator
         self._running: dict[int, int] = {}  # rank -> process id
         self._ended: dict[int, RankEnd] = {}
         self._told: set[int] = set()

@@ -202,7 +202,9 @@ def _cause(cause: RankEnd, verdict: Verdict, logs: Path) -> Iterator[str]:
     elif record is None:
         killer = cause.killer or _signal_name(-cause.code)
         ended = f"killed by {killer}" if cause.code < 0 else f"ended with exit code {cause.code}"
-        yield f"rank {cause.rank} {ended}{place}{_current_samples(cause)} ({_process(cause)})"
+        beat = cause.beat
+        samples = _samples(beat.samples) if beat and beat.phase in ("forward", "backward") else ""
+        yield f"rank {cause.rank} {ended}{place}{samples} ({_process(cause)})"
         yield from (f"  | {line}" for line in last_lines(cause, logs))
         if cause.code == -signal.SIGSEGV:
             yield _VALUES_ELSEWHERE
@@ -262,12 +264,6 @@ def _stop(ends: Sequence[RankEnd], reason: StopReason) -> str:
     if not forced:
         return f"{word}: {plural(len(ends), 'rank')} stopped{where}. Exit code {int(reason)}."
     return f"{word}{where}: {plural(forced, 'rank')} of {len(ends)} did not stop when asked and had to be killed."
-
-
-def _current_samples(end: RankEnd) -> str:
-    """The samples of the micro-batch that a rank was computing when it ended without an error record."""
-    beat = end.beat
-    return _samples(beat.samples) if beat and beat.phase in ("forward", "backward") else ""
 
 
 def _samples(samples: Sequence[int]) -> str:

@@ -30,8 +30,7 @@ def with_restarts(attempt: Callable[[LaunchOptions], WorldOutcome], options: Lau
     with SignalInbox() as inbox:
         while True:
             outcome = attempt(options)
-            lost = outcome.lost
-            if lost is None or not options.restarts:
+            if (lost := outcome.lost) is None or not options.restarts:
                 return outcome
             if objection := _objection(lost, furthest, options):
                 return dataclasses.replace(outcome, lines=(*outcome.lines, objection))
@@ -41,11 +40,8 @@ def with_restarts(attempt: Callable[[LaunchOptions], WorldOutcome], options: Lau
             furthest = lost.step
             options = _next(options, first, lost)
             if not outcome.is_reported:
-                print(
-                    f"{printable(_summary(outcome.lines))}\n{_announcement(options, first)}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                text = f"{printable(_summary(outcome.lines))}\n{_announcement(options, first)}"
+                print(text, file=sys.stderr, flush=True)
 
 
 def find_lost_ranks(verdict: Verdict, ends: Sequence[RankEnd]) -> LostRanks | None:

@@ -189,11 +189,6 @@ class RunOnHost:
         """The last heartbeat of each rank."""
         return read_beats(self.directory, range(self.ranks))
 
-    @property
-    def ranks_here(self) -> int:
-        """Number of its ranks on this host."""
-        return len(list(self.directory.glob("heartbeat-*")))
-
     def processes(self) -> list[Process]:
         """Returns all processes of the run but the command itself, by process id."""
         return [process for pid in _all_pids() if (process := _process_of(self.run_id, pid)) is not None]

@@ -41,14 +41,11 @@ def check_text(text: str, path: str = "script.py", rules: Iterable[LintRule] = R
         hits = [(r, *hit) for r in rules for hit in r.check(script) if not _is_ignored(hit, r, ignored)]
     except RecursionError as error:
         raise ConfigError(f"{path} is nested too deeply to check.") from error
-    return sorted(
-        {
-            Finding(
-                path, node.lineno, node.col_offset + 1, r.number, r.name, _one_line(wrong), _one_line(fix)
-            )
-            for r, node, wrong, fix in hits
-        }
-    )
+    found = set()
+    for r, node, wrong, fix in hits:
+        place = path, node.lineno, node.col_offset + 1
+        found.add(Finding(*place, r.number, r.name, _one_line(wrong), _one_line(fix)))
+    return sorted(found)
 
 
 def depends_on_world_size(text: str, path: str) -> list[Finding]:

@@ -352,12 +352,9 @@ def _drawn(script: Script, loop: Loop, call: ast.Call) -> str:
 
 def _over_batches(script: Script, loop: ast.For) -> str:
     iterated, values = loop.iter, script.values(loop.iter)
-    if (
-        len(values) == 1
-        and isinstance(values[0], ast.Call)
-        and last_name(values[0].func) in ("enumerate", "tqdm")
-    ):
-        iterated = values[0]  # bar = tqdm(enumerate(loader))
+    match values:
+        case [ast.Call() as call] if last_name(call.func) in ("enumerate", "tqdm"):
+            iterated = call  # bar = tqdm(enumerate(loader))
     read = [script.text(each) for each in read_by(iterated)]
     given = read[0] if len(read) == 1 else f"({', '.join(read)})"
     over, target = f"run.batches({given})", "batch"
@@ -491,9 +488,8 @@ def _by_inputs(script: Script, loop: ast.For, inputs: dict[str, str], loss: ast.
     inner = [each for each in ast.walk(loss) if isinstance(each, ast.Call) and each is not loss]
     found = [node.value for node in used] or [each for each in inner if names_in(each) & parts][:1]
     into = [(target, value) for node in sets for target, value in bindings(node) if names_in(target) & parts]
-    is_changed = any(
-        value and not _MOVE.search(script.text(value)) for _, value in into
-    )  # x = x.view(-1, 784)
+    # x = x.view(-1, 784)
+    is_changed = any(value and not _MOVE.search(script.text(value)) for _, value in into)
     is_clear = len(found) == 1 and not is_changed and not names_in(found[0]) & set_here
     if not is_clear or not any(may_be_model(script, each, parts) for each in ast.walk(found[0])):
         return _WITH_FORWARD

@@ -174,10 +174,8 @@ def conditions(script: Script, node: ast.AST) -> Iterator[tuple[ast.If | ast.IfE
 
 def on_one_rank(script: Script, node: ast.AST, depth: int = 4) -> bool:
     """Returns True where only one rank can reach a node: by a test, an early return, a decorator or every caller."""
-    for _, kind, inside in conditions(script, node):
-        if (kind == FIRST) == inside:
-            return True
-    if _after_return_of_others(script, node) or _after_and(script, node):
+    is_tested = any((kind == FIRST) == inside for _, kind, inside in conditions(script, node))
+    if is_tested or _after_return_of_others(script, node) or _after_and(script, node):
         return True
     function = script.scope(node)
     return not isinstance(function, ast.Module) and depth > 0 and _called_on_one_rank(script, function, depth)

@@ -101,9 +101,6 @@ class OrderedReducer(Reducer):
     def _fold_next(self) -> None:
         bucket = self._buckets[self._folded]
         self._folded += 1
-        if self._side_stream is None:
-            bucket.fold_and_gather(self._layout, self._gather_group)
-            return
         with on_stream(self._side_stream):
             bucket.fold_and_gather(self._layout, self._gather_group)
 

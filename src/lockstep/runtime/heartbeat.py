@@ -180,14 +180,12 @@ class StepTimer:
         """Of the step so far; added by the caller that begins them."""
         self.is_timed = False
         """True if all phases of the step so far were entered; cleared by a caller that leaves some out."""
-        self._step, self._counted, self._began = -1, -1, 0.0
+        self.counted = -1
+        """The last timed step."""
+        self._step, self._began = -1, 0.0
         self._timed = math.inf, math.inf
         self._phase, self._since = "", 0.0
         self._worked = self._idle = 0.0
-
-    def has_counted(self, step: int) -> bool:
-        """Returns whether this is the last timed step."""
-        return self._counted == step
 
     def enter(self, phase: str, step: int, now: float) -> float:
         """Enters a phase of a step (-1: outside of any) at the time ``now``; returns ``seconds``."""
@@ -202,13 +200,13 @@ class StepTimer:
 
     def _begin(self, phase: str, step: int, now: float) -> None:
         if self.is_timed:
-            untimed = self._step - self._counted - 1
+            untimed = self._step - self.counted - 1
             work, idle = self._worked / self.micro_batches if self.micro_batches else 0.0, self._idle
             self.seconds += work + untimed * min(work, self._timed[0])
             self.waited += idle + untimed * min(idle, self._timed[1])
-            self._timed, self.latest, self._counted = (work, idle), now - self._began, self._step
+            self._timed, self.latest, self.counted = (work, idle), now - self._began, self._step
         elif self._step < 0:
-            self._counted = step - 1
+            self.counted = step - 1
         self.is_timed = phase in _WORK
         self._step, self._began, self._worked, self._idle, self.micro_batches = step, now, 0.0, 0.0, 0
 
@@ -290,7 +288,7 @@ class Heartbeat:
             if step > self._step:
                 beat[WARM] = self._step >= 0
                 self._step = step
-                if 0 < meter.latest < _SHORT and meter.has_counted(step - 1):
+                if 0 < meter.latest < _SHORT and meter.counted == step - 1:
                     self.marked_from = step + min(_MOST_UNTIMED, int(_UNTIMED / meter.latest))
         for call in self._events.phase:
             call(phase, epoch, step, micro_batch)

@@ -313,7 +313,7 @@ class _MicroBatchTask(Task):
         run_backward(loss, self._scale)
         self.loss = loss.detach()
         if self._scale:
-            self._sums.end_backward()
+            self._sums.tree.end_micro_batch()
             for call in self._events.micro_batch_end:
                 call(self.micro_batch)
 

@@ -100,7 +100,7 @@ class Replicated(Strategy):
         """Runs the backward pass from the sum of a micro-batch's losses, which have this weight; both 0-dim."""
         self._sums.end_forward(micro_batch.k)
         run_backward(loss, scale)
-        self._sums.end_backward()
+        self._sums.tree.end_micro_batch()
         self._losses.append(loss.detach())
         self._weights.append(weight)
         for call in self.events.micro_batch_end:

@@ -173,14 +173,11 @@ def parts_of(model: nn.Module) -> dict[str, object]:
     found: dict[str, object] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         found[path] = module
-        found |= {f"{path}.{key}".lstrip("."): value for key, value in module._parameters.items()}
+        parts: dict[str, object] = {**module._parameters}
         if type(module).__module__.startswith("torch.nn."):
-            held = {
-                key: value
-                for key, value in vars(module).items()
-                if isinstance(value, tuple) or callable(value)
-            }
-            found |= {f"{path}.{key}".lstrip("."): value for key, value in held.items()}
+            held = vars(module).items()
+            parts |= {key: value for key, value in held if isinstance(value, tuple) or callable(value)}
+        found |= {f"{path}.{key}".lstrip("."): value for key, value in parts.items()}
     return found
 
 

@@ -220,9 +220,8 @@ class GradientTree:
             return
         for bucket, own in enumerate(self._own_references):
             total = self._reducer.total(bucket)
-            if _references(total) > own or (
-                total.device.type == "cpu" and total.untyped_storage().is_shared()
-            ):
+            is_sent = total.device.type == "cpu" and total.untyped_storage().is_shared()
+            if is_sent or _references(total) > own:
                 self._reducer.renew(bucket)
                 self._connect(bucket, self._reducer)
 
@@ -448,10 +447,6 @@ class StepSums:
         """Adds what ``RunningBuffers.take`` gave for micro-batch ``k``."""
         self._running.push_leaf(k, values)
         self._advanced = self._advanced + advanced
-
-    def end_backward(self) -> None:
-        """Ends the backward pass of a micro-batch; they run in order of ``k``."""
-        self.tree.end_micro_batch()
 
     def reduce(self, losses: Sequence[Tensor], weights: Sequence[Tensor], stop: int) -> StepResult:
         """Reduces over the holders, and sets the gradients of the mean and the new buffers. Collective.

@@ -135,7 +135,13 @@ class ShardedPipeline(Pipeline):
     ) -> StepSums:
         absence = Absence(self.name, "no process holds it whole")
         self.absences.append(absence)
-        parameters = [self._share_out(name, p, absence) for name, p in stage.named_parameters()]
+        ranks, rank = self._between_holders.ranks, self._between_holders.rank
+        parameters = []
+        for name, parameter in stage.named_parameters():
+            parameter.data = parameter.detach().clone()  # in memory of its own, which can be given back
+            rows = [rows_of(parameter.shape[0], ranks, each) for each in range(ranks)]
+            parameters.append(GatheredParameter(name, parameter, rows, rank, absence))
+            share_hooks(parameter, parameters[-1].held)
         self._blocks = (*self._blocks, *_in_blocks(parameters, self._between_holders, self.device))
         sums = super()._make_sums(stage, local, {each.name: each.held for each in parameters})
         for each in parameters:
@@ -144,14 +150,6 @@ class ShardedPipeline(Pipeline):
         assert isinstance(reducer, OrderedRowReducer)
         reducer.free_staging()
         return sums
-
-    def _share_out(self, name: str, parameter: nn.Parameter, absence: Absence) -> GatheredParameter:
-        ranks, rank = self._between_holders.ranks, self._between_holders.rank
-        parameter.data = parameter.detach().clone()  # in memory of its own, which can be given back
-        rows = [rows_of(parameter.shape[0], ranks, each) for each in range(ranks)]
-        shared = GatheredParameter(name, parameter, rows, rank, absence)
-        share_hooks(parameter, shared.held)
-        return shared
 
     @contextmanager
     def _whole_stages(self) -> Iterator[None]:

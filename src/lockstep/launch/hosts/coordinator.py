@@ -266,9 +266,8 @@ class HostCoordinator:
         if isinstance(self._link, ControlServer):
             state["saving"] |= self.others_save
             state["leaving"] |= self.others_leave
-            state["reason"] = max(
-                [state["reason"], *(int(each.get("reason", 0)) for each in self._last_messages())]
-            )
+            reasons = [int(each.get("reason", 0)) for each in self._last_messages()]
+            state["reason"] = max([state["reason"], *reasons])
             state["final"] = None if self._final is None else dataclasses.asdict(self._final)
         else:
             state["snapshots"], state["windows"] = self.stall.to_json(), self.windows.to_json()

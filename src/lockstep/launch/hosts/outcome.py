@@ -31,20 +31,17 @@ def end_to_json(end: RankEnd, *, host: str, logs: str, last_lines: Sequence[str]
     """Returns the end of a rank of this host as JSON, with what a reader on another host cannot look up."""
     record = end.record
     if record is not None:
-        record = replace(
-            record, traceback="", shown=_shortened(record.shown), message=_shortened(record.message)
-        )
-    return asdict(
-        replace(end, record=record, host=host, logs=logs, last_lines=tuple(map(_shortened, last_lines)))
-    )
+        shown, message = _shortened(record.shown), _shortened(record.message)
+        record = replace(record, traceback="", shown=shown, message=message)
+    lines = tuple(map(_shortened, last_lines))
+    return asdict(replace(end, record=record, host=host, logs=logs, last_lines=lines))
 
 
 def end_from_json(fields: Mapping[str, Any], offset: float) -> RankEnd:
     """Reads the result of ``end_to_json``; ``offset`` is added to the other host's ``time.monotonic()``."""
     end: RankEnd = from_plain(RankEnd, fields)
-    return replace(
-        _shifted(end, offset), beat=_shifted(end.beat, offset), record=_shifted(end.record, offset)
-    )
+    beat, record = _shifted(end.beat, offset), _shifted(end.record, offset)
+    return replace(_shifted(end, offset), beat=beat, record=record)
 
 
 def snapshot_to_json(snapshot: RankSnapshot) -> dict[str, Any]:
@@ -54,10 +51,9 @@ def snapshot_to_json(snapshot: RankSnapshot) -> dict[str, Any]:
         stack=snapshot.stack[:_MOST_FRAMES],
         workers=tuple(stack[:_MOST_FRAMES] for stack in snapshot.workers),
         collectives=snapshot.collectives[-_MOST_COLLECTIVES:],
+        limit=min(snapshot.limit, 1e9),  # JSON has no infinity
     )
-    fields = asdict(kept)
-    fields["limit"] = min(snapshot.limit, 1e9)  # JSON has no infinity
-    return fields
+    return asdict(kept)
 
 
 def snapshot_from_json(fields: Mapping[str, Any], offset: float) -> RankSnapshot:
@@ -129,6 +125,5 @@ def decide_outcome(
     if reason is not StopReason.NONE:
         return RunOutcome(code=int(reason), lines=(*names, *lines), lost=gone)
     ended = f"The {plural(len(ends), 'rank')} of the other hosts ended after it."
-    return RunOutcome(
-        code=EXIT_RANK, lines=(*names, ended), lost=gone, lost_at=None if 0 in lost else furthest_step(ends)
-    )
+    lost_at = None if 0 in lost else furthest_step(ends)
+    return RunOutcome(code=EXIT_RANK, lines=(*names, ended), lost=gone, lost_at=lost_at)

@@ -50,13 +50,11 @@ def judge_stall(snapshots: Sequence[RankSnapshot]) -> StallVerdict | None:
         return StallVerdict(StallKind.STOPPED, tuple(snapshot.rank for snapshot in still))
     waiting = [snapshot for snapshot in snapshots if snapshot.waits_in]
     others = [snapshot for snapshot in snapshots if not snapshot.waits_in]
+    late = tuple(snapshot.rank for snapshot in others if snapshot.is_overdue)
     if not waiting:
-        return StallVerdict(
-            StallKind.BUSY, tuple(snapshot.rank for snapshot in others if snapshot.is_overdue)
-        )
+        return StallVerdict(StallKind.BUSY, late)
     if others:
-        late = [snapshot for snapshot in others if snapshot.is_overdue]
-        return StallVerdict(StallKind.MISSING, tuple(snapshot.rank for snapshot in late)) if late else None
+        return StallVerdict(StallKind.MISSING, late) if late else None
     if not all(snapshot.is_overdue for snapshot in waiting):
         return None
     return _mismatch(waiting) or StallVerdict(StallKind.NETWORK)
@@ -168,9 +166,8 @@ def _headline(verdict: StallVerdict, snapshots: Sequence[RankSnapshot]) -> Itera
     by_rank = {snapshot.rank: snapshot for snapshot in snapshots}
     who = numbered("rank", verdict.culprits)
     first = by_rank[verdict.culprits[0]] if verdict.culprits else snapshots[0]
-    silent = (
-        f"no progress for {max(snapshot.silence for snapshot in snapshots):.0f} s (limit {first.limit:.0f} s)"
-    )
+    longest = max(snapshot.silence for snapshot in snapshots)
+    silent = f"no progress for {longest:.0f} s (limit {first.limit:.0f} s)"
     if verdict.kind is StallKind.STOPPED:
         state = _STATES.get(first.state, "not running")
         yield f"Stalled, {silent}: {who} is {state}, in {first.beat.position}."

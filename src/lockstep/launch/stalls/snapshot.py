@@ -152,9 +152,8 @@ class RankSnapshot:
     @property
     def waits_in(self) -> str:
         """The operation in which it waits for others; empty if it does not."""
-        return waits_in(
-            self.stack, collective_pending=bool(self.collectives) and self.collectives[-1].pending
-        )
+        pending = bool(self.collectives) and self.collectives[-1].pending
+        return waits_in(self.stack, collective_pending=pending)
 
     @property
     def frame(self) -> Frame | None:

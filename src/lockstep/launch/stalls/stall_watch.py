@@ -241,10 +241,9 @@ class StallWatch:
         """
         if verdict.is_deadlock:
             return True
-        busy = [
-            each for each in snapshots if each.rank in verdict.culprits and not _writes_no_beats(each.beat)
-        ]
-        place = tuple((each.rank, each.beat.position) for each in busy)
+        busy = [each for each in snapshots if each.rank in verdict.culprits]
+        beats = [(each.rank, each.beat) for each in busy if not _writes_no_beats(each.beat)]
+        place = tuple((rank, beat.position) for rank, beat in beats)
         if not place or place in self._reported:
             return False
         self._reported.add(place)

@@ -39,10 +39,6 @@ class ShardedParameter(GatheredParameter):
     used = 0
     """In how many of the step's micro-batches of this rank it had a gradient."""
 
-    def take_gradients(self) -> None:
-        """Takes the gradient of the whole one whenever a backward pass has given it."""
-        after_accumulation(self.whole, self._take)
-
     def gradient_parts(self) -> Sequence[Tensor]:
         """Each rank's rows of the gradient, flat; zeros where there is none."""
         if self.gradient is None:
@@ -50,11 +46,8 @@ class ShardedParameter(GatheredParameter):
             return zeros.split_with_sizes(self.counts)
         return self.gradient.to(self.held.dtype).reshape(-1).split_with_sizes(self.counts)
 
-    def begin_micro_batch(self) -> None:
-        """Forgets the gradient of the one before."""
-        self.gradient, self.was_taken = None, False
-
-    def _take(self, whole: Tensor) -> None:
+    def take(self, whole: Tensor) -> None:
+        """Takes the gradient of the whole one, which a backward pass has given it."""
         if not self._absence.is_computing:
             raise ConfigError(
                 f"A backward pass outside of run.backward gave {self.name!r} a gradient, and under strategy 'fsdp' no "
@@ -79,7 +72,7 @@ class ShardedBlock(GatheredBlock):
         self._ranks, self._rank = exchange.ranks, exchange.rank
         self._trained = [each for each in parameters if each.held.requires_grad]
         for each in self._trained:
-            each.take_gradients()
+            after_accumulation(each.whole, each.take)
         self._members = by_dtype(self._trained)
         self._received: dict[torch.dtype, Tensor] = {}
         self._stacks: dict[torch.dtype, list[Tensor]] = {}
@@ -101,7 +94,7 @@ class ShardedBlock(GatheredBlock):
         """Starts a round: one micro-batch of every rank."""
         self._received = {}
         for each in self._trained:
-            each.begin_micro_batch()
+            each.gradient, each.was_taken = None, False
 
     def exchange(self) -> None:
         """Sends the gradients that are ready to the ranks that hold their rows. Collective."""

@@ -205,13 +205,10 @@ class Gathering:
             if self._dtype is None or is_inner:
                 return None
             cast = {"dtype": self._dtype}
-            args, kwargs = (
-                tree_map_only(
-                    Tensor, lambda each: each.to(**cast) if each.is_floating_point() else each, given
-                )
-                for given in (args, kwargs)
+            given: tuple[Any, Any] = tree_map_only(
+                Tensor, lambda each: each.to(**cast) if each.is_floating_point() else each, (args, kwargs)
             )
-            return args, kwargs
+            return given
 
         covers: list[saved_tensors_hooks | None] = []
 
@@ -294,7 +291,8 @@ class Gathering:
             ahead = None
         if ready is not None or ahead is not None or not block.is_aside:
             self._request(send=ready, gather=None if block.is_aside else block, ahead=ahead)
-        self._wait_for(block)
+        if (event := self._gathered.pop(block, None)) is not None:
+            current_stream(self._device).wait_event(event)  # what is computed from now on needs the values
         if block.is_aside:
             block.take_back()
         for parameter in block.parameters:
@@ -313,19 +311,12 @@ class Gathering:
         if self._stream is not None and keep:
             self._gathered[block] = self._stream.record_event()
 
-    def _wait_for(self, block: ShardedBlock) -> None:
-        """Lets what is computed from now on wait for the values of a block."""
-        if (event := self._gathered.pop(block, None)) is not None:
-            current_stream(self._device).wait_event(event)
-
     @contextmanager
     def _on_own_stream(self) -> Iterator[None]:
         """Exchanges on their own stream, after all that has been computed until now."""
-        if self._stream is None:
-            yield
-            return
-        # Memory of this stream that was freed is given out again after this wait, so what computed on it has ended.
-        self._stream.wait_stream(current_stream(self._device))
+        if self._stream is not None:
+            # Memory of this stream that was freed is given out again after this wait, so what used it has ended.
+            self._stream.wait_stream(current_stream(self._device))
         with on_stream(self._stream):
             yield
 

@@ -246,34 +246,25 @@ class FullyShardedDataParallel(Strategy):
         prior: list[tuple[nn.Parameter, Tensor]],
     ) -> StepResult:
         losses, weight, used, advanced = self._header.unpack(headers, leaves)
-        mine = [each.used for each in self._trained]
-        # Read from the device only where this rank left one unused
-        uses = mine if all(mine) else used.tolist()
-        self._set_gradients(totals, uses, weight.float(), prior)
-        if self._buffers.numel:
-            self._buffers.finish_step(fold_rows(self.gather_in_order(values, leaves)), leaves, advanced)
-        self._buffers.refuse_changed_others()
-        finite = (losses.sum().isfinite()) & (self._header.flag(headers, 1) == 0)
-        return StepResult(fold_rows(losses) / weight, losses, weight, self._header.flag(headers), finite)
-
-    def _set_gradients(
-        self,
-        totals: Mapping[str, Tensor],
-        uses: Sequence[float],
-        weight: Tensor,
-        prior: list[tuple[nn.Parameter, Tensor]],
-    ) -> None:
+        divisor, uses = weight.float(), [each.used for each in self._trained]
+        if not all(uses):  # only then the host waits for what the others say
+            uses = used.tolist()
         for each, count in zip(self._trained, uses):
             if not count:
                 each.held.grad = None
             elif (total := totals.get(each.name)) is not None:
-                each.held.grad = total.div_(weight).to(each.held.device)
+                each.held.grad = total.div_(divisor).to(each.held.device)
             else:
                 raise RankError(
                     f"{each.name!r} was used in this step, and no gradient of it was exchanged; it would not be "
                     "trained. This is an error of Lockstep: please report it with the model."
                 )
         add_prior(prior)
+        if self._buffers.numel:
+            self._buffers.finish_step(fold_rows(self.gather_in_order(values, leaves)), leaves, advanced)
+        self._buffers.refuse_changed_others()
+        finite = (losses.sum().isfinite()) & (self._header.flag(headers, 1) == 0)
+        return StepResult(fold_rows(losses) / weight, losses, weight, self._header.flag(headers), finite)
 
 
 @contextmanager

@@ -145,9 +145,8 @@ class AsynchronousParameterServer(IndependentStrategy):
         """The values of all living processes."""
         if self._participant is None:
             return gather_json(value, self._group, self.device)
-        return [
-            each for each in self._participant.barrier("gather records", value).values if each is not None
-        ]
+        values = self._participant.barrier("gather records", value).values
+        return [each for each in values if each is not None]
 
     def synchronize(self) -> None:
         """Sends the servers' values to all, and distributes the samples over the living workers."""

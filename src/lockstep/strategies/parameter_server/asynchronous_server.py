@@ -100,7 +100,13 @@ class Server:
         accumulator = self.collect()
         self._has_collected, self._is_update = True, accumulator.leaves > 0
         if self._is_update:
-            self._require_finite(accumulator.set_gradients(), accumulator.loss)
+            # Workers check for themselves, on GPUs only every few steps, so what is not finite must not be used here.
+            if not bool(accumulator.set_gradients()) or not math.isfinite(accumulator.loss):
+                raise NonFiniteError(
+                    f"Update {self.version + 1} was not made: a worker pushed a loss or gradient that is NaN or "
+                    "infinite. Lower the learning rate, clip gradients, or run the job with strategy 'ddp', which "
+                    "names the samples."
+                )
             self._loss = accumulator.loss / accumulator.weight if accumulator.weight else self._loss
             if accumulator.statistics.numel():
                 self._buffers.begin_step()
@@ -109,14 +115,6 @@ class Server:
         loss, total, weight = torch.tensor(numbers, dtype=torch.float64, device=self._shards.device)
         stops = torch.full((), self.stop.reason_after(self._step + 1), device=loss.device)
         return StepResult(loss, total.reshape(1), weight, stops, torch.ones_like(loss).bool())
-
-    def _require_finite(self, gradient: Tensor, loss: float) -> None:
-        """Workers check for themselves, on GPUs only every few steps, so the server must not use what is not finite."""
-        if not bool(gradient) or not math.isfinite(loss):
-            raise NonFiniteError(
-                f"Update {self.version + 1} was not made: a worker pushed a loss or gradient that is NaN or infinite. "
-                "Lower the learning rate, clip gradients, or run the job with strategy 'ddp', which names the samples."
-            )
 
     def after_step(self) -> None:
         """Sends the new values to the ranks that wait for them."""
@@ -179,8 +177,7 @@ class Server:
         """
         sent = {"label": label, "number": self.barriers.begin(), "value": value}
         if self._rank != self._servers[0]:
-            self._ask(self._servers[0], ServerMessage("barrier", sent, body))
-            released = self._await_answer(self._servers[0])
+            released = self._ask(self._servers[0], ServerMessage("barrier", sent, body))
             self.barriers.end()
             return Barrier(released.content["values"], released.content["living"])
         while self._expected() - self._arrived.keys():
@@ -199,8 +196,7 @@ class Server:
 
     def pull_from(self, server: int) -> ServerMessage:
         """Pulls the values of another server, while serving."""
-        self._ask(server, ServerMessage("pull"))
-        return self._await_answer(server)
+        return self._ask(server, ServerMessage("pull"))
 
     def shutdown(self) -> None:
         """Serves until every worker has disconnected or ended, then disconnects from the other servers."""
@@ -244,11 +240,9 @@ class Server:
         """Ranks that take part in a barrier."""
         return (set(self.clock.living) | set(self._servers)) - {self._rank} - self._left
 
-    def _ask(self, rank: int, message: ServerMessage) -> None:
+    def _ask(self, rank: int, message: ServerMessage) -> ServerMessage:
         self._answers.pop(rank, None)
         self._transport.send(rank, message)
-
-    def _await_answer(self, rank: int) -> ServerMessage:
         while rank not in self._answers:
             if rank in self._gone:
                 raise server_ended(rank)
@@ -319,10 +313,9 @@ class Server:
             return
         self._asking = [rank for rank in self._asking if rank not in ready]
         body = get_values(self._shards, self._buffers)
+        answer = ServerMessage("values", {"version": self.version, **self.stop.as_content()}, body)
         for rank in ready:
-            if self._transport.send(
-                rank, ServerMessage("values", {"version": self.version, **self.stop.as_content()}, body)
-            ):
+            if self._transport.send(rank, answer):
                 self.bytes_sent += len(body)
 
     def _may_have_values(self, rank: int) -> bool:
@@ -391,9 +384,8 @@ class GradientAccumulator:
         if not content["leaves"]:
             return
         body, device = memoryview(push.body), self._shards.device
-        self._total.add_(
-            from_bytes(body[:gradient_bytes], self._shards.dtype, device), alpha=content["weight"]
-        )
+        gradients = from_bytes(body[:gradient_bytes], self._shards.dtype, device)
+        self._total.add_(gradients, alpha=content["weight"])
         self.statistics.add_(from_bytes(body[gradient_bytes:], self._statistics_type, device))
         if self.statistics.numel():
             self.counters.add_(torch.tensor(content["counters"], device=device))

@@ -91,7 +91,9 @@ class ServerChannel:
             ConnectionError: the other side closed the connection.
             TimeoutError: the message began and was not completed.
         """
-        _wait(self.connection)
+        poll = select.poll()
+        poll.register(self.connection, select.POLLIN)
+        poll.poll()
         header = _exactly(self.connection, _HEADER.size)
         magic, text_size, body_size = _HEADER.unpack(header)
         if magic != _MAGIC:
@@ -141,12 +143,6 @@ class TransportSettings:
             if (channel := greeting.receive()) is not None:
                 return channel
         raise Refused(greeting.why)
-
-
-def _wait(connection: socket.socket) -> None:
-    poll = select.poll()
-    poll.register(connection, select.POLLIN)
-    poll.poll()
 
 
 def _exactly(connection: socket.socket, size: int) -> bytearray:
@@ -325,20 +321,16 @@ class ServerTransport:
             rank = hello.content.get("rank")
             if hello.kind != "hello" or not isinstance(rank, int):
                 raise Refused("the process did not send its rank")
-            self._claim(rank, channel)
+            _prepare(channel.connection, self._settings.timeout)
+            with self._claiming:  # of two connections of a rank at the same time one is refused
+                if rank in self._channels:
+                    raise Refused(f"rank {rank} is already connected")
+                self._channels[rank] = channel
         except (OSError, Refused) as error:
             logger.warning("Refused a connection to the parameter server: %s.", error)
             channel.connection.close()
             return
         self._read(rank, channel)
-
-    def _claim(self, rank: int, channel: ServerChannel) -> None:
-        """Assigns the connection to the rank, unless it has one; of two at the same time one is refused."""
-        _prepare(channel.connection, self._settings.timeout)
-        with self._claiming:
-            if rank in self._channels:
-                raise Refused(f"rank {rank} is already connected")
-            self._channels[rank] = channel
 
     def _read(self, rank: int, channel: ServerChannel) -> None:
         try:

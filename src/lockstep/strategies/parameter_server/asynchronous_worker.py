@@ -101,13 +101,8 @@ class Worker:
         self._statistics = statistics
         self._buffers.refuse_changed_others()
         mean = torch.tensor(self._loss, dtype=torch.float64, device=losses.device)
-        return StepResult(
-            mean,
-            losses,
-            weights.sum(),
-            torch.full((), self._stop.reason_after(self._step + 1), device=losses.device),
-            losses.sum().isfinite() & finite,
-        )
+        stops = torch.full((), self._stop.reason_after(self._step + 1), device=losses.device)
+        return StepResult(mean, losses, weights.sum(), stops, losses.sum().isfinite() & finite)
 
     def after_step(self) -> None:
         """Pushes and pulls; waits if it is too far ahead."""

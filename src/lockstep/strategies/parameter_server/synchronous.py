@@ -207,8 +207,7 @@ class ParameterServer(Strategy):
 
     def _used(self, uses: Tensor) -> set[str]:
         """The parameters that a worker has used. Collective, so that no host waits for a GPU to read it."""
-        host = exchange_device(self._group, self.device)
-        if host != self.device:
+        if exchange_device(self._group, self.device) != self.device:
             mine = self._tree.used() or [0] * len(self._names)
             uses = all_reduce_max(torch.tensor(mine), self._group)
         return {name for name, count in zip(self._names, uses.tolist()) if count}

@@ -324,11 +324,6 @@ def _text(leaf: Any) -> str:
     return json.dumps(leaf)
 
 
-def _bytes_of(spec: TensorSpec) -> int:
-    dtype: torch.dtype = getattr(torch, spec.dtype)
-    return math.prod(spec.shape) * dtype.itemsize
-
-
 class PipelineChannel:
     """One direction between two ranks; what one sends, the other must receive, in the same order.
 
@@ -401,7 +396,8 @@ class PipelineChannel:
         """
         if self._device.type != "cpu" or not isinstance(self._link, GroupLink):
             return 2
-        sizes = [_bytes_of(spec) for description in self._known.values() for spec in description.specs]
+        specs = [spec for description in self._known.values() for spec in description.specs]
+        sizes: list[int] = [math.prod(spec.shape) * getattr(torch, spec.dtype).itemsize for spec in specs]
         return max([16, *sizes]) // 8 + 1
 
     def _post(self, description: Description) -> list[tuple[Arrival, Tensor]]:

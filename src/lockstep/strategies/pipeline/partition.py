@@ -7,8 +7,8 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from itertools import chain as flattened
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -62,9 +62,7 @@ def balanced(weights: Sequence[float], stages: int, joints: frozenset[int] = fro
         The numbers of the first links, ascending; none if there are too few links.
     """
     best: dict[tuple[int, int], tuple[tuple[float, float], list[int]]] = {(0, 0): ((0.0, 0.0), [])}
-    totals = [0.0]
-    for weight in weights:
-        totals.append(totals[-1] + weight)
+    totals = [*accumulate(weights, initial=0.0)]
     for stage in range(1, stages + 1):
         for stop in range(stage, len(weights) + 1):
             for start in range(stop - 1, stage - 2, -1):
@@ -242,10 +240,9 @@ def _around(model: nn.Module, name: str) -> tuple[list[str], list[str]]:
         place = names.index(key)
         before[:0] = [f"{holder}.{each}".lstrip(".") for each in names[:place]]
         for each in names[place + 1 :]:
+            module = inner[each]
             # A table of positions, which the blocks take, is often made last.
-            table = any(True for _ in inner[each].buffers()) and not any(
-                True for _ in inner[each].parameters()
-            )
+            table = any(True for _ in module.buffers()) and not any(True for _ in module.parameters())
             (before if table else after).append(f"{holder}.{each}".lstrip("."))
         path = outer
     return before, after

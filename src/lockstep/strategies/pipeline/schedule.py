@@ -146,8 +146,7 @@ def needs(action: Action, last: int) -> list[Action]:
 
 def waiting(spans: list[list[ScheduledPass]]) -> float:
     """The part of the time from the first start to the last stop in which ranks wait, over all ranks."""
-    length = max(span.stop for mine in spans for span in mine) - min(
-        span.start for mine in spans for span in mine
-    )
-    busy = sum(span.stop - span.start for mine in spans for span in mine)
+    every = [span for mine in spans for span in mine]
+    length = max(span.stop for span in every) - min(span.start for span in every)
+    busy = sum(span.stop - span.start for span in every)
     return 1 - busy / (length * len(spans))

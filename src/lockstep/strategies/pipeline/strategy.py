@@ -291,9 +291,8 @@ class Pipeline(Strategy):
         names_of = {id(tensor): name for name, tensor in tensors}
         for number, others in enumerate(modules):
             if number not in mine:
-                absence = Absence(
-                    self.name, f"rank {self._channels.ranks[number % channels.length]} has its stage"
-                )
+                rank = channels.ranks[number % channels.length]
+                absence = Absence(self.name, f"rank {rank} has its stage")
                 self.absences.append(absence)
                 for module in others:
                     _empty(module, names_of, absence)
@@ -375,7 +374,7 @@ class Pipeline(Strategy):
                 passes.run_back(micro_batch.k, kind, received)
                 for each in reads:
                     each.require_unchanged(passes.name)
-                sums.end_backward()
+                sums.tree.end_micro_batch()
                 if action.stage == min(self._passes):
                     for call in self.events.micro_batch_end:
                         call(micro_batch)
