@@ -152,9 +152,8 @@ def _replace_function(library: Any, name: str, compute: Callable[[Tensor, Tensor
 
     def into(keys: Any, values: Tensor, *, out: Tensor) -> Any:
         given = _as_float(values) if _is_wide(values) else None
-        found = (
-            None if given is None else compute(given, torch.empty_like(given))
-        )  # first: out may be values itself
+        # Before all else: out may be values itself.
+        found = None if given is None else compute(given, torch.empty_like(given))
         kernels[f"{name}.out"].call_boxed(keys, values, out=out)  # checks its type, and gives it its shape
         return out if found is None else out.copy_(found)
 

@@ -180,7 +180,7 @@ def clean_up(directory: Path | str | None) -> None:
         return
     directory = Path(directory)
     checkpoint.clean(directory)
-    # A run that only evaluates needs no checkpoint
+    # A run that only evaluates needs no checkpoint.
     there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         found = "may not be written to" if there.is_dir() else "is not a folder"
