@@ -91,10 +91,16 @@ class Snapshot:
             their own names.
         known: tensors that others look after, such as buffers; parameters are always left out.
         restorable: whether ``restore`` will be called; otherwise nothing is copied.
+        gradients: whether hooks of the parameters' gradients are looked at, as those of modules are.
     """
 
     def __init__(
-        self, roots: Mapping[str, Any], known: Iterable[Tensor] = (), *, restorable: bool = True
+        self,
+        roots: Mapping[str, Any],
+        known: Iterable[Tensor] = (),
+        *,
+        restorable: bool = True,
+        gradients: bool = True,
     ) -> None:
         self.texts: dict[str, str] = {}
         """The value at each place, as text that is equal where values are."""
@@ -110,7 +116,7 @@ class Snapshot:
         self._seen: dict[int, tuple[Any, str]] = {}
         self._depth = 0
         self._undo: list[Callable[[], None]] = []
-        self._restorable, self._bytes = restorable, 0
+        self._restorable, self._gradients, self._bytes = restorable, gradients, 0
         for name, root in roots.items():
             self.add(name, root)
 
@@ -294,7 +300,7 @@ class Snapshot:
                 kept = [name for each in own for name in inspect.get_annotations(each)]
                 self._inside(parameter, f"the parameter {key!r} of {words}", kept)
         hooks = [each for kind in _HOOKS for each in vars(module).get(kind, {}).values()]
-        trained = [each for each in module._parameters.values() if each is not None]
+        trained = [each for each in module._parameters.values() if self._gradients and each is not None]
         hooks += [each for one in trained for kind in gradient_hooks(one) for each in kind.values()]
         own = [each for each in hooks if is_users_module(getattr(each, "__module__", None) or "")]
         self._note(f"the hooks of {words}", repr([getattr(each, "__qualname__", "") for each in own]))

@@ -212,7 +212,8 @@ class LoopState:
             lost = self._lost(found, unread=found.local - found.live - began.live)
             self._require_generators(found, lost)
             self._require_data(lost)
-            certain = filter(self._is_certain, lost.keys() - (found.local - found.live))
+            unread = found.local - found.live
+            certain = [name for name in lost if name not in unread and self._is_certain(name)]
             self.lost = {name: Lost.of(found, name) for name in certain}
             if lost and self._is_main:
                 words = [

@@ -118,7 +118,7 @@ def what_it_reads(module: nn.Module) -> dict[str, Any]:
         own, asked = vars(each), named | _names_in(kind)[0]
         found |= {f"{prefix}{key}": own[key] for key in asked & own.keys() - _OF_EVERY_MODULE}
     texts = {key: repr(value) if _has_short_text(value) else id(value) for key, value in found.items()}
-    return texts | Snapshot({"": without_parts(module)}, restorable=False).texts
+    return texts | Snapshot({"": without_parts(module)}, restorable=False, gradients=False).texts
 
 
 def _has_short_text(value: Any) -> bool:

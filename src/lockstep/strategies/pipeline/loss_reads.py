@@ -104,7 +104,8 @@ class StagesRead:
             )
 
     def _found(self) -> Snapshot:
-        return Snapshot({name: without_parts(each) for name, each in self._modules.items()}, restorable=False)
+        modules = {name: without_parts(each) for name, each in self._modules.items()}
+        return Snapshot(modules, restorable=False, gradients=False)
 
     def _read_by_hooks(self) -> dict[str, tuple[Any, int]]:
         with torch._C.DisableTorchFunctionSubclass():  # the parameters are not in this process
