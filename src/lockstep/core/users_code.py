@@ -106,9 +106,9 @@ def names_reached(codes: Iterable[CodeType], functions: Iterable[Callable[..., A
 @functools.cache
 def globals_in(code: CodeType) -> frozenset[str]:
     """Those that it names as globals: an attribute of a method may have the name of a function of the script."""
-    each = itertools.chain.from_iterable(map(dis.get_instructions, codes_in(code)))
-    kinds = ("_GLOBAL", "_GLOBALS", "D_NAME", "E_NAME")
-    return frozenset(str(one.argval) for one in each if one.opname.endswith(kinds))
+    kinds = [f"{kind}_{space}" for kind in ("LOAD", "STORE", "DELETE") for space in ("GLOBAL", "NAME")]
+    kinds.append("LOAD_FROM_DICT_OR_GLOBALS")  # of class bodies, since Python 3.12
+    return frozenset[str]().union(*(names_loaded(each, *kinds) for each in codes_in(code)))
 
 
 def homes_of(code: CodeType) -> list[str]:

@@ -209,10 +209,10 @@ class LoopState:
             found.renew_floats(stored["saved"].keys())
             # Outside of the steps a pass of the loop around them has begun.
             began = found if self._inside else self._look(enters_loop=any_left)
-            lost = self._lost(found, unread=found.local - found.live - began.live)
+            unread = found.local - found.live
+            lost = self._lost(found, unread=unread - began.live)
             self._require_generators(found, lost)
             self._require_data(lost)
-            unread = found.local - found.live
             certain = [name for name in lost if name not in unread and self._is_certain(name)]
             self.lost = {name: Lost.of(found, name) for name in certain}
             if lost and self._is_main:
