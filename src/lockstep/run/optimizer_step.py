@@ -119,6 +119,7 @@ class GradientState:
 
         With ``in_body``, what another has used never counts: of the rest of the body, steps are refused after a save.
         """
+        self._strategy.require_no_calls()
         waits = self._waits_for() if in_body else bool(self)
         return any(gather_agreed(waits, self._strategy.all_ranks, self._strategy.device))
 

@@ -239,6 +239,7 @@ class Run:
         """
         prepared = self.require_prepared()
         self.strategy.require_no_failure()
+        self.strategy.require_no_calls()
         has_changed = self._loaders.refresh(data, "training")
         self._writer.resumption.begin_steps()
         source = self._loaders.source(data)
@@ -538,6 +539,7 @@ class Run:
         prepared, group = self.require_prepared(), self._session.group
         if isinstance(self.strategy, IndependentStrategy):
             raise ConfigError("With an asynchronous server, load weights before run.prepare.")
+        self.strategy.require_no_calls()
         whole = save.weights_of_main(weights, prepared.state.model, group, self.device)
         with prepared.gradients.setting_values():
             self.strategy.load_state(whole)

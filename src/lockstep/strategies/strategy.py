@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -37,6 +37,10 @@ from lockstep.runtime.events import NO_EVENTS, StepEvents
 from lockstep.strategies.absent import Absence
 from lockstep.strategies.loop_writes import LoopWrites
 from lockstep.strategies.optimizer_trial import Unit
+from lockstep.text import numbered
+
+_CALLS_MODEL = ["a call of the model", "", None]
+"""Of a rank whose loop calls the model, as ``gather_agreed`` exchanges calls."""
 
 
 class Compute(Protocol):
@@ -152,6 +156,8 @@ class Strategy(ABC):
     """A copy of the whole model, with which the first step compares the model as this strategy has changed it."""
     failed_call: str = ""
     """The collective call that raised on this rank, and how, while others may still be in it."""
+    _joins_calls: bool = False
+    """True within ``joined_calls``."""
     bytes_outside_steps: int = 0
     """Bytes that were given to others in rehearsals and evaluations, and the losses of a pipeline."""
     absences: Sequence[Absence] = ()
@@ -253,12 +259,31 @@ class Strategy(ABC):
     def require_no_calls(self) -> None:  # noqa: B027  # most strategies compute a forward pass without other ranks
         """Raises ``ConfigError`` on every rank if some ranks call the model while others are here. Collective."""
 
-    def joined_calls(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def joined_calls(self) -> Iterator[None]:
         """The context in which a rank calls the model without gradients as often as it likes, or never. Collective.
 
         Every rank enters and leaves it; none leaves before all have made their calls.
         """
-        return nullcontext()
+        self._joins_calls = True
+        try:
+            yield
+        finally:
+            self._joins_calls = False
+
+    def require_joint_call(self, *, here: bool = True) -> None:
+        """Raises ``ConfigError`` on every rank where some call the model, and others do not. Collective.
+
+        A rank that compares another call with the other ranks' meanwhile, by ``gather_agreed``, raises it, too.
+
+        Args:
+            here: whether this rank calls the model.
+        """
+        if self._joins_calls:
+            return
+        calls = [each == _CALLS_MODEL for each in self.gather_records(_CALLS_MODEL if here else None)]
+        if any(calls) and not all(calls):
+            raise called_by_some(self.name, calls)
 
     def after_step(self) -> None:  # noqa: B027  # in most strategies every rank has stepped what it holds
         """Called on every rank when an optimizer has been stepped, or its step was skipped. Collective."""
@@ -373,3 +398,21 @@ class IndependentStrategy(Strategy):
     @abstractmethod
     def synchronize(self) -> None:
         """Brings all processes to the same values, and shares samples out over those that are left. Collective."""
+
+
+def called_by_some(
+    strategy: str, calls: Sequence[bool], went: str = "the next collective call"
+) -> ConfigError:
+    """The refusal where some ranks call the model outside of a step, and others do not.
+
+    Args:
+        calls: of each rank, whether it calls the model.
+        went: what the others do.
+    """
+    by = {each: [rank for rank, one in enumerate(calls) if one == each] for each in (True, False)}
+    return ConfigError(
+        f"The model was called outside of run.backward on {numbered('rank', by[True])}, while "
+        f"{numbered('rank', by[False])} went on to {went}. Under {strategy!r} every rank holds a part of the model, so "
+        "all ranks must call it, and as often: take the call out of `if run.is_main`, or use run.predict or "
+        "run.evaluate."
+    )

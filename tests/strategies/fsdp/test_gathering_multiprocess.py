@@ -388,34 +388,6 @@ def test_mistakes_are_refused_with_the_name_of_the_parameter():
         assert "'blocks.0.weight'" in found["norm"] and "'head.weight'" in found["data"]
 
 
-def called_before(world, collective, with_gradients):
-    """The error of a call of the model on rank 0 alone, where the others go on to a collective method of the run."""
-    postpone_compiler()
-    torch.manual_seed(1)
-    run = Run(RunOptions(global_batch=8, micro_batches=4, seed=3, strategy="fsdp"), world)
-    model = Model()
-    model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    data = TensorDataset(torch.randn(8, 6), torch.randint(4, (8,)))
-    try:
-        if world.is_main:
-            with torch.set_grad_enabled(with_gradients):
-                model(torch.rand(2, 6))
-        run.evaluate(data, F.cross_entropy) if collective == "evaluate" else run.predict(data)
-    except ConfigError as error:
-        return str(error)
-    finally:
-        run.close()
-
-
-@pytest.mark.parametrize(
-    ("collective", "with_gradients"),
-    [("evaluate", False), pytest.param("predict", True, marks=pytest.mark.slow)],
-)
-def test_a_model_called_on_some_ranks_before_an_evaluation_is_refused_on_all(collective, with_gradients):
-    for said in run_ranks(called_before, 2, collective, with_gradients, timeout=40):
-        assert "called outside of run.backward on rank 0, while rank 1 went on to the next collective" in said
-
-
 class Padded(nn.Module):
     """An encoder that is told which places of each sample are padding."""
 

@@ -43,7 +43,7 @@ from lockstep.runtime.devices import current_stream, new_stream, on_stream
 from lockstep.strategies.absent import Absence
 from lockstep.strategies.fsdp.exchange import ShardedBlock, ShardedParameter, large_blocks
 from lockstep.strategies.sharding import rows_of, unseen
-from lockstep.text import numbered
+from lockstep.strategies.strategy import called_by_some
 
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _NOTHING = -1
@@ -361,7 +361,7 @@ class Gathering:
                 sends, gathers, aheads, places = self._exchange.all_gather(mine).t().tolist()
                 self._is_refused = len(set(places)) > 1
                 if self._is_refused:
-                    raise _called_by_some(places)
+                    raise _refusal(places)
                 with self._on_own_stream():
                     for number in sorted({*sends} - {_NOTHING}):
                         self.blocks[number].exchange()
@@ -403,23 +403,16 @@ class _Order:
         return self._before[len(self._now)] if len(self._now) < len(self._before) else None
 
 
-def _called_by_some(places: Sequence[int]) -> ConfigError:
+def _refusal(places: Sequence[int]) -> ConfigError:
     """The refusal where some ranks call the model outside of a step, and others do not."""
-    outside = [rank for rank, where in enumerate(places) if where == _OUTSIDE]
-    if not outside:
+    if _OUTSIDE not in places:
         return ConfigError(
             "The ranks are not in the same step: some began one, or evaluate, while others are in another step. All "
             "ranks make the same calls in the same order: take run.backward, break and continue out of conditions on "
             "what a rank alone knows."
         )
-    others = [rank for rank, where in enumerate(places) if where != _OUTSIDE]
-    went = "run.backward" if _IN_STEP in places else "the next collective call"
-    return ConfigError(
-        f"The model was called outside of run.backward on {numbered('rank', outside)}, while "
-        f"{numbered('rank', others)} went on to {went}. Under 'fsdp' every rank holds a part of each parameter, "
-        "so all ranks must call the model, and as often: take the call out of `if run.is_main`, or use run.predict or "
-        "run.evaluate."
-    )
+    went = {"went": "run.backward"} if _IN_STEP in places else {}
+    return called_by_some("fsdp", [where == _OUTSIDE for where in places], **went)
 
 
 def _inner_entrances(block: nn.Module) -> list[nn.Module]:

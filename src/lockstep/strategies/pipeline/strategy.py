@@ -447,6 +447,7 @@ class Pipeline(Strategy):
 
     def state(self) -> Iterator[tuple[str, Tensor]]:
         """See ``Strategy.state``: each tensor from the rank of its stage."""
+        self.require_joint_call(here=False)
         for name, spec in self._specs.items():
             yield name, self.gather_full(name, self._held.get(name), spec.dtype)
 
@@ -573,6 +574,7 @@ class Pipeline(Strategy):
         """A context of a call of the model by the loop, whose error leaves other ranks waiting for its output."""
         self.require_no_failure()
         self._require_called()
+        self.require_joint_call()
         try:
             yield
         except Exception as error:
