@@ -39,8 +39,10 @@ from lockstep.strategies.loop_writes import LoopWrites
 from lockstep.strategies.optimizer_trial import Unit
 from lockstep.text import numbered
 
-_CALLS_MODEL = ["a call of the model", "", None]
-"""Of a rank whose loop calls the model, as ``gather_agreed`` exchanges calls."""
+_CALLS_MODEL, _READS_WEIGHTS = (
+    [call, "", None] for call in ("a call of the model", "a call that reads all weights")
+)
+"""What a rank does, as ``gather_agreed`` exchanges calls."""
 
 
 class Compute(Protocol):
@@ -277,11 +279,13 @@ class Strategy(ABC):
         A rank that compares another call with the other ranks' meanwhile, by ``gather_agreed``, raises it, too.
 
         Args:
-            here: whether this rank calls the model.
+            here: whether this rank calls the model; it reads all weights where it does not.
         """
         if self._joins_calls:
             return
-        calls = [each == _CALLS_MODEL for each in self.gather_records(_CALLS_MODEL if here else None)]
+        calls = [
+            each == _CALLS_MODEL for each in self.gather_records(_CALLS_MODEL if here else _READS_WEIGHTS)
+        ]
         if any(calls) and not all(calls):
             raise called_by_some(self.name, calls)
 
