@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils.data import (
     BatchSampler,
+    ChainDataset,
     DataLoader,
     Dataset,
     DistributedSampler,
@@ -405,6 +406,7 @@ def test_a_set_that_is_read_by_places_in_an_epoch_is_refused_beside_others(make,
             r"Lines can be iterated over and has no length.*Stream\(dataset, samples=N\)",
         ),
         (lambda: Lines(), r"Lines can be iterated over and has no length"),
+        (lambda: ChainDataset([Lines(), Lines()]), r"ChainDataset can be iterated over and has no length"),
         (lambda: Stream(iter([1]), 1), r"iterated over anew in each epoch, and was given a list_iterator"),
         (
             lambda: DistributedSampler(DATA, 2, 0),

@@ -36,6 +36,15 @@ def test_an_optimizer_of_foreign_parameters_is_refused():
         )
 
 
+@pytest.mark.parametrize("persistent", [True, False])
+def test_a_sparse_buffer_is_refused_by_its_name(persistent):
+    """It ended in an error of torch, under some strategies only."""
+    model = network()
+    model[0].register_buffer("graph", torch.eye(3).to_sparse(), persistent=persistent)
+    with pytest.raises(ConfigError, match=r"'0.graph' has the layout torch.sparse_coo.*as a plain attribute"):
+        lockstep.init(global_batch=GLOBAL_BATCH).prepare(model)
+
+
 def test_prepare_takes_a_plain_model_once():
     run = lockstep.init(global_batch=GLOBAL_BATCH)
     with pytest.raises(ConfigError, match="is of type SGD, which is no model"):

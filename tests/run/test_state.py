@@ -152,17 +152,29 @@ class Counted(torch.optim.SGD):
         return super().step(closure)
 
 
+class CountedByKind(torch.optim.SGD):
+    """Counts in an object of its own, in an entry of ``state`` that belongs to no parameter."""
+
+    class Count:
+        steps = 0
+
+    def step(self, closure=None):
+        self.state.setdefault(nn.Linear, self.Count()).steps += 1
+        return super().step(closure)
+
+
 class Preconditioned(torch.optim.SGD):
-    """Counts in ``state`` itself, keeps a queue and an orthogonal matrix, along columns, and a number type."""
+    """Counts in ``state`` itself and in a dict there, keeps a queue and an orthogonal matrix, along columns, and a number type."""
 
     def __init__(self, *given, **settings):
         super().__init__(*given, **settings)
         self.param_groups[0]["kept_as"] = torch.float64
-        self.state["steps"], self.state["tensor"] = 0, torch.zeros(1)
+        self.state["steps"], self.state["tensor"], self.state[0] = 0, torch.zeros(1), {"steps": 0}
 
     @torch.no_grad()
     def step(self, closure=None):
         self.state["steps"] += 1
+        self.state[0]["steps"] += 1
         self.state["tensor"] += self.state["steps"]
         for p in self.param_groups[0]["params"]:
             if p.dim() == 2:
@@ -181,13 +193,14 @@ class Preconditioned(torch.optim.SGD):
     [
         (Velocity, "velocity[0] of Velocity"),
         (Counted, "state['all'][0] of Counted"),
+        (CountedByKind, "state[...].steps of CountedByKind"),
     ],
 )
-def test_tensors_that_an_optimizer_keeps_elsewhere_are_named_and_such_a_run_is_not_resumed(
+def test_what_an_optimizer_keeps_elsewhere_is_named_and_such_a_run_is_not_resumed(
     kind, said, tmp_path, caplog
 ):
     def made(params, *_, **__):
-        return kind(params) if kind is not Counted else kind(params, lr=0.1)
+        return kind(params) if kind is Velocity else kind(params, lr=0.1)
 
     saved(tmp_path, make_optimizer=made)
     assert f"No checkpoint holds {said}" in caplog.text
@@ -288,7 +301,8 @@ def test_what_an_optimizer_keeps_goes_on_as_it_lay_in_memory(tmp_path):
             run.close()
         kept = [state for p, state in own.state.items() if isinstance(p, torch.Tensor)]
         strides = [(each["basis"].stride(), each["queue"].maxlen) for each in kept if "basis" in each]
-        return fingerprint, strides, own.state["steps"], own.state["tensor"], own.param_groups[0]["kept_as"]
+        named = own.state["steps"], own.state["tensor"], own.state[0]
+        return fingerprint, strides, *named, own.param_groups[0]["kept_as"]
 
     expected = found()
     assert expected[1][0][0][0] == 1, "along its columns"

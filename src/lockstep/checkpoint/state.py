@@ -211,7 +211,7 @@ def optimizer_state(
                 }
     record: dict[str, Any] = {"class": _class_name(optimizer), "groups": groups, "state": states}
     if others := named_state(optimizer):
-        record["others"] = encode(others, "|state", tensors)
+        record["others"] = encode(others, "|state", tensors, ordered=True)
     usual = {name: parameter for parameter, name in names.items()}
     strides = {key: _strides(each, usual.get(key.partition("|")[0])) for key, each in tensors.items()}
     record["strides"] = {key: value for key, value in strides.items() if value}
@@ -234,10 +234,20 @@ def wrapped_optimizers(optimizer: Optimizer) -> dict[str, Optimizer]:
 
 
 def named_state(optimizer: Optimizer) -> dict[str, Any]:
-    """The entries of an optimizer's state that have a name instead of a parameter, as a count of all steps."""
-    kinds = bool | int | float | str | Tensor
-    named = {key: value for key, value in optimizer.state.items() if isinstance(key, str)}
-    return {str(key): value for key, value in named.items() if isinstance(value, kinds)}
+    """The entries of an optimizer's state that have a name or a number instead of a parameter, as a count of steps.
+
+    Containers of tensors are left out: what each process holds of the parameters would have other lengths.
+    """
+    named = {key: value for key, value in optimizer.state.items() if isinstance(key, str | int)}
+    return {key: value for key, value in named.items() if isinstance(value, Tensor) or _is_storable(value)}
+
+
+def _is_storable(value: Any) -> bool:
+    try:
+        encode(value, "")
+    except ConfigError:
+        return False
+    return True
 
 
 def _strides(tensor: Tensor, parameter: Tensor | None) -> list[int]:

@@ -105,13 +105,14 @@ class Stream(Dataset[Any]):
                 f"Stream needs data that can be iterated over anew in each epoch, and was given a {name}. Give it an "
                 "object whose __iter__ begins again, such as an IterableDataset."
             )
-        if samples is None and not hasattr(dataset, "__len__"):
+        self.dataset, self.collate = dataset, collate
+        try:
+            self.samples = len(dataset) if samples is None else samples
+        except (TypeError, NotImplementedError) as error:  # a ChainDataset asks each of its parts
             raise ConfigError(
                 f"{name} can be iterated over and has no length, so the end of an epoch is unknown. Write "
                 "run.batches(lockstep.data.Stream(dataset, samples=N)), with the samples of an epoch."
-            )
-        self.dataset, self.collate = dataset, collate
-        self.samples = len(dataset) if samples is None else samples
+            ) from error
         self._iterator: Iterator[Any] | None = None
         self._begun, self._next = (0, 0), 0
         self._as_given = plain_state(dataset)

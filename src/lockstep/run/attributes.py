@@ -51,6 +51,7 @@ from lockstep.core.values import (
     refill,
     set_octets,
     stored_in,
+    text_of_plain,
 )
 from lockstep.data.keyed import encoded_state, set_encoded_state
 from lockstep.distributed.collectives import gather_json
@@ -514,7 +515,7 @@ def unsaved_tensors(optimizer: Optimizer, is_whole: bool) -> dict[str, str]:
     """Tensors that an optimizer of the user's own keeps where no checkpoint looks, by name, as texts.
 
     Those in its attributes, in entries of ``state`` that belong to no parameter, and in optimizers that it wraps, where
-    not each process holds them whole.
+    not each process holds them whole; of such entries also numbers and texts.
     """
     if type(optimizer).__module__.startswith("torch.optim"):
         return {}
@@ -528,6 +529,8 @@ def unsaved_tensors(optimizer: Optimizer, is_whole: bool) -> dict[str, str]:
         seen |= {id(inner), id(inner.state)}
 
     def look(value: Any, name: str) -> None:
+        if is_plain(value) and name.startswith("state["):
+            found[name] = text_of_plain(value)
         if is_plain(value) or id(value) in seen:
             return
         seen.add(id(value))
@@ -543,7 +546,7 @@ def unsaved_tensors(optimizer: Optimizer, is_whole: bool) -> dict[str, str]:
         if key not in ("defaults", "param_groups"):
             look(value, key)
     for parameter, value in optimizer.state.items():
-        if id(parameter) not in members:
+        if id(parameter) not in members and parameter not in named:
             look(value, f"state[{parameter!r}]" if isinstance(parameter, str) else "state[...]")
     return found
 

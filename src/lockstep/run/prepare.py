@@ -209,6 +209,12 @@ def _require_own_memory(model: nn.Module, initial_values: InitialValues | None) 
                     f"{name!r} is on the device 'meta' and has no values. Build the model under `with "
                     "run.empty_model():` instead, which notes how each value is made; run.prepare then makes them."
                 )
+            if tensor.layout is not torch.strided:
+                raise ConfigError(
+                    f"{name!r} has the layout {tensor.layout}, and only dense parameters and buffers are compared over "
+                    "the ranks and stored in checkpoints. Keep a constant as a plain attribute, self.graph = ...; make "
+                    "anything else in forward, of its indices and values."
+                )
             if isinstance(tensor, nn.Parameter) and any(
                 stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride())
             ):

@@ -323,6 +323,23 @@ def test_weights_that_are_cached_around_a_step_are_refused():
         train(trained)
 
 
+class AddedLater(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleDict({"first": nn.Linear(8, 4)})
+
+    def forward(self, x):
+        if "late" not in self.layers:
+            self.layers["late"] = nn.Linear(4, 4)
+        return self.layers["late"](self.layers["first"](x))
+
+
+def test_a_layer_that_the_first_forward_pass_makes_is_refused_by_its_name():
+    """It ended in a KeyError."""
+    with pytest.raises(ConfigError, match=r"'layers.late.weight' of the model was replaced, added"):
+        train(AddedLater())
+
+
 def test_a_model_that_the_loop_converts_is_refused_by_its_types():
     trained = model()
     with pytest.raises(

@@ -423,6 +423,7 @@ def noting_mistakes(
     values = parameter_values(model)
     with called.noting(), strategy.watching_writes() as written:
         yield
+    prepared.state.model.require_own_parameters()
     changed = [name for name, value in parameter_values(model).items() if value != values[name]]
     findings.foreign, findings.written = called.wrong, changed + sorted(written)
 
