@@ -860,7 +860,9 @@ def test_an_optimizer_that_takes_the_place_of_another_in_the_loop():
         """
     )
     assert found[3][0].startswith("below: run = lockstep.init(")
-    assert found[9] == ["make it above the loop, and give it to run.prepare with the others"]
+    assert found[9] == [
+        "make it above the loop, give it to run.prepare with the others, and choose in each epoch which one steps"
+    ]
 
 
 def test_weights_that_a_function_loads_after_the_training_are_the_best_of_this_run():

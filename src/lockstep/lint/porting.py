@@ -117,7 +117,9 @@ _DATA_OF_THE_LOOP = (
     "where that is all of it, (batch,) = run.batches(data), with global_batch its size or the next multiple of 8"
 )
 _STAYS = "stays if the loop in it takes other samples in each pass (replay buffer): each run.batches is the next epoch"
-_ABOVE = "make it above the loop, and give it to run.prepare with the others"
+_ABOVE = (
+    "make it above the loop, give it to run.prepare with the others, and choose in each epoch which one steps"
+)
 _ENTERED_AGAIN = (
     "under if not run.position.done:, since a resumed run may go on within an epoch, and comes here again"
 )
