@@ -704,7 +704,179 @@ def test_a_progress_bar_is_made_above_the_loop():
             f(model(x), y).backward()
         """
     )
-    assert found[5][0].startswith("for i, batch in tqdm(enumerate(run.batches(loader)), total=len(loader)):")
+    assert found[5][0].startswith(
+        "bar = tqdm(enumerate(run.batches(loader)), total=len(loader)), and for i, batch in bar:"
+    )
+
+
+def test_the_loader_of_a_progress_bar_is_found_by_its_name():
+    found = advice(
+        """
+        import torch
+        from tqdm import tqdm
+        def train(loader, valid):
+            bar = tqdm(loader, smoothing=0)
+            for i, (x, y) in enumerate(bar):
+                f(model(x), y).backward()
+            bar = tqdm(valid)
+            with torch.no_grad():
+                for x, y in bar:
+                    total += f(model(x), y)
+        """
+    )
+    assert found[6][0].startswith(
+        "bar = tqdm(run.batches(loader), smoothing=0), and for i, batch in enumerate(bar):"
+    )
+    assert found[10][0].startswith("instead of the loop: run.evaluate(valid, metric)")
+
+
+def test_gradients_of_a_part_of_the_model_are_clipped_by_torch():
+    script = """
+        import torch
+        optimizer = torch.optim.SGD([*net.parameters(), *head.parameters()], 0.1)
+        for x, y in loader:
+            f(head(net(x)), y).backward()
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 3.0)
+        """
+    assert advice(script)[6] == [
+        "stays: run.clip_gradients clips by the norm of all gradients, and this by that of some"
+    ]
+    both = script.replace("(net.parameters(), 3", "([*net.parameters(), *head.parameters()], 3")
+    assert advice(both)[6] == ["run.clip_gradients(3.0)"]
+    one = script.replace("head", "net")
+    assert advice(one)[6] == ["run.clip_gradients(3.0)"]
+    two = one.replace(
+        "net.parameters(), 3.0)", "net.a.parameters(), 1), clip_grad_norm_(net.b.parameters(), 2)"
+    )
+    assert advice(two)[6][0].startswith("stays: ")
+
+
+def test_a_loss_that_cannot_be_followed_gets_its_own_forward_pass():
+    found = advice(
+        """
+        import torch
+        for i, data in enumerate(loader):
+            points, target = data
+            points = points.transpose(2, 1)
+            output, change = model(points)
+            loss = f(output, target)
+            loss += 0.1 * regularizer(change)
+            loss.backward()
+        """
+    )
+    assert found[9][0].startswith("loss = run.backward(batch, loss_fn, forward=forward), where forward(data)")
+
+
+def test_what_a_loop_computes_between_the_loss_and_its_backward_pass():
+    found = advice(
+        """
+        import torch
+        for x, y in loader:
+            t = torch.randint(10, (x.shape[0],))
+            output = model(x, t)
+            loss = f(output, y)
+            correct += (output.argmax(1) == y).sum()
+            meter.update(loss.item(), x.size(0))
+            loss.backward()
+        """
+    )
+    assert found[7][0].startswith("computed from output")
+    assert found[8] == ["len(batch), where it counts samples: those of the step over all processes"]
+    assert 4 not in found and 5 not in found
+
+
+def test_the_forward_passes_of_a_later_backward_pass_are_parts_of_its_step():
+    found = advice(
+        """
+        import torch
+        for x, y in loader:
+            fake = G(x)
+            score = D(fake)
+            loss = f(score, fake)
+            loss.backward()
+            score = D(fake.detach())
+            other = 1 - D(y) + score
+            other.backward()
+            total += score.mean()
+        """
+    )
+    assert 8 not in found and 9 not in found
+    assert found[11][0].startswith("computed from score")
+
+
+def test_a_schedule_that_is_stepped_above_the_loop_over_batches():
+    found = advice(
+        """
+        import torch
+        def fit(loader, model, optimizer, scheduler):
+            for epoch in range(3):
+                scheduler.step()
+                train(loader, model, optimizer)
+                scheduler.step(2)
+        def train(loader, model, optimizer):
+            for x, y in loader:
+                f(model(x), y).backward()
+                optimizer.step()
+        """
+    )
+    assert found[5] == [
+        "under if not run.position.done:, since a resumed run may go on within an epoch, and comes here again"
+    ]
+    assert 7 not in found
+
+
+def test_updates_from_a_replay_buffer_are_epochs_of_their_own():
+    script = """
+        import torch
+        def agent(steps):
+            optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
+            def update(data):
+                compute(data).backward()
+                optimizer.step()
+            for t in range(steps):
+                act(t)
+                for j in range(4):
+                    update(buffer.sample(32))
+        """
+    found = advice(script)
+    assert found[8][0].startswith("stays if the loop in it takes other samples in each pass")
+    assert "(batch,) = run.batches(data)" in found[10][0]
+    assert 5 not in found  # a function within that of the run sees it
+    places = advice(script.replace("buffer.sample(32)", "x[j * 32 : j * 32 + 32]"))
+    assert places[8] == ["for t in run.epochs(steps):  # from where a resumed run stands"]
+
+
+def test_an_optimizer_that_takes_the_place_of_another_in_the_loop():
+    found = advice(
+        """
+        import torch
+        optimizer = torch.optim.Adam(model.parameters())
+        for epoch in range(9):
+            for x, y in loader:
+                f(model(x), y).backward()
+                optimizer.step()
+            if epoch == 5:
+                optimizer = torch.optim.ASGD(model.parameters())
+        """
+    )
+    assert found[3][0].startswith("below: run = lockstep.init(")
+    assert found[9] == [
+        "make it above the loop, give it to run.prepare with the others, and choose in each epoch which one steps"
+    ]
+
+
+def test_weights_that_a_function_loads_after_the_training_are_the_best_of_this_run():
+    script = """
+        import torch
+        def test(model):
+            model.load_state_dict(torch.load("best.pt"))
+        for epoch in range(9):
+            for x, y in loader:
+                f(model(x), y).backward()
+        test(model)
+        """
+    assert advice(script)[4][0].startswith("the best weights of this run")
+    assert advice(script.replace("        test(model)\n", ""))[4][0].startswith("a checkpoint to resume from")
 
 
 def test_a_scaler_that_makes_the_whole_step():

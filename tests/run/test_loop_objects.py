@@ -26,6 +26,7 @@ import torch
 from tests.run.jobs import Left, begin, correct, dataset, leave, train_step
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
+import lockstep
 from lockstep.errors import ConfigError
 from lockstep.run.code_analysis import Carried, carried_names, changed_names
 from lockstep.run.loop_state import LoopState
@@ -202,7 +203,7 @@ def loop(state, make, change, *, stop=None, given=0):
 
 
 def resumed(stored, *, inside):
-    state = LoopState(frozenset(), is_main=True)
+    state = LoopState({}, is_main=True)
     state.resume(stored, inside=inside)
     return state
 
@@ -217,7 +218,7 @@ def test_an_object_that_begins_anew_is_named(name, caplog):
     """Such a run went on with other values, and without a word."""
     make, change = CHANGED[name]
     SETTING.set(1)
-    stored = loop(LoopState(frozenset(), is_main=True), make, change, stop=2)
+    stored = loop(LoopState({}, is_main=True), make, change, stop=2)
     SETTING.set(1)
     loop(resumed(stored, inside=True), make, change)
     (warning,) = warnings(caplog)
@@ -229,7 +230,7 @@ def test_an_object_that_begins_anew_is_named(name, caplog):
 def test_an_object_that_the_script_brings_to_its_place_is_not_named(name, caplog):
     make, change = CHANGED[name]
     SETTING.set(1)
-    stored = loop(LoopState(frozenset(), is_main=True), make, change, stop=2)
+    stored = loop(LoopState({}, is_main=True), make, change, stop=2)
     SETTING.set(1)
     loop(resumed(stored, inside=True), make, change, given=2)
     assert warnings(caplog) == []
@@ -255,13 +256,13 @@ GENERATORS = {
 @pytest.mark.parametrize("name", GENERATORS)
 def test_a_generator_that_only_an_object_leads_to_goes_on(name, caplog):
     make, drawn = GENERATORS[name], []
-    state = LoopState(frozenset(), is_main=True)
+    state = LoopState({}, is_main=True)
 
     def draw(held):
         drawn.append(held.x())
 
     stored = loop(state, make, draw, stop=2)
-    loop(LoopState(frozenset(), is_main=True), make, draw)
+    loop(LoopState({}, is_main=True), make, draw)
     whole = drawn[2:]
     drawn.clear()
     loop(resumed(stored, inside=True), make, draw, given=0)
@@ -312,7 +313,7 @@ exec("level = 1\ndef step():\n    global level\n    level += 1\n", vars(OWN))
 )
 def test_what_functions_classes_and_modules_keep_is_named(step, reset, said, caplog):
     reset()
-    stored = loop(LoopState(frozenset(), is_main=True), lambda: step, call, stop=2)
+    stored = loop(LoopState({}, is_main=True), lambda: step, call, stop=2)
     reset()
     loop(resumed(stored, inside=True), lambda: step, call)
     (warning,) = warnings(caplog)
@@ -390,7 +391,7 @@ def reset(held, epoch):
 @pytest.mark.parametrize("inside", [False, True])
 def test_what_the_start_of_an_epoch_makes_of_what_was_lost_is_named(make, change, is_lost, inside, caplog):
     """As ``self.scale *= 0.5``: in a resumed run it begins with the first value, and ended in other bits."""
-    stored = Epochs(make).walk(LoopState(frozenset(), is_main=True), change, range(3))
+    stored = Epochs(make).walk(LoopState({}, is_main=True), change, range(3))
     Epochs(make).walk(resumed(stored, inside=inside), change, [2 if inside else 3])
     assert bool(warnings(caplog, "self.x")) == is_lost
 
@@ -416,7 +417,7 @@ class Counting:
 @pytest.mark.parametrize("given", [0, STEPS])
 def test_a_count_that_is_given_back_is_not_named(given, caplog):
     """It was, where a function has the loop within an epoch, and refused if the loss reads it."""
-    stored = Counting(0).walk(LoopState(frozenset(), is_main=True))
+    stored = Counting(0).walk(LoopState({}, is_main=True))
     Counting(given).walk(resumed(stored, inside=True))
     assert bool(warnings(caplog, "self.count")) == (given == 0)
 
@@ -742,3 +743,71 @@ def test_a_generator_around_the_batches_is_not_named(tmp_path, caplog):
         train(2)
     train(None)
     assert warnings(caplog) == []
+
+
+def changing_over(folder, stop=None, *, anew=False):
+    """Another optimizer takes the place of the first one; ``anew``: each epoch chooses."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(6, 3)
+    run = lockstep.init(global_batch=12, micro_batches=4, directory=folder, resume="auto")
+    late = torch.optim.SGD(model.parameters(), lr=0.5)
+    model, early, late = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), late)
+    optimizer = early
+    for epoch in run.epochs(3):
+        if anew:
+            optimizer = early if epoch < 1 else late
+        elif epoch == 1:
+            optimizer = late
+        for batch in run.batches(dataset()):
+            train_step(run, batch, optimizer)
+            if run.position.step + 1 == stop:
+                leave(run)
+    return run.fingerprint(), run.close()
+
+
+def test_an_optimizer_that_takes_the_place_of_another_is_named_where_a_resumed_run_has_the_first(
+    tmp_path, caplog
+):
+    """Such a run stepped the first optimizer, ended in other bits, and said nothing."""
+    stop = 2 * -(-len(dataset()) // 12) + 2  # in the third epoch
+    for anew in (False, True):
+        caplog.clear()
+        with pytest.raises(Left):
+            changing_over(tmp_path / f"{anew}", stop, anew=anew)
+        resumed_bits = changing_over(tmp_path / f"{anew}", anew=anew)
+        assert (resumed_bits == changing_over(tmp_path / "whole", anew=anew)) == anew
+        said = warnings(caplog, "changing_over: optimizer (SGD 0, was SGD 1)")
+        assert len(said) == (not anew)
+
+
+def squared(output, data):
+    return output.square().mean()
+
+
+def growing_net(folder, stop=None):
+    torch.manual_seed(0)
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(6, 3), "b": torch.nn.Linear(6, 3)})
+    run, model, optimizer = begin(model, directory=folder, resume="auto")
+    net = model["a"]
+    for epoch in run.epochs(3):
+        if epoch == 1:
+            net = model["b"]
+        for batch in run.batches(dataset()):
+            run.backward(batch, squared, forward=lambda data: net(data[0]))  # noqa: B023  as a script has it
+            optimizer.step()
+            optimizer.zero_grad()
+        if epoch == stop:
+            leave(run)
+    run.close()
+
+
+def test_a_part_of_the_model_that_takes_the_place_of_another_in_the_loss_is_refused_where_it_is_lost(
+    tmp_path,
+):
+    """Such a run trained the first part again, and said nothing."""
+    with pytest.raises(Left):
+        growing_net(tmp_path, 1)
+    with pytest.raises(
+        ConfigError, match="The loss or the model reads growing_net: net, which the loop changes"
+    ):
+        growing_net(tmp_path)

@@ -263,7 +263,7 @@ def test_the_entries_of_a_dict_of_a_script_that_only_functions_read_are_noted():
     def assert_noted(stored, number):
         assert stored["saved"]["count['n']"] == str(number + 1)
 
-    space = {"state": LoopState(frozenset(), is_main=True), "assert_noted": assert_noted}
+    space = {"state": LoopState({}, is_main=True), "assert_noted": assert_noted}
     exec(compile(text, "script.py", "exec"), {**space, "__name__": "script"})
 
 
@@ -294,15 +294,15 @@ def a_loop(state, epochs, *, stop=None, first=0, task=None):
 
 
 def resumed(stored, *, inside, known=()):
-    state = LoopState(frozenset(known), is_main=True)
+    state = LoopState(dict.fromkeys(known, "held"), is_main=True)
     state.resume(stored, inside=inside)
     return state
 
 
 def test_generators_go_on_where_they_stood(caplog):
-    whole = a_loop(LoopState(frozenset(), is_main=True), 3)[1]
+    whole = a_loop(LoopState({}, is_main=True), 3)[1]
     for stop in range(1, 9):
-        stored, before = a_loop(LoopState(frozenset(), is_main=True), 3, stop=stop)
+        stored, before = a_loop(LoopState({}, is_main=True), 3, stop=stop)
         after = a_loop(resumed(stored, inside=True), 3, first=stop)[1]
         drawn = [each for each in [*before, *after] if each < 1]
         assert drawn == [each for each in whole if each < 1]
@@ -325,7 +325,7 @@ def test_every_kind_of_generator_is_given_back(make):
         return torch.rand(2, generator=own).tolist() if isinstance(own, torch.Generator) else own.random()
 
     own = {"rng": [make()]}
-    state = LoopState(frozenset(), is_main=True)
+    state = LoopState({}, is_main=True)
     state.begin_epoch()
     state.begin_steps()
     draw(own["rng"][0])
@@ -357,7 +357,7 @@ class Numbers:
 
 def drawn_in(epochs, *, anew, stored=None):
     numbers = Numbers(anew=anew)
-    state = LoopState(frozenset(), is_main=True) if stored is None else resumed(stored, inside=False)
+    state = LoopState({}, is_main=True) if stored is None else resumed(stored, inside=False)
     return numbers.walk(state, epochs), numbers.drawn
 
 
@@ -370,7 +370,7 @@ def test_without_epochs_a_generator_goes_on_where_the_epochs_before_tell_that_it
 
 
 def test_without_epochs_a_resume_after_the_first_one_is_refused_unless_the_script_gives_the_state_back():
-    stored = Numbers(anew=False).walk(LoopState(frozenset(), is_main=True), range(1))
+    stored = Numbers(anew=False).walk(LoopState({}, is_main=True), range(1))
     with pytest.raises(ConfigError, match=r"self.rng of the loop has drawn numbers.*Loop over run.epochs"):
         Numbers(anew=False).walk(resumed(stored, inside=False), range(1, 2))
     again = Numbers(anew=False)
@@ -392,7 +392,7 @@ def lazily(state, epochs, stop):
 
 
 def test_a_generator_that_is_made_in_a_step_cannot_go_on_and_is_refused():
-    stored = lazily(LoopState(frozenset(), is_main=True), 2, None)
+    stored = lazily(LoopState({}, is_main=True), 2, None)
     with pytest.raises(ConfigError, match=r"draws random numbers from lazily.rng, which does not exist yet"):
         lazily(resumed(stored, inside=True), 1, None)
 
@@ -406,7 +406,7 @@ def test_a_generator_that_is_set_as_an_attribute_in_a_step_is_named(caplog):
             walk.rng.random()
         return state.capture()
 
-    stored = walk(LoopState(frozenset(), is_main=True))
+    stored = walk(LoopState({}, is_main=True))
     del walk.rng
     walk(resumed(stored, inside=True))
     (record,) = caplog.records
@@ -423,12 +423,12 @@ def test_a_generator_that_each_step_makes_anew_is_not_named(caplog):
             stored = state.capture()
         return stored
 
-    walk(resumed(walk(LoopState(frozenset(), is_main=True)), inside=True))
+    walk(resumed(walk(LoopState({}, is_main=True)), inside=True))
     assert caplog.records == []
 
 
 def test_a_generator_is_stored_by_a_save_in_another_thread():
-    rng, state = np.random.default_rng(0), LoopState(frozenset(), is_main=True)
+    rng, state = np.random.default_rng(0), LoopState({}, is_main=True)
     state.begin_steps()
     rng.random()
     with ThreadPoolExecutor(1) as pool:
@@ -437,7 +437,7 @@ def test_a_generator_is_stored_by_a_save_in_another_thread():
 
 
 def test_a_sum_that_a_stop_within_an_epoch_has_lost_is_named(caplog):
-    stored, _ = a_loop(LoopState(frozenset(), is_main=True), 3, stop=4)
+    stored, _ = a_loop(LoopState({}, is_main=True), 3, stop=4)
     a_loop(resumed(stored, inside=True), 3, first=4)
     (record,) = caplog.records
     assert "a_loop: total (0.0, was 4.0)" in record.getMessage()
@@ -463,7 +463,7 @@ def test_a_loss_that_is_set_before_the_loop_as_recommended_is_not_named_where_a_
 ):
     """``loss = float("nan")`` was named in every run that was resumed within an epoch."""
     space = {"any_left": any_left, "say": lambda loss: None, "stored": None, "__name__": "script"}
-    first = {**space, "state": LoopState(frozenset(), is_main=True), "first": 0, "stop": 1}
+    first = {**space, "state": LoopState({}, is_main=True), "first": 0, "stop": 1}
     exec(compile(A_SCRIPT, "script.py", "exec"), first)
     state = resumed(first["stored"], inside=True)
     exec(compile(A_SCRIPT, "script.py", "exec"), {**space, "state": state, "first": 2, "stop": None})
@@ -497,7 +497,7 @@ def test_a_mean_that_the_start_of_each_epoch_moves_is_named(caplog, in_function,
         exec(compile(text, "script.py", "exec"), space)
         return space["train"](state, epochs, mean) if in_function else (space["stored"], space["mean"])
 
-    stored, mean, *_ = train(LoopState(frozenset(), is_main=True), range(2), 10.0)
+    stored, mean, *_ = train(LoopState({}, is_main=True), range(2), 10.0)
     train(resumed(stored, inside=False), range(2, 4), mean if is_given_back else 10.0)
     said = "".join(each.getMessage() for each in caplog.records)
     assert (re.search(r"[ :]mean \(11\.0, was 9\.1\)", said) is None) is is_given_back
@@ -538,7 +538,7 @@ def test_what_the_end_of_an_epoch_sets_for_the_next_is_named(caplog, loop, begin
     space, held = {"__name__": "script"}, []
     text = LEFT.format(loop=loop, begin=begin, leaves=leaves)
     exec(compile(text, "script.py", "exec"), space)
-    space["train"](LoopState(frozenset(), is_main=True), 0, 2, held)
+    space["train"](LoopState({}, is_main=True), 0, 2, held)
     space["train"](resumed(*held, inside=False), 2, None, held, *[0.5] * is_given_back)
     said = "".join(each.getMessage() for each in caplog.records)
     assert ("train: mark (1.0, was 0.5)" in said) is not is_given_back
@@ -558,7 +558,7 @@ def test_what_the_end_of_an_epoch_sets_in_an_object_for_the_next_is_named(caplog
     space, held = {"__name__": "script"}, []
     text = LEFT.format(loop="while epoch < 4:", begin="", leaves=leaves).replace("mark=1.0", "box=None")
     exec(compile(text.replace(" mark", " box.mark"), "script.py", "exec"), space)
-    space["train"](LoopState(frozenset(), is_main=True), 0, 3, held, Box(1.0))
+    space["train"](LoopState({}, is_main=True), 0, 3, held, Box(1.0))
     space["train"](resumed(*held, inside=False), 3, None, held, Box(0.25 if is_given_back else 1.0))
     said = "".join(each.getMessage() for each in caplog.records)
     assert ("train: box.mark (1.0, was 0.25)" in said) is not is_given_back
@@ -589,7 +589,7 @@ def test_what_a_second_loop_keeps_is_named(caplog):
     """It was compared with what it was when the first loop began."""
     space, held = {"__name__": "script", "print": str}, []
     exec(compile(TWO_LOOPS, "script.py", "exec"), space)
-    space["train"](LoopState(frozenset(), is_main=True), 0, 3, held)
+    space["train"](LoopState({}, is_main=True), 0, 3, held)
     space["train"](resumed(*held, inside=True), 3, None, held)
     (said,) = (each.getMessage() for each in caplog.records)
     assert "train: rate (0.5, was 0.25)" in said
@@ -616,7 +616,7 @@ def test_a_variable_that_only_the_first_epoch_sets_is_named(caplog):
     """The resumed run ended in a NameError, without a word before it."""
     space, held = {"__name__": "script", "print": str}, []
     exec(compile(ONCE, "script.py", "exec"), space)
-    space["train"](LoopState(frozenset(), is_main=True), 0, 2, held)
+    space["train"](LoopState({}, is_main=True), 0, 2, held)
     with pytest.raises(UnboundLocalError):
         space["train"](resumed(*held, inside=True), 2, None, held)
     (said,) = (each.getMessage() for each in caplog.records)
@@ -635,7 +635,7 @@ def test_what_the_body_sets_and_is_not_there_after_a_loop_without_steps_is_named
             assert loss is not None
         return stored
 
-    stored = trains(LoopState(frozenset(), is_main=True), 2)
+    stored = trains(LoopState({}, is_main=True), 2)
     for steps in (1, 0):
         trains(resumed(stored, inside=True), steps)
         assert caplog.text.count("not there in this resumed run: loss. That") == (not steps)
@@ -670,7 +670,7 @@ def test_numbers_that_a_resumed_script_takes_from_the_run_before_its_loop_are_na
                 stored.update(state.capture())
 
     def begun():
-        return LoopState(frozenset(), is_main=True, settings=lambda: {optimizer.param_groups[0]["lr"]})
+        return LoopState({}, is_main=True, settings=lambda: {optimizer.param_groups[0]["lr"]})
 
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
     stored = {}
@@ -711,14 +711,14 @@ def test_an_iterator_that_the_loop_goes_on_to_read_is_named(caplog, begin, said)
                 stored.update(state.capture())
 
     stored = {}
-    loop(LoopState(frozenset(), is_main=True), stop=2)
+    loop(LoopState({}, is_main=True), stop=2)
     loop(resumed(stored, inside=True), first=2)
     (record,) = caplog.records
     assert said in record.getMessage()
 
 
 def test_after_an_epoch_only_what_is_carried_over_is_named(caplog):
-    stored, _ = a_loop(LoopState(frozenset(), is_main=True), 2)
+    stored, _ = a_loop(LoopState({}, is_main=True), 2)
     a_loop(resumed(stored, inside=False), 3, first=6)
     (record,) = caplog.records
     assert "task.count" in record.getMessage()
@@ -752,7 +752,7 @@ class Followed:
 
 
 def test_a_copy_that_follows_the_model_is_named_though_it_begins_with_other_values(caplog):
-    stored = Followed(0.0).walk(LoopState(frozenset(), is_main=True), range(2))
+    stored = Followed(0.0).walk(LoopState({}, is_main=True), range(2))
     Followed(5.0).walk(resumed(stored, inside=False), range(2, 3))
     (record,) = caplog.records
     assert "self.average (other values)" in record.getMessage()
@@ -831,7 +831,7 @@ def beside(state, model, stop=None):
 
 def test_averages_and_warmups_of_installed_packages_that_prepare_was_not_given_are_named(caplog):
     model = nn.Linear(1, 1, bias=False)
-    known = frozenset(map(id, (model, model.weight)))
+    known = dict.fromkeys(map(id, (model, model.weight)), "held")
     stored = beside(LoopState(known, is_main=True), model, 1)
     beside(resumed(stored, inside=True, known=known), model)
     (record,) = caplog.records
@@ -869,7 +869,7 @@ class FollowedByMany(Followed):
 @pytest.mark.parametrize("hold", [list, Average])
 def test_an_average_in_a_long_list_is_named(caplog, hold):
     """It began anew with the weights of the resumed run, and nothing said so."""
-    stored = FollowedByMany(0.0, hold).walk(LoopState(frozenset(), is_main=True), range(2))
+    stored = FollowedByMany(0.0, hold).walk(LoopState({}, is_main=True), range(2))
     FollowedByMany(5.0, hold).walk(resumed(stored, inside=False), range(2, 3))
     assert "self.average" in caplog.text
 
@@ -895,7 +895,7 @@ def trained(state, stop=None):
 
 
 def test_attributes_of_an_object_that_only_an_inner_function_goes_on_to_read_are_named(caplog):
-    stored = trained(LoopState(frozenset(), is_main=True), 4)
+    stored = trained(LoopState({}, is_main=True), 4)
     trained(resumed(stored, inside=True))
     (record,) = caplog.records
     assert "trained: task.step (0, was 4)" in record.getMessage()
@@ -922,7 +922,7 @@ def annealing(state, stop=None):
 
 
 def test_numbers_of_a_module_beside_the_model_are_named(caplog):
-    stored = annealing(LoopState(frozenset(), is_main=True), 0)
+    stored = annealing(LoopState({}, is_main=True), 0)
     annealing(resumed(stored, inside=True))
     (record,) = caplog.records
     assert "annealing: loss.beta (0.5, was 1.0)" in record.getMessage()
@@ -954,7 +954,7 @@ def halving(state, changed, stop=None):
 @pytest.mark.parametrize("changed", [0, 1])
 def test_of_two_classes_with_one_name_the_one_that_the_loop_has_changed_is_named(caplog, changed):
     """The text of the one stood in the place of the other's, and neither was named."""
-    stored = halving(LoopState(frozenset(), is_main=True), changed, 4)
+    stored = halving(LoopState({}, is_main=True), changed, 4)
     halving(resumed(stored, inside=True), changed)
     (record,) = caplog.records
     assert "Rate.value (1.0, was 0.03125)" in record.getMessage()
@@ -983,7 +983,7 @@ def engine():
 
 def test_a_global_of_another_module_with_the_name_of_one_of_the_script_is_named(caplog):
     assert STEPS == 3  # read here: that of this module stood in the place of the other's
-    stored = engine()(LoopState(frozenset(), is_main=True), 4)
+    stored = engine()(LoopState({}, is_main=True), 4)
     engine()(resumed(stored, inside=True))
     (record,) = caplog.records
     assert "engine.STEPS (1.0, was 0.03125)" in record.getMessage()
@@ -1014,14 +1014,14 @@ def test_the_variables_of_two_functions_with_one_name_are_told_apart(caplog):
     inner, outer = {"__name__": "engine"}, {"__name__": "training"}
     exec(compile(WITHIN, "engine.py", "exec"), inner)
     exec(compile(AROUND, "training.py", "exec"), outer)
-    (stored, _), _ = outer["fit"](inner["fit"], LoopState(frozenset(), is_main=True), 4)
+    (stored, _), _ = outer["fit"](inner["fit"], LoopState({}, is_main=True), 4)
     outer["fit"](inner["fit"], resumed(stored, inside=True))
     (record,) = caplog.records
     assert "training.fit: rate['value'] (1.0, was 0.03125)" in record.getMessage()
 
 
 def test_what_the_script_gives_back_itself_is_not_named(caplog):
-    stored, _ = a_loop(LoopState(frozenset(), is_main=True), 3, stop=4)
+    stored, _ = a_loop(LoopState({}, is_main=True), 3, stop=4)
     task = Task()
     task.count = 4
     a_loop(resumed(stored, inside=True), 3, first=4, task=task)
@@ -1031,14 +1031,15 @@ def test_what_the_script_gives_back_itself_is_not_named(caplog):
 def test_what_checkpoints_hold_is_not_looked_at():
     model, beside = nn.Linear(2, 2), nn.Linear(2, 2)
     known = [id(each) for each in (model, model.weight, model.bias)]
-    found = Variables.of_loop(frozenset(known))
-    names = {name.rpartition(" ")[2] for name in found.texts}
-    assert "beside" in names
-    assert "model" not in names
+    found = Variables.of_loop(dict.fromkeys(known, "held"))
+    texts = {name.rpartition(" ")[2]: text for name, text in found.texts.items()}
+    assert "beside" in texts
+    assert texts["model"] == "held"
+    assert not any("digest" in text for name, text in texts.items() if name.startswith("model"))
     before = found.texts
     with torch.no_grad():
         beside.weight.mul_(2)
-    after = Variables.of_loop(frozenset(known)).texts
+    after = Variables.of_loop(dict.fromkeys(known, "held")).texts
     assert [name for name in before if before[name] != after[name]] == [
         f"{test_what_checkpoints_hold_is_not_looked_at.__qualname__}: beside"
     ]
@@ -1050,7 +1051,7 @@ def test_of_a_replay_buffer_few_entries_are_read(monkeypatch):
     monkeypatch.setattr(frame_variables, "digest_tensor", lambda tensor: read.append(id(tensor)) or "0" * 16)
     buffer = [tuple(torch.full((4,), number + each / 8) for each in range(8)) for number in range(5000)]
     own = {id(each) for entry in buffer for each in entry}
-    Variables.of_loop(frozenset())
+    Variables.of_loop({})
     found = [each for each in read if each in own]
     assert 8 * 30 <= len(found) <= 8 * 33
     assert found[7] == id(buffer[0][7])
@@ -1087,7 +1088,7 @@ def test_values_of_every_kind_have_texts():
     kept["ordered"].move_to_end("a")
     kept["itself"] = kept
     kept["array of a class"].level, kept["structure"].level = 1, 2
-    found = Variables.of_loop(frozenset()).texts
+    found = Variables.of_loop({}).texts
     own = {name.rpartition(": ")[2]: text for name, text in found.items()}
     assert own["kept['many']"].startswith("1000 entries of digest ")
     assert own["kept['pairs']"].startswith("100 entries of digest ")
@@ -1112,7 +1113,7 @@ def test_what_a_data_set_reads_from_another_module_belongs_to_it():
         __getitem__ = eval("lambda self, index: settings.level", space)
 
     data = Leveled()
-    found = Variables.of_loop(frozenset())
+    found = Variables.of_loop({})
     own = [name for name in found.of_datasets if name.startswith("settings_of_a_test.")]
     assert own == ["settings_of_a_test.level"] and data[0] == 1.0
 

@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from operator import itemgetter
 
 from lockstep.errors import ConfigError
-from lockstep.lint.ranks import FIRST, callers_of, loops_around, on_one_rank, rank_test
+from lockstep.lint.ranks import FIRST, callers_of, loops_around, on_one_rank, places_of, rank_test
 from lockstep.lint.script import (
     FUNCTIONS,
     Loop,
     Script,
     argument,
+    bar_of,
     bindings,
     constant,
-    has_named_parts,
     last_name,
     method,
     names_in,
@@ -31,7 +31,6 @@ from lockstep.lint.script import (
     range_of,
     read_by,
     read_text,
-    receiver,
     renamed,
 )
 from lockstep.lint.wrappers import (
@@ -39,12 +38,17 @@ from lockstep.lint.wrappers import (
     DP,
     FSDP,
     backwards,
+    batches_around,
+    drawn_by,
+    is_below_step,
     is_scaler,
     loss_of,
     may_be_model,
     models_of,
     optimizers_of,
     runs_of,
+    source_of,
+    takes_places,
     target_of,
     wraps,
 )
@@ -111,6 +115,13 @@ _WITH_FORWARD = (
 _DATA_OF_THE_LOOP = (
     "; make a data set of what the loop takes its batches from, such as TensorDataset(x, y), without a permutation; "
     "where that is all of it, (batch,) = run.batches(data), with global_batch its size or the next multiple of 8"
+)
+_STAYS = "stays if the loop in it takes other samples in each pass (replay buffer): each run.batches is the next epoch"
+_ABOVE = (
+    "make it above the loop, give it to run.prepare with the others, and choose in each epoch which one steps"
+)
+_ENTERED_AGAIN = (
+    "under if not run.position.done:, since a resumed run may go on within an epoch, and comes here again"
 )
 _GROUP = "leave out: lockstep.init opens the process group and chooses the device"
 _TORCH_CALLS = {
@@ -211,7 +222,10 @@ def _preparation(script: Script) -> Iterator[_Found]:
     has_seed = bool(script.torch_calls("manual_seed"))
     yield first, f"add: import lockstep{'' if has_seed else '; and torch.manual_seed(0) above the model'}"
     made = optimizers_of(script)
-    last = max(made, key=lambda call: call.lineno, default=first)
+    loops = {loop for call in backwards(script) for loop in loops_around(script, call)}
+    inside = [call for call in made if loops & set(loops_around(script, call))]
+    outside = [call for call in made if call not in inside]
+    last = max(outside or made, key=lambda call: call.lineno, default=first)
     models = list(dict.fromkeys(model for call in made for model in models_of(script, call)))
     run = "self.run" if script.class_of(last) else "run"
     steps = [f"{run} = lockstep.init(global_batch={_batch_size(script, last)})"]
@@ -236,6 +250,8 @@ def _preparation(script: Script) -> Iterator[_Found]:
         "below run.prepare, of the optimizer that it returns, since this object steps what it is given"
     )
     yield from ((call, of_prepared) for call in outer)
+    if last not in inside:
+        yield from ((call, _ABOVE) for call in inside)
     if not made or isinstance(script.scope(last), FUNCTIONS):
         yield from _without_run(script, last)
 
@@ -244,9 +260,10 @@ def _without_run(script: Script, first: ast.AST) -> Iterator[_Found]:
     """The functions and classes that use the run, which begins in a function at ``first``, and do not have it."""
     finders = (_loops, _passes, _steps, _evaluations, _outputs, _ranks)
     scopes = [script.scope(node) for find in finders for node, advice in find(script) if "run." in advice]
+    begin = script.scope(first)
     for scope in scopes:  # which grows
-        if not isinstance(scope, FUNCTIONS) or scope is script.scope(first):
-            continue
+        if not isinstance(scope, FUNCTIONS) or begin in (scope, *script.around(scope, FUNCTIONS)):
+            continue  # which sees the run
         if (owner := script.class_of(scope)) is not None:
             given = "" if owner is script.class_of(first) else ", which its __init__ takes"
             yield owner, f"in the methods of this class, run is self.run{given}"
@@ -321,48 +338,33 @@ def _loaders(script: Script) -> Iterator[_Found]:
 def _loops(script: Script) -> Iterator[_Found]:
     """The loops over batches and epochs around each backward pass."""
     for call in backwards(script):
-        around, over_batches = loops_around(script, call), _over(script, call)
+        around, over_batches = loops_around(script, call), batches_around(script, call)
         if over_batches is not None:
             yield over_batches, _over_batches(script, over_batches)
             for loop in around[around.index(over_batches) + 1 :][:1]:
                 yield loop, _over_epochs(script, loop, around)
         elif around:
             epochs = [loop for loop in around[1:] if isinstance(loop, ast.For)][:1]
-            yield from ((loop, _over_epochs(script, loop, around)) for loop in epochs)
-            drawn = _drawn(script, around[0], call)
+            for loop in epochs:
+                yield loop, _over_epochs(script, loop, around) if takes_places(script, around[0]) else _STAYS
+            drawn = drawn_by(script, around[0], call)
             rest = ", without iter() and next()" if drawn else _DATA_OF_THE_LOOP
             begin = "" if epochs else "for epoch in run.epochs(N): "
             yield around[0], f"{begin}for batch in run.batches({drawn or 'data'}){rest}"
 
 
-def _drawn(script: Script, loop: Loop, call: ast.Call) -> str:
-    """The loaders from whose iterators a loop takes its batches, as ``next(batches)`` or ``batches.next()``."""
-    found: list[str] = []
-    for each in script.calls:
-        drawn = each.args[0] if script.name(each) == "next" and each.args else None
-        drawn = receiver(each) if method(each) in ("next", "__next__") and not each.args else drawn
-        is_here = script.holds(loop, each) or script.same_function(each, call)
-        if is_here and isinstance(drawn, ast.Name | ast.Attribute):
-            given = next((value for value in script.values(drawn) if isinstance(value, ast.Call)), None)
-            read = given.args[0] if given and len(given.args) == 1 else None  # iter(loader), cycle(loader)
-            found.append(script.text(read) if isinstance(read, ast.Name | ast.Attribute) else "loader")
-    found = list(dict.fromkeys(found))
-    return f"({', '.join(found)})" if len(found) > 1 else "".join(found)
-
-
 def _over_batches(script: Script, loop: ast.For) -> str:
-    iterated, values = loop.iter, script.values(loop.iter)
-    match values:
-        case [ast.Call() as call] if last_name(call.func) in ("enumerate", "tqdm"):
-            iterated = call  # bar = tqdm(enumerate(loader))
-    read = [script.text(each) for each in read_by(iterated)]
+    read, begin, target = [script.text(each) for each in read_by(script, loop.iter)], "", "batch"
     given = read[0] if len(read) == 1 else f"({', '.join(read)})"
-    over, target = f"run.batches({given})", "batch"
-    if len(read) == 1 and isinstance(iterated, ast.Call):
-        over = script.text(iterated).replace(given, over, 1)
-    if "enumerate(" in over and isinstance(loop.target, ast.Tuple):
+    over, iterated = f"run.batches({given})", script.text(loop.iter)
+    for name in ast.walk(loop.iter):
+        if (bar := bar_of(script, name)) is not None:  # bar = tqdm(loader)
+            begin = f"{script.text(name)} = {script.text(bar).replace(given, over, 1)}, and "
+    if begin or (len(read) == 1 and isinstance(loop.iter, ast.Call)):
+        over = iterated if begin else iterated.replace(given, over, 1)
+    if isinstance(loop.target, ast.Tuple) and "enumerate(" in begin + over:
         target = f"{script.text(loop.target.elts[0])}, batch"
-    return f"for {target} in {over}:  # a step of all processes together, of len(batch) samples"
+    return f"{begin}for {target} in {over}:  # a step of all processes together, of len(batch) samples"
 
 
 def _over_epochs(script: Script, loop: Loop, around: list[Loop]) -> str:
@@ -377,7 +379,7 @@ def _over_epochs(script: Script, loop: Loop, around: list[Loop]) -> str:
     if counted is None or not counted.args:
         return "for epoch in run.epochs(N):"
     target = loop.target if isinstance(loop, ast.For) else None
-    name = target.id if isinstance(target, ast.Name) else "epoch"
+    name = script.text(target) if isinstance(target, ast.Name | ast.Attribute) else "epoch"
     start, end = (None, counted.args[0]) if len(counted.args) == 1 else counted.args[:2]
     first, last = constant(start), constant(end)
     if not (isinstance(first, int) and first):
@@ -398,7 +400,7 @@ def _passes(script: Script) -> Iterator[_Found]:
             yield call, f"below: {step}, with run.clip_gradients above it where it clips"
         scaled = loss_of(script, call)
         name = scaled.id if isinstance(scaled, ast.Name) else "loss"
-        yield call, _backward(script, call, name, _source(script, scaled))
+        yield call, _backward(script, call, name, source_of(script, scaled))
     pairs = [(one, other) for one in calls for other in calls if one.lineno < other.lineno]
     if any(script.same_function(*pair) and not script.exclusive(*pair) for pair in pairs):
         yield (
@@ -408,30 +410,16 @@ def _passes(script: Script) -> Iterator[_Found]:
         )
 
 
-def _source(script: Script, node: ast.expr | None) -> ast.expr | None:
-    """The expression that a loss comes from: ``f(output, y)`` of ``loss = f(output, y) / parts``."""
-    for _ in range(4):
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
-            node = node.left
-        elif isinstance(node, ast.Name):
-            values = script.values(node)
-            node = values[0] if len(values) == 1 else None
-    return node
-
-
 def _backward(script: Script, call: ast.Call, name: str, loss: ast.expr | None) -> str:
     """The call that makes a backward pass, by the name of its loss and the expression that it comes from."""
-    loop = _over(script, call)
+    loop = batches_around(script, call)
     rest = "leave out the model's call and the loss"
     is_here = loop is not None and script.same_function(loop, call)
     inputs = _inputs(script, loop, loss) if loop is not None and is_here else {}
-    is_dict = loop is not None and is_here and not inputs and has_named_parts(script, loop)
     rest += "" if loop is None or is_here else "; give batch to this function"
-    given = "loss_fn), where loss_fn(output, target) returns the loss"
+    given = _WITH_FORWARD if is_here else "loss_fn), where loss_fn(output, target) returns the loss"
     if inputs and loop is not None and loss is not None:
         given = _by_inputs(script, loop, inputs, loss)
-    elif is_dict and not isinstance(loss, ast.Attribute):
-        given = _WITH_FORWARD
     elif isinstance(loss, ast.Attribute) and loss.attr == "loss":
         given = "lambda output, data: output.loss)"
     elif isinstance(loss, ast.Call) and len(loss.args) == 2 and not loss.keywords and script.name(loss):
@@ -460,14 +448,14 @@ def _inputs(script: Script, loop: ast.For, loss: ast.expr | None) -> dict[str, s
 def _numbers(script: Script) -> Iterator[_Found]:
     """The lines that compute from the output of the model below a backward pass."""
     for call in backwards(script):
-        loop, loss = _over(script, call), _source(script, loss_of(script, call))
+        loop, loss = batches_around(script, call), source_of(script, loss_of(script, call))
         if loop is None or not isinstance(loss, ast.Call) or not script.same_function(loop, call):
             continue
         nodes = [each for part in loop.body for each in ast.walk(part)]
         made = [target for node in nodes if isinstance(node, ast.Assign) for target in node.targets]
         names = names_in(loss) & set().union(*map(names_in, made)) - names_in(loop.target)
         for node in nodes:
-            if isinstance(node, ast.Name) and node.id in names and script.follows(node, call):
+            if isinstance(node, ast.Name) and node.id in names and is_below_step(script, node, call):
                 yield (
                     node,
                     f"computed from {node.id}, which the loop does not have any more: loss, more = run.backward(..., "
@@ -513,15 +501,26 @@ def _steps(script: Script) -> Iterator[_Found]:
         if script.owner(call) in scalers:
             optimizer = script.text(call.args[0]) if call.args else "optimizer"
             yield call, f"{optimizer}.step()" if method(call) == "step" else "leave out, with the GradScaler"
-    for call in script.calls:
-        if last_name(call.func) == "clip_grad_norm_":
-            norm = argument(call, "max_norm", 1)
-            yield call, f"run.clip_gradients({script.text(norm) if norm is not None else 'max_norm'})"
+    trained = {model for call in optimizers_of(script) for model in models_of(script, call)}
+    clips = [each for each in script.calls if last_name(each.func) == "clip_grad_norm_" and each.args]
+    for call in clips:
+        others = [each for each in clips if script.same_function(call, each)]
+        is_part = len({script.text(each.args[0]) for each in others}) > 1
+        norm = script.text(argument(call, "max_norm", 1) or ast.Name("max_norm"))
+        if is_part or set() < set(models_of(script, call)) < trained:
+            yield (
+                call,
+                "stays: run.clip_gradients clips by the norm of all gradients, and this by that of some",
+            )
+        else:
+            yield call, f"run.clip_gradients({norm})"
     for call in script.method_calls("step"):
         parts = [part for test in script.tests_around(call) for part in ast.walk(test)]
-        counts = (
-            any(isinstance(part, ast.Mod) for part in parts) and "sched" not in script.owner(call).lower()
-        )
+        is_schedule = "sched" in script.owner(call).lower()
+        over = [batches_around(script, each) for each in backwards(script)]
+        if is_schedule and any(_is_above(script, call, each) for each in over if each is not None):
+            yield call, _ENTERED_AGAIN
+        counts = not is_schedule and any(isinstance(part, ast.Mod) for part in parts)
         if counts and loops_around(script, call):
             yield (
                 call,
@@ -531,19 +530,23 @@ def _steps(script: Script) -> Iterator[_Found]:
             )
 
 
+def _is_above(script: Script, call: ast.Call, loop: ast.For) -> bool:
+    """Returns True above a loop over batches, in the same loop over epochs."""
+    around = set(loops_around(script, call))
+    places = [each for each in places_of(script, loop) if around & set(loops_around(script, each))]
+    return loop not in around and any(script.follows(each, call) for each in places)
+
+
 def _sizes(script: Script) -> Iterator[_Found]:
     """Sizes of what a loop over batches has read: ``len(x)``, ``x.size(0)``, ``x.shape[0]``."""
-    for loop in dict.fromkeys(filter(None, (_over(script, call) for call in backwards(script)))):
-        for node in (each for part in loop.body for each in ast.walk(part)):
+    for call in backwards(script):
+        loop = batches_around(script, call)
+        for node in (each for part in (loop.body if loop else ()) for each in ast.walk(part)):
             size = _SIZE.fullmatch(script.text(node)) if isinstance(node, ast.expr) else None
-            if isinstance(node, ast.expr) and size and names_in(loop.target) & set(size.groups()):
-                yield node, "len(batch), where it counts samples: those of the step over all processes"
-
-
-def _over(script: Script, call: ast.Call) -> ast.For | None:
-    """The loop over batches that a backward pass is in."""
-    around = loops_around(script, call)
-    return next((each for each in around if isinstance(each, ast.For) and not range_of(script, each)), None)
+            if loop and isinstance(node, ast.expr) and size and names_in(loop.target) & set(size.groups()):
+                is_named = getattr(script.statement(node), "value", None) is node  # n = len(x)
+                if is_named or is_below_step(script, node, call):
+                    yield node, "len(batch), where it counts samples: those of the step over all processes"
 
 
 def _evaluations(script: Script) -> Iterator[_Found]:
@@ -562,7 +565,7 @@ def _evaluations(script: Script) -> Iterator[_Found]:
                 each for each in around if not any(script.holds(each, call) for call in backwards(script))
             ]
         for loop in loops:
-            (data, *_) = read_by(loop.iter) or [loop.iter]
+            (data, *_) = read_by(script, loop.iter) or [loop.iter]
             is_named = isinstance(data, ast.Name | ast.Attribute) and _DATA.search(last_name(data))
             made = [last_name(each.func) for each in script.sources(data, 1) if isinstance(each, ast.Call)]
             if "DataLoader" in made or (is_named and isinstance(loop, ast.For)):
@@ -591,7 +594,8 @@ def _outputs(script: Script) -> Iterator[_Found]:
 def _loads(script: Script) -> Iterator[_Found]:
     loops = [loop for call in backwards(script) for loop in loops_around(script, call)]
     for call in script.calls_of("torch.load"):
-        yield call, _BEST if any(script.follows(call, loop) for loop in loops) else _RESUME
+        is_below = any(script.follows(each, loop) for each in places_of(script, call) for loop in loops)
+        yield call, _BEST if is_below else _RESUME
 
 
 def _wrappers(script: Script) -> Iterator[_Found]:

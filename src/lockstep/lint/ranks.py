@@ -196,6 +196,12 @@ def callers_of(script: Script, function: Function) -> list[ast.Call]:
     return [call for call in found if script.scope(call) is not function]
 
 
+def places_of(script: Script, node: ast.expr | ast.stmt) -> list[ast.expr | ast.stmt]:
+    """A node, and the calls in this file of the function that it stands in."""
+    function = next(script.around(node, FUNCTIONS), None)
+    return [node, *(callers_of(script, function) if function is not None else ())]
+
+
 def loops_around(script: Script, node: ast.AST, depth: int = 3) -> list[Loop]:
     """The loops that a node runs in, from the inside out, through the calls of its function in this file."""
     found = list(script.around(node, LOOPS))

@@ -28,6 +28,7 @@ LOOPS: tuple[type[Loop], ...] = (ast.For, ast.While)
 N = TypeVar("N", bound=ast.AST)
 MOST_BYTES = 5_000_000
 _COUNTING = ("range", "trange", "count")
+_AROUND = ("enumerate", "tqdm", "iter")
 _LOADER = re.compile(r"load|dl$|batches", re.IGNORECASE)
 """Names of what a loop over batches reads, through any function."""
 _MOST_VALUES = 16
@@ -364,40 +365,32 @@ def renamed(text: str, names: dict[str, str]) -> str:
     return re.sub(rf"(?<![\w.])({old})(?![\w=])", lambda found: names[found[0]], text)
 
 
-def read_by(node: ast.expr) -> list[ast.expr]:
+def bar_of(script: Script, node: ast.AST) -> ast.Call | None:
+    """The call that a name stands for in a loop: ``tqdm(loader)`` of ``bar = tqdm(loader)``."""
+    line, values = getattr(node, "lineno", 0), script.values(node) if isinstance(node, ast.Name) else []
+    match [each for each in values if each and each.lineno <= line and not script.holds(each, node)]:
+        case [*_, ast.Call(func=function) as call] if last_name(function) in (*_AROUND, *_COUNTING):
+            return call
+    return None
+
+
+def read_by(script: Script, node: ast.expr) -> list[ast.expr]:
     """The data that a loop reads, out of ``enumerate``, ``tqdm``, ``zip`` and what else is given a loader first."""
-    while isinstance(node, ast.Call) and node.args and last_name(node.func) not in _COUNTING:
-        if last_name(node.func) not in ("enumerate", "tqdm", "iter") and not _LOADER.search(
-            last_name(node.args[0])
-        ):
-            break
-        node = node.args[0]
-    if isinstance(node, ast.Call) and last_name(node.func) == "zip":
-        return [each for part in node.args for each in read_by(part)]
+    node = bar_of(script, node) or node
+    if isinstance(node, ast.Call) and node.args and last_name(node.func) not in _COUNTING:
+        if last_name(node.func) == "zip":
+            return [each for part in node.args for each in read_by(script, part)]
+        if last_name(node.func) in _AROUND or _LOADER.search(last_name(node.args[0])):
+            return read_by(script, node.args[0])
     return [node]
 
 
 def range_of(script: Script, loop: Loop) -> ast.Call | None:
     """The ``range(...)`` that a loop counts in; None for other loops."""
-    read = read_by(loop.iter)[:1] if isinstance(loop, ast.For) else []
-    if read and isinstance(read[0], ast.Name):  # bar = tqdm(range(10))
-        read = [each for value in script.values(read[0])[:1] if value is not None for each in read_by(value)]
-    match read:
+    match read_by(script, loop.iter) if isinstance(loop, ast.For) else []:
         case [ast.Call(func=function) as call, *_] if last_name(function) in _COUNTING:
             return call
     return None
-
-
-def has_named_parts(script: Script, loop: ast.For) -> bool:
-    """Returns True where a loop takes parts of its batch by name: ``batch["image"]``, or ``data.x`` of graphs."""
-    for part in (each for node in loop.body for each in ast.walk(node)):
-        if isinstance(part, ast.Subscript | ast.Attribute) and script.text(part.value) in names_in(
-            loop.target
-        ):
-            is_method = getattr(script.parent(part), "func", None) is part
-            if not is_method and (isinstance(part, ast.Attribute) or isinstance(constant(part.slice), str)):
-                return True
-    return False
 
 
 def bindings(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr | None]]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass
 
-from lockstep.lint.script import Script, argument, last_name, method, names_in, receiver
+from lockstep.lint.ranks import loops_around
+from lockstep.lint.script import Loop, Script, argument, last_name, method, names_in, range_of, receiver
 
 DDP, DP, FSDP = "DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"
 _AVERAGES = (
@@ -168,3 +169,55 @@ def may_be_model(script: Script, node: ast.AST, inputs: set[str]) -> bool:
         and first not in {"torch", *inputs}
         and not (first == last and last[0].isupper() and len(last) > 1)
     )
+
+
+def source_of(script: Script, node: ast.expr | None) -> ast.expr | None:
+    """The expression that a loss comes from: ``f(output, y)`` of ``loss = f(output, y) / parts``."""
+    for _ in range(4):
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
+            node = node.left
+        elif isinstance(node, ast.Name):
+            values = script.values(node)
+            node = values[0] if len(values) == 1 else None
+    return node
+
+
+def batches_around(script: Script, call: ast.Call) -> ast.For | None:
+    """The loop over batches that a backward pass is in."""
+    around = loops_around(script, call)
+    return next((each for each in around if isinstance(each, ast.For) and not range_of(script, each)), None)
+
+
+def is_below_step(script: Script, node: ast.expr, call: ast.Call) -> bool:
+    """Returns True below the loss of a backward pass, and not above another: for what is no part of a step."""
+    loss = source_of(script, loss_of(script, call))
+    begin = loss if loss is not None and script.same_function(loss, call) else call
+    more = [each for each in backwards(script) if script.follows(each, call) and script.follows(each, node)]
+    return script.follows(node, begin) and not script.holds(begin, node) and not more
+
+
+def takes_places(script: Script, loop: Loop) -> bool:
+    """Returns True for a loop over the places of one data set: ``for i in range(0, n, 32): x[i : i + 32]``."""
+    name = last_name(loop.target) if isinstance(loop, ast.For) else ""
+    for node in (each for part in loop.body for each in ast.walk(part)):
+        if isinstance(node, ast.Name) and node.id == name:
+            call = script.parent(node)
+            is_given = isinstance(call, ast.Call) and script.name(call) != "print"
+            if is_given or any(script.around(node, ast.Subscript)):
+                return True
+    return not name
+
+
+def drawn_by(script: Script, loop: Loop, call: ast.Call) -> str:
+    """The loaders from whose iterators a loop takes its batches, as ``next(batches)`` or ``batches.next()``."""
+    found: list[str] = []
+    for each in script.calls:
+        drawn = each.args[0] if script.name(each) == "next" and each.args else None
+        drawn = receiver(each) if method(each) in ("next", "__next__") and not each.args else drawn
+        is_here = script.holds(loop, each) or script.same_function(each, call)
+        if is_here and isinstance(drawn, ast.Name | ast.Attribute):
+            given = next((value for value in script.values(drawn) if isinstance(value, ast.Call)), None)
+            read = given.args[0] if given and len(given.args) == 1 else None  # iter(loader), cycle(loader)
+            found.append(script.text(read) if isinstance(read, ast.Name | ast.Attribute) else "loader")
+    found = list(dict.fromkeys(found))
+    return f"({', '.join(found)})" if len(found) > 1 else "".join(found)

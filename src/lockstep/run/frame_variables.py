@@ -107,8 +107,8 @@ _OF_TORCH = (
 class Variables:
     """The variables of the user's frames at a moment."""
 
-    known: Collection[int]
-    """The ids of objects that checkpoints hold."""
+    known: Mapping[int, str]
+    """The ids of objects that checkpoints hold, with a name of each: a variable may be another of them."""
     texts: dict[str, str] = field(default_factory=dict)
     """Values by the name of the variable, with attributes and entries, as text that is equal where values are."""
     values: dict[str, Any] = field(default_factory=dict)
@@ -159,7 +159,7 @@ class Variables:
     """By the id of an object, the first and the last of what was noted of it, and of what it holds."""
 
     @classmethod
-    def of_loop(cls, known: Collection[int], callbacks: Iterable[object] = (), **loop: Any) -> Variables:
+    def of_loop(cls, known: Mapping[int, str], callbacks: Iterable[object] = (), **loop: Any) -> Variables:
         """Looks at the frames that are running, and at the user's own ``callbacks``: objects and functions.
 
         For ``loop`` see ``live_in``.
@@ -275,12 +275,14 @@ class Variables:
     def _look(self, part: Part, name: str, depth: int = 0, only_tensors: bool = False) -> None:
         """Notes a value and what it holds. ``only_tensors``: no numbers, as of objects of installed packages."""
         value = part.value
-        if value is None or is_plain(value):
+        own = vars(value).get("wrapped") if type(value) is PreparedOptimizer else value
+        held = self.known.get(id(own))
+        if value is None or is_plain(value) or held is not None:
             if not only_tensors:
-                self._note(name, text_of_plain(value), value)
+                self._note(name, text_of_plain(value) if held is None else held, value)
                 self.plain[name] = part
             return
-        if id(value) in self.known or len(self._seen) > _MOST_PLACES:
+        if len(self._seen) > _MOST_PLACES:
             return
         if self._is_in_dataset:
             self._reading += _functions_in(value)

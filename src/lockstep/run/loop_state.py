@@ -104,14 +104,14 @@ class LoopState:
     Texts of variables, which are equal where their values are, are kept by name (see ``Variables``).
 
     Args:
-        known: the ids of objects that checkpoints hold.
+        known: the ids of objects that checkpoints hold, with their names.
         settings: gives the numbers with which optimizers step now.
         hooks: gives those of the optimizers' steps.
     """
 
     def __init__(
         self,
-        known: Collection[int],
+        known: Mapping[int, str],
         *,
         is_main: bool,
         settings: Callable[[], Collection[float]] = tuple,

@@ -568,3 +568,19 @@ def implementation(optimizer: Optimizer) -> str:
     group = optimizer.param_groups[0]
     how = next((name for name in ("fused", "foreach") if group.get(name)), "default")
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__} {how}"
+
+
+def held_objects(parts: Parts, prepared: PreparedModel) -> dict[int, str]:
+    """The names of the objects whose values are in checkpoints, by their ids."""
+    models = parts.model, prepared.module, *parts.modules, *prepared.averages.values()
+    found: list[tuple[object, str]] = [
+        (each, f"{name or 'the model'!r} of model {number}")
+        for number, model in enumerate(models)
+        for kind in ("modules", "parameters", "buffers")
+        for name, each in getattr(model, f"named_{kind}")()
+    ]
+    optimizers = parts.optimizers
+    wrapped = [each for one in optimizers for each in vars(one).values() if isinstance(each, Optimizer)]
+    steppers = [*optimizers, *parts.schedulers, *wrapped]
+    found += [(each, f"{type(each).__name__} {number}") for number, each in enumerate(steppers)]
+    return {id(each): name for each, name in reversed(found)}

@@ -30,7 +30,14 @@ from lockstep.run.checks.agreement import made_otherwise, source_digests
 from lockstep.run.epoch_loop import Position
 from lockstep.run.loop_state import LoopState
 from lockstep.run.optimizer_step import GradientState, PreparedOptimizer
-from lockstep.run.prepare import Parts, PreparedModel, frozen_parameters, plain_number, saved_buffers
+from lockstep.run.prepare import (
+    Parts,
+    PreparedModel,
+    frozen_parameters,
+    held_objects,
+    plain_number,
+    saved_buffers,
+)
 from lockstep.run.step import ForwardPass
 from lockstep.strategies import IndependentStrategy, Strategy
 from lockstep.strategies.absent import AbsentParameter, AbsentTensor
@@ -172,7 +179,10 @@ class RunState:
         self.sources = source_digests(own=True)  # as they are now: somebody may edit them while they run
         is_main = self.strategy.share.holder == 0
         self.loop = LoopState(
-            self._held_objects(), is_main=is_main, settings=self._settings_now, hooks=self._step_hooks
+            held_objects(self.parts, self.model),
+            is_main=is_main,
+            settings=self._settings_now,
+            hooks=self._step_hooks,
         )
         groups = {
             f"optimizer {number}, group {position}": group
@@ -276,15 +286,6 @@ class RunState:
                 whole = {name: tensor.clone() for name, tensor in whole.items()}
             state.optimizer.update(whole)
         return state
-
-    def _held_objects(self) -> frozenset[int]:
-        """The ids of the objects whose values are in checkpoints."""
-        models = self.parts.model, self.model.module, *self.parts.modules, *self.model.averages.values()
-        modules = [each for model in models for each in model.modules()]
-        tensors = [each for model in models for each in (*model.parameters(), *model.buffers())]
-        optimizers = self.parts.optimizers
-        wrapped = [each for one in optimizers for each in vars(one).values() if isinstance(each, Optimizer)]
-        return frozenset(map(id, [*modules, *tensors, *optimizers, *wrapped, *self.parts.schedulers]))
 
     def _unsaved(self) -> dict[str, list[str]]:
         """Names the values that a checkpoint does not hold, by the keys of ``_UNSAVED``; warns once. Collective."""
