@@ -158,6 +158,14 @@ def test_output_to_a_full_disk_is_a_sentence():
     assert ended.stderr == "lockstep: the output could not be written: No space left on device.\n"
 
 
+@pytest.mark.fault("T7")
+def test_too_few_open_files_are_a_sentence(tmp_path):
+    line = f"ulimit -n 14; {sys.executable} -m lockstep train digits --set run.directory={tmp_path} --devices cpu:1"
+    ended = subprocess.run(["bash", "-c", line], capture_output=True, text=True)
+    assert ended.returncode == 2
+    assert ended.stderr == "lockstep: Too many open files. Raise the limit of this shell (ulimit -n).\n"
+
+
 def test_only_the_module_of_the_command_is_imported():
     code = (
         "import sys; from lockstep.cli import main; main(['run', '--help']);"

@@ -99,6 +99,13 @@ def test_a_thread_that_cannot_be_started_is_told_with_the_limits(tmp_path, error
     assert shown[-2].startswith("A limit on threads and processes is reached. Allow more (ulimit -u")
 
 
+def test_a_limit_on_open_files_is_told(tmp_path):
+    shown = lines(
+        [failure(0, RuntimeError("device.cc:186] rv != -1. -1 vs -1. Too many open files"))], tmp_path
+    )
+    assert shown[-2] == "A limit on open files is reached. Raise it (ulimit -n)."
+
+
 def test_different_errors_keep_their_first_line(tmp_path):
     shown = lines([failure(0, ValueError("first")), failure(1, KeyError("second\nthird"))], tmp_path)
     assert "ValueError: first" in shown

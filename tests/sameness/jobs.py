@@ -3,11 +3,14 @@
     python -m tests.sameness.jobs --seeds 0:50            what differs or fails, and a count
     python -m tests.sameness.jobs --seeds 17:18 --show    the job of a seed
 
-``single`` is the reference. Two layouts are drawn for each job; about half of them go on from one of its checkpoints.
-A job that is refused counts as such, on ``single`` or elsewhere.
+``single`` is the reference. Two layouts are drawn for each job. About a third of them go on from one of its
+checkpoints; another third are stopped by a signal at some step and go on in their own folder, in which every file must
+then be that of the run that never stopped. A job that is refused counts as such, on ``single`` or elsewhere.
 """
 
 import argparse
+import csv
+import hashlib
 import json
 import os
 import random
@@ -15,10 +18,11 @@ import re
 import subprocess
 import sys
 import tempfile
+import tomllib
 from collections import Counter
 from pathlib import Path
 
-from tests.sameness.job_parts import MODELS
+from tests.sameness.job_parts import MODELS, STOP, write_weights
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = "tests.sameness.job_parts"
@@ -50,6 +54,13 @@ LOSSES = [
     {"target": "torch.nn.functional:cross_entropy", "label_smoothing": 0.05},
     {"target": "torch.nn:MultiMarginLoss"},
 ]
+MORE_LOSSES = [
+    {"target": "torch.nn:CrossEntropyLoss", "weight": {"target": f"{PARTS}:weights_of_classes"}},
+    {"target": f"{PARTS}:of_some"},
+    {"target": "torch.nn:CrossEntropyLoss", "reduction": "sum"},
+    {"target": "torch.nn:BCEWithLogitsLoss"},
+]
+"""The last is of targets that are vectors, which ``target_transform`` makes."""
 SOMETIMES = {
     "clip_norm": [0.5],
     "ema_decay": [0.9],
@@ -66,6 +77,12 @@ SOMETIMES = {
     "audit": [True],
     "checks": ["always", "off"],
 }
+MORE = {
+    "channels_last": [True],
+    "portable": [True],
+    "record_micro_batches": [True],
+    "deterministic": [False],
+}
 """Settings under ``[training]`` that one job in four has, each with its values."""
 LAYOUTS = {
     "ddp 2": (2, "--strategy", "ddp"),
@@ -78,10 +95,23 @@ LAYOUTS = {
     "layers": (1, "--strategy", "layers"),
     "data x pipeline": (4, "--mesh", "data=2,pipeline=2"),
     "fsdp x pipeline": (4, "--mesh", "fsdp=2,pipeline=2"),
+    "fsdp whole 2": (2, "--strategy", "fsdp", "--set", "fsdp.reshard_after_forward=false"),
+    "fsdp kept 3": (
+        *(3, "--strategy", "fsdp", "--set", "fsdp.reshard_after_forward=false"),
+        *("--set", "fsdp.reshard_after_backward=false"),
+    ),
+    "interleaved 2": (2, "--strategy", "pipeline", "--set", "pipeline.schedule=interleaved"),
+    "timed pipeline 2": (2, "--strategy", "pipeline", "--set", "pipeline.balance=time"),
+    "two servers 4": (4, "--strategy", "parameter_server", "--set", "parameter_server.servers=2"),
+    "dp 3": (1, "--strategy", "dp", "--set", "dp.replicas=3"),
+    "layers 3": (1, "--strategy", "layers", "--set", "layers.devices=3", "--set", "layers.balance=time"),
+    "fsdp x data": (4, "--mesh", "data=2,fsdp=2"),
 }
 """Processes and options of each layout."""
+FILES = ("best.json", "model.safetensors", "average.safetensors")
+"""Files of a run folder that have the same bytes in every layout."""
 OF_THE_CLOCK = ("seconds", "samples_per_second")
-REFUSED = 2
+REFUSED, PREEMPTED = 2, 75
 
 
 def draw(seed):
@@ -97,7 +127,7 @@ def draw(seed):
     if not validates:
         for name in ("evaluate_every", "evaluate_every_steps", "early_stop"):
             training.pop(name, None)
-    kind = r.choice([*MODELS])
+    kind = r.choice([name for name in MODELS if name != "buffers"])
     if "norm" in kind or kind == "images":
         training |= {"sync_batch_norm": True} if r.random() < 0.15 else {}
     data = {"target": f"{PARTS}:SomeDigits", "split": "train", "count": r.choice([77, 96, 130])}
@@ -125,36 +155,130 @@ def draw(seed):
         tables["parameters"] = {"decay": "matrices"}
     if r.random() < 0.2:
         tables["weights"] = {"freeze": ["1.*", "0.*"], "freeze_statistics": r.random() < 0.5}
+    _draw_more(random.Random(f"more {seed}"), tables)
     text = "\n".join(
-        f"[{table}]\n" + "".join(f"{name} = {json.dumps(value)}\n" for name, value in settings.items())
-        for table, settings in tables.items()
+        ("[[{}]]\n" if isinstance(table, list) else "[{}]\n").format(name)
+        + "".join(
+            f"{key} = {_toml(value)}\n"
+            for key, value in (table[0] if isinstance(table, list) else table).items()
+        )
+        for name, table in tables.items()
     )
     fitting = [name for name, (processes, *_) in LAYOUTS.items() if processes <= k]
-    return text, [(name, r.random() < 0.5) for name in r.sample(fitting, 2)]
+    return text, [(name, r.choice(["", "resumes", "stops"])) for name in r.sample(fitting, 2)]
+
+
+def _draw_more(r, tables):
+    """Adds settings that fewer jobs have, each with its own table."""
+    training, data, k = tables["training"], tables["data"], tables["training"]["micro_batches"]
+    training |= {name: r.choice(values) for name, values in MORE.items() if r.random() < 0.15}
+    if r.random() < 0.15:
+        tables["model"] = {"target": f"{PARTS}:network", "kind": "buffers"}
+        training["running_buffers"] = ["1.mean", "1.seen"]
+    if r.random() < 0.3:
+        tables["loss"] = r.choice(MORE_LOSSES)
+    sets = [name for name in ("data.train", "data.validation") if name in tables]
+    if tables["loss"]["target"].endswith("BCEWithLogitsLoss"):
+        for name in sets:
+            tables[name]["target_transform"] = [
+                {"target": f"{PARTS}:Vector", "classes": 10},
+                {"target": f"{PARTS}:Scaled", "factor": 0.9},
+            ]
+        for name in [name for name in tables if name.startswith("metrics.")]:
+            del tables[name]
+    elif r.random() < 0.3:
+        inner, micro = tables["data.train"], training["global_batch"] // k
+        tables["data.train"] = r.choice(
+            [
+                {"target": "lockstep.data:Weighted", "dataset": inner, "samples": r.choice([60, 101])},
+                {"target": "lockstep.data:Mixed", "dataset": inner, "classes": 10, "cutmix": 0.5},
+                {
+                    "target": "lockstep.data:Bucketed",
+                    "dataset": inner,
+                    "group": micro,
+                    "lengths": {"object": f"{PARTS}:brightness"},
+                },
+                {"target": "lockstep.data:Stream", "dataset": {**inner, "target": f"{PARTS}:Streamed"}},
+            ]
+        )
+        if tables["data.train"]["target"].endswith("Weighted"):
+            tables["data.train"]["weights"] = {"target": f"{PARTS}:rising", "count": inner["count"]}
+        if tables["data.train"]["target"].endswith("Mixed") and "label_smoothing" not in tables["loss"]:
+            tables["loss"] = {"target": "torch.nn:CrossEntropyLoss"}
+    elif r.random() < 0.3:
+        tables["data.collate"] = {"target": f"{PARTS}:stacked", "factor": 0.5}
+    elif r.random() < 0.3:
+        tables["data.train"] |= {"count": 130, "broken": r.randrange(130)}
+        data["on_bad_sample"] = "skip"
+    if r.random() < 0.3:
+        data["prefetch"] = r.randint(1, 4)
+    if r.random() < 0.3:
+        tables.setdefault("parameters", {})["layer_decay"] = r.choice([0.5, 0.9])
+    if r.random() < 0.3:
+        groups = [{"names": ["1"], "lr": 0.003}, {"names": ["*bias"], "weight_decay": 0.1, "lr": 0.02}]
+        tables.setdefault("parameters", {})["groups"] = r.sample(groups, r.randint(1, 2))
+    if r.random() < 0.3:
+        tables["checkpoint"]["every_epochs"] = r.choice([0, 2])
+    tables["log"] |= {"csv": r.random() < 0.4, "tensorboard": r.random() < 0.4}
+    if r.random() < 0.15:
+        tables["run"] = {"threads": 2}
+    if r.random() < 0.2:
+        tables.setdefault("weights", {})["path"] = "start.safetensors"
+    tables["[callbacks]"] = {"target": f"{PARTS}:StopAt"}
+
+
+def _toml(value):
+    """A value as TOML has it: a table within a line."""
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {_toml(each)}" for key, each in value.items()) + " }"
+    return "[" + ", ".join(map(_toml, value)) + "]" if isinstance(value, list) else json.dumps(value)
 
 
 class Trained:
-    """How a run of the job ended: its exit status, output, log, and last lines."""
+    """How a run of the job ended: its exit status, output, log, last lines, and the digests of its files."""
 
-    def __init__(self, folder, name, processes, options):
+    def __init__(self, folder, name, processes, options, stop_at=None):
         words = ["train", "job.toml", "--devices", f"cpu:{processes}", "--set", f"run.name={name}", *options]
+        stop = {} if stop_at is None else {STOP: str(stop_at)}
         ended = subprocess.run(
             [sys.executable, "-m", "lockstep", *words],
             cwd=folder,
-            env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"},
+            env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", **stop},
             capture_output=True,
             text=True,
             timeout=300,
         )
         self.status, self.output = ended.returncode, ended.stdout + ended.stderr
-        path = folder / "runs" / name / "log.jsonl"
+        run = folder / "runs" / name
+        path = run / "log.jsonl"
         lines = path.read_text().splitlines() if path.is_file() else []
         self.log = [_without_time(json.loads(line)) for line in lines]
+        self.table = _table(run / "log.csv")
+        self.gradients = _lines(run / "gradients.jsonl")
+        self.files = {name: _digest(run / name) for name in FILES if (run / name).is_file()}
         self.last = re.findall(r"^((?:accuracy|loss|skipped|fingerprint) .*)$", self.output, re.MULTILINE)
 
 
 def _without_time(record):
     return {name: value for name, value in record.items() if name not in OF_THE_CLOCK}
+
+
+def _table(path):
+    """The records of a CSV file; None where there is none."""
+    if not path.is_file():
+        return None
+    with path.open(newline="") as file:
+        rows = [{key: value for key, value in row.items() if value} for row in csv.DictReader(file)]
+    kinds = {"kind": str, "step": int, "epoch": int}
+    return [_without_time({key: kinds.get(key, float)(value) for key, value in row.items()}) for row in rows]
+
+
+def _lines(path):
+    return path.read_text().splitlines() if path.is_file() else []
+
+
+def _digest(path):
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def difference(reference, trained, *, resumed):
@@ -165,6 +289,15 @@ def difference(reference, trained, *, resumed):
         wrong = [record for record in trained.log if record not in reference.log]
         missing = [r for r in reference.log if r["step"] > trained.log[0]["step"] and r not in trained.log]
         return f"records {wrong} in place of {missing}" if wrong or missing else ""
+    ours = [line for line in trained.gradients if line in reference.gradients]  # and those after a stop
+    if ours != reference.gradients or len({json.loads(line)["step"] for line in trained.gradients}) != len(
+        trained.gradients
+    ):
+        return f"gradients.jsonl: {trained.gradients} in place of {reference.gradients}"
+    if trained.files != reference.files:
+        return f"files: {sorted(set(trained.files.items()) ^ set(reference.files.items()))}"
+    if trained.table is not None and trained.table != trained.log:
+        return f"log.csv: {[pair for pair in zip(trained.table, trained.log) if pair[0] != pair[1]][:1]}"
     pairs = [(a, b) for a, b in zip(trained.log, reference.log) if a != b]
     same = len(trained.log) == len(reference.log) and not pairs
     return "" if same else f"{len(trained.log)} records in place of {len(reference.log)}: {pairs[:1]}"
@@ -174,6 +307,8 @@ def run_seed(seed, folder):
     """Trains a seed's job in all its layouts; gives (layout, what, said) for each."""
     text, layouts = draw(seed)
     (folder / "job.toml").write_text(text)
+    if "start.safetensors" in text:
+        write_weights(tomllib.loads(text)["model"]["kind"], folder / "start.safetensors")
     reference = Trained(folder, "single", 1, ["--strategy", "single"])
     if reference.status:
         return [("single", "refused" if reference.status == REFUSED else "failed", reference.output)]
@@ -181,15 +316,29 @@ def run_seed(seed, folder):
     ends = []
     for name, resumes in layouts:
         processes, *options = LAYOUTS[name]
-        start = random.Random(f"{seed} {name}").choice(checkpoints) if resumes and checkpoints else None
-        if start is not None:
+        r, start, place = random.Random(f"{seed} {name}"), None, name.replace(" ", "-")
+        if resumes == "resumes" and checkpoints:
+            start = r.choice(checkpoints)
             options += ["--resume", str(start)]
-        trained = Trained(folder, name.replace(" ", "-"), processes, options)
+        elif resumes == "stops" and reference.log:
+            stop = r.randint(1, reference.log[-1]["step"])
+            stopped = Trained(folder, place, processes, options, stop_at=stop)
+            if stopped.status not in (0, REFUSED, PREEMPTED):
+                ends.append((name, "failed", f"stopped at {stop}: {stopped.output}"))
+                continue
+            if stopped.status == PREEMPTED:
+                options += ["--resume", "auto"]
+                resumes = f"stopped at {stop}"
+            else:
+                place += "-whole"
+        trained = Trained(folder, place, processes, options)
         if trained.status:
             ends.append((name, "refused" if trained.status == REFUSED else "failed", trained.output))
             continue
         said = difference(reference, trained, resumed=start is not None)
-        ends.append((name, "differs" if said else "equal", f"{said} (from {start and start.name})"))
+        ends.append(
+            (name, "differs" if said else "equal", f"{said} (from {start and start.name}, {resumes})")
+        )
     return ends
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import importlib
 import importlib.metadata
 import os
@@ -169,6 +170,8 @@ _COMMANDS = {
     "clean": ("lockstep.cli.runs", "end the processes that runs left when their command was killed"),
 }
 
+_LIMITS = {errno.EMFILE: "ulimit -n", errno.EAGAIN: "ulimit -u", errno.ENOMEM: "ulimit -v"}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs ``lockstep ARGUMENTS`` and returns the exit status.
@@ -199,8 +202,12 @@ def _run(words: Sequence[str]) -> int:
     except OSError as error:
         from lockstep.runtime.error_record import users_lines
 
-        if users_lines(error) or (error.filename is None and error.errno not in NOT_WRITABLE):
+        limit = _LIMITS.get(error.errno or 0)
+        if users_lines(error) or (not limit and error.filename is None and error.errno not in NOT_WRITABLE):
             raise  # with the lines of the user's files
+        if limit:
+            print(f"lockstep: {error.strerror}. Raise the limit of this shell ({limit}).", file=sys.stderr)
+            return EXIT_CONFIG
         if error.filename is None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what the buffer holds
             print(f"lockstep: the output could not be written: {error.strerror}.", file=sys.stderr)

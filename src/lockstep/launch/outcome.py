@@ -225,6 +225,8 @@ def _cause(cause: RankEnd, verdict: Verdict, logs: Path) -> Iterator[str]:
             yield _LONGER_TIMEOUT
         if NO_THREAD.is_in(record.message):
             yield _MORE_PROCESSES
+        if "Too many open files" in record.message:
+            yield "A limit on open files is reached. Raise it (ulimit -n)."
 
 
 def _others(others: Sequence[RankEnd], cause: RankEnd) -> list[str]:
