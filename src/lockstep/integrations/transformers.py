@@ -139,7 +139,7 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
         self._of_library = {f"the Trainer.{name}" for name in (*vars(self), "_of_library")}
 
     def train(self, resume_from_checkpoint: Any = None, **named: Any) -> Any:
-        """Trains up to ``num_train_epochs`` or ``max_steps``; goes on where the run was resumed. Collective.
+        """Trains up to ``num_train_epochs`` or ``max_steps``; a resumed run continues. Collective.
 
         Returns:
             The steps done, the mean loss of those of this call, and with it how long they took.

@@ -525,7 +525,7 @@ class _SentFlags:
         self._copied = current_stream(flags.device).record_event()
 
     def read(self) -> list[float]:
-        """The flags of being finite, the losses, and the last stop code; waits if a device is far behind."""
+        """The flags of being finite, the losses, and the last stop code; waits if a device lags far behind."""
         if not self._copied.query():
             self._copied.synchronize()
         found: list[float] = self._host.tolist()

@@ -7,7 +7,7 @@ In the order within a step:
       backward_begin                                                run.backward
         micro_batch_begin  (micro_batch_resume)  micro_batch_end    for each micro-batch of this process
           output                                                    between its forward pass and its loss
-        bucket_start                                                buckets of gradients, while backward goes on
+        bucket_start                                                buckets of gradients, while backward continues
         exchange_begin  exchange_end                                waiting for the other ranks
       backward_end                                                  reduced gradients are set, still with the loss scale
       gradients_ready                                               they are ready to be clipped and stepped

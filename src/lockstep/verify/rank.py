@@ -3,7 +3,7 @@
 ``main`` trains a job, ``watch_script`` runs a script, and ``watch_micro_batches`` does either for one step. A run, of
 the job or of a script with ``lockstep.init``, is observed by a callback that does not change it and writes nothing to
 the user's folders; any other loop writes its own records with a ``Recorder``. All stop after the last requested step.
-With ``"stop_after"`` a run is asked to save and stop instead, as by a signal, and another goes on from there.
+With ``"stop_after"`` a run is asked to save and stop instead, as by a signal, and another resumes there.
 """
 
 from __future__ import annotations

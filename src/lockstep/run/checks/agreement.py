@@ -283,7 +283,7 @@ def _name_of(definition: Any) -> str:
 
 
 def _cut(text: str) -> str:
-    """A text for a message; what was cut off is told apart by a digest."""
+    """A text for a message; a digest stands for what was cut off."""
     if len(text) <= _MOST_CHARACTERS:
         return text
     return f"{text[:_MOST_CHARACTERS]}... (SHA-256 {hashlib.sha256(text.encode()).hexdigest()[:8]})"
@@ -321,7 +321,7 @@ _SWITCHES = {
     EVALUATING: ("in evaluation mode", "in training mode", "model.eval() and model.train()"),
     FREEZING: ("frozen", "trained", "requires_grad_()"),
 }
-"""By the beginning of a name in ``Parts.digests``: what something is if that is set, what if not, and what sets it."""
+"""By the beginning of a name in ``Parts.digests``: the words for set, for not set, and the calls that set it."""
 
 
 def require_equal_replicas(
@@ -510,7 +510,7 @@ class AgreedData:
             )
 
     def _compare_with_checkpoint(self) -> None:
-        """Refuses other samples than those of the epoch that goes on; warns of them in the epoch after it."""
+        """Refuses samples that differ from those of the resumed epoch; warns of them in the epoch after it."""
         stored, self._resumed_digests = self._resumed_digests, {}
         names = sorted(
             name

@@ -48,7 +48,7 @@ class Deviation(Enum):
     """The kinds of functions that are not means over samples, and the text after "The metric 'f1' " for each."""
 
     NONE = ""
-    """Nothing is found, or rows cannot be told apart; the function is not looked at again."""
+    """Nothing is found, or rows cannot be distinguished; the function is not looked at again."""
     SUM = (
         "is a sum over the samples of a micro-batch, and would be taken for their mean. Return a mean, one value per "
         "sample, or the pair (sum, number of samples)."
@@ -104,7 +104,7 @@ UNTOLD = {each.reason for each in (Deviation.UNKNOWN, Deviation.UNTESTED, Deviat
 
 
 def checked(function: Callable[[Any, Any], Any], output: Any, target: Any, samples: int) -> Deviation:
-    """See ``deviation``; what the user's own function changes, such as a list that it adds to, is put back."""
+    """See ``deviation``; what the user's own function changes, such as a list that it adds to, is restored."""
     with generators_kept(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # such as torch's of the deviation of a single row
         before = Snapshot({"the function": function})
@@ -268,7 +268,7 @@ def deviation(function: Callable[[Any, Any], Any], output: Any, target: Any, sam
         function: of (output, target), as ``Run.backward`` and ``Run.evaluate`` take it.
 
     Returns:
-        What is found. Rows cannot be told apart where there is a single one, for tensors without a row for each sample
+        What is found. No rows are distinguished where there is a single one, for tensors without a row for each sample
         (if the value is not a count), objects such as dataclasses, random numbers in the function, and an error over
         fewer rows.
     """

@@ -1,4 +1,4 @@
-"""Pipeline parallel: stages of the model in different processes, micro-batches one behind the other.
+"""Pipeline parallel: stages of the model in different processes, micro-batches one after the other.
 
         rank 0, stage 0   F0 F1 .. .. B0 -- F2 B1 -- F3 B2 -- .. B3 -- | update of stage 0
         rank 1, stage 1   .. F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 --       | update of stage 1
