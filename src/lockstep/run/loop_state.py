@@ -406,7 +406,7 @@ class LoopState:
             )
 
     def _is_certain(self, name: str) -> bool:
-        """False where the start of an epoch may set it, so that each epoch has a value of its own, as in a curriculum."""
+        """False where the start of an epoch may set it: each epoch then has a value of its own, as in a curriculum."""
         is_carried = name in self._stored["read"] or name in self._untouched | self._carried
         return self._inside or is_carried or (not self._in_epochs and name not in self._stored["plain"])
 

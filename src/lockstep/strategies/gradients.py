@@ -365,8 +365,7 @@ class GradientTree:
             return
         place = slot.staging[self._reducer.turn][len(slot.stack) - merges] if merges else None
         is_alike = place is not None and (place.dtype, place.device) == (gradient.dtype, gradient.device)
-        out = place if is_alike else None
-        push_leaf(slot.stack, gradient, merges, out)
+        push_leaf(slot.stack, gradient, merges, place if is_alike else None)
         self._hand_over(slot, self._reducer)
 
     def _hand_over(self, slot: Slot, reducer: Reducer) -> None:

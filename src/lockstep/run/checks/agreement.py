@@ -147,16 +147,14 @@ def require_equal_code(models: Sequence[nn.Module], group: dist.ProcessGroup, de
         if not key.startswith(_SOURCE) or len({*values} - {"absent"}) > 1
     ]
     if lines:
-        hidden = (
-            " Modules belong into nn.ModuleList and tensors into register_buffer: rank 0's values go to all."
-        )
+        hidden = ""
+        if any(_VALUES in line for line in lines):
+            hidden = " Modules belong into nn.ModuleList and tensors into register_buffer: rank 0's values go to all."
         raise ConfigError(
             "The ranks do not run the same code, so their results would not belong together:\n  "
             + "\n  ".join(at_most(_MOST_NAMES, lines))
             + "\nGive all hosts the same files, and build the model alike on every rank. An attribute that has to "
-            "differ, such as a rank, belongs outside of the model."
-            + hidden
-            * any(_VALUES in line for line in lines)
+            f"differ, such as a rank, belongs outside of the model.{hidden}"
         )
 
 

@@ -396,11 +396,10 @@ class Rehearsals:
         _, *states = encoded_states()
         result = compute()
         fix_graphs()  # a forward pass may load the compiler
-        if not randomness.keys_global_generators:
-            drew = self._strategy.gather_records(encoded_states()[1:] != states)
-            if any(drew):
-                randomness.key_global_generators()
-                result = compute()
+        is_keyed = randomness.keys_global_generators
+        if not is_keyed and any(self._strategy.gather_records(encoded_states()[1:] != states)):
+            randomness.key_global_generators()
+            result = compute()
         return result
 
     def _further_passes(

@@ -246,10 +246,11 @@ class Buffers:
                     del holder[key]
                 for key, (buffer, values) in kept.items():
                     holder[key] = buffer
-                    if buffer is not None and values is not None:
-                        if buffer.shape != values.shape:
-                            buffer.resize_(values.shape)
-                        buffer.detach().copy_(values)
+                    if buffer is None or values is None:
+                        continue
+                    if buffer.shape != values.shape:
+                        buffer.resize_(values.shape)
+                    buffer.detach().copy_(values)
 
 
 class Watched:
