@@ -182,7 +182,7 @@ def audit(
 
 
 def _recipe_findings(folder: Path, chain: Chain) -> Iterator[AuditFinding]:
-    """Starts whose recorded recipe is another than that of ``job.json``, and recorded steps that are missing."""
+    """Starts whose recorded recipe differs from that of ``job.json``, and recorded steps that are missing."""
     recorded = chain.last("start")
     starts = read_starts(folder)
     for start in starts:
@@ -327,7 +327,7 @@ _PROGRESS = ("scaler", "schedulers", "zero_gradients", "fingerprint")
 
 
 def _digests(state: CheckpointState) -> dict[str, str]:
-    """Digests of all that training goes on from, by name."""
+    """Digests of all that training continues from, by name."""
     rest = {f"optimizer {n} settings": record for n, record in state.optimizer_records.items()}
     rest |= {name: state.progress.get(name) for name in _PROGRESS}
     texts = {name: hashlib.sha256(canonical(encode(value, name))).hexdigest() for name, value in rest.items()}

@@ -36,11 +36,13 @@ def shared(*, lr=0.1, left_out=0, unit=Unit.ELEMENT, shares_all=False):
         device=torch.device("cpu"),
         name="fsdp",
         absences=[],
+        all_reduce_max=lambda flags: flags,
         writes=None,
         before_step=lambda: None,
         after_step=lambda: None,
     )
-    groups = SharedGroups(own, [names], wholes, strategy, shares_all=shares_all)
+    groups = SharedGroups(own, [names], wholes, strategy)
+    groups.shares_all = shares_all
     return PreparedOptimizer(own, GradientState([own], strategy), groups), own, wholes, held
 
 

@@ -1,4 +1,4 @@
-"""Writes checkpoints on a thread while training goes on.
+"""Writes checkpoints on a thread while training continues.
 
     main thread   | step | save: check, copy | step | step | step | save: wait, check, copy | step
     writer                                   | wait for copies, write, commit, prune |      | write ...

@@ -48,7 +48,7 @@ def committed(directory: Path) -> list[Path]:
 
 
 def committed_or_linked(directory: Path) -> list[Path]:
-    """The checkpoints of a run folder, and links that somebody has put in the place of one, in the same order."""
+    """The checkpoints of a run folder, and links that somebody has put in place of one, in the same order."""
     if not directory.is_dir():
         return []
     found = [(key[::-1], path) for path in directory.iterdir() if (key := step_of(path)) is not None]

@@ -77,8 +77,8 @@ def read_progress(path: Path | str) -> dict[str, Any]:
 def read_newest(directory: Path | str, *, written_by: str = "") -> Restored | None:
     """Reads the newest checkpoint of a run folder that is sound; None where there is none at all.
 
-    A broken one, or a link in the place of one, is skipped with a warning. ``CheckpointError`` lists them where all
-    are: starting anew without a word would throw the run's work away.
+    A broken one, or a link in place of one, is skipped with a warning. ``CheckpointError`` lists them where all
+    are: starting again without a word would throw the run's work away.
 
     Args:
         directory: the run folder.

@@ -5,7 +5,7 @@
                                            ^ exchange             ^      ^               ^ exchange                 ^
 
 An error on one rank is raised on all ranks, and nothing is committed. Exchanges are those of one
-thread at a time, over a process group that nothing else uses, so training goes on beside them.
+thread at a time, over a process group that nothing else uses, so training continues meanwhile.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ Placed = dict[int, Tensor | None]
 
 @dataclass(frozen=True)
 class CheckpointState:
-    """Everything a run needs to go on, on any number of processes."""
+    """Everything a run needs to continue, on any number of processes."""
 
     model: dict[str, Tensor]
     """Parameters and buffers by name in the unwrapped model; a tied tensor once, under its first name."""

@@ -13,6 +13,7 @@ import os
 import sys
 import traceback
 from contextlib import suppress
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -77,20 +78,19 @@ def join(config: JobConfig, world: World, entry: str, proof: str, profile: str) 
     tie_to_launcher(world)
     arm_future_children()
     backend = collectives_for(gpu(0) if has_gpus() else torch.device("cpu"))
+    folder: Path | None = None
     try:
         with open_process_group(world, backend=backend, timeout=config.run.timeout):
             config = agree_on_run_folder(config, world)
+            folder = run_folder(config)
             payload = {"config": config.to_json(), "proof": proof, "profile": profile}
-            try:
-                run_target(EntryTarget(entry=entry, payload=payload))
-            except (ConfigError, DataError):
-                if world.is_main:
-                    with suppress(OSError):
-                        discard(run_folder(config))
-                raise
+            run_target(EntryTarget(entry=entry, payload=payload))
     except Stopped as stop:
         end_process(int(stop.reason))
     except Exception as error:
+        if folder is not None and world.is_main and isinstance(error, ConfigError | DataError):
+            with suppress(OSError):
+                discard(folder)
         _end(error, world)
     end_process(EXIT_DONE)
 

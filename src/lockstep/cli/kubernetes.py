@@ -127,7 +127,7 @@ class _Pods:
 
     def _command(self, arguments: argparse.Namespace, ranks: int) -> list[str]:
         words = train.command_of_node(arguments, ranks, self.grace_period)
-        # A lost pod ends the others too: all are started again, and nothing has to join a run that goes on.
+        # A lost pod ends the others too: all are started again, and nothing has to join a running run.
         for setting in (f"run.directory={arguments.mount}/runs", f"run.name={self.name}", "run.restarts=0"):
             words += ["--set", setting]
         return [*words, "--resume", "auto", "--start-limit", str(arguments.start_limit)]

@@ -88,7 +88,7 @@ def _placed(job: JobConfig, arguments: argparse.Namespace) -> JobConfig:
 
 
 def data_of(config: JobConfig, root: str | None) -> Component:
-    """The data set to predict: that of the evaluation, or the same of another folder.
+    """The data set to predict: that of the evaluation, or the same set in another folder.
 
     Of an ``ImageFolder`` all photos of the folder are read, in whatever class, with the evaluation's transform.
 

@@ -97,7 +97,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _warn_of_misplaced(target: ScriptTarget, text: str) -> None:
-    """Tells of options of this command that stand behind the script, whose code nowhere mentions them."""
+    """Warns of options of this command that come after the script, if the script does not mention them."""
     parser = argparse.ArgumentParser(add_help=False)
     add_arguments(parser)
     known = parser._option_string_actions

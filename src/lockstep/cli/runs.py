@@ -148,7 +148,7 @@ def _wait_for(run: RunOnHost, limit: float, first: signal.Signals | None = None)
     except ProcessLookupError:
         return True
     with handle:
-        if not is_running(run.identity):  # its process id is another process's now
+        if not is_running(run.identity):  # its process id belongs to another process now
             return True
         if first is not None:
             handle.send(first)

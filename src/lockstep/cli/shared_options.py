@@ -128,7 +128,7 @@ def deliver(arguments: argparse.Namespace, text: str, words: Sequence[str], advi
         arguments: of the cluster's command.
         text: the script or manifest.
         words: submit what they read from standard input.
-        advice: what to do with the file, whose name is put in the place of ``{}``.
+        advice: what to do with the file, whose name replaces ``{}``.
 
     Raises:
         ConfigError: the file cannot be written, or the words' program is not installed here or refuses the text.

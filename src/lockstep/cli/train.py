@@ -322,8 +322,7 @@ def command_of_node(arguments: argparse.Namespace, ranks: int, seconds: int) -> 
     gpus = ",".join(map(str, range(ranks))) + ("," if ranks == 1 else "")
     devices = gpus if arguments.gpus_per_node else f"cpu:{ranks}"
     grace = f"run.grace={max(seconds - _REPORT_SECONDS, seconds // 2)}"
-    words = command_of(arguments, [grace, *arguments.set], OPTIONS_OF_NODES)
-    return [*words, "--devices", devices]
+    return [*command_of(arguments, [grace, *arguments.set], OPTIONS_OF_NODES), "--devices", devices]
 
 
 def proof(config: JobConfig, arguments: argparse.Namespace, ranks: int, kind: str) -> str:

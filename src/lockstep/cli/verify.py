@@ -203,7 +203,7 @@ class How:
     stop_after: int = 0
     """Steps after which it saves and stops, or 0."""
     resume: Path | None = None
-    """The folder of a run that has stopped, from which it goes on."""
+    """The folder of a run that has stopped, from which it resumes."""
 
     @property
     def payload(self) -> dict[str, int]:

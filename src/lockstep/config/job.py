@@ -222,7 +222,7 @@ class RunConfig(CheckedOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig(CheckedOptions):
-    """Table ``[checkpoint]``: when the state is saved, how much is kept, and what a run goes on from."""
+    """Table ``[checkpoint]``: when the state is saved, how much is kept, and what a run resumes from."""
 
     every_epochs: int = field(default=1, metadata={"check": at_least(0)})
     """Epochs from one checkpoint to the next; 0: at the end of the run only."""
@@ -231,9 +231,9 @@ class CheckpointConfig(CheckedOptions):
     keep: int = _run_option("keep")
     """Checkpoints that are kept, the newest; the best is kept beside them."""
     background: bool = _run_option("save_in_background")
-    """Writes a checkpoint from a copy of the state while training goes on; false: training waits for the disk."""
+    """Writes a checkpoint from a copy of the state while training continues; false: training waits for the disk."""
     resume: str = _run_option("resume")
-    """A run folder or checkpoint to go on from; ``auto``: the job's latest run, if there is one."""
+    """A run folder or checkpoint to resume from; ``auto``: the job's latest run, if there is one."""
     force_context: bool = _run_option("force_context")
     """Goes on from a checkpoint of another torch, device model or thread count; equality is then level B."""
 

@@ -105,14 +105,14 @@ class RunOptions(RunSettings):
     directory: Path | str | None = field(default=None, metadata={"check": file_path})
     """The run folder, for checkpoints and logs, seen from where the run begins; nothing is written without one."""
     resume: str = field(default="", metadata={"check": file_path})
-    """Empty: start anew. "auto": go on from the newest sound checkpoint of ``directory``, if any. Else: the path of
+    """Empty: start anew. "auto": resume from the newest sound checkpoint of ``directory``, if any. Else: the path of
     one checkpoint, or of a run folder, whose newest one counts."""
     force_context: bool = False
     """Resume although the checkpoint was written with other software, device or threads (level B from there on)."""
     keep: int | None = field(default=3, metadata={"check": at_least(1)})
     """Checkpoints that are kept, beside the best; None for all."""
     save_in_background: bool = True
-    """Write checkpoints from a copy of the state while training goes on; False: training waits for the disk."""
+    """Write checkpoints from a copy of the state while training continues; False: training waits for the disk."""
     shared_memory: bool = True
     """Let CPU ranks of one host exchange gradients through shared memory."""
     prefetch: int = field(default=2, metadata={"check": at_least(1)})

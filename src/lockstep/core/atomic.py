@@ -27,7 +27,7 @@ _NAME = re.compile(
     r"\.(?P<name>.+)\.(?P<place>[0-9a-f]{16})-(?P<pid>\d+)-(?P<start>\d+)-[0-9a-f]{8}\.(?:partial|removed)"
 )
 _FOREIGN_AGE = 3600.0
-"""Seconds without a change after which a temporary entry of another host counts as left behind."""
+"""Seconds without a change after which a temporary entry of another host counts as abandoned."""
 
 
 def hidden(path: Path, purpose: str = "partial") -> Path:

@@ -275,7 +275,7 @@ def _from_open_mpi(variables: Mapping[str, str], read: _Reader) -> World:
         world_size=world_size,
         local_rank=read.number("OMPI_COMM_WORLD_LOCAL_RANK"),
         local_world_size=local_world_size,
-        # Open MPI does not tell the host's number: OMPI_COMM_WORLD_NODE_RANK is another rank within the host.
+        # Open MPI does not tell the host's number: OMPI_COMM_WORLD_NODE_RANK is a rank within the host.
         node=rank // local_world_size,
         nodes=-(-world_size // local_world_size),
         launcher="mpi",

@@ -80,7 +80,7 @@ class Stream(Dataset[Any]):
     """Gives the samples of an iterable data set numbers: the places in which they come.
 
     Every process reads all of the stream, in the training process, and keeps what its micro-batches hold. So the bits
-    are the same on any number of processes, and a resumed epoch goes on where it stood, after reading what came before.
+    are the same on any number of processes, and a resumed epoch resumes where it stood, after reading what came before.
     An epoch begins the stream anew; one with a method ``set_epoch`` is told the epoch first. What a sample draws from
     torch, NumPy or ``random`` is keyed by its place. The stream must not share itself out over processes, and one
     without ``set_epoch`` must not count how often it was read, or keep a random generator of its own.
@@ -175,7 +175,7 @@ class Stream(Dataset[Any]):
     def _require_unchanged(self) -> None:
         """Refuses a stream whose order may depend on how often it was begun, as ranks and resumed runs differ in that.
 
-        A method ``set_epoch`` can put back whatever was changed.
+        A method ``set_epoch`` can restore whatever was changed.
         """
         if hasattr(self.dataset, "set_epoch"):
             return

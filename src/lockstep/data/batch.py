@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from lockstep.core.plan import Indices, StepPlan
 from lockstep.errors import ConfigError
@@ -37,6 +38,11 @@ def map_leaves(data: Any, change: Callable[[Any], Any]) -> Any:
         values = [map_leaves(value, change) for value in data]
         return type(data)(*values) if hasattr(data, "_fields") else tuple(values)
     return change(data)
+
+
+def tensors_in(data: Any) -> list[Tensor]:
+    """The tensors in nested data, in order."""
+    return [leaf for leaf in tree_leaves(data) if isinstance(leaf, Tensor)]
 
 
 def pinned(data: Any) -> Any:

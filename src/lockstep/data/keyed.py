@@ -164,7 +164,7 @@ def set_encoded_state(generator: Any, state: Any) -> None:
 
 
 def _listed(state: Any) -> Any:
-    """A state of NumPy with lists in the place of arrays."""
+    """A state of NumPy with lists in place of arrays."""
     if isinstance(state, Mapping):
         return {key: _listed(value) for key, value in state.items()}
     return state.tolist() if isinstance(state, np.ndarray | np.generic) else state

@@ -251,7 +251,7 @@ def _all_passed(leaving: _Leaving) -> bool:
 
 
 def _unlock(locked: dict[int, int], leaving: _Leaving, gpus: Sequence[torch.device], rank: int) -> None:
-    """Unregisters page-locked memory before it is unmapped: CUDA would go on using pages that belong to nobody."""
+    """Unregisters page-locked memory before it is unmapped: CUDA would keep using pages that belong to nobody."""
     if os.getpid() != rank or not locked:
         return
     with suppress(RuntimeError):
@@ -262,7 +262,7 @@ def _unlock(locked: dict[int, int], leaving: _Leaving, gpus: Sequence[torch.devi
 
 
 def _free(taken: Bytes, buffer: int, rank: int) -> None:
-    """Clears the mark of a buffer, in the rank: a process that was forked meanwhile lets go of copies only."""
+    """Clears the mark of a buffer, in the rank: a process that was forked meanwhile releases copies only."""
     if os.getpid() == rank:
         _clear(taken, buffer)
 

@@ -94,7 +94,7 @@ class Word:
 
 
 def _is_before(value: int, reached: int) -> bool:
-    """Compares counts that are less than 2^31 apart, of which the first begins anew at 2^32."""
+    """Compares counts that are less than 2^31 apart, the first modulo 2^32."""
     return (value - reached) % _NUMBERS >= _NUMBERS // 2
 
 

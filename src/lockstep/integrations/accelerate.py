@@ -8,7 +8,7 @@ the training loop runs once for each micro-batch of this process. Optimizers and
 under Accelerate's ``accumulate``, and gradients are cleared before each step. So a loss that the loop prints is that of
 a micro-batch, and ``accelerator.step_loss`` that of a step. Evaluations (loops over a prepared DataLoader after
 ``model.eval()``, or without gradients) run in full on every process. ``save_state`` and ``load_state`` are those of
-checkpoints of the run, which go on with any number of processes.
+checkpoints of the run, which resume with any number of processes.
 
 The first two steps are rehearsed: the body gets a few micro-batches more, which do not count, to find what it keeps
 from one to the next, and whether its loss is a mean over samples. See ``lockstep.run.own_passes``.

@@ -139,7 +139,7 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
         self._of_library = {f"the Trainer.{name}" for name in (*vars(self), "_of_library")}
 
     def train(self, resume_from_checkpoint: Any = None, **named: Any) -> Any:
-        """Trains up to ``num_train_epochs`` or ``max_steps``; goes on where the run was resumed. Collective.
+        """Trains up to ``num_train_epochs`` or ``max_steps``; a resumed run continues. Collective.
 
         Returns:
             The steps done, the mean loss of those of this call, and with it how long they took.
@@ -173,18 +173,7 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
             if not run.position.done:
                 self._norm = self._rate = None
             for batch in run.batches(loader):
-                self.control = events.on_step_begin(args, state, self.control)
-                loss = self._backward(batch)
-                self._norm = float(run.clip_gradients(args.max_grad_norm or math.inf))
-                self.control = events.on_pre_optimizer_step(args, state, self.control)
-                skipped = run.skipped_steps
-                self.optimizer.step()
-                self.control = events.on_optimizer_step(args, state, self.control)
-                self._rate = self._get_learning_rate()  # that of this step
-                if not steps_by_metric and run.skipped_steps == skipped:
-                    self.lr_scheduler.step()
-                self.optimizer.zero_grad()
-                self.model.zero_grad()  # of parameters that the optimizer does not have, too
+                loss = self._train_step(batch, steps_by_metric)
                 self._losses.append(loss)
                 mean += loss.cpu()
                 samples += batch.plan.samples
@@ -208,6 +197,23 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
         return TrainOutput(
             state.global_step, metrics["train_loss"], {**speed, **metrics, "epoch": state.epoch}
         )
+
+    def _train_step(self, batch: Any, steps_by_metric: bool) -> Tensor:
+        """Updates the model with one batch, and returns its loss."""
+        run, args, events, state = self.run, self.args, self.callback_handler, self.state
+        self.control = events.on_step_begin(args, state, self.control)
+        loss = self._backward(batch)
+        self._norm = float(run.clip_gradients(args.max_grad_norm or math.inf))
+        self.control = events.on_pre_optimizer_step(args, state, self.control)
+        skipped = run.skipped_steps
+        self.optimizer.step()
+        self.control = events.on_optimizer_step(args, state, self.control)
+        self._rate = self._get_learning_rate()  # that of this step
+        if not steps_by_metric and run.skipped_steps == skipped:
+            self.lr_scheduler.step()
+        self.optimizer.zero_grad()
+        self.model.zero_grad()  # of parameters that the optimizer does not have, too
+        return loss
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"

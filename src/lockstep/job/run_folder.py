@@ -46,7 +46,7 @@ class Start:
     """One start of a run."""
 
     step: int
-    """The step with which it went on; 0 for a new run."""
+    """The step at which it resumed; 0 for a new run."""
     strategy: str
     """The layout's name, as in ``hybrid data=2,pipeline=2``."""
     shares: Sequence[Share]
@@ -108,7 +108,7 @@ def read_starts(folder: Path) -> list[Start]:
 
 
 def with_start(earlier: Sequence[Start], new: Start) -> str:
-    """The file's text with one more start; those that it goes back behind are left out."""
+    """The file's text with one more start; those at the same or a later step are left out."""
     kept = [start for start in earlier if start.step < new.step]
     return json.dumps({"starts": [start.as_table() for start in (*kept, new)]}, indent=1) + "\n"
 
@@ -232,7 +232,7 @@ def planned_run_folder(config: JobConfig) -> Path:
 
 
 def _resumed_folder(config: JobConfig) -> Path | None:
-    """The folder of the run that is resumed, if it goes on there."""
+    """The folder of the run that is resumed, if it continues there."""
     resume = config.checkpoint.resume
     if resume == "auto":
         return latest_run(config)

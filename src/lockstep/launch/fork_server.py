@@ -244,8 +244,7 @@ class _Server:
     def _end_everything(self) -> NoReturn:
         """Kills the ranks and what they have started, and exits."""
         for process in self._ranks:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(process, signal.SIGKILL)
+            _kill_group(process)
         end_leftovers(os.environ["LOCKSTEP_RUN_DIRECTORY"], os.getpid())
         os._exit(1)
 
@@ -257,33 +256,31 @@ class _Server:
             end.close()
 
     def _watch(self, signal_pipe: int) -> None:
+        received = b""
+        self._reap()
         with selectors.DefaultSelector() as selector:
             selector.register(self._channel, selectors.EVENT_READ)
             selector.register(self._woken, selectors.EVENT_READ)
-            received = b""
-            self._reap()
             while self._ranks:
-                for key, _ in selector.select():
-                    if key.fileobj is self._woken:
-                        stops = bytes(number for number in self._woken.recv(4096) if number in REASONS)
-                        with suppress(BlockingIOError):  # full of such requests
-                            os.write(signal_pipe, stops)
-                    elif part := self._channel.recv(65536):
-                        received = self._forward_signals(received + part)
-                    else:  # the supervisor has ended
+                ready = [key.fileobj for key, _ in selector.select()]
+                if self._woken in ready:
+                    stops = bytes(number for number in self._woken.recv(4096) if number in REASONS)
+                    with suppress(BlockingIOError):  # full of such requests
+                        os.write(signal_pipe, stops)
+                if self._channel in ready:
+                    if not (part := self._channel.recv(65536)):  # the supervisor has ended
                         self._end_everything()
+                    received = self._forward_signals(received + part)
                 self._reap()
 
     def _forward_signals(self, received: bytes) -> bytes:
         *lines, rest = received.split(b"\n")
         for line in lines:
             command = json.loads(line)
-            for process, rank in self._ranks.items():
-                if rank in command["ranks"]:
-                    if command["signal"] == signal.SIGKILL:  # also to its child processes
-                        with suppress(ProcessLookupError, PermissionError):
-                            os.killpg(process, signal.SIGKILL)
-                    os.kill(process, command["signal"])  # not reaped yet, so the id is still this rank's
+            for process in [each for each, rank in self._ranks.items() if rank in command["ranks"]]:
+                if command["signal"] == signal.SIGKILL:
+                    _kill_group(process)
+                os.kill(process, command["signal"])  # not reaped yet, so the id is still this rank's
         return rest
 
     def _reap(self) -> None:
@@ -292,12 +289,17 @@ class _Server:
             process = _next_ended(self._ranks)
             if process is None:
                 return
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(process, signal.SIGKILL)
+            _kill_group(process)
             _, status = os.waitpid(process, 0)
             rank = self._ranks.pop(process)
             code = os.waitstatus_to_exitcode(status)
             _send(self._channel, {"event": "ended", "rank": rank, "code": code, "time": time.monotonic()})
+
+
+def _kill_group(rank: int) -> None:
+    """Kills the child processes of a rank, given its process id, and the rank itself if it still runs."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(rank, signal.SIGKILL)
 
 
 def _send(channel: socket.socket, message: Mapping[str, Any]) -> None:

@@ -68,13 +68,7 @@ def run_directory(base: Path | None = None, ranks: range = range(0)) -> Iterator
 
 def run_directories() -> list[Path]:
     """Returns the run directories of this user, in every place that a launcher may use."""
-    found = []
-    for base in _bases():
-        for directory in base.glob(f"{_PREFIX}*"):
-            with suppress(OSError):
-                if directory.lstat().st_uid == os.getuid() and not directory.is_symlink():
-                    found.append(directory)
-    return found
+    return [directory for base in _bases() for directory in _own_directories(base)]
 
 
 def is_in_use(directory: Path) -> bool:
@@ -128,13 +122,20 @@ def _held_lock(directory: Path) -> int:
     return descriptor
 
 
-def _remove_abandoned(base: Path) -> None:
+def _own_directories(base: Path) -> list[Path]:
+    found = []
     for directory in base.glob(f"{_PREFIX}*"):
-        with suppress(OSError):  # another launcher may remove the same one
-            if directory.lstat().st_uid == os.getuid():
-                with _locked(directory):
-                    if not has_processes(str(directory)):  # else it stays for `lockstep clean`
-                        shutil.rmtree(directory, ignore_errors=True)
+        with suppress(OSError):
+            if directory.lstat().st_uid == os.getuid() and not directory.is_symlink():
+                found.append(directory)
+    return found
+
+
+def _remove_abandoned(base: Path) -> None:
+    for directory in _own_directories(base):
+        with suppress(OSError), _locked(directory):  # another launcher may remove the same one
+            if not has_processes(str(directory)):  # else it stays for `lockstep clean`
+                shutil.rmtree(directory, ignore_errors=True)
 
 
 @contextmanager

@@ -22,9 +22,9 @@ class MetricsFile(ABC):
 
     Args:
         path: the file; it and its folder are made at the first record.
-        first_step: steps done before this run goes on. Records of later steps, left by a run that was stopped
+        first_step: steps done before this run resumes. Records of later steps, left by a run that was stopped
             after its last checkpoint, are removed: they are about to be written again.
-        open_epoch: the epoch within which this run goes on, if there is one. Its record is removed too: after its last
+        open_epoch: the epoch within which this run resumes, if there is one. Its record is removed too: after its last
             step it may have been written without a checkpoint that followed.
     """
 

@@ -26,14 +26,14 @@ class Logger(Protocol):
     def begin(
         self, epoch: int, *, epochs: int, start: int, steps: int, done: int = 0, total: int | None = None
     ) -> None:
-        """An epoch begins or goes on.
+        """An epoch begins or is resumed.
 
         Args:
             epoch: counted from 0.
             epochs: of the whole run.
             start: steps done before this epoch.
             steps: steps of this epoch.
-            done: those of them that are done, where the run goes on within the epoch.
+            done: those of them that are done, where the run resumes within the epoch.
             total: steps of the whole run; None: as many as its epochs have.
         """
 
@@ -62,7 +62,7 @@ class MultiLogger:
     def begin(
         self, epoch: int, *, epochs: int, start: int, steps: int, done: int = 0, total: int | None = None
     ) -> None:
-        """Tells every logger that an epoch begins or goes on."""
+        """Tells every logger that an epoch begins or is resumed."""
         where = {"epochs": epochs, "start": start, "steps": steps, "done": done}
         self._each(lambda logger: logger.begin(epoch, **where, total=total))
 
@@ -114,8 +114,8 @@ def open_loggers(
         world: who this process is.
         directory: the run folder, for ``log.jsonl``, ``log.csv`` and ``tensorboard/``; None leaves those out.
         names: of ``console``, ``jsonl``, ``csv`` and ``tensorboard``.
-        first_step: steps done before this run goes on; 0 for a new one.
-        open_epoch: the epoch within which it goes on, if there is one.
+        first_step: steps done before this run resumes; 0 for a new one.
+        open_epoch: the epoch within which it resumes, if there is one.
         trackers: projects or experiments, by ``wandb`` and ``mlflow``.
         settings: of the run, which trackers show.
     """

@@ -16,7 +16,7 @@ _MEANS = ("loss", "accuracy", "samples_per_second")
 def that_stay(values: Mapping[str, float]) -> dict[str, float]:
     """The results of an epoch, without its means where a run ended within it: what was written cannot be taken back.
 
-    A run that goes on from there writes the means of the whole epoch.
+    A run that resumes there writes the means of the whole epoch.
     """
     return {name: each for name, each in values.items() if "epochs_done" not in values or name not in _MEANS}
 
@@ -34,7 +34,7 @@ class TensorBoard:
 
     Args:
         directory: folder of the event files.
-        first_step: steps done before this run goes on; what an earlier run wrote about later steps is hidden.
+        first_step: steps done before this run resumes; what an earlier run wrote about later steps is hidden.
     """
 
     def __init__(self, directory: Path | str, *, first_step: int = 0) -> None:

@@ -1,6 +1,6 @@
 """Metrics for Weights & Biases and for MLflow, through their own packages, which the user installs and logs in to.
 
-The number that a tracker gives a run is kept in the run folder, so that a resumed run goes on in it.
+The number that a tracker gives a run is kept in the run folder, so that a resumed run continues it.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
                                  seed and the operator's number; a process keeps its part and frees the rest
 
 So no process ever holds more than its part of the model and one whole parameter, and the values are those of the same
-model on one process. Tensors are told apart by their memory, so views and ``.data`` are followed.
+model on one process. Tensors are identified by their memory, so views and ``.data`` are followed.
 """
 
 from __future__ import annotations

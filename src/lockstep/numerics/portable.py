@@ -82,7 +82,7 @@ def _obstacle(options: RunOptions, device: torch.device, environment: Mapping[st
 
 @cache
 def _replace_operators() -> Any:
-    """Puts code in the place of torch's for as long as the library lives that it returns."""
+    """Replaces torch's code for as long as the returned library lives."""
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of torch: a kernel is replaced

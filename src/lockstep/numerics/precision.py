@@ -48,7 +48,7 @@ class Precision:
         self.is_deterministic = True
         """False lets operators of CUDA run that add in no fixed order."""
         self.restored_settings: dict[str, str] = {}
-        """See ``torch_settings``; those of the checkpoint that a run goes on from."""
+        """See ``torch_settings``; those of the checkpoint that a run resumes from."""
         self._device = device
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name)
         self.forward: Callable[[], AbstractContextManager[object]] = (

@@ -107,7 +107,7 @@ class Moments:
 
     @property
     def unbiased(self) -> Tensor:
-        """The variance with N - 1 in the place of N, as the running variance has it."""
+        """The variance with N - 1 in place of N, as the running variance has it."""
         return self.variance * (self.count / (self.count - 1))
 
 

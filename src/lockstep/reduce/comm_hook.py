@@ -4,7 +4,7 @@
     model.register_comm_hook(OrderedHookState(), ordered_hook)
 
     bucket 0   all_to_all ----> fold, all_gather ---->
-    bucket 1         all_to_all ----> fold, all_gather ---->      backward goes on meanwhile
+    bucket 1         all_to_all ----> fold, all_gather ---->      backward continues meanwhile
     last             all_to_all, and all that is left is folded and gathered: backward is over
 
 The ranks' gradients are added as the tree over ranks has it and divided once, so for a given number of ranks the bits

@@ -251,7 +251,7 @@ def open_fused(
 ) -> OrderedReducer:
     """The fused reducer, if its sums were those of ``ordered`` on all ranks; else that one, and a line in the log.
 
-    Collective. Every rank says over the group whether it can go on before each step that waits for the others.
+    Collective. Every rank says over the group whether it can continue before each step that waits for the others.
 
     Args:
         ordered: sums by collectives; nothing is allocated yet.

@@ -3,7 +3,7 @@
 T. Vogels, S. P. Karimireddy, M. Jaggi: PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization,
 NeurIPS 2019, algorithms 1 and 2. With M the gradient sum of a rank plus what it has left out so far, (rows, columns):
 
-    start     P = M Q              summed over ranks      (rows, r)        while backward goes on
+    start     P = M Q              summed over ranks      (rows, r)        while backward continues
     finish    P = orthonormal basis of P's columns
               R = M^T P            summed over ranks      (columns, r)
               result  P R_sum^T, equal on every rank

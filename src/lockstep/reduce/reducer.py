@@ -22,7 +22,7 @@ class BucketShape:
     numel: int
     dtype: torch.dtype
     members: tuple[tuple[int, ...], ...] = ()
-    """Shapes of the gradients, and of the gaps behind them, that lie in it one after the other; none where it holds
+    """Shapes of the gradients, and of the gaps after them, that lie in it one after the other; none where it holds
     something else, which no reducer may round or compress."""
 
 

@@ -1,4 +1,4 @@
-"""The user's handle on a training run, and what stands behind each of its calls."""
+"""The user's handle on a training run, and the parts that carry out its calls."""
 
 from __future__ import annotations
 

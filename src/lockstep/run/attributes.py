@@ -79,13 +79,13 @@ _OF_TORCH = (
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 _OF_BASES = frozenset(vars(nn.Module())) - {"training"} | {"defaults", "state", "param_groups"}
 _MOST_NUMBERS, _LEAST_BYTES = 4_096, 64 << 20
-"""Of a tensor that is held as text; of all others together, if the model has fewer."""
+"""Numbers of a tensor that is held as text; bytes of all other tensors together, if the model has fewer."""
 _MOST_ENTRIES, _MOST_DEPTH = 100_000, 20
-"""Of what an attribute holds."""
+"""Of the values that one attribute holds."""
 _MOST_NAMES = 3
 """In a message."""
 _STRIDES = "strides of its tensors"
-"""In the place of an attribute: how a module's parameters and buffers lie in memory. Bits of products depend on it."""
+"""Stands for an attribute: how a module's parameters and buffers lie in memory. Bits of products depend on it."""
 _LEFT_OUT: JSON = ["left out"]
 _MISSING = object()
 _ATTRIBUTE = re.compile(r"(?:the attribute '\w+' of )*(the attribute '\w+' of [^\[\]]*)(?:\[.*)?")
@@ -107,13 +107,13 @@ class Values:
     ) -> None:
         self.found: dict[Place, JSON] = {}
         self.tensors: dict[str, Tensor] = {}
-        """Those of more numbers than are held as text, by the path to each."""
+        """Tensors of more numbers than are held as text, by path."""
         self.large: dict[Place, list[str]] = {}
         """Their paths, by attribute."""
         self.objects: dict[str, Any] = {}
         """Objects by the path at which each was found first."""
         self.unheld: set[Place] = set()
-        """Those with something that cannot be held."""
+        """Attributes with something that cannot be held."""
         self.absent: set[Place] = set()
         """Attributes whose tensors another process has."""
         modules = {name: each for name, each in holders.items() if isinstance(each, nn.Module)}
@@ -144,7 +144,7 @@ class Values:
         if issubclass(kind, np.generic) and not value.dtype.hasobject:
             return ["scalar", value.dtype.str, value.tobytes().hex()]
         if issubclass(kind, int | float | complex | str | bytes | torch.dtype | torch.device):
-            return self._unheld()  # of a class of the user's, or not told apart by JSON
+            return self._unheld()  # of a class of the user's, or which JSON does not distinguish
         if id(value) in self._known:
             return _LEFT_OUT
         if id(value) in self._paths:
@@ -225,7 +225,7 @@ class Values:
                 keys = [encode(key, path) for key, _ in pairs]
             elif isinstance(value, set | frozenset):
                 return ["set", kind, sorted((encode(each, path) for each in entries), key=json.dumps)]
-        except ConfigError:  # objects, whose like is not found again by its value
+        except ConfigError:  # objects are not found again by value
             return self._unheld()
         names = [json.dumps(key) for key in keys] or range(len(entries))
         held = [self._value(each, f"{path}.{name}", depth + 1) for name, each in zip(names, entries)]
@@ -248,7 +248,7 @@ class _Restoring:
         """False once a part had no counterpart here."""
 
     def value(self, stored: Any, own: Any, path: str) -> Any:
-        """Returns what to hold in the place of ``own``, which may be missing."""
+        """Returns what to hold in place of ``own``, which may be missing."""
         match stored:
             case ["left out"]:
                 return self._lost(own) if own is _MISSING else own
@@ -381,8 +381,8 @@ class Attributes:
     def capture(self, strategy: Strategy, tensors: dict[str, Tensor]) -> dict[str, Any]:
         """The values that have changed since, as JSON; large tensors go into ``tensors``. Collective.
 
-        What processes have apart is the first one's, and another's where that has it not: a loop changes it on all of
-        them, and what only calls on one process leave behind must not matter.
+        Where processes differ, the value is that of the first one that has it: a loop changes it on all of them, and
+        what calls on a single process leave must not matter.
         """
         now = Values(self._holders(), self._objects)
         held = {place: value for place, value in now.found.items() if value != _LEFT_OUT}
@@ -415,7 +415,7 @@ class Attributes:
     ) -> list[str]:
         """Sets what ``capture`` gave; returns what has no counterpart here, in words.
 
-        ``device`` gets tensors that were on another than the CPU, and have no counterpart here.
+        Tensors without a counterpart here go to ``device``, unless they were on the CPU.
         """
         holders = self._holders()
         restoring, lost = _Restoring(Values(holders), tensors, device), list[str]()
@@ -472,7 +472,7 @@ def _with_dims(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _laid_out_as(module: nn.Module, strides: Mapping[str, list[int]]) -> bool:
-    """Lets tensors lie in memory as they did; False where one of them is in another process."""
+    """Gives tensors the strides that they had; False where one of them is in another process."""
     own = _with_dims(module)
     for name, each in own.items():
         if list(each.stride()) != strides.get(name, list(each.stride())):
@@ -499,7 +499,7 @@ def _memory_of(tensor: Tensor) -> int | None:
 
 
 def reference(value: Any) -> Callable[[], Any]:
-    """Returns what gives an object while it lives; lists and dicts know no weak references."""
+    """A weak reference to an object; for lists and dicts, which allow none, a function that returns the object."""
     try:
         return weakref.WeakMethod(value) if isinstance(value, MethodType) else weakref.ref(value)
     except TypeError:
@@ -552,7 +552,7 @@ def unsaved_tensors(optimizer: Optimizer, is_whole: bool) -> dict[str, str]:
 
 
 def held_places(model: nn.Module) -> Callable[[str], bool]:
-    """Tells of places, as a snapshot calls them, whether a checkpoint holds them: attributes, extra states."""
+    """A function that says whether a checkpoint holds a place, given in the words of a ``Snapshot``."""
     modules = dict(model.named_modules())
     owners = {path or "the model" for path, each in modules.items() if has_extra_state(each)}
     values = Values({f"module {path}": module for path, module in modules.items()})

@@ -1,4 +1,4 @@
-"""Analyses the user's code: which variables it reads before it sets them, and what it changes.
+"""Analyses the bytecode of the user's code: which variables it reads before it sets them, and what it changes.
 
 beta = 0.1 * step          sets beta
 data.labels[7] = 1         changes labels
@@ -26,17 +26,17 @@ from lockstep.core.users_code import codes_in, is_users_module, methods_of, name
 
 
 def live_names(code: CodeType, offset: int, *, enters_loop: bool = False) -> frozenset[str]:
-    """The variables that code may read after an instruction before it sets them: those that are live there.
+    """The variables that are live after an instruction: code may read them before it sets them.
 
-    Variables that inner functions set count as live. What an inner function reads is read where its name is. Exceptions
-    are not followed.
+    Variables that an inner function sets count as live. What an inner function reads counts as read wherever the
+    function is named. Exceptions are not followed.
 
     Args:
-        offset: of the instruction, or of a cache behind it, in bytes, as ``frame.f_lasti``.
-        enters_loop: the ``for`` whose iterable it gives, if it does, makes a pass.
+        offset: of the instruction, or of one of its cache entries, in bytes, as ``frame.f_lasti``.
+        enters_loop: if the instruction gives the iterable of a ``for``, that loop makes a pass.
     """
-    offsets, before, after = _live_around(code, offset if enters_loop else None)
-    number = bisect_right(offsets, offset) - 1
+    before, after = _live_around(code, offset if enters_loop else None)
+    number = _number_at(code, offset)
     is_for = enters_loop and _flow(code)[0][number].opname == "FOR_ITER"
     return (before[number + 1] if is_for else after[number]) | _set_by_inner(code)
 
@@ -48,15 +48,15 @@ def live_in(
     inside: bool = False,
     enters_loop: bool = False,
 ) -> list[frozenset[str]]:
-    """The live names of frames that run, the outermost first.
+    """The live names of running frames, the outermost first.
 
-    What an inner function sets, and reads only then, is not live in the functions around it while it runs. What it
-    reads is live once it was given away, as a hook is.
+    While an inner function runs, what it sets before it reads it is not live in the functions around it. What it reads
+    is live once the function was passed to others, as a hook is.
 
     Args:
-        begun: where code has begun loops over steps. The loops around these go on, be it in a resumed run.
-        inside: so do they themselves.
-        enters_loop: the innermost begins a loop and will make a pass of it, so that what its body sets is not live.
+        begun: where code has begun loops over steps. The loops around these go on, perhaps in a resumed run.
+        inside: the loops over steps go on, too.
+        enters_loop: the innermost frame begins a loop and will make a pass, so what the body sets is not live.
     """
     found, is_set = list[frozenset[str]](), set[str]()
     for frame in reversed(frames):
@@ -75,12 +75,12 @@ def live_in(
 def live_in_next_pass(code: CodeType, offset: int) -> frozenset[str]:
     """The names that are live where the loops around an instruction begin another pass.
 
-    A run that is resumed after ``run.save(); return`` in such a loop makes that pass, to which nothing leads from the
-    ``return``. That may lie anywhere, so the loops are told by the paths that lead back to ``offset``.
+    A run that is resumed after ``run.save(); return`` in such a loop makes that pass, although no path leads to it from
+    the ``return``. So the loops are recognised by the paths that lead back to ``offset``.
     """
     instructions, follow, accesses = _flow(code)
-    offsets, before, _ = _live_around(code, offset)
-    number, inner = bisect_right(offsets, offset) - 1, _inner_functions(instructions)
+    before, _ = _live_around(code, offset)
+    number, inner = _number_at(code, offset), _inner_functions(instructions)
     found, tests = frozenset[str](), set[int]()
     ahead = [(each, target) for each in _reached(follow, number) for target in follow[each]]
     for end, begin in sorted(ahead, reverse=True):  # the ends of a loop's body come last
@@ -97,7 +97,7 @@ def live_in_next_pass(code: CodeType, offset: int) -> frozenset[str]:
 
 
 def _length_of_test(instructions: Sequence[dis.Instruction], begin: int, end: int) -> int:
-    """The number of instructions of the test of a ``while``: they are before its body and, copied, behind it."""
+    """The number of instructions in the test of a ``while``, which stands before its body and, copied, after it."""
     last = end - (instructions[end].opname in _NEVER_CONTINUE)
     pairs = zip(instructions[last - 1 :: -1], instructions[begin - 2 :: -1] if begin > 1 else ())
     keys = ([(each.positions, each.opcode in _JUMPS or each[:3]) for each in pair] for pair in pairs)
@@ -106,7 +106,7 @@ def _length_of_test(instructions: Sequence[dis.Instruction], begin: int, end: in
 
 
 def _reached(follow: Sequence[Sequence[int]], number: int, but: int = -1) -> set[int]:
-    """The numbers of the instructions to which paths lead from this one, but not past another."""
+    """The numbers of the instructions that can be reached from this one without passing ``but``."""
     seen, todo = {but}, list(follow[number])
     while todo:
         if (number := todo.pop()) not in seen:
@@ -120,7 +120,7 @@ def _set_by(code: CodeType) -> set[str]:
 
 
 def _read(code: CodeType) -> tuple[list[dis.Instruction], list[_Accesses]]:
-    """The instructions, and what each accesses, but for the own variables of comprehensions."""
+    """The instructions, and what each accesses, without the variables of comprehensions."""
     instructions = list(dis.get_instructions(code))
     accesses = [_accesses(each) for each in instructions]
     for number, each in enumerate(instructions):
@@ -131,7 +131,7 @@ def _read(code: CodeType) -> tuple[list[dis.Instruction], list[_Accesses]]:
 
 @functools.cache
 def _flow(code: CodeType) -> tuple[list[dis.Instruction], list[list[int]], list[_Accesses]]:
-    """The instructions, the numbers of those that may follow each, and what each accesses."""
+    """The instructions, the numbers of those that may follow each, and what each accesses: a control-flow graph."""
     instructions, accesses = _read(code)
     place = {each.offset: number for number, each in enumerate(instructions)}
     follow = list[list[int]]()
@@ -146,7 +146,7 @@ def _flow(code: CodeType) -> tuple[list[dis.Instruction], list[list[int]], list[
 
 
 def _hide(name: str, begin: int, instructions: list[dis.Instruction], accesses: list[_Accesses]) -> None:
-    """Takes out accesses to a comprehension's own variable, up to that which puts back the function's of this name.
+    """Removes accesses to a comprehension's variable, up to the one that restores the function's variable of this name.
 
     Since Python 3.12 a comprehension is a part of the code around it.
     """
@@ -162,6 +162,11 @@ def _hide(name: str, begin: int, instructions: list[dis.Instruction], accesses: 
             return
 
 
+def _number_at(code: CodeType, offset: int) -> int:
+    """The number of the instruction at an offset, or of the one that a cache entry there belongs to."""
+    return bisect_right(_flow(code)[0], offset, key=lambda each: each.offset) - 1
+
+
 def names_ahead(code: CodeType, offset: int) -> set[str]:
     """The variables that code may read or set after an instruction; see ``live_names``."""
     accesses = _flow(code)[2]
@@ -170,17 +175,16 @@ def names_ahead(code: CodeType, offset: int) -> set[str]:
 
 def _ahead(code: CodeType, offset: int) -> set[int]:
     """The numbers of the instructions that may run after one."""
-    instructions, follow, _ = _flow(code)
-    return _reached(follow, bisect_right([each.offset for each in instructions], offset) - 1)
+    return _reached(_flow(code)[1], _number_at(code, offset))
 
 
 def _read_by_others(code: CodeType, offsets: Sequence[int]) -> frozenset[str]:
-    """The variables that inner functions read which others may call at any time: given away before the loops around.
+    """The variables read by inner functions that others may call at any time: passed on before the loops around.
 
-    What a loop gives away in each pass, such as a loss, is read there.
+    What a loop passes on in each pass, such as a loss, is read there.
 
     Args:
-        offsets: of the instruction, and of those that begin loops which go on.
+        offsets: of the instruction, and of those that begin loops which make further passes.
     """
     given = [each for each in _given_away(code) if _flow(code)[0][each[0]].offset <= offsets[0]]
     ahead = set[int]().union(*(_ahead(code, each) for each in offsets if given))
@@ -189,7 +193,7 @@ def _read_by_others(code: CodeType, offsets: Sequence[int]) -> frozenset[str]:
 
 @functools.cache
 def _given_away(code: CodeType) -> list[tuple[int, frozenset[str]]]:
-    """The numbers of instructions that give an inner function, or a class, to others; the variables that it reads."""
+    """The numbers of instructions that pass an inner function, or a class, to others; the variables that it reads."""
     instructions, _, accesses = _flow(code)
     inner, found = _inner_functions(instructions), list[tuple[int, frozenset[str]]]()
     opnames = ["", *(each.opname for each in instructions), ""]
@@ -214,15 +218,15 @@ def _makes_closure(instruction: dis.Instruction, code: CodeType) -> bool:
 @functools.cache
 def _live_around(
     code: CodeType, begun: int | None = None
-) -> tuple[list[int], list[frozenset[str]], list[frozenset[str]]]:
-    """The offset of each instruction, and the names that are live before and after it.
+) -> tuple[list[frozenset[str]], list[frozenset[str]]]:
+    """The names that are live before each instruction, and those after it, by backward data flow (Kildall 1973).
 
-    Found by backward data flow (Kildall 1973). The ``for`` whose iterable is made at ``begun`` makes a pass.
+    The ``for`` whose iterable is made at ``begun`` makes a pass.
     """
     instructions, follow, accesses = _flow(code)
-    offsets, inner = [each.offset for each in instructions], _inner_functions(instructions)
+    inner = _inner_functions(instructions)
     if begun is not None:
-        last = number = bisect_right(offsets, begun) - 1
+        last = number = _number_at(code, begun)
         while instructions[number].opname != "FOR_ITER" and len(follow[number]) == 1:
             last, number = number, follow[number][0]
         if last != number and instructions[number].opname == "FOR_ITER":
@@ -238,7 +242,7 @@ def _live_around(
             live = _live_before(accesses[number], live, inner)
             changed |= live != before[number]
             before[number] = live
-    return offsets, before, after
+    return before, after
 
 
 def _live_before(accesses: _Accesses, live: frozenset[str], inner: _Reads) -> frozenset[str]:
@@ -249,7 +253,7 @@ def _live_before(accesses: _Accesses, live: frozenset[str], inner: _Reads) -> fr
 
 
 def _inner_functions(instructions: list[dis.Instruction]) -> dict[str, frozenset[str]]:
-    """The variables that inner functions, and those that they call, read, by the variable that holds the function."""
+    """By the variable that holds an inner function: the variables that it, and the inner functions it calls, read."""
     found: dict[str, frozenset[str]] = {}
     for number, each in enumerate(instructions):
         if isinstance(each.argval, CodeType) and (name := _holder_of_inner(number, instructions)):
@@ -260,7 +264,7 @@ def _inner_functions(instructions: list[dis.Instruction]) -> dict[str, frozenset
 
 
 def _holder_of_inner(number: int, instructions: list[dis.Instruction]) -> str | None:
-    """The variable that gets the function whose code an instruction loads; None where it is used there and then."""
+    """The variable to which the function is assigned whose code an instruction loads; None where it is used at once."""
     following = itertools.islice(instructions, number + 1, None)
     calls = 0
     for later in itertools.takewhile(lambda one: one.opname not in _ENDS, following):
@@ -300,7 +304,7 @@ Places = Mapping[CodeType, Collection[int]]
 
 
 def _accesses(instruction: dis.Instruction) -> _Accesses:
-    """Each ("LOAD" or other, variable) of an instruction, which since Python 3.13 may name two, in their order."""
+    """The variables of an instruction with "LOAD", "STORE" or "DELETE", in order: two since Python 3.13."""
     words = instruction.opname.split("_")
     if not any(word in _OF_VARIABLES for word in words):
         return []
@@ -311,18 +315,18 @@ def _accesses(instruction: dis.Instruction) -> _Accesses:
 
 @functools.cache
 def _set_by_inner(code: CodeType) -> frozenset[str]:
-    """The variables that functions inside of this one set, as ``nonlocal`` or ``global``."""
+    """The variables that inner functions set, as ``nonlocal`` or ``global``."""
     _, *inner = codes_in(code)
     return frozenset[str]().union(*(names_loaded(each, "STORE_DEREF", "STORE_GLOBAL") for each in inner))
 
 
 class Carried(NamedTuple):
-    """A name that code gives a value which depends on the value before."""
+    """A name whose new value depends on the value before, as in ``total += x``."""
 
     name: str
     what: Literal["value", "own", "attribute", "object", "entries"] = "value"
-    """The value of a variable, attribute or entry, or of a variable of the function's ``own``. Another object may have
-    the place of an ``attribute``, or of the ``object`` in a variable; there may be more ``entries`` in a container."""
+    """The ``value`` of a variable, attribute or entry; that of the function's ``own`` variable; another object in place
+    of the one in an ``attribute`` or a variable (``object``); more ``entries`` in a container."""
 
 
 class _Effects(NamedTuple):
@@ -333,18 +337,18 @@ class _Effects(NamedTuple):
     own: frozenset[str]
     """The variables of the function itself that it sets."""
     carries: frozenset[Carried]
-    """The parts of ``changes`` that do."""
+    """Those of ``changes`` whose new value depends on the value before."""
     own_carries: frozenset[Carried]
-    """The parts of ``own`` that do."""
+    """Those of ``own``."""
     calls: frozenset[str]
     """The names of functions."""
     inner: CodeType | None
     sets: bool
-    """True where it makes ``changes`` anew, rather than parts of them."""
+    """True where it replaces ``changes`` as a whole, rather than parts of them."""
 
 
 _Parts = Iterable[tuple[CodeType, float, float]]
-"""Code, and the offsets after the first and up to the second of which it runs."""
+"""Code, and the two offsets between which it runs, the second included."""
 _Functions = Mapping[str, Collection[CodeType]]
 """Functions that code may call, by name."""
 
@@ -352,7 +356,7 @@ _Functions = Mapping[str, Collection[CodeType]]
 def changed_names(parts: _Parts, functions: _Functions, *, of_functions: bool = False) -> set[str]:
     """The names of variables, attributes and entries that code may set, or change in place.
 
-    What ``functions`` set in variables of their own is not among them. ``of_functions``: the parts are such, too.
+    Local variables of ``functions`` are not among them, nor those of ``parts`` with ``of_functions``.
     """
     found = set[str]()
     for each, is_running in _effects_of(parts, functions, of_functions=of_functions):
@@ -361,7 +365,7 @@ def changed_names(parts: _Parts, functions: _Functions, *, of_functions: bool = 
 
 
 def carried_names(parts: _Parts, functions: _Functions) -> set[Carried]:
-    """Those of the names that code may change whose new values depend on what they were."""
+    """Those of ``changed_names`` whose new values depend on the values before."""
     found, anew = set[Carried](), set[str]()
     for each, is_running in _effects_of(parts, functions):
         found |= each.carries | (each.own_carries if is_running else set())
@@ -372,7 +376,7 @@ def carried_names(parts: _Parts, functions: _Functions) -> set[Carried]:
 def _effects_of(
     parts: _Parts, functions: _Functions, *, of_functions: bool = False
 ) -> Iterator[tuple[_Effects, bool]]:
-    """The effects of code and of the functions that it calls; True for those of code whose own variables count."""
+    """The effects of code and of the functions that it calls; True where local variables of that code count."""
     parts = list(parts)
     running = set() if of_functions else {code for code, _, _ in parts}
     named, todo = {"__call__"}, [*parts, *((each, -1, _ALL) for each in functions.get("__call__", ()))]
@@ -394,18 +398,18 @@ def _effects(code: CodeType) -> list[_Effects]:
 
 
 class _EffectsReader:
-    """Reads the effects of instructions in their order: those before one have loaded what it changes."""
+    """Finds the effects of instructions, read in order: an instruction changes what those before it have loaded."""
 
     def __init__(self, *, sets_by_name: bool) -> None:
         self._sets_by_name = sets_by_name
         """True for code that may set attributes whose names are strings in it."""
         self._loads: _Loads = defaultdict(list)
         self._texts: list[tuple[Any, str]] = []
-        """The strings, and where they are."""
+        """Strings in the code, and their positions."""
         self._seen: set[tuple[Any, str, frozenset[str]]] = set()
-        """The names that were read: their lines, and of which variables they are attributes."""
+        """Names that were read: the line, and the variables of which each is an attribute."""
         self._is_in_place = False
-        """True behind ``+=`` and the like."""
+        """True after ``+=`` and the like."""
 
     def read(self, each: dis.Instruction, shown: _Accesses) -> _Effects:
         where, kind, accesses = each.positions, each.opname, _accesses(each)
@@ -462,7 +466,7 @@ class _EffectsReader:
     def _carried(
         self, each: dis.Instruction, base: Collection[str], known: frozenset[str], changes: Collection[str]
     ) -> set[Carried]:
-        """The changes that depend on what was there."""
+        """Those of the changes that depend on the value before."""
         kind, line = each.opname, each.positions and each.positions.lineno
         if kind.startswith("CALL"):
             return {*map(Carried, changes)}
@@ -483,12 +487,12 @@ class _EffectsReader:
 _LOADS_ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")
 _SETS = ("STORE_ATTR", "STORE_NAME", "STORE_GLOBAL", "STORE_DEREF")
 _Loads = defaultdict[tuple[int | None, int | None], list[tuple[dis.Positions, str]]]
-"""The names that instructions load, and where, by the line and column at which they begin. Of some only the line is
-known: of the second that one instruction loads, and of all with PYTHONNODEBUGRANGES."""
+"""The names that instructions load and their positions, by the line and column where they begin. Only the line is known
+of the second name that an instruction loads, and of all names with PYTHONNODEBUGRANGES."""
 
 
 def _base_names(where: Any, loads: _Loads) -> set[str]:
-    """The name of x in ``x[...]``, ``x.method`` and ``x(...)``: the longest that begins where they do."""
+    """The name ``x`` in ``x[...]``, ``x.method`` and ``x(...)``: the longest one that begins where they do."""
     if not where:
         return set()
     own = [(at, name) for at, name in loads[where[::2]] if _is_within(at, where)]
@@ -498,7 +502,7 @@ def _base_names(where: Any, loads: _Loads) -> set[str]:
 
 
 def _argument_of_next(where: Any, loads: _Loads) -> set[str]:
-    """The name of x in ``next(x)``."""
+    """The name ``x`` in ``next(x)``."""
     every = itertools.chain.from_iterable(loads.values())
     own = [(at, name) for at, name in every if _is_within(at, where) and at[::2] != where[::2]]
     first = set([name for at, name in own if at[::2] == own[0][0][::2]][-1:])
@@ -522,14 +526,12 @@ _CHANGING = frozenset(
 )
 """Methods that change their object in place; so do those whose names end in ``_``."""
 _SETTING = ("clear", "copy_", "fill", "fill_", "load_state_dict", "zero_")
-"""Those of them after which it may not depend on what it was."""
-
-
+"""Methods that may replace all of their object, which then does not depend on the value before."""
 CONSTRUCTORS = ("__init__", "__post_init__")
 
 
 def functions_by_name(spaces: Iterable[Mapping[str, Any]]) -> dict[str, list[CodeType]]:
-    """The code of the user's functions and methods that variables, and what they hold, name; of a class, its first."""
+    """The code of the user's functions and methods by each name that leads to it; a class leads to its constructor."""
     found: dict[str, list[CodeType]] = defaultdict(list)
     seen: set[int] = set()
     todo = [pair for space in spaces for pair in list(space.items())]
@@ -556,7 +558,7 @@ def functions_by_name(spaces: Iterable[Mapping[str, Any]]) -> dict[str, list[Cod
 
 @functools.cache
 def changed_by_reading(kind: type) -> frozenset[str]:
-    """The attributes that a data set changes itself where samples are read, as a cache."""
+    """The attributes that a data set of this class changes while samples are read, such as a cache."""
     functions: dict[str, list[CodeType]] = defaultdict(list)
     for name, method in methods_of(kind):
         functions[name].append(method.__code__)
@@ -568,7 +570,7 @@ _READING = ("__getitem__", "__getitems__", "__iter__", "__next__")
 
 
 def read_in_loop(places: Iterable[str]) -> list[str]:
-    """Those attributes and variables, by the words of a ``Snapshot``, that code of the user's frames names itself."""
+    """Those of the attributes and variables, in the words of a ``Snapshot``, that code of the user's frames names."""
     loads: set[tuple[str, str]] = set()
     for each in itertools.chain.from_iterable(dis.get_instructions(one.f_code) for one in users_frames()):
         loads |= {("variable", name) for kind, name in _accesses(each) if kind == "LOAD"}
@@ -578,7 +580,7 @@ def read_in_loop(places: Iterable[str]) -> list[str]:
 
 
 def unset_names(*, enters_loop: bool = False) -> list[str]:
-    """The variables that the user's frames set, may read next, and do not have; see ``live_in``."""
+    """The variables that the user's frames set and may read next, and that have no value now; see ``live_in``."""
     found = list[str]()
     for each, live in zip(frames := users_frames(), live_in(frames, enters_loop=enters_loop)):
         there = {*each.f_locals} | each.f_globals.keys() & {*each.f_code.co_names}
@@ -590,22 +592,20 @@ def read_after_loops() -> set[str]:
     """The variables that the loops of the user's frames set or change, and the code after those loops reads."""
     found: set[str] = set()
     for code, place in [(each.f_code, each.f_lasti) for each in users_frames()]:
-        offsets, before, _ = _live_around(code)
-        number = bisect_right(offsets, place) - 1
-        instruction = _flow(code)[0][number]
+        instruction = _flow(code)[0][_number_at(code, place)]
         if instruction.opname == "FOR_ITER":
-            after = before[offsets.index(instruction.argval)]
+            after = _live_around(code)[0][_number_at(code, instruction.argval)]
             found |= after & changed_names([(code, instruction.offset, instruction.argval)], {})
     return found
 
 
 def changed_since(offsets: Mapping[FrameType, int]) -> set[str]:
-    """The names that the user's frames that are running may have changed since these ``offsets`` of instructions."""
+    """The names that the user's running frames may have changed since these ``offsets`` of instructions."""
     return changed_names(*_run_since(offsets))
 
 
 def carried_since(offsets: Mapping[FrameType, int]) -> set[Carried]:
-    """Those of them whose new values depend on what they were."""
+    """Those of ``changed_since`` whose new values depend on the values before."""
     return carried_names(*_run_since(offsets))
 
 
@@ -620,9 +620,9 @@ def _run_since(offsets: Mapping[FrameType, int]) -> tuple[_Parts, _Functions]:
 
 
 def changed_by_loop() -> set[str]:
-    """The names that the user's frames that are running may change, and the functions that their code names.
+    """The names that the user's running frames, and the functions that their code names, may change.
 
-    Those are called by it, or handed on, as a loss is. What constructors set is not among them.
+    The functions are called there, or passed on, as a loss is. What constructors set is not among the names.
     """
     frames = users_frames()
     functions = _functions_of_frames(frames)

@@ -115,7 +115,7 @@ class OpenEvaluation:
         return self.forward(micro_batch)[0]
 
     def unchanged(self) -> AbstractContextManager[None]:
-        """A context that puts back what calls of the model, and of the user's own function, change in them."""
+        """A context that restores what calls of the model, and of the user's own function, change in them."""
         return unchanged(self.model, self.own_forward)
 
     def rounds(self) -> Iterator[tuple[int, MicroBatch | None]]:
@@ -140,7 +140,7 @@ class OpenEvaluation:
 
     @contextmanager
     def noting_failure(self) -> Iterator[None]:
-        """Surrounds what may fail on this rank alone, while others go on and wait for it."""
+        """Surrounds what may fail on this rank alone, while the others wait for it."""
         try:
             yield
         except EvaluationStopped:

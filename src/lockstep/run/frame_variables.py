@@ -116,26 +116,26 @@ class Variables:
     plain: dict[str, Part] = field(default_factory=dict)
     """Values that are plain."""
     tensors: dict[str, list[Any]] = field(default_factory=dict)
-    """Of each variable that is a tensor: it; of one that is a module: it, and its tensors."""
+    """By variable: the tensor itself; for a module, the module and its tensors."""
     generators: dict[str, Any] = field(default_factory=dict)
     optimizers: dict[str, Optimizer] = field(default_factory=dict)
     """Those that ``run.prepare`` was not given."""
     with_values: set[str] = field(default_factory=set)
-    """Tensors, arrays, modules, and lists of many plain values."""
+    """Names of tensors, arrays, modules, and lists of many plain values."""
     of_data: set[str] = field(default_factory=set)
-    """Those that data sets hold, or what looks like one."""
+    """Names of what is held by data sets, or by objects that look like one."""
     of_datasets: set[str] = field(default_factory=set)
-    """Those that a ``Dataset`` of torch holds."""
+    """Names of what is held by a ``Dataset`` of torch."""
     perhaps_read: set[str] = field(default_factory=set)
-    """Those that reading samples may fill: globals, and of ``of_data`` lists and dicts of tensors or objects."""
+    """Names of what reading samples may fill: globals, and lists and dicts of tensors or objects in ``of_data``."""
     local: set[str] = field(default_factory=set)
-    """Variables of the frames. Of attributes and globals no code tells whether they are set before they are read."""
+    """Names of the frames' variables. No code shows which attributes and globals are set before they are read."""
     read: set[str] = field(default_factory=set)
-    """Those of them that are read before they are set, as their code tells."""
+    """Those of ``local`` that are read before they are set, as the code shows."""
     live: set[str] = field(default_factory=set)
-    """Those that the frames will read before they set them anew, as far as code tells that."""
+    """Names of what the frames may read before they set it again, as far as their code shows."""
     other_names: dict[str, set[str]] = field(default_factory=dict)
-    """Of values that were found again: the last words of those names."""
+    """By the first name of a value: the last words of the other names under which it was found."""
     renewed: set[str] = field(default_factory=set)
     """See ``renew_floats``."""
     _most_bytes: int = _MOST_BYTES
@@ -144,9 +144,9 @@ class Variables:
     _is_in_dataset: bool = False
     _noted: list[str] = field(default_factory=list)
     _codes: list[tuple[CodeType, dict[str, Any]]] = field(default_factory=list)
-    """Of functions whose globals are still to be looked at."""
+    """The code and the globals of functions whose globals are still to be looked at."""
     _modules: set[CodeType] = field(default_factory=set)
-    """That of modules that are running."""
+    """The code of running modules."""
     _reading: list[FunctionType] = field(default_factory=list)
     """Functions that data sets hold, and the methods of objects that they hold."""
     _bound: list[Any] = field(default_factory=list)
@@ -156,7 +156,7 @@ class Variables:
     _kept: list[Any] = field(default_factory=list)
     """The results of ``parts_of``: the ids of objects are those of others once they are gone."""
     _seen: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """By the id of an object, the first and the last of what was noted of it, and of what it holds."""
+    """By the id of an object: the range in ``_noted`` of the names of it and of what it holds."""
 
     @classmethod
     def of_loop(cls, known: Mapping[int, str], callbacks: Iterable[object] = (), **loop: Any) -> Variables:
@@ -257,13 +257,13 @@ class Variables:
                     self._look(Part(GLOBAL, space, key, held), name)
 
     def held(self, name: str) -> list[Any]:
-        """The objects at a name by whose values a loss that reads them is known: tensors, arrays, containers."""
+        """The tensors, arrays or containers at a name, by which a loss that reads them is recognised."""
         value = self.values[name]
         is_one = isinstance(value, list | dict | deque | np.ndarray)
         return [value] if is_one else self.tensors.get(name, [])
 
     def renew_floats(self, names: Collection[str]) -> None:
-        """Puts an equal float in the place of each that an object, a dict or a list holds: what is set anew shows."""
+        """Replaces floats that an object, a dict or a list holds by equal ones, so that setting them again shows."""
         for name in names & self.plain.keys():
             part = self.plain[name]
             if type(part.value) is float and not (part.is_fixed or isinstance(part.holder, str)):
@@ -273,7 +273,7 @@ class Variables:
                 self.renewed.add(name)
 
     def _look(self, part: Part, name: str, depth: int = 0, only_tensors: bool = False) -> None:
-        """Notes a value and what it holds. ``only_tensors``: no numbers, as of objects of installed packages."""
+        """Notes a value and what it holds. ``only_tensors``: without numbers, as for objects of installed packages."""
         value = part.value
         own = vars(value).get("wrapped") if type(value) is PreparedOptimizer else value
         held = self.known.get(id(own))
@@ -389,7 +389,7 @@ class Variables:
     def _whole(
         self, value: Any, name: str, parts: list[Any], depth: int, what: str, only_tensors: bool = False
     ) -> None:
-        """Notes an object by all that it is made of; ``what`` it is."""
+        """Notes one text for all that an object is made of; ``what`` names its kind."""
         bounds = 1 << 12 if self._is_in_data else _MOST_BYTES
         inner = Variables(self.known, local=self.local, _is_in_data=self._is_in_data, _most_bytes=bounds)
         for number, part in enumerate(parts):
@@ -402,7 +402,7 @@ class Variables:
             self._note(name, f"{what} of digest {short_digest(repr(texts).encode())}", value)
 
     def _function(self, function: Any, name: str, depth: int, only_tensors: bool) -> None:
-        """Looks at the variables around a function whose own function has returned, its defaults and attributes."""
+        """Looks at a function's closure, unless the function around it still runs, its defaults and attributes."""
         is_own, homes = type(function) is FunctionType and is_users_function(function), list[str]()
         if is_own:
             self._codes.append((function.__code__, function.__globals__))
@@ -482,7 +482,7 @@ class Variables:
             self._note(name, f"{list(array.shape)} of digest {short_digest(content)}", array, has_values=True)
 
     def _module(self, module: nn.Module, name: str) -> None:
-        """One text of all tensors of a module, such as a copy of the model that follows it, and one of each number."""
+        """Notes one text for all tensors of a module, such as an average of the model, and one for each number."""
         tensors = [
             held
             for each in module.modules()
@@ -516,7 +516,7 @@ class Variables:
 
 
 def _name_of(key: str, space: dict[str, Any], own: Mapping[str, int]) -> str:
-    """A global, with its module unless code of the loop means this one by the name."""
+    """The name of a global; with its module, unless code of the loop means this global by the name alone."""
     return key if own.get(key) == id(space) else f"{space.get('__name__')}.{key}"
 
 
@@ -526,7 +526,7 @@ def _is_users_callback(value: Any) -> bool:
 
 @functools.cache
 def _keeps_state(kind: type) -> bool:
-    """True for schedules and averages of installed packages, as far as their class tells."""
+    """True for schedules and averages of installed packages, as far as their class shows."""
     methods = {name: each for cls in kind.__mro__ for name, each in vars(cls).items()}
     functions = [each for each in methods.values() if type(each) is FunctionType]
     sets_rates = any("param_groups" in names_in(each.__code__) for each in functions)
@@ -548,7 +548,7 @@ def _is_on_disk(array: Any) -> bool:
 
 
 def _samples_of(entries: Any) -> int:
-    """How many of a long list's entries are looked at: fewer where each has many parts, as in a replay buffer."""
+    """The number of a long list's entries to look at: fewer where each has many parts, as in a replay buffer."""
     if len(entries) <= _MOST_SAMPLES:
         return _MOST_SAMPLES
     parts = max(1, *(len(parted(each)) for each in copied(entries, 1)))

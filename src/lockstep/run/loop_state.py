@@ -66,7 +66,7 @@ class Lost:
         return cls(held, found.plain.get(name), state_of(held))
 
     def is_read_by(self, found: Snapshot, changed: Container[str], names: set[str]) -> bool:
-        """True where a loss reads it, and the step is not known to have set it anew.
+        """True where a loss reads it, and the step is not known to have set it again.
 
         Args:
             found: what was looked at in a step.
@@ -92,7 +92,7 @@ _ATTRIBUTE = r"attribute '(?!_content'|_val'|_fields')(\w+)'"
 
 
 def state_of(held: Collection[Any]) -> str:
-    """A text that tells whether what is held was changed in place."""
+    """A text that changes when what is held is changed in place."""
     versions = [each._version if isinstance(each, Tensor) and not each.is_inference() else 0 for each in held]
     arrays = [hash(each.tobytes()) for each in held if isinstance(each, np.ndarray)]
     return repr([versions, arrays, *(len(each) for each in held if isinstance(each, list | dict | deque))])
@@ -129,7 +129,7 @@ class LoopState:
         self._start: dict[str, str] = {}
         """The texts when the steps of the current epoch began."""
         self._entered: dict[str, str] = {}
-        """The texts when the first steps of this loop began: an earlier one, as a pretraining, has another place."""
+        """The texts when the first steps of this loop began; a loop before it, such as a pretraining, has its own."""
         self._places: set[str] = set()
         self._at_epoch: dict[str, Any] = {}
         """The generators' states when the current epoch began."""
@@ -146,9 +146,9 @@ class LoopState:
         self._resumed: tuple[Variables, dict[str, str], dict[FrameType, int]] | None = None
         """The variables of a resumed run at the start of its first epoch, states of tensors, and places of frames."""
         self._untouched: set[str] = set()
-        """The variables that the loop's own code has not set between there and its first steps."""
+        """The variables that the loop's own code has not set between the start of that epoch and its first steps."""
         self._carried: set[str] = set()
-        """The variables that it has computed there from their own values, when these were not what they should be."""
+        """The variables that it has computed there from their own lost values."""
         self._generators: dict[str, Any] = {}
         """The generators that existed when the steps of the current epoch began."""
         self._measured = set[float]()
@@ -248,7 +248,7 @@ class LoopState:
             self._measured.update(results.values() if isinstance(results, Mapping) else [results])
 
     def _taken_from_run(self, found: Variables) -> set[str]:
-        """Variables that are equal to what the script may have them from: a resumed run gives it another value."""
+        """The variables whose values the script may have taken from the run, which gives others after a resume."""
         numbers = {*self._settings(), *self._measured}
         return {
             name
@@ -288,7 +288,7 @@ class LoopState:
             self._by_reading |= changed.keys() & found.of_data if alone else set()
 
     def seen_in(self, found: Snapshot) -> set[str]:
-        """The names in a snapshot of the objects in variables that the loop goes on to use, which ``capture`` notes.
+        """The names in a snapshot of the objects in variables that the loop will use again, which ``capture`` notes.
 
         Objects are left out if ``Lost`` cannot tell whether a loss reads them, such as iterators.
         """
@@ -343,7 +343,7 @@ class LoopState:
         _give(found, {name: state for name, state in states.items() if name not in self._stored["fresh"]})
 
     def _lost(self, found: Variables, unread: Collection[str]) -> dict[str, tuple[str, str]]:
-        """The variables that begin anew: what they were at the checkpoint, and what they are."""
+        """The variables that a stop has lost, each with its text at the checkpoint and its text now."""
         lost, taken = {}, self._taken & self._taken_from_run(found)
         for name, text in found.texts.items():
             before = self._stored["saved"].get(name)
@@ -366,7 +366,7 @@ class LoopState:
         may: what is set anew in each epoch has one value at the start of every one.
 
         Args:
-            is_taken: its value is one that the script takes from the run, which is another one now.
+            is_taken: its value is one that the script takes from the run, which gives a different one now.
         """
         firsts, start = (self._first.get(name), self._entered.get(name)), self._stored["start"].get(name)
         may_differ = name in found.with_values  # by values, of which a text tells too little
@@ -406,7 +406,7 @@ class LoopState:
             )
 
     def _is_certain(self, name: str) -> bool:
-        """False where the start of an epoch may set it: the next one then gets its own value, as a curriculum's."""
+        """False where the start of an epoch may set it: each epoch then has a value of its own, as in a curriculum."""
         is_carried = name in self._stored["read"] or name in self._untouched | self._carried
         return self._inside or is_carried or (not self._in_epochs and name not in self._stored["plain"])
 
@@ -481,7 +481,7 @@ class LoopState:
 
 
 def _owners(name: str, is_variable: bool) -> set[Carried]:
-    """The names that code may have for a value, or for an object that holds it."""
+    """The names by which code may change a value, or an object that holds it."""
     words, keys = _words(name)
     if is_variable:
         return {Carried(words[-1]), Carried(words[-1], "own")}

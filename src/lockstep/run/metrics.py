@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from lockstep.core.plan import Share, StepPlan
 from lockstep.core.summation_tree import fold_rows
-from lockstep.data.batch import MicroBatch
+from lockstep.data.batch import MicroBatch, tensors_in
 from lockstep.errors import ConfigError
 from lockstep.numerics.precision import dtype_named
 from lockstep.run.checks.calls import require_same_names, watching_once
@@ -505,8 +504,7 @@ def without_writes(
 
 def versions_of(*values: Any) -> list[int]:
     """How often each tensor in them was written into, as far as torch knows."""
-    leaves = (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
-    return [leaf._version for leaf in leaves if not leaf.is_inference()]
+    return [tensor._version for tensor in tensors_in(values) if not tensor.is_inference()]
 
 
 def metric_writes(name: object, caller: str, readers: str) -> ConfigError:

@@ -94,16 +94,17 @@ class GradientState:
         Args:
             members: the names of the parameters in each group of each.
         """
-        shared = [
-            SharedGroups.of(optimizer, own, parameters, self._strategy)
-            for optimizer, own in zip(self._optimizers, members)
-        ]
-        return {id(each): PreparedOptimizer(each, self, own) for each, own in zip(self._optimizers, shared)}
+        is_independent = isinstance(self._strategy, IndependentStrategy)  # then each process shows its part
+        wrapped = {}
+        for optimizer, own in zip(self._optimizers, members):
+            shared = None if is_independent else SharedGroups(optimizer, own, parameters, self._strategy)
+            wrapped[id(optimizer)] = PreparedOptimizer(optimizer, self, shared)
+        return wrapped
 
     def __bool__(self) -> bool:
         """True while some optimizer that was not stepped in this batch holds gradients.
 
-        Those that another has used count only if both of them have stepped in the batch before.
+        Gradients that another optimizer has used count only if both were stepped in the batch before.
         """
         return self._waits_for(self._stepped_before)
 
@@ -115,9 +116,9 @@ class GradientState:
         )
 
     def anywhere(self, in_body: bool = False) -> bool:
-        """The same for the optimizers of all ranks, which hold different parameters in a pipeline. Collective.
+        """As ``bool``, for the optimizers of all ranks, which hold different parameters in a pipeline. Collective.
 
-        With ``in_body``, what another has used never counts: of the rest of the body, steps are refused after a save.
+        With ``in_body``, gradients that another optimizer has used never count: after a save the body makes no steps.
         """
         self._strategy.require_no_calls()
         waits = self._waits_for() if in_body else bool(self)
@@ -133,7 +134,7 @@ class GradientState:
         return [p for o in held for p in _members(o) if p.grad is not None]
 
     def require_stepped(self) -> None:
-        """Raises ``ConfigError`` where a checkpoint would lose gradients, or a loop not go on from it. Collective."""
+        """Raises ``ConfigError`` where a checkpoint would lose gradients, or no loop could resume there. Collective."""
         if self.anywhere(in_body=True):
             raise ConfigError(
                 "run.save() between run.backward and optimizer.step() is refused: a resumed loop cannot begin between "

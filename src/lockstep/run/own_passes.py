@@ -7,7 +7,7 @@ The first steps are rehearsed, by giving the body of the loop micro-batches that
     [some rows], [the same], [two halves], without dropout -> is the loss a mean over samples?
 
 The body is the caller, so it runs once for each of them, and what it counts or adds up, it does then too. Nothing is
-updated, and the model is put back.
+updated, and the model is restored.
 """
 
 from __future__ import annotations

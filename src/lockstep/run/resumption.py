@@ -66,7 +66,7 @@ class Resumption:
             )
 
     def begin_epochs(self) -> None:
-        """Notes the run as the loop over epochs finds it, where that goes on within one. Collective."""
+        """Notes the run as the loop over epochs finds it, where it resumes within an epoch. Collective."""
         self._require_restored()
         self._warn_of_settings()
         if self.run is not None and self._loop.is_resumed and self._loop.position.done:
@@ -125,7 +125,7 @@ class Resumption:
     def note(self, run: RunState) -> None:
         """Says that a checkpoint has the run as it stands."""
         self._loop.note_save()
-        independent = isinstance(run.strategy, IndependentStrategy)  # servers go on by themselves
+        independent = isinstance(run.strategy, IndependentStrategy)  # servers continue by themselves
         self._place = "" if independent else self._loop.place
         self._held = _held(run, self._loop) if self._place else {}
         if self._place:

@@ -420,7 +420,7 @@ class Run:
             workers: as in ``batches``.
             repeatable: a request to stop ends the evaluation early, and a resumed run repeats everything after the
                 last step of the epoch. Set it only if nothing there changes what a checkpoint holds, such as a
-                schedule. By default the evaluation goes on to its end, and the run stops at the next step.
+                schedule. By default the evaluation runs to its end, and the run stops at the next step.
 
         Returns:
             A float, or floats by name. If ``compute()`` of the metric ``iou`` gives a dict or a list of numbers, one
@@ -477,7 +477,7 @@ class Run:
         """Writes a checkpoint of the run as it stands, after checking that all ranks agree. Collective.
 
         Inside the loop over ``batches``, call it at the end of the loop's body: the step counts as done. The state is
-        copied, and training goes on while the copy is written. A ``CheckpointError``, as of a full disk, is raised on
+        copied, and training continues while the copy is written. A ``CheckpointError``, as of a full disk, is raised on
         the main process at the end of the next step, by the next save, or at the end of the program.
 
         Args:

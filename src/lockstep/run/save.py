@@ -302,7 +302,7 @@ def resume(
 
 
 def _mention_resumed(path: Path, position: Position, changed: Sequence[str], *, is_found: bool) -> None:
-    """Notes where a run goes on; warns of what has ``changed`` in the program, and of another run's folder."""
+    """Notes where a run resumes; warns of what has ``changed`` in the program, and of another run's folder."""
     between = position.epoch and not position.inside
     epoch = f"after epoch {position.epoch}" if between else f"epoch {position.epoch + 1}"
     note("Resumed from %s: %s, step %d.", path, epoch, position.step)

@@ -160,10 +160,10 @@ class RunSession:
         self.is_closed = False
 
     def leave_process_group(self, *, is_expendable: bool) -> None:
-        """Leaves the process group, if this session opened it, and goes on alone. Collective.
+        """Leaves the process group, if this session opened it, and continues alone. Collective.
 
         Args:
-            is_expendable: whether the run goes on without this process if it is killed.
+            is_expendable: whether the run continues without this process if it is killed.
         """
         self.group = None
         gc.collect()
@@ -172,7 +172,7 @@ class RunSession:
             self.heartbeat.set_membership(Membership.INDEPENDENT)
 
     def require_open(self) -> None:
-        """Raises ``ConfigError`` after ``close``: a process alone would go on with its own part of the work."""
+        """Raises ``ConfigError`` after ``close``: a process alone would continue with its own part of the work."""
         if self.is_closed:
             raise ConfigError(
                 "The run was ended by run.close(). Call that last, or begin another: lockstep.init(...)."

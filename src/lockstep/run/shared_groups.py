@@ -14,18 +14,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.errors import ConfigError
-from lockstep.strategies import IndependentStrategy, Strategy
+from lockstep.strategies import Strategy
 from lockstep.strategies.absent import Absence, AbsentTensor
 from lockstep.strategies.optimizer_trial import Unit, refused_optimizer, try_optimizer
 
 
 class SharedGroups:
-    """The groups and the state that the wrapper of an optimizer shows and takes.
+    """The groups and the state that the wrapper of an optimizer shows and takes. Creating it is collective.
 
     Args:
         optimizer: the user's, which holds parts.
         members: the names of the parameters in each group; gets those of groups that are added.
-        shares_all: True if every process has a part of each trained parameter, and so knows what state there is.
+        parameters: those of the prepared model, by name.
     """
 
     def __init__(
@@ -34,10 +34,8 @@ class SharedGroups:
         members: list[list[str]],
         parameters: Mapping[str, Tensor],
         strategy: Strategy,
-        *,
-        shares_all: bool = False,
     ) -> None:
-        self.optimizer, self.strategy, self.shares_all = optimizer, strategy, shares_all
+        self.optimizer, self.strategy = optimizer, strategy
         self._members, self._parameters = members, parameters
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._trained = {name for name, parameter in parameters.items() if parameter.requires_grad}
@@ -49,22 +47,9 @@ class SharedGroups:
         """True if the optimizer holds the very parameters that the user sees."""
         self.has_values = all(type(each) is nn.Parameter for each in parameters.values())
         """True if every process has the values of all parameters between steps."""
-
-    @classmethod
-    def of(
-        cls,
-        optimizer: Optimizer,
-        members: list[list[str]],
-        parameters: Mapping[str, Tensor],
-        strategy: Strategy,
-    ) -> SharedGroups | None:
-        """The groups of an optimizer; None where processes are independent, which see their own parts. Collective."""
-        if isinstance(strategy, IndependentStrategy):
-            return None
-        trained = {name for name, parameter in parameters.items() if parameter.requires_grad}
-        lacks = torch.tensor([int(trained > strategy.trainable().keys())], device=strategy.device)
-        shares_all = not strategy.all_reduce_max(lacks).any()
-        return cls(optimizer, members, parameters, strategy, shares_all=shares_all)
+        lacks = torch.tensor([int(self._trained > strategy.trainable().keys())], device=strategy.device)
+        self.shares_all = not strategy.all_reduce_max(lacks).any()
+        """True if every process has a part of each trained parameter, and so knows what state there is."""
 
     def groups(self) -> list[Any]:
         """The groups, with the prepared model's parameters."""

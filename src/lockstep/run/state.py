@@ -47,13 +47,13 @@ from lockstep.text import at_most, shorten
 logger = logging.getLogger(__name__)
 _GRADIENT = "gradient|"
 _MOST_NUMBERS = 1 << 18
-"""Of a state tensor that is not shaped like its parameter, such as a step counter."""
+"""Numbers of a state tensor that is not shaped like its parameter, such as a step counter."""
 _HOW = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
-"""Of a parameter group: not what is computed. How it is computed belongs to the context."""
+"""Entries of a parameter group that decide how, not what, is computed; this belongs to the context."""
 _TENSOR = "tensor|"
 """Marks what stands for a tensor in a scheduler's state."""
 _OF_OBJECTS = frozenset({"lr_lambdas", "_scale_fn_custom"})
-"""In the state of a scheduler: attributes of what it calls for a learning rate; None for a function."""
+"""Entries of a scheduler's state with attributes of what it calls for a learning rate; None for a function."""
 _MOST_LINES = 5
 _UNSAVED = {
     "unsaved": ("which no state_dict() has", "Keep it in self.state[parameter] of the optimizer"),
@@ -82,7 +82,7 @@ def _shared_state(
     *,
     keep: bool,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """As ``checkpoint.optimizer_state`` of one whose parameters are shared out over processes. Collective.
+    """As ``checkpoint.optimizer_state``, for an optimizer whose parameters several processes share. Collective.
 
     ``names`` are those of the parameters that the optimizer holds here, ``members`` those of its groups in the whole
     model; ``rows`` and ``keep``: see ``RunState.capture``.
@@ -153,7 +153,7 @@ class RunState:
     made_with: tuple[dict[str, str], dict[str, str]]
     """See ``agreement.made_with``."""
     run_id: str = ""
-    """Of the run, over all its restarts."""
+    """The ID of the run, over all its restarts."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Values of the user, or the trainer, that are stored beside it; they must survive JSON."""
     data: dict[str, str] = field(default_factory=dict)
@@ -164,7 +164,7 @@ class RunState:
     settings: dict[str, str] = field(init=False)
     """With which the optimizers and schedulers were made, before any step or checkpoint changed them."""
     add_group: Sequence[Callable[[dict[str, Any]], None]] = ()
-    """Of each optimizer: adds a group of the prepared model's parameters."""
+    """By optimizer: adds a group of the prepared model's parameters."""
     places: dict[str, list[str]] = field(default_factory=dict)
     """Of a checkpoint: see ``capture_places``."""
     was_inside: bool = False
@@ -172,7 +172,7 @@ class RunState:
     capture_places: Callable[[RunState], dict[str, list[str]]] = lambda _: {}
     """Gives what the model and the loss read, the loop has changed, and no checkpoint holds; see ``UnheldPlaces``."""
     idle: set[str] = field(default_factory=set)
-    """The places that each call sets anew and on which nothing depends, as rehearsals find."""
+    """The places that each call sets again and on which nothing depends, as rehearsals find."""
     loop: LoopState = field(init=False)
 
     def __post_init__(self) -> None:
@@ -357,13 +357,13 @@ class RunState:
         return found
 
     def restore(self, state: CheckpointState, force_context: bool, *, restarted: bool = False) -> str:
-        """Takes up a state; returns the fingerprint it was written with. Collective.
+        """Loads a state; returns the fingerprint it was written with. Collective.
 
         Args:
             state: of a checkpoint.
-            force_context: goes on under other conditions than those it was written under.
+            force_context: continues under conditions that differ from those it was written under.
             restarted: the launcher has restarted the run, which is to end as if it had never stopped: settings of
-                optimizers and schedulers that are others now, as those that depend on the number of ranks, are named.
+                optimizers and schedulers that differ now, such as those that depend on the number of ranks, are named.
 
         Raises:
             CheckpointMismatch: it is of another model, recipe or software.

@@ -21,10 +21,9 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._pytree import tree_leaves
 
 from lockstep.core.plan import StepPlan
-from lockstep.data.batch import Batch, DeviceTransform, MicroBatch, map_leaves
+from lockstep.data.batch import Batch, DeviceTransform, MicroBatch, map_leaves, tensors_in
 from lockstep.errors import ConfigError
 from lockstep.numerics.compilation import explain_compiler
 from lockstep.numerics.precision import Precision
@@ -301,10 +300,8 @@ class ForwardPass:
             if is_looked_at and bool((target == _IGNORED).any()):
                 what = "targets of -100, which are left out"
         else:
-            tensors = [
-                leaf for leaf in tree_leaves((output, target)) if isinstance(leaf, Tensor) and leaf.dim()
-            ]
-            rows = {len(leaf) for leaf in tensors}
+            tensors = [tensor for tensor in tensors_in((output, target)) if tensor.dim()]
+            rows = {len(tensor) for tensor in tensors}
             if len(rows) == 1 and len(tensors) > 1 and 0 < (count := rows.pop()) < samples:
                 what = f"{plural(count, 'row')}, as where a collate function leaves samples out"
         if what:
@@ -482,9 +479,7 @@ class StepCompute:
             self.forward_pass.tell_other_mean(self.function, value, output, target, micro_batch)
             total, weight = sum_and_weight(value, len(micro_batch.indices))
             if not total.requires_grad:
-                trained = [
-                    each for each in tree_leaves(output) if isinstance(each, Tensor) and each.requires_grad
-                ]
+                trained = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
                 if weight or not trained:
                     raise no_gradient(output)
                 # Nothing counts in this micro-batch, as where no token is unmasked: all its gradients are zero.
@@ -525,7 +520,7 @@ class _SentFlags:
         self._copied = current_stream(flags.device).record_event()
 
     def read(self) -> list[float]:
-        """The flags of being finite, the losses, and the last stop code; waits if a device is far behind."""
+        """The flags of being finite, the losses, and the last stop code; waits if a device lags far behind."""
         if not self._copied.query():
             self._copied.synchronize()
         found: list[float] = self._host.tolist()

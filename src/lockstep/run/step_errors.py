@@ -17,10 +17,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._pytree import tree_leaves
 
 from lockstep.core.plan import StepPlan
-from lockstep.data.batch import Batch, MicroBatch
+from lockstep.data.batch import Batch, MicroBatch, tensors_in
 from lockstep.errors import ConfigError, LockstepError, NonFiniteError
 from lockstep.numerics.compilation import explain_compiler
 from lockstep.runtime.torch_internals import NOT_DETERMINISTIC, OTHER_TYPE, USED_UP
@@ -119,9 +118,7 @@ def note_data(error: Exception, batch: Batch, model: nn.Module) -> None:
     data = (called[-1:] or batch.micro_batches)[0].data
     inputs = data[:-1] if isinstance(data, tuple | list) else data
     own = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    given = {
-        each.dtype for each in tree_leaves(inputs) if isinstance(each, Tensor) and each.is_floating_point()
-    }
+    given = {each.dtype for each in tensors_in(inputs) if each.is_floating_point()}
     said = f"The data of a micro-batch: {shown(data)}."
     if own and given and not given & own:
         wrong = f"The input is {_names(given)} and the model {_names(own)}"
@@ -164,7 +161,7 @@ def explain_loss(
 
 def no_gradient(output: Any) -> ConfigError:
     """The error of a loss without a gradient, computed from an output."""
-    tensors = [value for value in tree_leaves(output) if isinstance(value, Tensor)]
+    tensors = tensors_in(output)
     if any(value.requires_grad for value in tensors):
         return ConfigError(
             "The loss has no gradient, though the output of the model has one. Return the loss tensor itself, "
@@ -294,7 +291,7 @@ def _wrong_probabilities(output: Any, target: Any) -> str:
 
 def _no_target(target: Any) -> str:
     """The advice for a loss whose target holds tensors and is none; else empty."""
-    if isinstance(target, Tensor) or not any(isinstance(each, Tensor) for each in tree_leaves(target)):
+    if isinstance(target, Tensor) or not tensors_in(target):
         return ""
     part = f"data[{list(target)[-1]!r}]" if isinstance(target, Mapping) else "data[1]"
     return (

@@ -25,7 +25,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 
 from lockstep.core.fingerprint import digest_tensor
 from lockstep.core.plan import StepPlan
-from lockstep.data.batch import Batch, MicroBatch
+from lockstep.data.batch import Batch, MicroBatch, tensors_in
 from lockstep.data.keyed import generators_kept
 from lockstep.errors import ConfigError
 from lockstep.numerics.hidden_state import Snapshot
@@ -54,7 +54,7 @@ def require_whole_models(strategy: Strategy, *, sync_batch_norm: bool) -> None:
 
 def stand_in(output: Any, target: Any) -> Tensor:
     """A loss by which a model is rehearsed whose own loss needs all micro-batches."""
-    tensors = [each for each in tree_leaves(output) if isinstance(each, Tensor)]
+    tensors = tensors_in(output)
     if not tensors:
         raise ConfigError(
             "With whole_batch=True the outputs of all micro-batches are put together, and no tensor is found in a "
@@ -186,9 +186,7 @@ class _Output:
 
 
 def _has_no_tensors(value: Any) -> bool:
-    return isinstance(value, list | tuple) and not any(
-        isinstance(each, Tensor) for each in tree_leaves(value)
-    )
+    return isinstance(value, list | tuple) and not tensors_in(value)
 
 
 def _text(leaf: Any) -> str:

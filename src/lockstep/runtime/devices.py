@@ -1,7 +1,7 @@
 """The types of devices that Lockstep trains on. No other module asks for one; a further type is added here.
 
     cpu     work is done when a call returns
-    cuda    work is queued on streams, and the process goes on: NVIDIA's GPUs, and AMD's in a ROCm build of torch
+    cuda    work is queued on streams, and the process continues: NVIDIA's GPUs, and AMD's in a ROCm build of torch
 
 What follows calls ``torch.cuda``, which is the same for both makers. Settings of NVIDIA's libraries are in
 ``numerics/precision.py``, and what decides the bits of a device in ``core/fingerprint.py``.

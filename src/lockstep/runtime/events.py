@@ -7,7 +7,7 @@ In the order within a step:
       backward_begin                                                run.backward
         micro_batch_begin  (micro_batch_resume)  micro_batch_end    for each micro-batch of this process
           output                                                    between its forward pass and its loss
-        bucket_start                                                buckets of gradients, while backward goes on
+        bucket_start                                                buckets of gradients, while backward continues
         exchange_begin  exchange_end                                waiting for the other ranks
       backward_end                                                  reduced gradients are set, still with the loss scale
       gradients_ready                                               they are ready to be clipped and stepped
@@ -178,13 +178,9 @@ class StepEvents:
     """
 
     def __init__(self) -> None:
-        self._callbacks: tuple[Callback, ...] = ()
-        self._collect()
-
-    @property
-    def callbacks(self) -> tuple[Callback, ...]:
+        self.callbacks: tuple[Callback, ...] = ()
         """Those that were added, in their order."""
-        return self._callbacks
+        self._collect()
 
     def add(self, callback: Callback) -> CallbackHandle:
         """Calls the methods of ``callback`` from the next event on.
@@ -193,12 +189,12 @@ class StepEvents:
             ConfigError: it is not a ``Callback``, was added before, or has a method of an unknown event.
         """
         _require_callback(callback)
-        if any(each is callback for each in self._callbacks):
+        if any(each is callback for each in self.callbacks):
             raise ConfigError(
                 f"run.add_callback was called twice with the same {type(callback).__qualname__}. Add it once, or "
                 "create a second object."
             )
-        self._callbacks = (*self._callbacks, callback)
+        self.callbacks = (*self.callbacks, callback)
         self._collect()
         return CallbackHandle(self, callback)
 
@@ -209,18 +205,18 @@ class StepEvents:
 
     def remove(self, callback: Callback) -> None:
         """Removes ``callback``; its methods are no longer called."""
-        self._callbacks = tuple(each for each in self._callbacks if each is not callback)
+        self.callbacks = tuple(each for each in self.callbacks if each is not callback)
         self._collect()
 
     @contextmanager
     def silenced(self) -> Iterator[None]:
         """Calls no callbacks inside the block."""
-        given, self._callbacks = self._callbacks, ()
+        given, self.callbacks = self.callbacks, ()
         self._collect()
         try:
             yield
         finally:
-            self._callbacks = given
+            self.callbacks = given
             self._collect()
 
     @contextmanager
@@ -236,7 +232,7 @@ class StepEvents:
 
     def _collect(self) -> None:
         """Finds, for each event, the callbacks that override its method."""
-        given = self._callbacks
+        given = self.callbacks
         self.prepare_end = _overriding(given, Callback.on_prepare_end)
         self.step_begin = _overriding(given, Callback.on_step_begin)
         self.backward_begin = _overriding(given, Callback.on_backward_begin)

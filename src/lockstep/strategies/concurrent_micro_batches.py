@@ -75,7 +75,7 @@ class Task(ABC):
 
     @abstractmethod
     def pause(self) -> Callable[[], None]:
-        """Called when it begins to wait; what is returned is called when it goes on."""
+        """Called when it begins to wait; what is returned is called when it continues."""
 
 
 class TaskThreads:
@@ -264,7 +264,7 @@ class MicroBatchRows:
             )
 
     def release(self) -> None:
-        """Ends the threads, and lets go of the process group."""
+        """Ends the threads, and releases the process group."""
         self._tasks.close()
         self._ranks.release()
 

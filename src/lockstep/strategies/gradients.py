@@ -3,7 +3,7 @@
 Autograd alone would add micro-batches as they come, and so in another order on every number of ranks. Here a hook takes
 a parameter's gradient as soon as it is complete, pushes it on the parameter's stack, and merges the nodes of the tree
 that are now whole. During a rank's last micro-batch the finished nodes go to the reducer's staging memory; a bucket
-whose parameters are complete is reduced while backward goes on with the others. ``StepSums`` adds losses and running
+whose parameters are complete is reduced while backward continues with the others. ``StepSums`` adds losses and running
 statistics to that, for a model or one stage of it.
 """
 
@@ -71,7 +71,7 @@ class StepHeader:
             losses: of its micro-batches, 0-dim.
             weights: of them, 0-dim.
             used: in how many of them each parameter was.
-            advanced: by how much each counter went on.
+            advanced: by how much each counter advanced.
             flags: numbers whose largest over the holders counts.
         """
         row = torch.zeros(self.size, dtype=torch.float64)
@@ -124,7 +124,7 @@ class Slot:
 
     @property
     def gap(self) -> int:
-        """How many numbers lie unused behind its own in the bucket; none where a rank gets a part of the sum."""
+        """How many numbers lie unused after its own in the bucket; none where a rank gets a part of the sum."""
         unit = ALIGNMENT // self.parameter.element_size()
         return -self.parameter.numel() % unit if self.held is self.parameter else 0
 
@@ -365,8 +365,7 @@ class GradientTree:
             return
         place = slot.staging[self._reducer.turn][len(slot.stack) - merges] if merges else None
         is_alike = place is not None and (place.dtype, place.device) == (gradient.dtype, gradient.device)
-        out = place if is_alike else None
-        push_leaf(slot.stack, gradient, merges, out)
+        push_leaf(slot.stack, gradient, merges, place if is_alike else None)
         self._hand_over(slot, self._reducer)
 
     def _hand_over(self, slot: Slot, reducer: Reducer) -> None:

@@ -38,7 +38,7 @@ class _Values:
     versions: Sequence[tuple[int, int]]
     """How often each was written to, and its address."""
     samples: Tensor
-    """Bytes of each, one behind the other."""
+    """Bytes of each, one after the other."""
     sizes: Sequence[int]
     """How many of each."""
 

@@ -57,7 +57,7 @@ def gather_rows(part: Tensor, shape: torch.Size, group: dist.ProcessGroup) -> Te
 def squares_of_rows(
     gradients: Sequence[Tensor | None], rows: Sequence[int], device: torch.device, group: dist.ProcessGroup
 ) -> list[Tensor]:
-    """The sum of squares of each whole gradient, float64, 0-dim: as ``sums.sum_of_squares`` gives it. Collective.
+    """The sum of squares of each whole gradient, float64, 0-dim: as ``sum_of_squares`` gives it. Collective.
 
     Args:
         gradients: this rank's rows of each; None counts as zeros.

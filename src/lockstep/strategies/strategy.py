@@ -8,8 +8,8 @@
                                                                ``local_shard``, ``own_rows``
 5. Which level does it promise?                                ``level``
 
-``IndependentStrategy`` adds what processes need that go on without a process group. The training loop never asks for a
-strategy by name.
+``IndependentStrategy`` adds what processes need that continue without a process group. The training loop never asks
+for a strategy by name.
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ class Compute(Protocol):
         """
 
     def pause(self, micro_batch: MicroBatch) -> Callable[[], None]:
-        """Leaves a micro-batch anywhere in its forward or backward pass; what is returned goes on exactly there.
+        """Leaves a micro-batch anywhere in its forward or backward pass; what is returned continues exactly there.
 
-        Random numbers go on where they were, and it is noted that this rank is at it again.
+        Random numbers continue where they were, and this rank is noted to be at it again.
         """
 
     def exchange(self) -> None:
@@ -239,7 +239,7 @@ class Strategy(ABC):
         """Puts gradients back to what they were before a ``backward`` that raised."""
 
     def fail(self, call: str, error: Exception) -> None:
-        """Notes that a collective call, as of a step, raised on this rank, while other ranks may go on with it."""
+        """Notes that a collective call, as of a step, raised on this rank, while other ranks may still be in it."""
         self.failed_call = f"{call} raised {type(error).__name__} ({error})"
 
     def require_no_failure(self) -> None:
@@ -379,11 +379,11 @@ class Strategy(ABC):
 
 
 class IndependentStrategy(Strategy):
-    """A way to train whose processes go on without a process group after ``prepare``, so that one may end alone."""
+    """A way to train whose processes continue without a process group after ``prepare``, so that one may end alone."""
 
     replicated = False
     is_expendable: bool
-    """True if the others go on if this process is killed."""
+    """True if the others continue when this process is killed."""
     save_every: int
     """Steps between checkpoints that the strategy itself asks for; 0: none."""
 

@@ -59,15 +59,15 @@ class Chain:
 
     @property
     def end(self) -> Mapping[str, Any] | None:
-        """The entry of the run's end; None where it was not trained to its end, or went on."""
+        """The entry of the run's end; None where it was not trained to its end, or was resumed after it."""
         return self.entries[-1] if self.entries[-1]["kind"] == "end" else None
 
     def last(self, kind: str) -> dict[int, Mapping[str, Any]]:
-        """By step, the last entry of a kind, without those that a later start of the run went back behind."""
+        """By step, the last entry of a kind, without those after the step at which a later start resumed."""
         found: dict[int, Mapping[str, Any]] = {}
         for entry in self.entries:
             if entry["kind"] == "start":
-                kept = entry["step"] + (kind == "checkpoint")  # the one that it went on from
+                kept = entry["step"] + (kind == "checkpoint")  # the one that it resumed from
                 found = {step: held for step, held in found.items() if step < kept}
             if entry["kind"] == kind:
                 found[entry["step"]] = entry
@@ -121,7 +121,7 @@ class ChainWriter:
 
     Args:
         folder: of the run. A last line that was cut off, because the run was killed while writing it, is removed.
-        first_step: the step with which the run goes on. Checkpoints after it, which a run that was stopped may have
+        first_step: the step at which the run resumes. Checkpoints after it, which a run that was stopped may have
             left, count only when they are written again.
 
     Raises:

@@ -231,7 +231,7 @@ class GradientLog:
 
     Args:
         folder: of the run.
-        first_step: the step with which the run goes on. Records from there on, left by a run that was stopped after its
+        first_step: the step at which the run resumes. Records from there on, left by a run that was stopped after its
             last checkpoint, are removed: they are about to be written again.
     """
 

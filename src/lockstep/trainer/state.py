@@ -74,7 +74,7 @@ class Meter(Callback):
         self.begin(-1)
 
     def begin(self, epoch: int, stored: Mapping[str, Any] | None = None) -> None:
-        """Begins an epoch, or goes on with it from what ``as_dict`` gave beside a checkpoint of the same epoch."""
+        """Begins an epoch, or continues it from what ``as_dict`` gave beside a checkpoint of the same epoch."""
         known: Mapping[str, Any] = stored if stored is not None and stored.get("epoch") == epoch else {}
         if known and "totals" not in known:
             logger.warning(

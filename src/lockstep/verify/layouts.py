@@ -45,7 +45,7 @@ class Layout:
         return 1 if self.strategy in ONE_PROCESS else self.devices
 
     def of(self, config: JobConfig, directory: str, resume: str = "") -> JobConfig:
-        """The job in this layout, which writes only into ``directory``, and goes on from the run folder ``resume``."""
+        """The job in this layout, which writes only into ``directory``, and resumes from the run folder ``resume``."""
         changed: dict[str, dict[str, Any]] = {
             "training": {"strategy": self.strategy, "mesh": self.mesh},
             "run": {"devices": f"cpu:{self.devices}", "directory": directory, "name": RUN_FOLDER},

@@ -3,7 +3,7 @@
 ``main`` trains a job, ``watch_script`` runs a script, and ``watch_micro_batches`` does either for one step. A run, of
 the job or of a script with ``lockstep.init``, is observed by a callback that does not change it and writes nothing to
 the user's folders; any other loop writes its own records with a ``Recorder``. All stop after the last requested step.
-With ``"stop_after"`` a run is asked to save and stop instead, as by a signal, and another goes on from there.
+With ``"stop_after"`` a run is asked to save and stop instead, as by a signal, and another resumes there.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.instancenorm import _InstanceNorm
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from lockstep.config.job import JobConfig
 from lockstep.core.fingerprint import digest_tensor, digest_tensors
 from lockstep.core.world import World
-from lockstep.data.batch import Batch, MicroBatch
+from lockstep.data.batch import Batch, MicroBatch, tensors_in
 from lockstep.errors import ConfigError, ReplicaError
 from lockstep.job.assemble import assemble
 from lockstep.launch import ScriptTarget
@@ -248,7 +248,7 @@ class Observer(Callback):
 
 def _digest(data: Any) -> str:
     """One digest of all tensors in a micro-batch's data."""
-    return " ".join(digest_tensor(leaf)[:16] for leaf in tree_leaves(data) if isinstance(leaf, Tensor))
+    return " ".join(digest_tensor(tensor)[:16] for tensor in tensors_in(data))
 
 
 _COARSE = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -282,7 +282,7 @@ def nudge(model: nn.Module, kind: torch.dtype, number: int = 1) -> None:
 
     def before(module: nn.Module, arguments: Any, keywords: Any) -> Any:
         given = (arguments, keywords)
-        if any(isinstance(each, Tensor) and each.is_floating_point() for each in tree_leaves(given)):
+        if any(tensor.is_floating_point() for tensor in tensors_in(given)):
             return tree_map(nudged, given)
         handle.remove()
         with torch.no_grad():
@@ -514,10 +514,7 @@ class _FirstStepWatch(Callback):
         self._switch_off()
         self.found.samples = len(batch.plan.indices[0])
         shapes = {
-            str(tuple(leaf.shape[1:]))
-            for part in batch.micro_batches
-            for leaf in tree_leaves(part.data)
-            if isinstance(leaf, Tensor)
+            str(tuple(tensor.shape[1:])) for part in batch.micro_batches for tensor in tensors_in(part.data)
         }
         self.found.shapes = sorted(shapes)
 

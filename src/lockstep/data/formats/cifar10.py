@@ -51,16 +51,16 @@ def files_of(source: Path, wanted: Callable[[PurePosixPath], bool]) -> Iterator[
             left = LARGEST
             for member in archive:
                 name = PurePosixPath(member.name)
-                if member.isreg() and wanted(name):
-                    left -= member.size
-                    if left < 0:
-                        raise DataError(
-                            f"{source} unpacks to more than {LARGEST:,} bytes (reached at {member.name!r}), too much "
-                            "to be read into memory. Unpack it into a folder of images."
-                        )
-                    file = archive.extractfile(member)
-                    if file is not None:
-                        yield name, file.read()
+                if not (member.isreg() and wanted(name)):
+                    continue
+                left -= member.size
+                if left < 0:
+                    raise DataError(
+                        f"{source} unpacks to more than {LARGEST:,} bytes (reached at {member.name!r}), too much "
+                        "to be read into memory. Unpack it into a folder of images."
+                    )
+                if (file := archive.extractfile(member)) is not None:
+                    yield name, file.read()
     except (tarfile.TarError, EOFError, OSError) as error:
         raise DataError(f"{source} cannot be unpacked: {error}. Download it again.") from error
 

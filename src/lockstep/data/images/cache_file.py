@@ -128,7 +128,7 @@ class RecordWriter:
 
 @contextmanager
 def writing(path: Path, *, alone: bool = True) -> Iterator[RecordWriter]:
-    """Writes the file ``path`` anew; it appears if the block ends after ``finish``, and else stays as it was.
+    """Replaces the file ``path`` if the block ends after ``finish``; otherwise the file stays as it was.
 
     ``alone`` is False where several processes may write it at once, without ``lock_file``.
     """

@@ -116,8 +116,8 @@ class PadSequences:
     A sample is ``(input, target)``: the input of shape (length, ...), the target of the same length, or a number.
 
     Args:
-        value: stands behind the end of an input.
-        ignore_index: stands behind the end of a target; -100 is what ``CrossEntropyLoss`` leaves out.
+        value: fills up a shorter input.
+        ignore_index: fills up a shorter target; -100 is what ``CrossEntropyLoss`` leaves out.
     """
 
     def __init__(self, value: float = 0, ignore_index: float = -100) -> None:

@@ -30,7 +30,7 @@ _TRIES = 8
 
 
 class SkipBroken(Wrapping):
-    """Reads ``dataset`` and puts another sample in the place of each one that raises.
+    """Reads ``dataset`` and replaces each sample that raises by another one.
 
     A run counts what was skipped in an epoch, over all processes and before every step. It lists the samples, and stops
     with a ``DataError`` at the same step on any world size, once there are more than ``most`` allows.

@@ -156,7 +156,7 @@ class Hello:
     ranks: int
     """How many ranks it will start."""
     instance: str
-    """Random for each command, so that a reconnection is told apart from a second host with the same number."""
+    """Random for each command, so that a reconnection is distinguished from a second host with the same number."""
     settings: Mapping[str, str]
     """Settings that must be equal on all hosts."""
     run_id: str = ""

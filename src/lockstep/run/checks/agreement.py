@@ -147,16 +147,14 @@ def require_equal_code(models: Sequence[nn.Module], group: dist.ProcessGroup, de
         if not key.startswith(_SOURCE) or len({*values} - {"absent"}) > 1
     ]
     if lines:
-        hidden = (
-            " Modules belong into nn.ModuleList and tensors into register_buffer: rank 0's values go to all."
-        )
+        hidden = ""
+        if any(_VALUES in line for line in lines):
+            hidden = " Modules belong into nn.ModuleList and tensors into register_buffer: rank 0's values go to all."
         raise ConfigError(
             "The ranks do not run the same code, so their results would not belong together:\n  "
             + "\n  ".join(at_most(_MOST_NAMES, lines))
             + "\nGive all hosts the same files, and build the model alike on every rank. An attribute that has to "
-            "differ, such as a rank, belongs outside of the model."
-            + hidden
-            * any(_VALUES in line for line in lines)
+            f"differ, such as a rank, belongs outside of the model.{hidden}"
         )
 
 
@@ -283,7 +281,7 @@ def _name_of(definition: Any) -> str:
 
 
 def _cut(text: str) -> str:
-    """A text for a message; what was cut off is told apart by a digest."""
+    """A text for a message; a digest stands for what was cut off."""
     if len(text) <= _MOST_CHARACTERS:
         return text
     return f"{text[:_MOST_CHARACTERS]}... (SHA-256 {hashlib.sha256(text.encode()).hexdigest()[:8]})"
@@ -321,7 +319,7 @@ _SWITCHES = {
     EVALUATING: ("in evaluation mode", "in training mode", "model.eval() and model.train()"),
     FREEZING: ("frozen", "trained", "requires_grad_()"),
 }
-"""By the beginning of a name in ``Parts.digests``: what something is if that is set, what if not, and what sets it."""
+"""By the beginning of a name in ``Parts.digests``: the words for set, for not set, and the calls that set it."""
 
 
 def require_equal_replicas(
@@ -510,7 +508,7 @@ class AgreedData:
             )
 
     def _compare_with_checkpoint(self) -> None:
-        """Refuses other samples than those of the epoch that goes on; warns of them in the epoch after it."""
+        """Refuses samples that differ from those of the resumed epoch; warns of them in the epoch after it."""
         stored, self._resumed_digests = self._resumed_digests, {}
         names = sorted(
             name

@@ -252,7 +252,7 @@ def _count_in(frame: FrameType) -> str:
 
 
 def _tools() -> set[str]:
-    """The modules of tools that have put functions of their own in the place of torch.distributed's."""
+    """The modules of tools that have replaced functions of torch.distributed."""
     functions = [each for each in vars(dist).values() if type(each) is FunctionType]
     return {each.__module__ for each in functions if not each.__module__.startswith("torch.")}
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only, tree_structure, tree_unflatten
 
-from lockstep.data.batch import MicroBatch, map_leaves
+from lockstep.data.batch import MicroBatch, map_leaves, tensors_in
 from lockstep.data.keyed import generators_kept
 from lockstep.errors import ConfigError
 from lockstep.numerics.compilation import uncompiled
@@ -48,7 +48,7 @@ class Deviation(Enum):
     """The kinds of functions that are not means over samples, and the text after "The metric 'f1' " for each."""
 
     NONE = ""
-    """Nothing is found, or rows cannot be told apart; the function is not looked at again."""
+    """Nothing is found, or rows cannot be distinguished; the function is not looked at again."""
     SUM = (
         "is a sum over the samples of a micro-batch, and would be taken for their mean. Return a mean, one value per "
         "sample, or the pair (sum, number of samples)."
@@ -104,7 +104,7 @@ UNTOLD = {each.reason for each in (Deviation.UNKNOWN, Deviation.UNTESTED, Deviat
 
 
 def checked(function: Callable[[Any, Any], Any], output: Any, target: Any, samples: int) -> Deviation:
-    """See ``deviation``; what the user's own function changes, such as a list that it adds to, is put back."""
+    """See ``deviation``; what the user's own function changes, such as a list that it adds to, is restored."""
     with generators_kept(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # such as torch's of the deviation of a single row
         before = Snapshot({"the function": function})
@@ -179,7 +179,7 @@ class RowSample:
         elif place % self._apart == 0 and self._left > 0:
             output, target = rows_of(pair, slice(self._rows))
             self._parts.append((output, target, min(samples, self._rows)))
-            self._left -= sum(leaf.numel() for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+            self._left -= sum(tensor.numel() for tensor in tensors_in(output))
 
     def some(self) -> list[Any]:
         """The leaves of some of the rows as lists, for the other processes; none where they are large."""
@@ -268,7 +268,7 @@ def deviation(function: Callable[[Any, Any], Any], output: Any, target: Any, sam
         function: of (output, target), as ``Run.backward`` and ``Run.evaluate`` take it.
 
     Returns:
-        What is found. Rows cannot be told apart where there is a single one, for tensors without a row for each sample
+        What is found. No rows are distinguished where there is a single one, for tensors without a row for each sample
         (if the value is not a count), objects such as dataclasses, random numbers in the function, and an error over
         fewer rows.
     """
@@ -281,14 +281,14 @@ def deviation(function: Callable[[Any, Any], Any], output: Any, target: Any, sam
 
     have_one_entry: list[bool] = []
     are_pairs: list[bool] = []
-    dtypes = {leaf.dtype for leaf in tree_leaves((output, target)) if isinstance(leaf, Tensor)}
+    dtypes = {tensor.dtype for tensor in tensors_in((output, target))}
 
     def sums(rows: slice, *, turned: bool = False) -> Sums:
         pair = rows_of((output, target), rows)
         value = function(*(tree_map_only(Tensor, lambda leaf: leaf.flip(0), pair) if turned else pair))
         have_one_entry.append(isinstance(value, Tensor) and value.dim() > 0 and value.numel() == 1)
         are_pairs.append(isinstance(value, tuple))
-        dtypes.update(leaf.dtype for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+        dtypes.update(tensor.dtype for tensor in tensors_in(value))
         total, weight = sum_and_weight(value, len(range(samples)[rows]))
         return float(total), float(weight)
 
@@ -406,7 +406,7 @@ def deviation_with_model(
             value = function(*copies_of((output, target)))
         except Exception:  # a model may give what the loss takes in training mode alone
             return Deviation.UNTESTED if samples > 1 else Deviation.NONE
-        is_cut = all(has_rows(each, samples) for each in tree_leaves(output) if isinstance(each, Tensor))
+        is_cut = all(has_rows(tensor, samples) for tensor in tensors_in(output))
         if samples < 2 or not isinstance(value, Tensor) or value.dim():
             return Deviation.NONE
         if is_cut and _is_mean_over_rows(function, (output, target), samples):
@@ -475,8 +475,8 @@ def _with_columns(data: Any, samples: int) -> Any:
 
     def column(value: Any) -> Any:
         is_list = type(value) in (list, tuple) and len(value) == samples
-        tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-        return UserList(value) if is_list and not any(has_rows(each, samples) for each in tensors) else value
+        has_columns = any(has_rows(tensor, samples) for tensor in tensors_in(value))
+        return UserList(value) if is_list and not has_columns else value
 
     if type(data) is dict:
         return {name: column(value) for name, value in data.items()}

@@ -3,7 +3,7 @@
     state of the model and the loss -> [first micro-batch of each rank] -> state -> [the same again] -> state
                                         losses, gradients                 losses, gradients
     [micro-batch 0 on every rank] -> losses, which must be equal
-    everything is put back -> the step itself
+    everything is restored -> the step itself
 
 A rehearsal is a short step of one micro-batch for each holder, without callbacks, whose gradients are thrown away.
 Where micro-batches run side by side it has two for each. The second time these take turns in the other order, so one
@@ -78,10 +78,10 @@ _MOST = 3
 _FURTHER = 4
 """Computations after the second, where a call changes what the one before has left."""
 _EARLY, _APART = 6, 100
-"""So many epochs after the first are rehearsed in their first step; later ones only if so many steps have passed."""
+"""Epochs after the first that are rehearsed in their first step; steps that must have passed for later ones."""
 _LATER = 32
-"""A step by which the next rehearsal is made at the latest, and then each time the number of steps has doubled. The
-last step of all is rehearsed too, where it is known."""
+"""The latest step for the next rehearsal; then one follows each time the number of steps has doubled. The last step of
+all is rehearsed too, where it is known."""
 _COUNTED = 8
 """The same where calls change something, and then each time the number of steps has grown by a quarter."""
 _VALUES = (Kind.NUMBER, Kind.TENSOR)
@@ -279,10 +279,7 @@ class Rehearsals:
         """Raises ``ConfigError`` where the loop has drawn random numbers on some ranks only. Collective."""
         states = zip(_GENERATORS, encoded_states(), strict=True)
         mine = {name: hashlib.sha256(repr(state).encode()).hexdigest() for name, state in states}
-        strategy, group = self._strategy, self._strategy.all_ranks
-        everyone = (
-            strategy.gather_records(mine) if group is None else gather_agreed(mine, group, strategy.device)
-        )
+        everyone = gather_agreed(mine, self._strategy.all_ranks, self._strategy.device)
         names = [name for name in mine if len({each[name] for each in everyone}) > 1]
         if names:
             raise ConfigError(
@@ -399,17 +396,16 @@ class Rehearsals:
         _, *states = encoded_states()
         result = compute()
         fix_graphs()  # a forward pass may load the compiler
-        if not randomness.keys_global_generators:
-            drew = self._strategy.gather_records(encoded_states()[1:] != states)
-            if any(drew):
-                randomness.key_global_generators()
-                result = compute()
+        is_keyed = randomness.keys_global_generators
+        if not is_keyed and any(self._strategy.gather_records(encoded_states()[1:] != states)):
+            randomness.key_global_generators()
+            result = compute()
         return result
 
     def _further_passes(
         self, compute: Callable[[], _Result], buffers: Buffers, is_counting: bool
     ) -> list[_Result]:
-        """More computations where something goes on with each call: its effect may be as small as rounding."""
+        """More computations where every call changes something: the effect of one may be as small as rounding."""
         if not any(self._strategy.gather_records(is_counting)):
             return []
         found = []
@@ -496,7 +492,7 @@ class Rehearsals:
         """As ``surrogate``. If it ``looks``, it checks the loss, which no rehearsal calls, on the way. Collective.
 
         Raises:
-            ConfigError: the loss exchanges values with other processes, or is another one there.
+            ConfigError: the loss exchanges values with other processes, or differs there.
         """
         if not (looks and self.is_on):
             return surrogate(compute, batch, self._strategy)
@@ -549,7 +545,7 @@ class _Result:
     gradients: dict[str, int | None]
 
     def other_gradients(self, *others: _Result) -> list[str]:
-        """The parameters whose gradients are others in any of these passes."""
+        """The parameters whose gradients differ in any of these passes."""
         return [
             name
             for name, bits in self.gradients.items()

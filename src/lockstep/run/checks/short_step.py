@@ -227,7 +227,7 @@ class Buffers:
         return [each for m, _ in self._kept for each in persistent_buffers(m).values() if each is not None]
 
     def moved(self, model: nn.Module) -> list[str]:
-        """The names of a model's buffers whose values are others now, of those that its state has."""
+        """The names of a model's buffers, of those that its state has, whose values have changed."""
         kept = {id(m._buffers): values for m, values in self._kept}
         return [
             f"{prefix}.{key}".lstrip(".")
@@ -246,10 +246,11 @@ class Buffers:
                     del holder[key]
                 for key, (buffer, values) in kept.items():
                     holder[key] = buffer
-                    if buffer is not None and values is not None:
-                        if buffer.shape != values.shape:
-                            buffer.resize_(values.shape)
-                        buffer.detach().copy_(values)
+                    if buffer is None or values is None:
+                        continue
+                    if buffer.shape != values.shape:
+                        buffer.resize_(values.shape)
+                    buffer.detach().copy_(values)
 
 
 class Watched:
@@ -334,7 +335,7 @@ def shortened(batch: Batch, compute: StepCompute, share: Share, most: int) -> tu
 def on_all_ranks(
     batch: Batch, compute: RehearsalCompute, strategy: Strategy
 ) -> tuple[Batch, RehearsalCompute] | None:
-    """The short step with rank 0's first micro-batch in the place of every one, under the same keys. Collective.
+    """The short step with rank 0's first micro-batch in place of every one, under the same keys. Collective.
 
     None where the data are not tensors, or not of one structure on all ranks that have some.
     """

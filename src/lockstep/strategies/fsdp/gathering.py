@@ -192,7 +192,7 @@ class Gathering:
             self._where = _OUTSIDE
 
     def free(self) -> None:
-        """Frees all whole parameters: they are gathered anew when they are used."""
+        """Frees all whole parameters: they are gathered again when they are used."""
         for block in self.blocks:
             block.free()
         self._by_address.clear()
@@ -397,7 +397,7 @@ class _Order:
 
     @property
     def following(self) -> int | None:
-        """The block that is needed next if this micro-batch goes on as the one before; None if that is not known."""
+        """The block that is needed next if this micro-batch continues as the one before; None if that is not known."""
         if self._now is None or not self._is_same:
             return None
         return self._before[len(self._now)] if len(self._now) < len(self._before) else None

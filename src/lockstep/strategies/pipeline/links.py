@@ -122,7 +122,7 @@ class SharedMemoryLink:
         return partial(self._take, tensor, self._expected)
 
     def _take(self, tensor: Tensor, number: int) -> None:
-        """Waits for message ``number`` and fills ``tensor`` with it; ``ConfigError`` if its size is another."""
+        """Waits for message ``number`` and fills ``tensor`` with it; ``ConfigError`` if its size differs."""
         assert number == self._count + 1, (
             "messages are waited for in another order than they were expected in"
         )

@@ -419,7 +419,7 @@ def uses_of_links(length: int, *, around: bool) -> Iterator[Use]:
     """The uses of links between the ranks of a pipeline, in the order in which they are opened.
 
     Args:
-        around: whether the last rank goes on with the first.
+        around: whether the last rank sends to the first.
     """
     last = length - 1
     neighbours = [(place, place + 1) for place in range(last)]

@@ -1,4 +1,4 @@
-"""Pipeline parallel: stages of the model in different processes, micro-batches one behind the other.
+"""Pipeline parallel: stages of the model in different processes, micro-batches one after the other.
 
         rank 0, stage 0   F0 F1 .. .. B0 -- F2 B1 -- F3 B2 -- .. B3 -- | update of stage 0
         rank 1, stage 1   .. F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 --       | update of stage 1
@@ -287,15 +287,7 @@ class Pipeline(Strategy):
             neighbours, name = channels.neighbours(number, names), parts[number][0].name
             self._passes[number] = Passes(stage, neighbours, name, elsewhere)
             self._sums[number] = self._make_sums(stage, local)
-        tensors = (*model.named_parameters(), *model.named_buffers())
-        names_of = {id(tensor): name for name, tensor in tensors}
-        for number, others in enumerate(modules):
-            if number not in mine:
-                rank = channels.ranks[number % channels.length]
-                absence = Absence(self.name, f"rank {rank} has its stage")
-                self.absences.append(absence)
-                for module in others:
-                    _empty(module, names_of, absence)
+        self._empty_others(model, modules)
         placed = PlacedPipeline(
             *(model, self._passes, self._answers, self.absences, self._whole_stages, self._calling)
         )
@@ -316,6 +308,17 @@ class Pipeline(Strategy):
         self._calls = {name: what_it_calls(each) for name, each in own.items()}
         self._require_called()
         return placed
+
+    def _empty_others(self, model: nn.Module, stages: Sequence[Sequence[nn.Module]]) -> None:
+        """Empties the modules of the stages that other ranks have."""
+        names = {id(each): name for name, each in (*model.named_parameters(), *model.named_buffers())}
+        for number, modules in enumerate(stages):
+            if number not in self._passes:
+                rank = self._channels.ranks[number % self._channels.length]
+                absence = Absence(self.name, f"rank {rank} has its stage")
+                self.absences.append(absence)
+                for module in modules:
+                    _empty(module, names, absence)
 
     def backward(self, batch: Batch, compute: Compute, *, scale: float, stop: int) -> StepResult:
         """Runs this rank's part of the schedule and reduces. See ``Strategy.backward``."""

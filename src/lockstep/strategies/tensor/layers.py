@@ -305,7 +305,7 @@ def shards_of(part: Tensor, dim: int, held: int, blocks: int = 1) -> Sequence[Te
 
 
 def _kinds(split: type, layers: Iterable[type[nn.Module]]) -> dict[type[nn.Module], type[nn.Module]]:
-    """A class for each class of layers, which computes as ``split`` does: ``ColumnLinear`` for ``Linear``."""
+    """By class of layers, a class that computes as ``split`` does, such as ``ColumnLinear`` for ``Linear``."""
     return {layer: type(f"{split.__name__[1:]}{layer.__name__}", (split, layer), {}) for layer in layers}
 
 

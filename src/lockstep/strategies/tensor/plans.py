@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lockstep.data.batch import MicroBatch
+from lockstep.data.batch import MicroBatch, tensors_in
 from lockstep.errors import ConfigError, nearest
 from lockstep.models.transformer import SelfAttention
 from lockstep.numerics.running_buffers import RunningBuffers
@@ -116,7 +116,7 @@ _ADVICE = (
 
 def _numbers(output: object) -> list[Tensor]:
     """The tensors of an output, in float64."""
-    return [value.detach().double() for value in tree_leaves(output) if isinstance(value, Tensor)]
+    return [tensor.detach().double() for tensor in tensors_in(output)]
 
 
 def _difference(expected: Tensor, found: Tensor) -> float:
@@ -198,7 +198,7 @@ class SplitWays(TorchFunctionMode):
         """Notes a function that gives a tensor made from a split activation."""
         ways = self._of((args, kwargs))
         result = func(*args, **(kwargs or {}))
-        results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        results = tensors_in(result)
         if not ways or not results or self._inside:
             return result
         name = str(getattr(func, "__name__", func)).strip("_")
@@ -226,8 +226,7 @@ class SplitWays(TorchFunctionMode):
 
     def _of(self, values: Any) -> set[object]:
         """The ways of the split activations among some values."""
-        leaves = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
-        return {self._ways[leaf] for leaf in leaves if leaf in self._ways}
+        return {self._ways[tensor] for tensor in tensors_in(values) if tensor in self._ways}
 
     def _begin(self, *_: Any) -> None:
         self._inside += 1
@@ -238,9 +237,8 @@ class SplitWays(TorchFunctionMode):
             return
         way: object = next(iter(self._of(given)), name)
         self.found.setdefault(way, (name, name))
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, Tensor):
-                self._ways[leaf] = way
+        for tensor in tensors_in(output):
+            self._ways[tensor] = way
 
 
 def deciding(model: nn.Module, plan: Mapping[str, str]) -> dict[str, object]:

@@ -135,7 +135,7 @@ class TensorParallel(Replicated):
 
     @contextmanager
     def joined_calls(self) -> Iterator[None]:
-        """See ``Strategy.joined_calls``; watches the first forward pass of an evaluation where these are others now."""
+        """See ``Strategy.joined_calls``; watches the first forward pass of an evaluation where these have changed."""
         compared, is_changed = self._compared, self._is_evaluation_changed
         self._is_evaluation_changed = False
         with self._new_ways() if is_changed else nullcontext(SplitWays({}, {})) as ways:
@@ -230,7 +230,7 @@ class TensorParallel(Replicated):
                     whole.parameter_rows.requires_grad_(whole.requires_grad)
 
     def _find_trainable(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """This rank's parts of split parameters, in the place of these, and the whole others."""
+        """This rank's parts of split parameters, in place of these, and the other parameters whole."""
         return {name: held_of(p) for name, p in model.named_parameters() if p.requires_grad}
 
     def _agree(self, result: StepResult) -> StepResult:

@@ -267,7 +267,7 @@ class Recorder:
     """Writes ``rank-000.jsonl`` and so on: one line for each step. Not collective: no rank waits for another.
 
     Args:
-        folder: one for each run; a rank's file in it is written anew.
+        folder: one for each run; a rank's file in it is replaced.
         model: the model, or the DistributedDataParallel or DataParallel around it. Of a model that is spread over
             ranks, the part that this rank holds, with the names that its parameters have in the whole.
         optimizers: all that are stepped.

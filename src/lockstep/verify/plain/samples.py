@@ -211,7 +211,7 @@ def hidden(pair: Pair, step: int, *, loss: bool) -> tuple[str, bool]:
     Tensors come last: they may be no more than copies of what was computed. Empty where nothing differs.
     """
     found: list[tuple[bool, str]] = []
-    for each in range(max(step - 1, 0), step + 1):  # what a step leaves behind, the next begins with
+    for each in range(max(step - 1, 0), step + 1):  # the next step begins with what a step leaves
         mine = pair.mine(each).attributes
         for rank, record in enumerate(pair.other.at(each)):
             for name, value in record.attributes.items():
