@@ -377,7 +377,11 @@ class RunningBuffers:
         changed = [name for name, digest in self._digest_others().items() if before.get(name) != digest]
         if changed:
             others = shorten(map(repr, changed[1:]), 5)
-            more = f" It changes {others}, too; running_buffers takes patterns such as '*.mean'." if others else ""
+            more = (
+                f" It changes {others}, too; running_buffers takes patterns such as '*.mean'."
+                if others
+                else ""
+            )
             raise ConfigError(
                 f"The forward pass changes the buffer {changed[0]!r}, and Lockstep does not know how to combine its "
                 f"values from several micro-batches. {self._advice(changed[0])}{more}"

@@ -161,8 +161,7 @@ class GradientState:
         """The factor on the loss; 1 without a scaler."""
         if self._scaler is None:
             return 1.0
-        held = self._scaler._scale
-        if held is None:
+        if (held := self._scaler._scale) is None:
             return float(self._scaler.get_scale())
         if held is not self._read_scale[0] or held._version != self._read_scale[1]:
             self._read_scale = held, held._version, float(held)  # a wait for the device

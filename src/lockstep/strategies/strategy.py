@@ -281,6 +281,7 @@ class Strategy(ABC):
         Args:
             here: whether this rank calls the model; it reads all weights where it does not.
         """
+        self.require_no_failure()
         if self._joins_calls:
             return
         calls = [

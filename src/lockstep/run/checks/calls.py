@@ -96,11 +96,11 @@ def _call() -> tuple[str, str]:
     name, place = "", ""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith("lockstep.run."):
-            name, caller = frame.f_code.co_name, frame.f_back
-            place = (
-                f" ({Path(caller.f_code.co_filename).name}:{caller.f_lineno})" if caller is not None else ""
-            )
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith("lockstep.run."):
+            name, place = frame.f_code.co_name, ""
+        elif name and not place and not module.startswith("lockstep."):
+            place = f" ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
         frame = frame.f_back
     return _CALLS.get(name, f"run.{name}"), place
 

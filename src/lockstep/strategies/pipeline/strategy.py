@@ -384,9 +384,7 @@ class Pipeline(Strategy):
 
     def _read_elsewhere(self, passes: Passes, compute: Compute) -> list[LossReads | StagesRead]:
         """Looks at what stages, the loss and metrics of other processes read now, if this step is watched."""
-        reads: list[LossReads | StagesRead] = []
-        if self._is_watching:
-            reads.append(StagesRead(passes.others))
+        reads: list[LossReads | StagesRead] = [StagesRead(passes.others)] if self._is_watching else []
         if (self._is_watching or self._steps <= _CHECKED_STEPS) and not passes.is_last:
             first, *metrics = compute.readers
             reads += [LossReads(first), *(LossReads(each, "metric") for each in metrics)]
@@ -575,7 +573,6 @@ class Pipeline(Strategy):
     @contextmanager
     def _calling(self) -> Iterator[None]:
         """A context of a call of the model by the loop, whose error leaves other ranks waiting for its output."""
-        self.require_no_failure()
         self._require_called()
         self.require_joint_call()
         try:
