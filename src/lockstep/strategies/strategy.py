@@ -39,10 +39,8 @@ from lockstep.strategies.loop_writes import LoopWrites
 from lockstep.strategies.optimizer_trial import Unit
 from lockstep.text import numbered
 
-_CALLS_MODEL, _READS_WEIGHTS = (
-    [call, "", None] for call in ("a call of the model", "a call that reads all weights")
-)
-"""What a rank does, as ``gather_agreed`` exchanges calls."""
+_CALLS_MODEL = ["a call of the model", "", None]
+"""Of a rank whose loop calls the model, as ``gather_agreed`` exchanges calls."""
 
 
 class Compute(Protocol):
@@ -273,21 +271,16 @@ class Strategy(ABC):
         finally:
             self._joins_calls = False
 
-    def require_joint_call(self, *, here: bool = True) -> None:
+    def require_joint_call(self) -> None:
         """Raises ``ConfigError`` on every rank where some call the model, and others do not. Collective.
 
         A rank that compares another call with the other ranks' meanwhile, by ``gather_agreed``, raises it, too.
-
-        Args:
-            here: whether this rank calls the model; it reads all weights where it does not.
         """
         self.require_no_failure()
         if self._joins_calls:
             return
-        calls = [
-            each == _CALLS_MODEL for each in self.gather_records(_CALLS_MODEL if here else _READS_WEIGHTS)
-        ]
-        if any(calls) and not all(calls):
+        calls = [each == _CALLS_MODEL for each in self.gather_records(_CALLS_MODEL)]
+        if not all(calls):
             raise called_by_some(self.name, calls)
 
     def after_step(self) -> None:  # noqa: B027  # in most strategies every rank has stepped what it holds

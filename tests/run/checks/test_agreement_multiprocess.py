@@ -451,10 +451,11 @@ def test_what_one_rank_alone_has_changed_is_not_evaluated(what, said):
     assert all(found.startswith(said) for found in run_ranks(changed_on_one, 2, what))
 
 
-def called_otherwise(world, folder, call, where):
+def called_otherwise(world, folder, call, where, strategy):
     """The error of each rank where the main process alone makes a call, before all make another one."""
-    run, _, optimizer = begin(directory=folder)
+    run, _, optimizer = begin(directory=folder, strategy=strategy)
     calls = {
+        "state_dict": run.state_dict,
         "evaluate": lambda: run.evaluate(dataset(), nn.functional.cross_entropy),
         "fingerprint": run.fingerprint,
         "save": run.save,
@@ -472,23 +473,27 @@ def called_otherwise(world, folder, call, where):
 
 
 @pytest.mark.parametrize(
-    ("call", "where", "others"),
+    ("call", "where", "others", "strategy"),
     [
-        ("evaluate", "epoch", "run.batches"),
+        ("evaluate", "epoch", "run.batches", "ddp"),
+        ("state_dict", "epoch", "run.batches", "fsdp"),
         *(
             pytest.param(*each, marks=pytest.mark.slow)
             for each in (
-                ("evaluate", "fingerprint", "run.fingerprint"),
-                ("evaluate", "save", "run.save"),
-                ("fingerprint", "evaluate", "run.evaluate"),
-                ("fingerprint", "epoch", "run.batches"),
+                ("evaluate", "fingerprint", "run.fingerprint", "ddp"),
+                ("evaluate", "save", "run.save", "ddp"),
+                ("fingerprint", "evaluate", "run.evaluate", "ddp"),
+                ("fingerprint", "epoch", "run.batches", "ddp"),
+                ("fingerprint", "evaluate", "run.evaluate", "fsdp"),
+                ("state_dict", "evaluate", "run.evaluate", "pipeline"),
+                ("state_dict", "save", "run.save", "parameter_server"),
             )
         ),
     ],
 )
-def test_a_call_that_only_some_ranks_make_is_named_with_the_others(call, where, others, tmp_path):
-    """It was told as settings, layers or tensors that differ, or ended in an AttributeError."""
-    found = run_ranks(called_otherwise, 3, tmp_path, call, where)
+def test_a_call_that_only_some_ranks_make_is_named_with_the_others(call, where, others, strategy, tmp_path):
+    """It was told as settings, layers or tensors that differ, or ended in an AttributeError or SIGABRT."""
+    found = run_ranks(called_otherwise, 3, tmp_path, call, where, strategy)
     file = Path(__file__).name
     said = rf"different calls of the run: run\.{call} \({file}:\d+\) on rank 0; {others} \({file}:\d+\) on ranks 1, 2"
     for message in found:

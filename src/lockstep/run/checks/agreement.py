@@ -378,6 +378,9 @@ def compared_replicas(
     ``of_all_modules``: see ``Parts.digests``; ``more``: other texts that have to be equal, by name in angle brackets.
     """
     run.model.require_own_parameters()
+    if not run.strategy.replicated:  # its ranks give each other the state, each in the same call
+        run.strategy.require_no_calls()
+        gather_agreed(None, run.strategy.all_ranks, device)
     found, step = run.model.with_all_buffers(digests(run.strategy.state())), run.position.step
     if (group := run.strategy.all_ranks) is not None:
         beside = run.parts.digests(run.model.module, of_all_modules=of_all_modules)

@@ -448,7 +448,6 @@ class Pipeline(Strategy):
 
     def state(self) -> Iterator[tuple[str, Tensor]]:
         """See ``Strategy.state``: each tensor from the rank of its stage."""
-        self.require_joint_call(here=False)
         for name, spec in self._specs.items():
             yield name, self.gather_full(name, self._held.get(name), spec.dtype)
 
