@@ -117,6 +117,25 @@ def test_a_slow_run_is_mentioned_once_for_each_place(ranks, clock):
     assert ranks.look() is None
 
 
+@pytest.mark.parametrize("phase", ["evaluate", "prepare", "update"])
+def test_ranks_that_wait_at_different_lines_are_a_stall_after_the_limit_in_slow_phases_too(
+    ranks, clock, phase
+):
+    for beat in ranks.beats:
+        beat.mark(phase, step=0)
+        beat.set_membership(Membership.JOINED)
+    clock.now += 10.5
+    assert ranks.look() is None, "rank 1 may take long, as for compiling"
+    ranks.stacks[1] = WAITING
+    clock.now += 10.5
+    assert ranks.look() is None, "they may exchange much"
+    ranks.stacks[1] = (WAITING[0], Frame("/home/u/train.py", 34, "step"))
+    clock.now += 10.5
+    found = ranks.look()
+    assert (found.verdict.kind, found.verdict.culprits) == (StallKind.MISMATCH, (1,))
+    assert {each.limit for each in found.snapshots} == {10.0}
+
+
 def test_a_script_without_heartbeats_stands_still_only_where_it_is_seen_at_the_same_place_for_the_limit(
     ranks, clock
 ):

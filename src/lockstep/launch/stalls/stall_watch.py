@@ -209,7 +209,7 @@ class StallWatch:
             return None
         self._next_look = now + self._limit / _LOOKS_PER_LIMIT
         taken = take_snapshots(self._directory, processes, self._limits)
-        snapshots = tuple(self._without_beats(snapshot) for snapshot in taken)
+        snapshots = self._with_usual_limit(tuple(self._without_beats(snapshot) for snapshot in taken))
         if not any(snapshot.is_overdue for snapshot in snapshots):
             return None
         verdict = judge_stall(snapshots)
@@ -221,7 +221,18 @@ class StallWatch:
 
     def _is_due(self, rank: int, beat: Beat) -> bool:
         limit = self._limits[rank]
-        return limit.silence(beat) > (self._limit if _writes_no_beats(beat) else limit.limit(beat))
+        is_slow = limit.limit(beat) == _SLOW * self._limit
+        return limit.silence(beat) > (self._limit if is_slow or _writes_no_beats(beat) else limit.limit(beat))
+
+    def _with_usual_limit(self, snapshots: tuple[RankSnapshot, ...]) -> tuple[RankSnapshot, ...]:
+        """Takes back the longer limit of phases that are slow where all ranks wait already, at different lines."""
+        waits = not self._is_part and all(snapshot.waits_in for snapshot in snapshots)
+        if not waits or len({snapshot.frame for snapshot in snapshots}) < 2:
+            return snapshots
+        usual = {_SLOW * self._limit: self._limit}
+        return tuple(
+            replace(snapshot, limit=usual.get(snapshot.limit, snapshot.limit)) for snapshot in snapshots
+        )
 
     def _without_beats(self, snapshot: RankSnapshot) -> RankSnapshot:
         """Measures the silence of a script without heartbeats by how long its snapshot stays the same."""
