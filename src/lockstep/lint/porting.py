@@ -519,10 +519,8 @@ def _steps(script: Script) -> Iterator[_Found]:
             yield call, f"run.clip_gradients({script.text(norm) if norm is not None else 'max_norm'})"
     for call in script.method_calls("step"):
         parts = [part for test in script.tests_around(call) for part in ast.walk(test)]
-        counts = (
-            any(isinstance(part, ast.Mod) for part in parts) and "sched" not in script.owner(call).lower()
-        )
-        if counts and loops_around(script, call):
+        counts = any(isinstance(part, ast.Mod) for part in parts)
+        if counts and "sched" not in script.owner(call).lower() and loops_around(script, call):
             yield (
                 call,
                 "if this accumulates gradients: in each step, without the condition, and with lockstep.init("
@@ -558,9 +556,8 @@ def _evaluations(script: Script) -> Iterator[_Found]:
         loops = [each for each in ast.walk(node) if isinstance(each, ast.For | ast.comprehension)]
         if isinstance(node, ast.With):  # for x, y in data: with torch.no_grad(): ...
             around = script.around(node, ast.For, within_function=True)
-            loops += [
-                each for each in around if not any(script.holds(each, call) for call in backwards(script))
-            ]
+            calls = backwards(script)
+            loops += [each for each in around if not any(script.holds(each, call) for call in calls)]
         for loop in loops:
             (data, *_) = read_by(loop.iter) or [loop.iter]
             is_named = isinstance(data, ast.Name | ast.Attribute) and _DATA.search(last_name(data))
