@@ -519,8 +519,10 @@ def _steps(script: Script) -> Iterator[_Found]:
             yield call, f"run.clip_gradients({script.text(norm) if norm is not None else 'max_norm'})"
     for call in script.method_calls("step"):
         parts = [part for test in script.tests_around(call) for part in ast.walk(test)]
-        counts = any(isinstance(part, ast.Mod) for part in parts)
-        if counts and "sched" not in script.owner(call).lower() and loops_around(script, call):
+        counts = (
+            any(isinstance(part, ast.Mod) for part in parts) and "sched" not in script.owner(call).lower()
+        )
+        if counts and loops_around(script, call):
             yield (
                 call,
                 "if this accumulates gradients: in each step, without the condition, and with lockstep.init("
