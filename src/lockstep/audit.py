@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -106,9 +107,8 @@ def intervals(folder: Path, chain: Chain) -> list[Interval]:
     if last <= first:
         raise ConfigError(f"The run in '{folder}' has made no step yet. Audit it when it has.")
     ends = sorted({step for step in kept if step <= last} | {last})
-    return [
-        Interval(first=begin, end=end, checkpoint=kept.get(end)) for begin, end in zip([first, *ends], ends)
-    ]
+    pairs = pairwise([first, *ends])
+    return [Interval(first=begin, end=end, checkpoint=kept.get(end)) for begin, end in pairs]
 
 
 def choose(among: Sequence[Interval], seed: int, count: int) -> list[Interval]:
@@ -338,9 +338,9 @@ def _digests(state: CheckpointState) -> dict[str, str]:
 def describe(report: AuditReport) -> str:
     """The report for the terminal, one fact a line; the last says whether the run is what it claims to be."""
     chain, every, checked = report.chain, report.intervals, report.checked
-    rows = (
-        [("run", f"{report.folder}, trained with {', then '.join(report.layouts)}")] if report.layouts else []
-    )
+    rows = []
+    if report.layouts:
+        rows.append(("run", f"{report.folder}, trained with {', then '.join(report.layouts)}"))
     if chain.entries:
         steps, kept = len(chain.last("step")), len({i.checkpoint for i in every if i.checkpoint})
         rows.append(("chain", f"unbroken: {plural(steps, 'step')}, {plural(kept, 'checkpoint')} left"))

@@ -34,7 +34,7 @@ def step_of(path: Path) -> tuple[int, int] | None:
 def name_of(directory: Path, step: int) -> Path:
     """A folder for ``step`` that does not exist yet, and comes after all others: ``step-00000450``.
 
-    It is ``step-00000450-2`` where a checkpoint of this step or a later one is there: a training has begun anew in the
+    It is ``step-00000450-2`` where a checkpoint of this step or a later one is there: a training has begun again in the
     folder, or has gone on from an earlier checkpoint. Those that follow are called so, too.
     """
     last, attempt = newest_step(directory)

@@ -75,7 +75,7 @@ def read_progress(path: Path | str) -> dict[str, Any]:
 
 
 def read_newest(directory: Path | str, *, written_by: str = "") -> Restored | None:
-    """Reads the newest checkpoint of a run folder that is sound; None where there is none at all.
+    """Reads the newest checkpoint of a run folder that is sound; None if there is none.
 
     A broken one, or a link in place of one, is skipped with a warning. ``CheckpointError`` lists them where all
     are: starting again without a word would throw the run's work away.

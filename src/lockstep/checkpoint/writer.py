@@ -198,7 +198,7 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[
     seen: set[int] = set()
     plain = {name: _plain(tensor, seen) for name, tensor in tensors.items()}
     path.touch()
-    mode = path.stat().st_mode  # as the umask has it; safetensors would let the owner alone read the file
+    mode = path.stat().st_mode  # as the umask has it; safetensors would let only the owner read the file
     safetensors.torch.save_file(plain, path, metadata={"format": "pt", **metadata})
     path.chmod(mode)
 
@@ -234,7 +234,7 @@ def require_dense(tensors: Mapping[str, Tensor]) -> None:
 
 
 def _plain(tensor: Tensor, seen: set[int]) -> Tensor:
-    """The values alone: on the CPU, in row order, in memory that no other tensor of the file shares."""
+    """Only the values: on the CPU, in row order, in memory that no other tensor of the file shares."""
     values = tensor.detach().cpu().contiguous()
     memory = values.untyped_storage()
     if memory.nbytes() != values.numel() * values.element_size() or memory.data_ptr() in seen:

@@ -70,7 +70,7 @@ class Parser(argparse.ArgumentParser):
         return found, unknown
 
     def _own_name(self, asked: str) -> str:
-        """A sentence that names the option that an unknown one may mean, or the place of one that a script gives."""
+        """A sentence that says what an unknown option may mean, or where its setting is given; empty if unknown."""
         name = asked.lstrip("-").replace("_", "-")
         setting = name.replace("-", "_")
         if self.prog.endswith(" run"):
@@ -99,9 +99,8 @@ class Parser(argparse.ArgumentParser):
             known = [name for action in self._actions if action.choices for name in action.choices]
             asked = choice.group(1)
             words = _OTHER_WORDS if self.prog == "lockstep" else {}
-            used = next(
-                (f" Use '{command}'." for command, other in words.items() if asked in other.split()), ""
-            )
+            meant = (f" Use '{command}'." for command, other in words.items() if asked in other.split())
+            used = next(meant, "")
             message = f"{asked!r} is not a command of '{self.prog}'.{used or nearest(asked, known)}"
         sentence = message if message.endswith((".", "?")) else f"{message[0].upper()}{message[1:]}."
         raise ConfigError(f"{sentence} See '{self.prog} --help'.")

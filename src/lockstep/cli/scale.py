@@ -85,12 +85,11 @@ def _measure(config: JobConfig, arguments: argparse.Namespace, folder: Path) -> 
     chosen = _layouts(config, counts, strategy_names(arguments.strategies))
     rounds = Rounds(config, arguments.steps, arguments.warm_up, folder)
     rows = rounds.measure(chosen, arguments.rounds, lambda line: print(line, file=sys.stderr))
+    most = max((each.devices for each in chosen), default=1)
     machine = Resources(
         cores=usable_cores(),
         threads=config.run.threads,
-        workers=config.data.loader_processes(
-            config.run.threads, max((each.devices for each in chosen), default=1)
-        ),
+        workers=config.data.loader_processes(config.run.threads, most),
         micro_batches=config.training.micro_batches,
     )
     limit = _limit(rows, machine)

@@ -350,9 +350,8 @@ def proof(config: JobConfig, arguments: argparse.Namespace, ranks: int, kind: st
         settings.append(f"training.global_batch={config.training.global_batch}")
     words = command_of(arguments, settings, ("data", "precision", "epochs", "threads"))
     words += ["--portable"] if arguments.portable else []
-    return shlex.join(
-        [*words, "--strategy", strategy, "--devices", f"{'cpu:' if kind == 'cpu' else ''}{count}"]
-    )
+    devices = f"cpu:{count}" if kind == "cpu" else f"{count}"
+    return shlex.join([*words, "--strategy", strategy, "--devices", devices])
 
 
 def _of_job(config: JobConfig) -> list[tuple[str, str]]:

@@ -241,9 +241,9 @@ def _compare_all(
         raise ConfigError(
             f"--stop-after is {stop_after}, and the run has {plural(made, 'step')}. Give a smaller number."
         )
-    first = (
-        reference.trace if reference.records is None else trace_of(reference.records, reference.trace.label)
-    )
+    first, records = reference.trace, reference.records
+    if records is not None:
+        first = trace_of(records, first.label)
     comparisons = [Comparison(first, "A")]
     for number, (label, layout) in enumerate(others.items()):
         print(f"running {label} ({number + 1} of {len(others)})", file=sys.stderr)
@@ -257,7 +257,7 @@ def _compare_all(
 
 
 class _Judge:
-    """Compares runs with one of one device, which it runs again where that may explain a difference.
+    """Compares runs with that of one device, and repeats the latter where that may explain a difference.
 
     Args:
         start: runs one device, in a folder and with further options.
@@ -320,9 +320,8 @@ def _resumed(
         if not ran.trace.refused:
             ran = start(layouts[second], folder / f"resumed-{number}", How(resume=place / RUN_FOLDER))
         refused = bool(ran.trace.refused)
-        trace = dataclasses.replace(
-            ran.trace, label=label, level=max(level, ran.trace.level), in_training=refused
-        )
+        highest = max(level, ran.trace.level)
+        trace = dataclasses.replace(ran.trace, label=label, level=highest, in_training=refused)
         yield dataclasses.replace(ran, trace=trace)
 
 

@@ -347,10 +347,9 @@ class StaticNames:
                 bindings = self._bindings(holder, spec)
                 if bindings is None or bindings.dynamic or {part, "__path__"} & bindings.nodes.keys():
                     return None
-                # Of a single file, its path, as where that hides a package of the same name.
-                return Absent(
-                    holder if places is not None else str(spec.origin), part, tuple(_modules_in(spec))
-                )
+                # Of a single file, its path, for example where that hides a package of the same name.
+                place = holder if places is not None else str(spec.origin)
+                return Absent(place, part, tuple(_modules_in(spec)))
             spec, holder = inner, f"{holder}.{part}"
         return spec
 
@@ -404,9 +403,8 @@ def _read_bindings(spec: ModuleSpec) -> _Bindings | None:
         tree = ast.parse(text)
     except (OSError, SyntaxError, ValueError, RecursionError):
         return None
-    bindings = _Bindings(
-        dynamic=any(mark in text for mark in (b"globals()", b"sys.modules", b"exec(", b"vars()"))
-    )
+    marks = b"globals()", b"sys.modules", b"exec(", b"vars()"
+    bindings = _Bindings(dynamic=any(mark in text for mark in marks))
     for node in _top_level_statements(tree.body):
         _note(node, bindings)
     bindings.dynamic = bindings.dynamic or "__getattr__" in bindings.nodes

@@ -142,9 +142,8 @@ def _load(
     if config is None or problems:
         problems += _of_components(table, problems, file, origin) if imports else []
         raise _report(problems, origin)
-    config, problems = resolve_placeholders(
-        config, None if file.built_in else file.path.parent, origin.is_override
-    )
+    folder = None if file.built_in else file.path.parent
+    config, problems = resolve_placeholders(config, folder, origin.is_override)
     devices = dataclasses.replace(AvailableDevices.asked_for(config.run.devices), is_here=is_here)
     if not devices_are_all:
         devices = dataclasses.replace(devices, count=None)

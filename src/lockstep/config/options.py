@@ -105,7 +105,7 @@ class RunOptions(RunSettings):
     directory: Path | str | None = field(default=None, metadata={"check": file_path})
     """The run folder, for checkpoints and logs, seen from where the run begins; nothing is written without one."""
     resume: str = field(default="", metadata={"check": file_path})
-    """Empty: start anew. "auto": resume from the newest sound checkpoint of ``directory``, if any. Else: the path of
+    """Empty: start fresh. "auto": resume from the newest sound checkpoint of ``directory``, if any. Else: the path of
     one checkpoint, or of a run folder, whose newest one counts."""
     force_context: bool = False
     """Resume although the checkpoint was written with other software, device or threads (level B from there on)."""

@@ -134,7 +134,7 @@ def script_text(found: DataSummary, name: str, epochs: int | None = None) -> str
 
 
 def folder_job(folder: Path) -> str:
-    """The job that trains on a folder of images. Raises ``ConfigError`` where it is none."""
+    """The job that trains on a folder of images. Raises ``ConfigError`` if it is not one."""
     if (folder / "job.json").is_file():
         raise ConfigError(
             f"'{folder}' is the folder of a run, not a job. Continue the run: lockstep train JOB --resume "
@@ -269,9 +269,8 @@ def _look_at_table(data: Path, target: str, goal: str) -> DataSummary:
         )
     inputs, left_out = list[str](), list[str]()
     for name, texts in columns.items():
-        found = next(
-            (f"{text!r} in row {row}" for row, text in enumerate(texts, 2) if not _is_number(text)), ""
-        )
+        others = (f"{text!r} in row {row}" for row, text in enumerate(texts, 2) if not _is_number(text))
+        found = next(others, "")
         (left_out if found else inputs).append(f"{name} ({found})" if found else name)
     if not inputs:
         raise ConfigError(

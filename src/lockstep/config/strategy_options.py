@@ -212,7 +212,7 @@ ELEMENTWISE = (
     *("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam"),
     *("Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD"),
 )
-"""The optimizers of ``torch.optim`` that update every element from that element alone."""
+"""The optimizers of ``torch.optim`` that update every element only from that element."""
 
 _AXES = {
     "parameter_server": "data",

@@ -205,7 +205,7 @@ class StepPlan:
 
     epoch: int
     step: int
-    """Number of the step in the run, from 0; in a plan alone, as if all epochs were as long as its own."""
+    """Number of the step in the run, from 0; in a plan by itself, as if all epochs were as long as its own."""
     position: int
     """Step within the epoch."""
     packed: bytes

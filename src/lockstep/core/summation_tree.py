@@ -5,7 +5,7 @@ A sum over ``n`` leaves splits at the largest power of two below ``n``; so 7 lea
         ((0+1) + (2+3)) + ((4+5) + 6)
 
 which is what a binary counter does when each leaf is a carry and the leftovers are folded from the smallest.
-The shape depends on ``n`` alone, never on who holds which leaf. A holder of the leaves ``[start, stop)`` can finish
+The shape depends only on ``n``, never on who holds which leaf. A holder of the leaves ``[start, stop)`` can finish
 the nodes that lie inside its interval (at most 2 log2 n of them) and hand those over; whoever receives all nodes
 finishes the tree.
 """

@@ -140,7 +140,7 @@ def users_frames() -> list[FrameType]:
 def owners_of(frames: Sequence[FrameType]) -> list[str]:
     """The words before the variables of each frame: ``fit: ``, and none before those of a script.
 
-    They are ``engine.fit: `` where a frame further in is of another function with that name, as one that it has called.
+    They are ``engine.fit: `` if an inner frame belongs to another function of the same name, such as one that it calls.
     """
     owners = list[str]()
     for number, frame in enumerate(frames, 1):

@@ -357,7 +357,7 @@ def octets_of(value: Any) -> bytes | None:
 
 
 def set_octets(value: Any, octets: bytes) -> None:
-    """Gives an object the memory that ``octets_of`` returned for one of its kind."""
+    """Gives an object the memory that ``octets_of`` returned for one of the same kind."""
     if isinstance(value, bytearray):
         value[:] = octets
     elif isinstance(value, array.array):
@@ -445,7 +445,7 @@ def _slots_in(kind: type) -> tuple[str, ...]:
 
 
 def refill(container: Any, entries: Any) -> None:
-    """Gives a list, deque, set or dict these entries, as they are stored; one that has them is left alone."""
+    """Gives a list, deque, set or dict these entries, as they are stored; one that has them stays as it is."""
     if isinstance(container, dict):
         now = [*stored_in(container)]
         same = (a == c and b is d for (a, b), (c, d) in zip(now, entries.items()))

@@ -81,7 +81,7 @@ class Stream(Dataset[Any]):
 
     Every process reads all of the stream, in the training process, and keeps what its micro-batches hold. So the bits
     are the same on any number of processes, and a resumed epoch resumes where it stood, after reading what came before.
-    An epoch begins the stream anew; one with a method ``set_epoch`` is told the epoch first. What a sample draws from
+    Each epoch restarts the stream; one with a method ``set_epoch`` is told the epoch first. What a sample draws from
     torch, NumPy or ``random`` is keyed by its place. The stream must not share itself out over processes, and one
     without ``set_epoch`` must not count how often it was read, or keep a random generator of its own.
 
@@ -202,7 +202,7 @@ def _is_order(value: Any) -> bool:
 def plain_state(part: Any, depth: int = 3) -> dict[str, Any]:
     """Numbers, texts, orders of these and states of random generators in the attributes of an object, and in theirs.
 
-    A tensor or array of one number is a number: a count, more often than memory that is filled anew.
+    A tensor or array of one number is a number: a count, more often than memory that is filled again.
     """
     found: dict[str, Any] = {}
     is_closed = isinstance(part, type | ModuleType | torch.Tensor | np.ndarray)

@@ -1,7 +1,7 @@
 """Notices what a program has changed in a data set, such as its length, a transform or the level of a curriculum.
 
 Loaders plan an epoch for the length that a set has, and workers read the copy of it that they were forked with. So both
-are made anew where the notes of a set are no longer those with which they were made.
+are made again where the notes of a set are no longer those with which they were made.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class SampleKeys:
     def uniforms(self, draws: int) -> npt.NDArray[np.float64]:
         """``draws`` numbers in [0, 1) for each sample, of shape (samples, draws).
 
-        Row ``i`` depends on the key of sample ``i`` alone, so not on the micro-batch it is in. It is the
+        Row ``i`` depends only on the key of sample ``i``, so not on the micro-batch it is in. It is the
         sequence of SplitMix64 (Steele, Lea and Flood 2014) that starts at the sample's seed.
         """
         seeds = np.array(self.seeds(), dtype=np.uint64)[:, None]
@@ -149,7 +149,7 @@ def encoded_state(generator: Any) -> Any:
 
 
 def set_encoded_state(generator: Any, state: Any) -> None:
-    """Gives a generator the state that ``encoded_state`` returned for one of its kind."""
+    """Gives a generator the state that ``encoded_state`` returned for one of the same kind."""
     if isinstance(generator, torch.Generator):
         generator.set_state(torch.tensor(state, dtype=torch.uint8))
     elif isinstance(generator, np.random.Generator):
@@ -285,7 +285,7 @@ _SEED_IT = (
 
 @contextmanager
 def _as_another_worker() -> Iterator[None]:
-    """In a loader worker: lets code that asks for its number find that of another one, if there is one."""
+    """In a loader worker: code that asks for the worker's number gets that of another worker, if there are several."""
     worker = get_worker_info()
     if worker is None:
         yield
@@ -300,7 +300,7 @@ def _as_another_worker() -> Iterator[None]:
 
 _MOST_TURNS = 2_000
 _WORDS = 624
-"""Of the state of a Mersenne Twister; each turn makes them anew."""
+"""Of the state of a Mersenne Twister; each turn makes new ones."""
 
 
 def _draws(seed: int | None) -> list[tuple[Any, Callable[[], bool]]]:

@@ -386,7 +386,7 @@ class SampleReader:
         compared = Rereading(
             {type(self._dataset).__name__: self._given, "the collate function": self._collate}
         )
-        if is_stream:  # its first samples, read again, begin it anew
+        if is_stream:  # reading its first samples again restarts it
             self._dataset.is_compared = True
             first = replace(keys, indices=np.arange(min(_MOST_COMPARED, len(self._dataset))))
             compared.require_equal(self._named_rows(first), partial(self._read, first))

@@ -186,10 +186,8 @@ class WorkerDataset(Dataset[Any]):
         """In a worker, while it reads: the memory that its tensors are going to be sent in."""
 
     def __getitem__(self, request: Request) -> GroupedBatch | WorkerResult | Failure:
-        worker = get_worker_info()
-        self.buffer = (
-            self._buffers.buffer(worker.id) if self._buffers is not None and worker is not None else None
-        )
+        buffers, worker = self._buffers, get_worker_info()
+        self.buffer = buffers.buffer(worker.id) if buffers is not None and worker is not None else None
         try:
             found = self._reader.read_grouped(request.epoch, request.indices, request.sizes)
             return found if self.buffer is None else self.buffer.answer(found)

@@ -33,7 +33,7 @@ def all_gather_rows(row: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def exchange_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
-    """Where numbers that hosts read are exchanged: on the CPU, unless the group takes tensors on ``device`` alone.
+    """Where numbers that hosts read are exchanged: on the CPU, unless the group takes only tensors on ``device``.
 
     A process that reads a number from a GPU waits for all that it has launched there.
     """

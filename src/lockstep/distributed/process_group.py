@@ -49,7 +49,7 @@ ARRIVAL_LIMIT = 60.0
 class _Stores:
     """The store of this process, which is kept: programs train several models, and open a group for each.
 
-    Each group has keys of its own there. A store that was opened anew could still be the one that others are leaving.
+    Each group has keys of its own there. A store that was opened again could still be the one that others are leaving.
     """
 
     def __init__(self) -> None:

@@ -42,7 +42,7 @@ class RankExchange(Protocol):
         """The rows of all ranks, shape (ranks, n), from one of shape (n,)."""
 
     def all_to_all(self, rows: Tensor) -> Tensor:
-        """Returns what each rank has for this one, from what this one has for each; both of shape (ranks, n)."""
+        """Sends row r to rank r, and returns the rows that the ranks sent to this one; both of shape (ranks, n)."""
 
     def gather_parts(self, own: Sequence[Tensor], places: Sequence[Sequence[Tensor]], counts: Counts) -> None:
         """Writes what each rank has into ``places[rank]``, without a copy of all of it in between.
@@ -54,7 +54,7 @@ class RankExchange(Protocol):
         """
 
     def exchange_parts(self, parts: Sequence[Sequence[Tensor]], counts: Counts) -> Tensor:
-        """Returns what each rank has for this one, one part after another, shape (ranks, sum of this one's lengths).
+        """Sends parts to each rank; returns those for this rank, joined: shape (ranks, sum of this rank's lengths).
 
         Args:
             parts: what this rank has for each, flat tensors of one number type.

@@ -122,7 +122,7 @@ def _wait_until_reachable(host: str, port: int, end: float) -> None:
 
 
 def of_an_earlier_program(world: World) -> str:
-    """A sentence on variables that may be left in the shell, where only they say that this is one rank of several."""
+    """A sentence on variables that may be left in the shell, if nothing else says that there are several ranks."""
     if world.run_directory or world.launcher != "lockstep":
         return ""
     return (

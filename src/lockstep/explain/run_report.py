@@ -246,9 +246,8 @@ def _confusion(found: Answers) -> str:
     counts = found.confusion()
     if len(found.classes) > _MOST_CLASSES:
         pairs = [(int(counts[a, b]), a, b) for a, b in counts.nonzero().tolist() if a != b]
-        rows = [
-            (found.classes[a], found.classes[b], f"{n:,}") for n, a, b in sorted(pairs, reverse=True)[:20]
-        ]
+        largest = sorted(pairs, reverse=True)[:20]
+        rows = [(found.classes[a], found.classes[b], f"{n:,}") for n, a, b in largest]
         return table([("true", "predicted", "samples"), *rows])
     most = max(1, int(counts.max()))
     head = "".join(f"<th>{escape(name)}</th>" for name in found.classes)
@@ -271,9 +270,8 @@ def _fingerprint(folder: Path, starts: Sequence[Start]) -> list[str]:
         found = combine(digest_tensors(safetensors.torch.load_file(folder / WEIGHTS)))
         parts.append(f"<p><code>{found}</code></p><p>Computed again from {WEIGHTS}.</p>")
         if recorded and recorded != found:
-            parts.append(
-                _note(f"The run ended with another one: {recorded}. The weights were changed since.")
-            )
+            text = f"The run ended with another one: {recorded}. The weights were changed since."
+            parts.append(_note(text))
     elif recorded:
         parts.append(f"<p><code>{escape(recorded)}</code></p>")
         parts.append(_note(f"As the run recorded it; {WEIGHTS} is gone, so it cannot be computed again."))

@@ -69,7 +69,7 @@ class TimelineFacts(PictureFacts):
 
 
 def explain_timeline(path: Path) -> TimelineFacts:
-    """Reads a timeline, or that of a run folder; ``ConfigError`` if that cannot be read, is none, or is empty."""
+    """Reads a timeline, or that of a run folder; ``ConfigError`` if that cannot be read, is not one, or is empty."""
     events = trace.read(path)
     try:
         spans = [event for event in events if event["ph"] == "X"]

@@ -228,9 +228,8 @@ def traffic_text(facts: TrafficFacts) -> str:
         lines += [f"  {line}" for line in _messages(way)]
         lines += [f"  In a step {way.formula}.", *left_out(*not_drawn(way)), ""]
     rows = [(way.name, [way.level, *loads(way)]) for way in facts.ways]
-    return "\n".join(
-        [*lines, *folded_table(["level", "sends most", "receives most"], rows), *paragraph(LEGEND)]
-    )
+    lines += folded_table(["level", "sends most", "receives most"], rows)
+    return "\n".join([*lines, *paragraph(LEGEND)])
 
 
 LEGEND = (

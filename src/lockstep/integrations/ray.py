@@ -4,7 +4,7 @@
     trainer = LockstepTrainer("job.toml", scaling_config=ScalingConfig(num_workers=(1, 8)), run_config=RunConfig(...))
     result = trainer.fit()
 
-A worker of Ray is a rank. With a range of workers Ray starts them anew whenever nodes come or go; they resume from the
+A worker of Ray is a rank. With a range of workers Ray restarts them whenever nodes come or go; they resume from the
 last checkpoint, in the middle of an epoch too, and the parameters at the end are those of one process.
 
     driver       LockstepTrainer.fit, which names the rank that failed first

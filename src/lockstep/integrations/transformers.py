@@ -448,7 +448,7 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
         """Finds out whether the loss depends on the number of tokens that it is given, as the Trainer expects.
 
         Raises:
-            ConfigError: it does so in another way than being divided by it.
+            ConfigError: it uses the number for more than dividing by it.
         """
         if self._divides_by_items is not None:
             return
@@ -492,9 +492,8 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
             loss = torch.stack(self._losses).mean()
             logs = {"loss": float(loss)} | ({} if self._norm is None else {"grad_norm": self._norm})
             self._losses.clear()
-            self.log(
-                logs | {"learning_rate": self._get_learning_rate() if self._rate is None else self._rate}
-            )
+            rate = self._get_learning_rate() if self._rate is None else self._rate
+            self.log(logs | {"learning_rate": rate})
         if control.should_evaluate:
             metrics = self._evaluate(None, None)
             is_best = self._determine_best_metric(metrics=metrics, trial=None)

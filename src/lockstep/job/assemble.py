@@ -88,7 +88,7 @@ def use_image_cache(data_set: Any, name: str, config: DataConfig, run: Run) -> N
         run: the handle.
 
     Raises:
-        ConfigError: the set is none of photos, or its photos cannot be kept in that folder; names the set.
+        ConfigError: the set holds no photos, or its photos cannot be kept in that folder; names the set.
         Stopped: the run was asked to stop.
     """
     if config.cache is False or config.cache == "":
@@ -210,7 +210,7 @@ def assemble(config: JobConfig, world: World, *, profile: str = "") -> Trainer:
     if config.training.ema_decay is not None:
         update = get_ema_multi_avg_fn(config.training.ema_decay)  # type: ignore[no-untyped-call]  # torch's
         average.append(AveragedModel(model, multi_avg_fn=update))
-    if config.training.checkpoint_activations:  # of the model alone: the average is never trained
+    if config.training.checkpoint_activations:  # only of the model: the average is never trained
         checkpoint_activations(model, config.training.checkpoint_activations)
     model, optimizer, scheduler, *averages = run.prepare(
         *(model, optimizer, scheduler, *average), values_from_main=bool(config.weights.path)
@@ -266,13 +266,12 @@ def collated(data_set: Any, config: DataConfig) -> Any:
     """A data set with the collate function of the job, where it has one."""
     if config.collate is None:
         return data_set
-    return dataclasses.replace(
-        adopt(data_set), collate=instantiate_function(config.collate, ("data", "collate"))
-    )
+    collate = instantiate_function(config.collate, ("data", "collate"))
+    return dataclasses.replace(adopt(data_set), collate=collate)
 
 
 def _model(config: JobConfig, reads_weights: bool) -> nn.Module:
-    """The model with its first weights: from the seed on every rank, then from a file on the main one alone."""
+    """The model with its first weights: from the seed on every rank, then from a file, only on the main one."""
     model = build_model(config)
     if config.weights.path and reads_weights:
         logger.info("%s", load_weights(model, config.weights.path).describe())

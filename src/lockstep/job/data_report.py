@@ -210,9 +210,8 @@ def sheet(batch: Sequence[Any], classes: Sequence[str]) -> Image.Image:
     for number, (picture, label) in enumerate(zip(_as_bytes(pixels), labels, strict=True)):
         row, column = divmod(number, columns)
         left, top = _GAP + column * width, _GAP + row * height
-        tile = Image.fromarray(picture).resize(
-            (width - _GAP, height - _GAP - _CAPTION), Image.Resampling.NEAREST
-        )
+        size = width - _GAP, height - _GAP - _CAPTION
+        tile = Image.fromarray(picture).resize(size, Image.Resampling.NEAREST)
         page.paste(tile, (left, top))
         pen.text((left, top + tile.height), label[: max(1, (width - _GAP) // 6)], fill="black")
     return page

@@ -151,7 +151,7 @@ def _keeps_more(model: nn.Module, checkpoints: Iterable[Path]) -> bool:
 def class_names(folder: Path, config: JobConfig) -> tuple[str, ...]:
     """The names of the classes that a run has trained on: those saved with its weights, else those of its data.
 
-    Empty where its data set has none, or is not there any more.
+    Empty where its data set has none, or no longer exists.
     """
     saved = metadata_of(folder / WEIGHTS).get("classes") if (folder / WEIGHTS).is_file() else None
     if saved is not None:

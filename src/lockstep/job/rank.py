@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 def record(trainer: Trainer, config: JobConfig, folder: Path) -> AuditRecorder | None:
     """Writes the job into the run folder, and has digests of gradients and the audit chain written there. Collective.
 
-    Gradients are recorded where their bits depend on the recipe alone, which level A promises. Returns what records
+    Gradients are recorded where their bits depend only on the recipe, which level A promises. Returns what records
     the audit chain, where the job asks for one.
 
     Args:
@@ -147,10 +147,8 @@ def train(config: JobConfig, world: World, *, proof: str = "", profile: str = ""
             recorder.end(trainer.run.position.step, outcome.fingerprint, outcome.weights)
         if not world.is_main:
             return ""
-        bitwise = (
-            outcome.level is Level.BITWISE and config.training.reduce == "ordered" and one_recipe(starts)
-        )
-        proof = proof if bitwise else ""
+        bitwise = outcome.level is Level.BITWISE and config.training.reduce == "ordered"
+        proof = proof if bitwise and one_recipe(starts) else ""
         ended = {"fingerprint": outcome.fingerprint, "portable": outcome.is_portable, "proof": proof}
         if not (run_folder(config) / FILE).exists():  # the folder was removed or moved away meanwhile
             write_whole(run_folder(config) / FILE, with_start(starts[:-1], starts[-1]).encode())

@@ -132,13 +132,13 @@ _OF_LAYOUT = (
 )
 """Tables and settings that decide no bit, but for those of ``_OF_RECIPE``."""
 _OF_READING = ("job", "data.root", "data.workers", "data.prefetch", "data.timeout", "data.cache")
-"""Settings that decide no bit either, and are in ``recipe_digest`` all the same, as audits have recorded it."""
+"""Settings that decide no bit either, but are in ``recipe_digest``, as audits have recorded it."""
 
 
 def settings_that_differ(starts: Mapping[str, Start]) -> list[tuple[str, ...]]:
     """A table of the settings that are not the same in all of these starts, by the names of their runs.
 
-    With a head; of the head alone where all are the same. What only names a run or a place is left out.
+    With a head; only the head where all are the same. What only names a run or a place is left out.
     """
     tables = [flat(json.loads(start.job.to_json())) for start in starts.values()]
     keys = {key for table in tables for key in table} - set(_OF_ONE_RUN)
@@ -259,7 +259,7 @@ def locked(folder: Path) -> Iterator[None]:
 def discard(folder: Path) -> Path | None:
     """Removes a run folder in which no run has begun; returns the temporary folder that its logs are moved to.
 
-    A folder that holds anything else stays, and None is returned, as where there are no logs.
+    A folder that holds anything else stays, and None is returned, as if there were no logs.
     """
     if {path.name for path in folder.iterdir()} - {RANKS, LOCK, f"{LOCK}.owner"}:
         return None
@@ -281,9 +281,8 @@ def latest_run(config: JobConfig) -> Path | None:
 
 def _placed(config: JobConfig, folder: Path, resume: str) -> JobConfig:
     run = dataclasses.replace(config.run, directory=str(folder.parent), name=folder.name)
-    return dataclasses.replace(
-        config, run=run, checkpoint=dataclasses.replace(config.checkpoint, resume=resume)
-    )
+    checkpoint = dataclasses.replace(config.checkpoint, resume=resume)
+    return dataclasses.replace(config, run=run, checkpoint=checkpoint)
 
 
 def _create(config: JobConfig) -> Path:

@@ -222,7 +222,7 @@ def new_run_id() -> str:
 
 
 def single_host_layout(options: LaunchOptions) -> HostLayout:
-    """Returns the layout of a run on this host alone."""
+    """Returns the layout of a run on only this host."""
     return HostLayout(run_id=options.run_id or new_run_id(), world_size=options.devices.count)
 
 

@@ -45,7 +45,7 @@ def with_restarts(attempt: Callable[[LaunchOptions], WorldOutcome], options: Lau
 
 
 def find_lost_ranks(verdict: Verdict, ends: Sequence[RankEnd]) -> LostRanks | None:
-    """Returns the ranks that a run lost which nobody asked to stop; None where a restart would not help."""
+    """Returns the ranks lost by a run that nobody asked to stop; None where a restart would not help."""
     cause = verdict.cause
     if cause is None or verdict.left_early or not _is_transient(cause):
         return None
@@ -85,7 +85,7 @@ def _next(options: LaunchOptions, first: LaunchOptions, lost: LostRanks) -> Laun
 
 
 def _remaining_devices(options: LaunchOptions, lost: Sequence[int]) -> Devices:
-    """Returns the devices of the ranks that were not lost, as many as the target can run on; all if that is none."""
+    """Returns the devices of the ranks that were not lost, as many as the target can run on; all if it fits on none."""
     devices, each = options.devices, options.devices.per_rank
     remaining = [rank for rank in range(devices.count) if rank not in lost]
     while remaining and not options.fits(len(remaining)):

@@ -108,9 +108,8 @@ def _has_room(base: Path, ranks: int) -> bool:
         disk = os.statvfs(base)
     except OSError:
         return False
-    return disk.f_bavail * disk.f_frsize >= _room(ranks) and (
-        disk.f_favail > 16 + 8 * ranks or not disk.f_files
-    )
+    has_inodes = disk.f_favail > 16 + 8 * ranks or not disk.f_files
+    return has_inodes and disk.f_bavail * disk.f_frsize >= _room(ranks)
 
 
 def _held_lock(directory: Path) -> int:

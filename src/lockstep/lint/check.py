@@ -67,7 +67,7 @@ def depends_on_world_size(text: str, path: str) -> list[Finding]:
 def choose(select: str, ignore: str) -> tuple[LintRule, ...]:
     """Returns the rules that ``--select`` and ``--ignore`` leave: numbers, their beginnings, or names, with commas.
 
-    Raises ``ConfigError`` where one of them is none of these.
+    Raises ``ConfigError`` if one of them names no rule.
     """
     chosen = _named(select, "--select") if select else set(RULES)
     return tuple(item for item in RULES if item in chosen - _named(ignore, "--ignore"))

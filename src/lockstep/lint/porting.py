@@ -561,9 +561,8 @@ def _evaluations(script: Script) -> Iterator[_Found]:
         loops = [each for each in ast.walk(node) if isinstance(each, ast.For | ast.comprehension)]
         if isinstance(node, ast.With):  # for x, y in data: with torch.no_grad(): ...
             around = script.around(node, ast.For, within_function=True)
-            loops += [
-                each for each in around if not any(script.holds(each, call) for call in backwards(script))
-            ]
+            calls = backwards(script)
+            loops += [each for each in around if not any(script.holds(each, call) for call in calls)]
         for loop in loops:
             (data, *_) = read_by(script, loop.iter) or [loop.iter]
             is_named = isinstance(data, ast.Name | ast.Attribute) and _DATA.search(last_name(data))

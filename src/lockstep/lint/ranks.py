@@ -1,4 +1,4 @@
-"""Ranks in a script: the values that are one, the conditions that test one, and the ranks that reach a line.
+"""Ranks in a script: which values are ranks, which conditions test a rank, and which ranks reach a line.
 
 A value is *proved* to be a rank where it comes from ``get_rank()`` or the launcher's environment; elsewhere it may
 be *called* one. Rules that object to a value want proof; conditions are taken by their name. A line is reached by the

@@ -59,7 +59,7 @@ def starts_group(script: Script) -> list[ast.Call]:
 
 
 def leaves_files(script: Script) -> bool:
-    """Returns True where the file starts the ranks by torch alone, or by Lockstep, which leaves files to scripts."""
+    """Returns True where the file starts the ranks only by torch, or by Lockstep, which leaves files to scripts."""
     return bool(runs_of(script)) or (bool(starts_group(script)) and not is_managed(script))
 
 
@@ -81,7 +81,7 @@ def is_managed(script: Script) -> bool:
 
 
 def is_distributed(script: Script) -> bool:
-    """Returns True where the file itself shows that it runs on several ranks, by torch alone."""
+    """Returns True where the file itself shows that it runs on several ranks, by torch only."""
     shown = starts_group(script) or wraps(script, DDP, FSDP) or script.torch_calls("DistributedSampler")
     return bool(shown) and not is_managed(script)
 
@@ -149,10 +149,8 @@ def target_of(script: Script, call: ast.Call) -> str:
 def models_of(script: Script, call: ast.Call) -> list[str]:
     """The models whose parameters a call is given: ``net`` for ``Optimizer(net.head.parameters())``."""
     parts = script.sources(call.args[0]) if call.args else ()
-    owners = [
-        script.owner(each) for each in parts if isinstance(each, ast.Call) and method(each) == "parameters"
-    ]
-    return [root_of(each) for each in owners]
+    calls = [each for each in parts if isinstance(each, ast.Call) and method(each) == "parameters"]
+    return [root_of(script.owner(call)) for call in calls]
 
 
 def root_of(name: str) -> str:

@@ -16,7 +16,7 @@ from lockstep.loggers.json_lines import MetricsFile
 
 
 class CsvTable(MetricsFile):
-    """A row for each record, as ``MetricsFile`` says. The file is written anew where a metric needs a new column."""
+    """A row for each record, as ``MetricsFile`` says. The file is rewritten where a metric needs a new column."""
 
     _columns: tuple[str, ...] = ()
 

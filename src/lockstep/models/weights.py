@@ -71,7 +71,7 @@ def compare(given: Mapping[str, Tensor], wanted: Mapping[str, Tensor], *, dtypes
 def freeze(model: nn.Module, patterns: Sequence[str], *, freeze_statistics: bool = False) -> list[str]:
     """Freezes and thaws parameters by patterns in order, later ones win; returns the names still trained.
 
-    ``["*", "!fc"]`` trains the head alone. A pattern is compared with the name of each parameter and of the
+    ``["*", "!fc"]`` trains only the head. A pattern is compared with the name of each parameter and of the
     modules that hold it, so ``layer1`` means everything in it; ``*`` stands for dots as well, ``!`` thaws.
 
     Args:
@@ -158,9 +158,7 @@ def _stay_in_evaluation(module: nn.Module, _inputs: tuple[Tensor | Any, ...]) ->
 
 def _nothing_matched(model: nn.Module, pattern: str) -> str:
     names = {name for name, _ in nn.Module.named_parameters(model, remove_duplicate=False)}
-    names |= {
-        name for name, module in model.named_modules() if name and any(True for _ in module.parameters())
-    }
+    names |= {name for name, module in model.named_modules() if name and [*module.parameters()]}
     close = difflib.get_close_matches(pattern.removeprefix("!"), sorted(names), n=1, cutoff=0.5)
     hint = f" Did you mean {'!' * pattern.startswith('!') + close[0]!r}?" if close else ""
     top = shorten(

@@ -31,7 +31,7 @@ _KERNELS = "torch._inductor.config"
 
 
 def fix_graphs() -> None:
-    """Sets the compiler, where this process has loaded it, so that a graph depends on its code and inputs alone.
+    """Sets the compiler, where this process has loaded it, so that a graph depends only on its code and inputs.
 
     Where torch is to be deterministic, so is the choice of kernels, as ``torch.use_deterministic_algorithms`` has it:
     without that switch of the compiler's own, matrices are padded and sums are split where this was faster when it was

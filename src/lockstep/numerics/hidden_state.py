@@ -5,7 +5,7 @@
     both       generators of random numbers among these, and containers, entry by entry
 
 ``Snapshot`` describes all that it finds as text by name, so that two can be compared, and puts it back as it was. It
-looks into the user's own code only: functions and classes of installed packages are left alone, their objects are not.
+looks into the user's own code only: functions and classes of installed packages are left out, their objects are not.
 """
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ class Snapshot:
             self._setters[name] = entries, functools.partial(_shrink, value)
 
     def _inside(self, value: Any, name: str, leave_out: Collection[str] = ()) -> None:
-        """Looks at the parts of a value; each attribute may be bound anew, those in ``leave_out`` aside."""
+        """Looks at the parts of a value; each attribute may be rebound, except those in ``leave_out``."""
         held = attributes_of(value)
         if self._restorable:
             kept = {key: each for key, each in held.items() if key not in leave_out}
@@ -338,9 +338,8 @@ class Snapshot:
             for variable, text in os.environ.items():
                 self._note(f"the environment variable {variable!r}", short_text(text))
         elif isinstance(value, ModuleType):
-            self.draws_globally |= (
-                value is random or value is np.random or (value is np and "random" in names)
-            )
+            is_random = value is random or value is np.random
+            self.draws_globally |= is_random or (value is np and "random" in names)
         else:
             words = part.words("")
             words = told_apart(space, words, f"{words} of {space.get('__name__')}", self._named)
@@ -377,7 +376,7 @@ def _put_back(tensor: Tensor, values: Tensor) -> None:
 
 
 def _shrink(container: Any, entries: Any) -> None:
-    """Takes out what was added to some entries; values that were set anew stay."""
+    """Takes out what was added to some entries; values that were set since stay."""
     if isinstance(container, dict):
         for key in [key for key in container if key not in entries]:
             dict.__delitem__(container, key)

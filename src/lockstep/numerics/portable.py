@@ -135,9 +135,8 @@ def _cathetus(hypotenuse: Tensor) -> Tensor:
 
 def _replace_function(library: Any, name: str, compute: Callable[[Tensor, Tensor], Tensor]) -> None:
     """Replaces the three forms of a function of one tensor for floats; other types go to torch's kernel."""
-    kernels = {
-        form: torch.library.get_kernel(f"aten::{form}", "CPU") for form in (name, f"{name}_", f"{name}.out")
-    }
+    forms = name, f"{name}_", f"{name}.out"
+    kernels = {form: torch.library.get_kernel(f"aten::{form}", "CPU") for form in forms}
 
     def function(keys: Any, values: Tensor) -> Any:
         if not _is_wide(values):

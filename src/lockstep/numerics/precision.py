@@ -243,7 +243,7 @@ def all_finite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 def _extremes(group: list[Tensor]) -> Tensor:
-    """Numbers of which one is NaN or infinite where an entry of the tensors is, which share type and device."""
+    """Numbers one of which is NaN or infinite if an entry of the tensors is; the tensors share type and device."""
     if group[0].is_cpu:
         return torch.stack([extreme for tensor in group for extreme in torch.aminmax(tensor)])
     if len(group) == 1 and group[0].dim() == 1 and len(group[0]) <= _FEW_NUMBERS:

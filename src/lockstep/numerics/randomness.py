@@ -2,14 +2,14 @@
 
 A *unit* is a child of a Sequential, ModuleList or ModuleDict at any depth, every module on the way to one, and the
 model itself. Entering a unit seeds torch's generator with ``(seed, step, micro-batch, unit, call)``; leaving it seeds
-the generator anew for the unit around it:
+the generator again for the unit around it:
 
     root         seeds (root, 0, 0)                          (root, 0, 1)
       block.0                        (block.0, 0, 0)
                  |--- root draws ---|--- block.0 draws ---|--- root draws ---|
 
 so a unit draws the same numbers wherever the ones before it ran: on another rank, another device or another stage.
-Units that cannot draw (a Linear, a ReLU) are left alone, so the usual model pays for its dropouts only, and a model in
+Units that cannot draw (a Linear, a ReLU) stay unchanged, so the usual model pays for its dropouts only, and a model in
 which nothing can draw for nothing: several threads may then run replicas of it at once.
 
 Activation checkpointing runs units again, in backward. It first puts the generator back, whose seed then tells which
@@ -217,7 +217,7 @@ class KeyedRandomness:
         self._begin("<loss>")
 
     def leave(self) -> None:
-        """Ends the keys in the middle of a step, whose micro-batches may begin anew."""
+        """Ends the keys in the middle of a step, whose micro-batches may begin again."""
         self._require_units()
         self._where = None
 

@@ -4,7 +4,7 @@ Every micro-batch of a step starts from the step's old values. The step's new va
 micro-batches left behind; a module that no micro-batch used in training mode keeps its old ones, bit for bit.
 BatchNorm's integer counters advance once per step; integer buffers that the user declares advance by the sum of what
 the micro-batches added. The vectors of spectral normalisation are averaged too: all micro-batches begin with the same
-ones and make the same iterations, which depend on the weight alone. All averaged values lie in one flat tensor, so
+ones and make the same iterations, which depend only on the weight. All averaged values lie in one flat tensor, so
 that saving and restoring them is one copy; where the layers lie on several devices there is one on each.
 """
 
@@ -98,9 +98,7 @@ def _refuse_single_values(
 ) -> None:
     if not module.training or not _has_single_values(inputs):
         return
-    fewer = (
-        max(k for k in range(1, global_batch // 2 + 1) if global_batch % k == 0) if global_batch > 1 else 0
-    )
+    fewer = max((k for k in range(1, global_batch // 2 + 1) if global_batch % k == 0), default=0)
     remedy = f"micro_batches={fewer}" if fewer else "global_batch=2 or more"
     raise ConfigError(
         f"BatchNorm {name!r} got one value of each channel and needs two for a variance: with global_batch="
@@ -263,7 +261,7 @@ class RunningBuffers:
         self.counters: int = self._counts.numel() + len(self._compared)
         """Numbers that tell which buffers were used: the integer counters, and one for each other group."""
         self.dtype = dtype
-        """Type of the values: float32, or float64 for a model of float64 and where integers alone are added up."""
+        """Type of the values: float32, or float64 for a model of float64 and where only integers are added up."""
         self.device = self._summed[0].buffer.device if self._summed else self._flat.device
 
     def tensors(self) -> list[Tensor]:
@@ -377,14 +375,11 @@ class RunningBuffers:
         changed = [name for name, digest in self._digest_others().items() if before.get(name) != digest]
         if changed:
             others = shorten(map(repr, changed[1:]), 5)
-            more = (
-                f" It changes {others}, too; running_buffers takes patterns such as '*.mean'."
-                if others
-                else ""
-            )
+            if others:
+                others = f" It changes {others}, too; running_buffers takes patterns such as '*.mean'."
             raise ConfigError(
                 f"The forward pass changes the buffer {changed[0]!r}, and Lockstep does not know how to combine its "
-                f"values from several micro-batches. {self._advice(changed[0])}{more}"
+                f"values from several micro-batches. {self._advice(changed[0])}{others}"
             )
         self._others_stayed += 1
 

@@ -15,7 +15,7 @@ late, not lost. Vectors, matrices that two factors would not make smaller, 16-bi
 summed whole, in the order of the tree.
 
 The factors too are added in a fixed order, one term for each rank. The result is not that of one device: it depends on
-the number of ranks. What was left out, and Q, are not part of a checkpoint: after a resume both begin anew.
+the number of ranks. What was left out, and Q, are not part of a checkpoint: after a resume both begin empty.
 """
 
 from __future__ import annotations

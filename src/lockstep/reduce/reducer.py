@@ -38,9 +38,8 @@ class NodeLayout:
     def of(leaves: int, holders: int) -> NodeLayout:
         """The nodes when ``leaves`` micro-batches are shared out by ``plan.share``."""
         shares = (share(leaves, holders, rank) for rank in range(holders))
-        return NodeLayout(
-            leaves, tuple(tuple(nodes_within(part.start, part.stop, leaves)) for part in shares)
-        )
+        nodes = tuple(tuple(nodes_within(part.start, part.stop, leaves)) for part in shares)
+        return NodeLayout(leaves, nodes)
 
     @property
     def slots(self) -> int:

@@ -363,7 +363,7 @@ class _Restoring:
 class Attributes:
     """The values that the optimizers and modules of a run keep, beside what they kept when this was made.
 
-    ``idle``: attributes that each call sets anew and nothing depends on, in words; a resumed run needs none like them.
+    ``idle``: attributes that each call sets again and nothing depends on, in words; a resumed run needs none like them.
     """
 
     def __init__(self, parts: Parts, idle: Collection[str] = ()) -> None:
@@ -614,7 +614,7 @@ class UnheldPlaces:
         return lost
 
     def changed(self, state: RunState) -> dict[str, list[str]]:
-        """By place: what it was at first, what it is, and what it was at the start of an epoch, if that is known."""
+        """By place: the first value, the value now, and the value at the start of an epoch (empty if unknown)."""
         roots = {name: root for name, each in self._roots.items() if (root := each()) is not None}
         known = [each for model in (state.parts.model, state.model.module) for each in model.buffers()]
         now = Snapshot(roots, known, restorable=False)

@@ -613,7 +613,7 @@ def _run_since(offsets: Mapping[FrameType, int]) -> tuple[_Parts, _Functions]:
     frames = users_frames()
     firsts = [offsets.get(each, -1) for each in frames]
     parts = [
-        (each.f_code, first, each.f_lasti if first <= each.f_lasti else _ALL)  # else a loop has begun anew
+        (each.f_code, first, each.f_lasti if first <= each.f_lasti else _ALL)  # else a loop has begun again
         for each, first in zip(frames, firsts)
     ]
     return parts, _functions_of_frames(frames)

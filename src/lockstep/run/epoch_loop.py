@@ -101,7 +101,7 @@ _MOST_AROUND = 6
 
 
 def restarted_around(steps: Generator[Batch], done: int) -> list[str]:
-    """Names what is iterated together with the steps of an epoch and begins anew where a resumed run goes on.
+    """Names what is iterated together with the steps of an epoch and restarts where a resumed run goes on.
 
     ``enumerate`` and ``zip`` around ``run.batches`` are in no variable, so they are looked for among the objects that
     refer to the steps.

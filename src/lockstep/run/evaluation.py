@@ -140,7 +140,7 @@ class OpenEvaluation:
 
     @contextmanager
     def noting_failure(self) -> Iterator[None]:
-        """Surrounds what may fail on this rank alone, while the others wait for it."""
+        """Surrounds what may fail only on this rank, while the others wait for it."""
         try:
             yield
         except EvaluationStopped:

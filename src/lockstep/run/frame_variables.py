@@ -298,9 +298,8 @@ class Variables:
             self._look_into(value, name, depth, only_tensors)
             self._seen[id(value)] = start, len(self._noted)
         elif first < last:
-            self.other_names.setdefault(self._noted[first], set()).add(
-                name.rpartition(" ")[2].rpartition(".")[2]
-            )
+            alone = name.rpartition(" ")[2].rpartition(".")[2]
+            self.other_names.setdefault(self._noted[first], set()).add(alone)
 
     def _look_into(self, value: Any, name: str, depth: int, only_tensors: bool) -> None:
         kind = type(value)

@@ -91,11 +91,11 @@ class LoaderCache:
         """Gets the notes of every loader that is made from now on about when it reads; None: nothing is noted."""
 
     def refresh(self, data: Any, loaders: _Kind) -> bool:
-        """Forgets what was made of a data set where the program has changed it since; loaders are made anew.
+        """Forgets what was made of a data set where the program has changed it since; loaders are made again.
 
         Args:
             data: that is going to be read.
-            loaders: that will read it. Their workers are started anew where a change of the set may not be seen.
+            loaders: that will read it. Their workers are restarted where a change of the set may not be seen.
 
         Returns:
             Whether it has.
@@ -293,7 +293,7 @@ def smallest_micro_batch(model: nn.Module) -> int:
 def counting_skipped(read: Read, dataset: Any, strategy: Strategy, seed: int, *, says: bool) -> Read:
     """The same steps; of a ``SkipBroken`` set, what was skipped is counted before each, which is collective.
 
-    A sample counts at the step that holds it, however far ahead it was read, and in each epoch anew. ``says``: True for
+    A sample counts at the step that holds it, however far ahead it was read, and again each epoch. ``says``: True for
     the process that logs.
     """
     inner, numbers = unwrap_subset(dataset)

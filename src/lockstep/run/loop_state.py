@@ -260,10 +260,9 @@ class LoopState:
         """The texts, by name, of what data sets hold or read and the loop has changed since the run began."""
         if not self._start:
             return {}
-        texts = (found := self._look()).texts
-        changed = {
-            name for name in found.of_datasets - self._by_reading if texts[name] != self._first.get(name)
-        }
+        found, first = self._look(), self._first
+        texts, names = found.texts, found.of_datasets - self._by_reading
+        changed = {name for name in names if texts[name] != first.get(name)}
         return {name: _VERSION.sub("", texts[name]) for name in changed - self._not_by_loop(changed, found)}
 
     def end_steps(self) -> None:
@@ -363,10 +362,10 @@ class LoopState:
         """True if a variable that differs from the checkpoint's is not what the loop had made of it.
 
         Within the steps of an epoch nothing but the loop's body could set it. After them the start of the next epoch
-        may: what is set anew in each epoch has one value at the start of every one.
+        may: what is set again in each epoch has one value at the start of every one.
 
         Args:
-            is_taken: its value is one that the script takes from the run, which gives a different one now.
+            is_taken: the script takes its value from the run, which now gives a different one.
         """
         firsts, start = (self._first.get(name), self._entered.get(name)), self._stored["start"].get(name)
         may_differ = name in found.with_values  # by values, of which a text tells too little

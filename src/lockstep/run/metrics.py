@@ -100,8 +100,8 @@ def evaluate_means(
 ) -> dict[str, float]:
     """The mean of each metric over all samples, equal on every rank. Collective.
 
-    Unless checks are off, those that are not means are looked for; of those that are not new, where they give one
-    number, see ``means``.
+    Unless checks are off, looks for metrics that are not means: among the new ones, and among those that give one
+    number (see ``means``).
 
     Args:
         metrics: functions of (output, target); see ``step.sum_and_weight`` for what they may return.
@@ -122,7 +122,7 @@ def evaluate_means(
 
 
 class _MetricMeans:
-    """The sums and weights of metrics over an evaluation, and what tells that one of them is no mean."""
+    """The sums and weights of metrics over an evaluation, and the signs that one of them is not a mean."""
 
     def __init__(self, opened: OpenEvaluation, metrics: Mapping[str, Metric], unchecked: set[str]) -> None:
         self._opened, self._metrics, self._unchecked = opened, metrics, unchecked
@@ -132,7 +132,7 @@ class _MetricMeans:
         self._sums = _SumsAndWeights(metrics, self._strategy, self._loader.share, self._loader.count)
         self._checks = opened.run.options.checks != "off"
         self._checked, self._reasons = set(unchecked), dict[str, str]()
-        """Metrics that are looked at, and why one is no mean."""
+        """Metrics that are checked, and by name why one is not a mean."""
         self._kept: Changes = {}
         self._sample = RowSample(len(self._loader), self._loader.micro_batch_size)
 
@@ -193,9 +193,8 @@ class _MetricMeans:
         with self.calls():
             found = self._sample.reasons(self._named(self._checked), everyone)
         # What may be a mean or not is said once.
-        self._reasons |= {
-            name: why for name, why in found.items() if name in self._unchecked or why not in UNTOLD
-        }
+        unchecked = self._unchecked
+        self._reasons |= {name: why for name, why in found.items() if name in unchecked or why not in UNTOLD}
         told = [self._reasons, self._kept, self._forward_pass.other_mean]
         records, warns = self._strategy.gather_records(told), self._opened.run.is_main
         self._forward_pass.hear_other_mean((each[2] for each in records), warns=warns)

@@ -128,7 +128,7 @@ class GradientState:
     def left_over(self) -> list[Tensor]:
         """The parameters with gradients that came after the step of their optimizer in this batch.
 
-        The second network of a GAN has such gradients, until its loop clears them before they are computed anew.
+        The second network of a GAN has such gradients, until its loop clears them before they are computed again.
         """
         held = [o for o in self._held if id(o) in self._stepped]
         return [p for o in held for p in _members(o) if p.grad is not None]
@@ -451,10 +451,8 @@ class PreparedOptimizer(Optimizer):
         self._late: list[Callable[[], Any]] = []
         if not self._has_all:
             before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-            before.update({number: self._shown(hook) for number, hook in before.items() if is_users(hook)})
-            after.update(
-                {number: self._shown_after(hook) for number, hook in after.items() if is_users(hook)}
-            )
+            before.update({key: self._shown(hook) for key, hook in before.items() if is_users(hook)})
+            after.update({key: self._shown_after(hook) for key, hook in after.items() if is_users(hook)})
 
     step_was_skipped = False
     """True if the last step was left out, since the scaled gradients overflowed."""
@@ -531,7 +529,7 @@ class PreparedOptimizer(Optimizer):
         return self._shared is None or self._shared.is_whole
 
     _step_supports_amp_scaling = True
-    """Has a GradScaler leave the gradients alone, and set ``grad_scale`` while it calls ``step``."""
+    """Has a GradScaler leave the gradients as they are, and set ``grad_scale`` while it calls ``step``."""
 
     @apart_from_graphs
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

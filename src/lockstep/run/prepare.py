@@ -510,7 +510,7 @@ def _local_shard(name: str, value: Any, held: Tensor, parameter: Tensor, strateg
 
 
 def stepped_before(parts: Parts) -> list[str]:
-    """The optimizers and schedulers that have taken steps, as where the script continues a run by itself."""
+    """The optimizers and schedulers that have taken steps, as when the script continues a run by itself."""
     schedulers = [each for each in parts.schedulers if getattr(each, "last_epoch", 0) > 1]
     return [type(each).__name__ for each in (*filter(_has_stepped, parts.optimizers), *schedulers)]
 

@@ -105,7 +105,7 @@ class Resumption:
             )
 
     def _extra_carried(self, run: RunState) -> list[str]:
-        """Entries of ``run.extra`` that the start of the epoch has made of what they were: not what it sets anew."""
+        """Entries of ``run.extra`` that the start of the epoch has made of what they were: not what it replaces."""
         now = _texts(run.extra)
         differ = [key for key in {**self._extra, **now} if self._extra.get(key) != now.get(key)]
         carried = carried_since(self._noted[1]) if differ else set()

@@ -142,7 +142,7 @@ class Run:
         Args:
             model: the model; on the CPU, or where it will be trained.
             others: optimizers, learning-rate schedulers, and modules such as an ``AveragedModel``.
-            values_from_main: rank 0 alone has loaded weights; differences are expected and not reported.
+            values_from_main: only rank 0 has loaded weights; differences are expected and not reported.
 
         Returns:
             The model and the wrapped others, in the order of the arguments; the model alone if it was alone.
@@ -257,9 +257,8 @@ class Run:
         prepared.forward_pass.device_transform = source.device_transform
         self._session.heartbeat.note_thread()
         self._session.heartbeat.mark("data", epoch=self.position.epoch, step=self.position.step)
-        batches = partial(
-            loader.batches, at_end=lambda: self._loaders.read_ahead(loader, self._loop.next_epoch)
-        )
+        read_ahead = self._loaders.read_ahead
+        batches = partial(loader.batches, at_end=lambda: read_ahead(loader, self._loop.next_epoch))
         read = counting_skipped(batches, source.dataset, self.strategy, self.options.seed, says=self.is_main)
         left = self._loop.steps_left(plan.steps_per_epoch)
         return EpochSteps(self._loop.steps(read, self._between_steps), left)
@@ -454,7 +453,7 @@ class Run:
         ``forward`` and ``workers`` are those of ``evaluate``.
 
         Args:
-            data: a map-style data set or a DataLoader; its samples are those of ``evaluate``, or inputs alone.
+            data: a map-style data set or a DataLoader; its samples are those of ``evaluate``, or only inputs.
             keep: a function from the output for a micro-batch to the tensor that is kept, with a row for each sample,
                 such as ``lambda output: output.argmax(1)``; by default the output itself is kept.
             everywhere: give the result to every process, as for a loop that chooses samples or labels by it.
@@ -464,7 +463,7 @@ class Run:
             on the others.
 
         Raises:
-            ConfigError: there is no row for each sample, as where some are drawn, or rows differ in shape or dtype.
+            ConfigError: there is no row for each sample, as when some are drawn, or rows differ in shape or dtype.
             RankError: a worker of an asynchronous parameter server was lost, and its outputs with it.
         """
         self._precision.require_settings()

@@ -137,7 +137,7 @@ class RunSession:
         self.threads = threads if threads is not None else threads_of_environment(os.environ)
         torch.set_num_threads(self.threads)
         if hasattr(torch._C, "_jit_set_fusion_strategy"):  # the public function warns that it is deprecated
-            # By default torch.jit compiles functions anew at later calls: bits would depend on the calls before.
+            # By default torch.jit compiles functions again at later calls: bits would depend on the calls before.
             torch._C._jit_set_fusion_strategy([])
         if self.device.type == "cpu":
             keep_freed_memory()

@@ -263,14 +263,13 @@ class RunState:
         state.progress.update({"extra_states": extra} if extra else {})
         state.progress.update(self._attributes.capture(self.strategy, whole))
         state.model.update({name: held[name] for name in held if name not in self.model.aliases})
+        names = self._names()
         for number, optimizer in enumerate(self.parts.optimizers):
             if self.strategy.replicated:
-                tensors, record = optimizer_state(optimizer, self._names())
+                tensors, record = optimizer_state(optimizer, names)
             else:
                 members = self.model.members[number]
-                tensors, record = _shared_state(
-                    optimizer, self._names(), members, self.strategy, rows, keep=keep
-                )
+                tensors, record = _shared_state(optimizer, names, members, self.strategy, rows, keep=keep)
             state.optimizer_records[str(number)] = record
             state.optimizer.update({f"{number}|{key}": tensor for key, tensor in tensors.items()})
         frozen = sorted({*frozen_parameters(self.model.module)} - self.parts.frozen)
@@ -415,12 +414,10 @@ class RunState:
     def _load_tensors(self, state: CheckpointState, force_context: bool) -> None:
         """Loads parameters, buffers, optimizer states, attributes and gradients. Collective; see ``restore``."""
         written = state.progress
-        self.strategy.load_state(
-            {**state.model, **{a: state.model[name] for a, name in state.aliases.items()}}
-        )
-        checkpoint.load_extra_states(
-            self.parts.named_modules, written.get("extra_states", {}), state.optimizer
-        )
+        aliases = {alias: state.model[name] for alias, name in state.aliases.items()}
+        self.strategy.load_state({**state.model, **aliases})
+        extra = written.get("extra_states", {})
+        checkpoint.load_extra_states(self.parts.named_modules, extra, state.optimizer)
         for number, optimizer in enumerate(self.parts.optimizers):
             self._load_optimizer(number, optimizer, state)
         lost = self._attributes.restore(written, state.optimizer, self.strategy.device)

@@ -314,7 +314,7 @@ class ForwardPass:
             logger.warning("%s", self.other_mean)
 
     def hear_other_mean(self, warnings: Iterable[str], *, warns: bool) -> None:
-        """Takes the warnings of all processes, empty where one has none, and gives one that was not given here."""
+        """Logs a warning that another process has found and this one has not; empty for a process without any."""
         heard = next(filter(None, warnings), "")
         if warns and heard and not self.other_mean:
             logger.warning("%s", heard)
@@ -482,7 +482,7 @@ class StepCompute:
                 trained = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
                 if weight or not trained:
                     raise no_gradient(output)
-                # Nothing counts in this micro-batch, as where no token is unmasked: all its gradients are zero.
+                # Nothing counts in this micro-batch, as when no token is unmasked: all its gradients are zero.
                 zeros = [each.flatten()[:0].sum().to(total.dtype) for each in trained]
                 total = total + torch.stack(zeros).sum()
             if self.metrics is not None and micro_batch.k < self.plan.leaves:

@@ -112,9 +112,8 @@ def note_data(error: Exception, batch: Batch, model: nn.Module) -> None:
         raise used_up from error
     if isinstance(error, LockstepError) or not batch.micro_batches:
         return
-    called = [
-        each for frame in _frames(error) for each in frame.f_locals.values() if isinstance(each, MicroBatch)
-    ]
+    values = [value for frame in _frames(error) for value in frame.f_locals.values()]
+    called = [value for value in values if isinstance(value, MicroBatch)]
     data = (called[-1:] or batch.micro_batches)[0].data
     inputs = data[:-1] if isinstance(data, tuple | list) else data
     own = {p.dtype for p in model.parameters() if p.is_floating_point()}

@@ -85,7 +85,7 @@ class SurrogateCompute(StepCompute):
         return [digest_tensor(each) for each in (self.total, *gradients)]
 
     def loss(self, output: Any, target: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """The value and the weight count for micro-batch 0 alone, so that the loss of the step is that of the batch."""
+        """The value and the weight count only for micro-batch 0, so that the loss of the step is that of the batch."""
         k = micro_batch.k if micro_batch.k < self.plan.leaves else 0
         with self.autocast():
             for call in self.events.output if micro_batch.k == k else ():
@@ -190,10 +190,9 @@ def _has_no_tensors(value: Any) -> bool:
 
 
 def _text(leaf: Any) -> str:
-    """The same for equal values; empty for one that is of its micro-batch alone, such as an array."""
-    parts = [
-        part for each in tree_leaves(leaf) for part in (each, *tree_leaves(getattr(each, "__dict__", {})))
-    ]
+    """The same for equal values; empty for one that belongs only to its micro-batch, such as an array."""
+    parts = tree_leaves(leaf)
+    parts += [part for each in parts for part in tree_leaves(getattr(each, "__dict__", {}))]
     if any(isinstance(part, Tensor | np.ndarray) for part in parts):
         return ""
     text = repr(leaf)
@@ -281,7 +280,7 @@ def _surrogate(
             columns.append([None] * len(sizes))
         elif form[number][1]:
             columns.append(list(torch.split(wide(gradient), list(sizes))))
-        else:  # of what is the same for all, as if micro-batch 0 alone had it
+        else:  # of what is the same for all, as if only micro-batch 0 had it
             gradient = wide(gradient)
             columns.append([gradient, *[torch.zeros_like(gradient)] * (len(sizes) - 1)])
     gradients = [list(column) for column in zip(*columns)]

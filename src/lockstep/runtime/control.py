@@ -54,7 +54,7 @@ class Control:
     """The flags that the supervisor and all ranks of a run share.
 
     Args:
-        directory: the run directory; without one the flags belong to this process alone.
+        directory: the run directory; without one the flags belong only to this process.
     """
 
     def __init__(self, directory: Path | None = None) -> None:

@@ -104,7 +104,7 @@ def lasting_stderr(folder: Path | None = None) -> Iterator[None]:
     if isinstance(raw, LastingFile):
         raw.folder = folder or raw.folder
     if original is None or former is not original:
-        yield  # it lasts already, or is a notebook's, which we leave alone
+        yield  # it lasts already, or is a notebook's, which stays as it is
         return
     sys.stderr = lasting(original, folder)
     try:
@@ -133,7 +133,7 @@ def say(line: str) -> None:
 def end_with(error: Exception) -> NoReturn:
     """Ends the process with an error in a function of ``atexit``: one that is raised there changes no exit status.
 
-    That of Lockstep's own errors is theirs; any other, as where a disk is full, is an error of data.
+    That of Lockstep's own errors is theirs; any other, as when a disk is full, is an error of data.
     """
     say(str(error))
     for stream in (sys.stdout, sys.stderr):

@@ -47,7 +47,7 @@ def arm(expected_parent: int, number: signal.Signals = signal.SIGKILL) -> None:
 
 
 def _watch_parent(expected_parent: int, number: signal.Signals) -> None:
-    """Sends the signal to this process once its parent has ended: the kernel does that on Linux alone."""
+    """Sends the signal to this process once its parent has ended: the kernel does that only on Linux."""
     while os.getppid() == expected_parent:
         time.sleep(_PAUSE)
     os.kill(os.getpid(), number)

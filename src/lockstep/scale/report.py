@@ -321,9 +321,7 @@ def _steps(rows: Sequence[Row]) -> str:
     colours = dict(zip(PHASES, COLOURS))
     longest = max(sum(phases.values()) for row in rows for phases in row.ranks)
     found = [phase for phase in PHASES if any(phase in rank for row in rows for rank in row.ranks)]
-    keys = "".join(
-        f'<span class="key"><i style="background:{colours[name]}"></i>{name}</span>' for name in found
-    )
+    keys = [f'<span class="key"><i style="background:{colours[name]}"></i>{name}</span>' for name in found]
     lines = []
     for row in rows:
         for rank, phases in enumerate(row.ranks):
@@ -335,4 +333,4 @@ def _steps(rows: Sequence[Row]) -> str:
             )
             label = escape(f"{row.label}, rank {rank}{slowest}")
             lines.append(f'<span>{label}</span><span class="bar">{parts}</span>')
-    return f'<p>{keys}</p><div class="steps">{"".join(lines)}</div>'
+    return f'<p>{"".join(keys)}</p><div class="steps">{"".join(lines)}</div>'

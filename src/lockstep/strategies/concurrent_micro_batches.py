@@ -9,7 +9,7 @@
 A micro-batch runs until it reaches a BatchNorm, hands over its moments, and waits; then the next one runs. When all of
 this rank's wait, the ranks exchange the moments of each micro-batch, and every micro-batch adds up those of all K in
 the summation tree. The backward pass meets there again, in reverse. So a micro-batch computes what it would compute in
-a process of its own, and the bits depend on K alone.
+a process of its own, and the bits depend only on K.
 
 A micro-batch that waits keeps its activations: a rank holds those of its whole share. What a forward pass draws, the
 buffers it changes, and the gradients it gives are set aside while it waits. What user code keeps on the model is not;

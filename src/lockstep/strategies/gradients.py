@@ -189,11 +189,10 @@ class GradientTree:
         if self._reducer is None:
             return
         self._slots = slots
-        for bucket in range(len(self._members)):
+        buckets = range(len(self._members))
+        for bucket in buckets:
             self._connect(bucket, self._reducer)
-        self._own_references = [
-            _references(self._reducer.total(bucket)) for bucket in range(len(self._members))
-        ]
+        self._own_references = [_references(self._reducer.total(bucket)) for bucket in buckets]
 
     def _connect(self, bucket: int, reducer: Reducer) -> None:
         offset = held = 0
@@ -580,7 +579,7 @@ def _fill_buckets(slots: list[Slot]) -> list[list[Slot]]:
 
 
 def _aligned(gradient: Tensor) -> Tensor:
-    """The gradient itself, or a copy: autograd also gives views, as where parameters are joined by ``torch.cat``."""
+    """The gradient itself, or a copy: autograd also gives views, as when parameters are joined by ``torch.cat``."""
     return gradient.clone() if gradient.data_ptr() % ALIGNMENT else gradient
 
 

@@ -258,9 +258,8 @@ class _RowBucket(OrderedBucket):
 
     def send(self, layout: NodeLayout, rank: int, group: dist.ProcessGroup) -> None:
         counts = [len(nodes) for nodes in layout.ranks]
-        parts = [
-            node[piece] for pieces in self._pieces for node in self._nodes[: counts[rank]] for piece in pieces
-        ]
+        nodes = self._nodes[: counts[rank]]
+        parts = [node[piece] for pieces in self._pieces for node in nodes for piece in pieces]
         self._sent = torch.cat(parts) if parts else self.total.new_empty(0)
         self._received = self.total.new_empty(sum(counts) * self._own)
         self._work = dist.all_to_all_single(

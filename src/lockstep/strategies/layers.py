@@ -67,7 +67,7 @@ class ModelParallel(Replicated):
                 link.module.to(device)
         for part, device in zip(parts[1:], self.devices[1:]):
             called = [link.module for link in part if not isinstance(link.module, FunctionLink)]
-            if called:  # functions alone compute where their input is
+            if called:  # only functions compute where their input is
                 called[0].register_forward_pre_hook(partial(_move_inputs, device), with_kwargs=True)
         model.register_forward_hook(partial(_move_output, self.device))
         begins = ", ".join(

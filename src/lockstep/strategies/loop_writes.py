@@ -6,7 +6,7 @@
     now and then       one_sided         rank 0 has written, rank 1 was not asked to: code under a rank condition
 
 Where every rank keeps all values, comparing these is enough. In a pipeline a rank has those of its stages, and the
-workers of a parameter server get the servers' after each step, so what one rank alone has written is seen by nobody.
+workers of a parameter server get the servers' after each step, so what only one rank has written is seen by nobody.
 """
 
 from __future__ import annotations

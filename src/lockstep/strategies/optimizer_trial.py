@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import enum
+import itertools
 import math
 import random
 from collections import OrderedDict, defaultdict
@@ -46,7 +47,7 @@ class Unit(enum.IntEnum):
     """The smallest part of a model that an optimizer steps with the bits of a step on the whole."""
 
     ELEMENT = 0
-    """Every element is updated from that element alone, wherever it lies."""
+    """Every element is updated only from that element, wherever it lies."""
     PLACE = 1
     """The same, but for the last bits, which depend on where in the tensor an element lies."""
     PARAMETER = 2
@@ -97,9 +98,8 @@ def try_optimizer(
                 alone = _Copy(optimizer, [[example] if n == number else [] for n in range(len(groups))])
                 if alone.step() or not _agree([alone.found[number][0]], whole.found[number][place]):
                     return Trial(Unit.MODEL, "updates a parameter by what it finds in others")
-        found = [
-            _in_parts(optimizer, groups, whole, ranks, dim) for dim in range(dimensions) for ranks in _RANKS
-        ]
+        splits = itertools.product(range(dimensions), _RANKS)
+        found = [_in_parts(optimizer, groups, whole, ranks, dim) for dim, ranks in splits]
     return max(found, key=lambda trial: trial.unit)
 
 

@@ -128,7 +128,7 @@ class Strategy(ABC):
     share: Share
     """The micro-batches that this process computes."""
     devices: tuple[torch.device, ...] = ()
-    """All devices of this process that compute; empty for ``device`` alone."""
+    """All devices of this process that compute; empty where that is only ``device``."""
     interleaves: bool = False
     """True if forward passes of other micro-batches come between the forward and the backward pass of one."""
     replicated: bool = True

@@ -175,10 +175,10 @@ def digest_data(data: Any) -> str:
             return
         if isinstance(value, Tensor):
             text = digest_tensor(value if value.layout is torch.strided else value.to_dense())
+        elif isinstance(value, str | bytes | int | float | None):
+            text = repr(value)
         else:
-            text = (
-                repr(value) if isinstance(value, str | bytes | int | float | None) else type(value).__name__
-            )
+            text = type(value).__name__
         digest.update(f"{len(text)} {text}\n".encode())
 
     map_leaves(data, add)

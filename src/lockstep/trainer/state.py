@@ -244,9 +244,8 @@ class Progress:
         if self.metric not in values:
             raise ConfigError("metrics.accuracy gives several numbers, and one is judged. Rename it.")
         value = values[self.metric]
-        better = self.best is None or (
-            value > self.best if self.metric.endswith("accuracy") else value < self.best
-        )
+        more_is_better = self.metric.endswith("accuracy")
+        better = self.best is None or (value > self.best if more_is_better else value < self.best)
         better = better or (self.best != self.best and value == value)  # any number is better than NaN
         if better:
             self.best, self.best_epoch, self.best_step, self.since_best = value, epoch, step, 0

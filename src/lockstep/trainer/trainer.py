@@ -212,10 +212,9 @@ class Trainer(Callback):
         step, settings = self.run.position.step, self._settings
         last, best = step == settings.steps(self.steps_per_epoch), False
         values = self._of_epoch(trained)
-        is_due = (epoch + 1) % settings.evaluate_every == 0 or self._is_due(
-            step, settings.evaluate_every_steps
-        )
-        if self._parts.validation_set is not None and (is_due or last):
+        by_epochs = (epoch + 1) % settings.evaluate_every == 0
+        is_due = last or by_epochs or self._is_due(step, settings.evaluate_every_steps)
+        if self._parts.validation_set is not None and is_due:
             best = self._evaluate_and_judge(epoch, step, repeatable=True)
             values |= self._values
         last = last or self._is_over(step)

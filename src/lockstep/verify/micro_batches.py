@@ -182,9 +182,8 @@ def table(findings: Sequence[StepComparison]) -> str:
             scaled = "" if math.isclose(factor, 1.0) else f"The gradient is {factor:.4g} times as large. "
             causes.setdefault(scaled + each.text, []).append(each.step.micro_batches)
     lines = [f"{shorten(counts)} micro-batches: {text}" for text, counts in causes.items()]
-    return "\n".join(
-        [*aligned(rows), "", *(lines or ["Loss and gradient do not depend on the micro-batches."])]
-    )
+    lines = lines or ["Loss and gradient do not depend on the micro-batches."]
+    return "\n".join([*aligned(rows), "", *lines])
 
 
 def _row(finding: StepComparison, *, is_reference: bool) -> tuple[str, str, str, str, str, str]:

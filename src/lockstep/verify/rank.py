@@ -496,7 +496,7 @@ class _FirstStepWatch(Callback):
         self._scale = 1.0
 
     def redirect(self, options: RunOptions) -> RunOptions:
-        """The options of a run that starts anew, is checked, and writes into the folder of verify."""
+        """The options of a run that starts from the beginning, is checked, and writes into the folder of verify."""
         directory = None if options.directory is None else self._folder / RUN_FOLDER
         number = self.found.micro_batches
         return dataclasses.replace(

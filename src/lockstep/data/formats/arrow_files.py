@@ -94,9 +94,9 @@ def _holds_none(cell: Any) -> bool:
 
 
 def _is_too_large(cell: Any) -> bool:
-    return (
-        any(map(_is_too_large, cell)) if isinstance(cell, list) else isinstance(cell, int) and cell >= 1 << 63
-    )
+    if isinstance(cell, list):
+        return any(map(_is_too_large, cell))
+    return isinstance(cell, int) and cell >= 1 << 63
 
 
 _SUFFIXES = (".parquet", ".arrow", ".feather")
@@ -167,9 +167,8 @@ class ArrowFiles(EncodedPairs):
     def sample_path(self, index: int) -> str:
         """The file of a row and its number there."""
         file = self._groups[int(np.searchsorted(self._ends, index, side="right"))][0]
-        first = next(
-            start for (other, _), start in zip(self._groups, self._starts, strict=True) if other == file
-        )
+        starts = zip(self._groups, self._starts, strict=True)
+        first = next(start for (other, _), start in starts if other == file)
         return f"{self.files[file].name}, row {index - first}"
 
     def _photos(self) -> StoredPhotos:
@@ -269,7 +268,7 @@ class _Mapped:
 class HuggingFace(EncodedPairs):
     """Two columns of a ``datasets.Dataset``; ``dataset[i]`` is the pair ``(input, target)``.
 
-    Nothing is downloaded: the set is one that the script has, or one that ``save_to_disk`` has written. It stays on the
+    Nothing is downloaded: give a set that the script has opened, or that ``save_to_disk`` has written. It stays on the
     disk, mapped. A ``datasets.Dataset`` can also go to ``run.batches`` as it is; its samples are then dicts, which the
     model gets by keyword.
 

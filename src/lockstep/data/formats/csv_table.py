@@ -115,9 +115,8 @@ class CSVTable(TensorDataset):
             raise DataError(f"{self.path} has a header and no rows.")
         self._lines = np.frombuffer(lines, dtype=np.int64).copy()
         values = np.frombuffer(inputs, dtype=np.float32).reshape(len(lines), len(places))
-        return torch.from_numpy(values.copy()), torch.from_numpy(
-            np.frombuffer(targets, dtype=np.float64).copy()
-        )
+        labels = np.frombuffer(targets, dtype=np.float64)
+        return torch.from_numpy(values.copy()), torch.from_numpy(labels.copy())
 
     def _places(self, header: list[str], columns: Sequence[str] | None) -> tuple[tuple[str, ...], list[int]]:
         """The names of the input columns, and where they and, last, the target stand."""

@@ -123,9 +123,8 @@ def _read(stream: IO[bytes] | gzip.GzipFile, path: Path, dims: int | None) -> np
     if len(body) < size or stream.read(1):
         found = f"only {len(body):,}" if len(body) < size else "more"
         raise DataError(f"{path} should have {size:,} bytes ({shape}) and has {found}. Download it again.")
-    return (
-        np.frombuffer(bytearray(body), dtype=kind).reshape(shape).astype(kind.newbyteorder("="), copy=False)
-    )
+    values = np.frombuffer(bytearray(body), dtype=kind).reshape(shape)
+    return values.astype(kind.newbyteorder("="), copy=False)
 
 
 def _find(root: Path, split: str, what: str, dims: int) -> Path:

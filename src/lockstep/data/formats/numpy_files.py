@@ -111,7 +111,7 @@ class NumpyArrays(FinishAlias, Dataset[Any]):
 
 
 def open_npy(path: Path) -> npt.NDArray[Any]:
-    """The array of numbers in a ``.npy`` file, mapped read-only; ``DataError`` where it is none."""
+    """The array of numbers in a ``.npy`` file, mapped read-only; ``DataError`` if it is not one."""
     if not path.is_file():
         raise DataError(f"The array file {path} does not exist.")
     try:

@@ -76,9 +76,9 @@ class EncodedPairs(FinishAlias, Dataset[Any], ABC):
     ) -> Self:
         """Reads decoded photos from a file from now on, and makes that file if it is not there; no bit changes.
 
-        The file is found by the names of the photos and the settings, and made anew when the content of a photo has
+        The file is found by the names of the photos and the settings, and made again when the content of a photo has
         changed. For ``CenterCrop`` and ``Resize`` it holds the pictures, for other transforms the whole photos. A
-        picture that lies outside of the set, whose row has its path alone, is not kept.
+        picture that lies outside of the set, whose row has only its path, is not kept.
 
         Args:
             folder: where the file is kept; ``None`` for ``lockstep`` in the user's cache folder.

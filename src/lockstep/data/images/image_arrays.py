@@ -30,7 +30,7 @@ class ArrayTransform(Protocol):
         """The number of uniform numbers that one image takes."""
 
     def transform(self, images: Tensor, uniforms: Uniforms) -> Tensor:
-        """The transformed images; row ``i`` depends on row ``i`` of both arguments alone."""
+        """The transformed images; row ``i`` depends only on row ``i`` of both arguments."""
 
 
 @dataclass(frozen=True)

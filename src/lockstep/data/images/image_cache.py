@@ -154,9 +154,8 @@ class StoredPhotos:
             return np.full((self.count, 2), -1, dtype=np.int64)
         times = np.array([state.st_mtime_ns for state in found], dtype=np.int64).tobytes()
         time = int.from_bytes(hashlib.blake2b(times, digest_size=7).digest(), "little")
-        return np.tile(
-            np.array([sum(state.st_size for state in found), time], dtype=np.int64), (self.count, 1)
-        )
+        size = sum(state.st_size for state in found)
+        return np.tile(np.array([size, time], dtype=np.int64), (self.count, 1))
 
     def content(self, index: int) -> bytes:
         """The encoded photo; what lies outside could change unseen, so it is not kept."""
@@ -309,7 +308,7 @@ def open_cache(
 ) -> ImageCache:
     """The decoded photos, from the file in ``folder`` that was made of them with these settings, else a new one.
 
-    One process makes it and others wait. A file is made anew once a photo's content has changed; where only times have,
+    One process makes it and others wait. A file is remade once a photo's content has changed; where only times have,
     the contents are compared. See ``EncodedPairs.use_cache`` for the arguments and errors.
     """
     kept_as = cache_format(transform)

@@ -32,7 +32,7 @@ class Bucketed(Wrapping):
     """Reads the samples of ``dataset`` in groups of similar length; what it gives is one micro-batch, padded.
 
     Every sample is read once in each epoch. Which one stands at a place of an epoch depends on the seed, the epoch, the
-    place and the lengths alone, so on no process and no worker, and a run can resume anywhere. A run does not shuffle
+    place and the lengths only, so on no process and no worker, and a run can resume anywhere. A run does not shuffle
     such a set again. Tokens weigh alike where the loss gives one value per token, the pair (sum, count), or is
     ``CrossEntropyLoss`` with an ``ignore_index`` for the padding: the division by the count of all tokens of the global
     batch comes last.

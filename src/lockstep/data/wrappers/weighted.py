@@ -27,7 +27,7 @@ class Weighted(Wrapping):
         epoch   place 0  place 1  place 2 ...      u = uniform(seed, epoch, place)
                    u        u        u             the sample in whose share of [0, 1) u falls
 
-    What place ``i`` of an epoch holds depends on the seed, the epoch and ``i`` alone, so it is the same for any number
+    What place ``i`` of an epoch holds depends on the seed, the epoch and ``i`` only, so it is the same for any number
     of processes and workers and after a resume. A sample that is drawn twice is augmented in two ways. Take it for
     training; an evaluation should see each sample once.
 

@@ -334,7 +334,7 @@ class ControlClient(_ControlLink):
                 raise RankError(f"host 0 {self.peer.lost}, before every host had connected.")
             if isinstance(plan := state.get("plan"), dict):
                 self.peer.text = f"host 0 ({plan['name']})"
-                # A host 0 that is started anew does not take it in.
+                # A host 0 that was restarted does not take it in.
                 self._hello["run_id"] = plan.get("run_id", "")
                 return plan
             self.wait(_PAUSE)

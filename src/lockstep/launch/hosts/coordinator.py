@@ -193,11 +193,10 @@ class HostCoordinator:
         if reason:
             self._control.request_stop(StopReason(reason))
         if isinstance(self._link, ControlServer):
-            others = [(self._last_message(peer), peer.offset) for peer in self._peers.values()]
+            peers = self._peers.values()
+            others = [(self._last_message(peer), peer.offset) for peer in peers]
             self.stall.judge(others, is_done=self._is_done)
-            windows = {
-                peer.text: self._last_message(peer).get("windows", {}) for peer in self._peers.values()
-            }
+            windows = {peer.text: self._last_message(peer).get("windows", {}) for peer in peers}
             if limited := self.windows.judge(f"host 0 ({host_name()})", windows):
                 print(limited, end="", file=sys.stderr, flush=True)
         return self._others_fail()
@@ -330,6 +329,6 @@ class HostCoordinator:
 
     def _has_acknowledged(self, peer: Peer) -> bool:
         is_ahead = int(peer.state.get("attempt", 0)) > self._attempt
-        return bool(
-            peer.lost or not peer.is_connected or is_ahead or self._last_message(peer).get("acknowledged")
-        )
+        if peer.lost or not peer.is_connected or is_ahead:
+            return True
+        return bool(self._last_message(peer).get("acknowledged"))

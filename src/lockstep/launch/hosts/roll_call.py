@@ -102,7 +102,7 @@ class HostOptions:
     silence_limit: float = 13.0
     """Seconds without a message after which a host is lost. A network failure of 10 s heals within them."""
     shares_terminal: bool = False
-    """True if all hosts write to one terminal, so that node 0 alone says what all know."""
+    """True if all hosts write to one terminal, so that only node 0 says what all know."""
 
     def __post_init__(self) -> None:
         if self.nodes < 2:

@@ -319,7 +319,7 @@ _SEEDS = ("manual_seed", "manual_seed_all", "seed", "default_rng", "RandomState"
 _CUTS = ("Subset", "random_split")
 _SETTERS = dict.fromkeys(("clip_gradients", "epochs", *_SEEDS), 0)
 _SETTERS |= dict.fromkeys(("clip_grad_norm_", "clip_grad_value_", *_CUTS), 1)
-"""Calls whose arguments are settings, and how many of the first ones are none."""
+"""Calls whose arguments are settings, and how many of the first ones are not."""
 _EXPRESSIONS = (
     *(ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.IfExp),
     *(ast.Lambda, ast.Tuple, ast.List, ast.Return),
@@ -399,9 +399,8 @@ def loss_of_all_combined(script: Script) -> Iterator[Hit]:
     """Of values that `run.backward` returns; not where one function does both, whose result is the loss again."""
     passes = set(script.method_calls("backward", "backward_by"))
     reductions = script.torch_calls("all_reduce", "reduce", within="torch.distributed.")
-    summed = [
-        (call, call.args[0]) for call in reductions if call.args and not _MEANS.search(script.text(call))
-    ]
+    sums = [call for call in reductions if call.args and not _MEANS.search(script.text(call))]
+    summed = [(call, call.args[0]) for call in sums]
     divided = [(node, whole) for node, whole, by in _divisions(script) if _counted(script, by) is not None]
     combined = [
         [node for node, loss in pairs if not passes.isdisjoint(script.sources(loss))]
@@ -436,7 +435,7 @@ def _of_rank(script: Script, node: ast.expr) -> bool:
 
 
 def _counted(script: Script, node: ast.AST, depth: int = 4) -> ast.AST | None:
-    """The expression that computes a number from that of processes, in the file; of a loader its length alone."""
+    """The expression that computes a number from that of processes, in the file; of a loader only its length."""
     name = lower_name(node) if isinstance(node, ast.expr) else ""
     values = script.values(node) if depth and isinstance(node, ast.Name | ast.Attribute) else []
     if constant(node) == "WORLD_SIZE" or COUNTS.fullmatch(name):

@@ -6,6 +6,7 @@ Options: LS061, LS062. Keywords: LS063. Names: LS064, LS065.
 from __future__ import annotations
 
 import ast
+import itertools
 from collections.abc import Iterator
 from difflib import get_close_matches
 
@@ -170,9 +171,8 @@ def _parsed(script: Script) -> set[str]:
 
 def _bound(script: Script, *, modules: bool = True) -> set[str]:
     """Every name that anything in the file binds; ``*`` for an import of everything. ``modules``: by ``import`` too."""
-    stores = {
-        name.id for names in script.names.values() for name in names if not isinstance(name.ctx, ast.Load)
-    }
+    names = itertools.chain.from_iterable(script.names.values())
+    stores = {name.id for name in names if not isinstance(name.ctx, ast.Load)}
     stores |= {node.arg for node in script.find(ast.arg)}
     stores |= {node.name for node in script.find(*FUNCTIONS, ast.ClassDef)}
     imports = [*script.find(ast.ImportFrom), *(script.find(ast.Import) if modules else ())]

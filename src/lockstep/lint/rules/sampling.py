@@ -347,9 +347,8 @@ def _trims(script: Script) -> bool:
             return True
     split = [argument(call, "dataset", 0) for call in script.torch_calls("DistributedSampler")]
     lengths = {f"len({script.text(data)})" for data in split if data is not None}
-    return any(
-        script.text(node.upper) in lengths for node in script.find(ast.Slice) if node.upper is not None
-    )
+    ends = [node.upper for node in script.find(ast.Slice) if node.upper is not None]
+    return any(script.text(end) in lengths for end in ends)
 
 
 def _is_read_here(script: Script, sampler: str) -> bool:

@@ -229,7 +229,7 @@ def _saves(script: Script) -> list[ast.Call]:
 
 
 def _first(script: Script) -> str:
-    """A test that holds on the first rank alone."""
+    """A test that holds only on the first rank."""
     return next((f"{run}.is_main" for run in runs_of(script)), "torch.distributed.get_rank() == 0")
 
 
@@ -275,7 +275,7 @@ def _is_saved(script: Script, call: ast.Call) -> bool:
 
 
 def _reached(script: Script, call: ast.Call, wrap: ast.Call) -> bool:
-    """Returns True where the name that is saved is the one that was wrapped: one function, wrapped above."""
+    """Returns True if the saved name is the wrapped model: both in one function, and wrapped above."""
     function = script.scope(call)
     given = [] if isinstance(function, ast.Module) else [item.arg for item in function.args.args]
     at_module = isinstance(script.scope(wrap), ast.Module)

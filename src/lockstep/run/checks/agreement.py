@@ -159,7 +159,7 @@ def require_equal_code(models: Sequence[nn.Module], group: dist.ProcessGroup, de
 
 
 def source_digests(*, own: bool = False) -> dict[str, str]:
-    """A digest of the file of every module that was imported, by name; of installed packages, Lockstep's alone.
+    """A digest of the file of every module that was imported, by name; of installed packages, only Lockstep's.
 
     ``own``: of the user's modules only.
     """
@@ -187,7 +187,7 @@ def described(model: nn.Module) -> dict[str, str]:
     """The class of every module of a model, and its attributes that are plain values, as text by name.
 
     Tensors that are not buffers, and modules in plain lists, are given by a digest: nobody shares rank 0's. Of other
-    objects, such as devices and process groups, it is the type alone; so it is of absolute paths.
+    objects, such as devices and process groups, it is only the type; so it is of absolute paths.
     """
     found, shared = {}, frozenset(map(id, _named_tensors(model).values()))
     for name, module in model.named_modules():
@@ -292,7 +292,7 @@ def share_start(
 ) -> list[str]:
     """Gives every rank the parameters and buffers of rank 0; returns the names of those that differed. Collective.
 
-    A difference is warned about unless it is ``expected``, as where rank 0 alone has read a file of weights.
+    A difference is warned about unless it is ``expected``, as when only rank 0 has read a file of weights.
     """
     tensors = {name: each for name, each in _named_tensors(model).items() if not each.is_meta}
     mine = digest_tensors(tensors)
@@ -467,7 +467,7 @@ class AgreedData:
         Args:
             photos: a hash of what its photos are decoded to; empty for other sets.
             number: of the data set, the same on every rank.
-            has_changed: the program has changed it since; it is compared anew where any rank says so.
+            has_changed: the program has changed it since; it is compared again where any rank says so.
         """
         self._forget(number, has_changed)
         before, self._resumed_samples = self._resumed_samples, 0

@@ -1,6 +1,6 @@
 """Notices calls that make a result depend on the ranks.
 
-gather_agreed        the loop calls the run on some ranks only, as where one of them evaluates under ``if run.is_main:``
+gather_agreed        the loop calls the run on some ranks only, as when one of them evaluates under ``if run.is_main:``
 watching_calls       a loss, a metric or a data set asks for the number of processes, or exchanges values between them
 counts_read          a loss or a model holds that number
 warn_of_settings     the script computes a learning rate, or another setting, from it

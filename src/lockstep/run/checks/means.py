@@ -119,7 +119,7 @@ Part = tuple[Any, Any, int]
 
 
 def _together(parts: Sequence[Part]) -> Part:
-    """The rows of all parts; an error where they are not alike, as where micro-batches have several lengths."""
+    """The rows of all parts; an error where they are not alike, as when micro-batches have several lengths."""
     return *joined([part[:2] for part in parts]), sum(part[2] for part in parts)
 
 
@@ -228,7 +228,7 @@ def held_by(functions: Mapping[str, Callable[[Any, Any], Any]], names: Iterable[
 
 
 def judge_metrics(everyone: Sequence[tuple[Mapping[str, str], Changes]], *, warns: bool) -> set[str]:
-    """Refuses metrics that are not means, and warns, where several ranks call them, of those that keep something.
+    """Refuses metrics that are not means; warns of metrics with state that are called on several ranks.
 
     Args:
         everyone: of each rank the ``reasons``, and what metrics have changed.
@@ -320,7 +320,7 @@ def deviation_over(sums: Callable[[slice], Sums], samples: int, most: float) -> 
     with torch.no_grad():
         try:
             whole, again = sums(slice(None)), sums(slice(None))
-        except Exception:  # a model may give its loss in training mode alone
+        except Exception:  # a model may give its loss only in training mode
             return Deviation.NONE
         for border in borders:
             with suppress(Exception):  # it may need a certain number of rows
@@ -333,7 +333,7 @@ def deviation_over(sums: Callable[[slice], Sums], samples: int, most: float) -> 
         return Deviation.UNKNOWN if samples > 3 else Deviation.NONE
     found = {deviation_of_parts(whole, *split, most) for split in splits} - {Deviation.NONE}
     if found == {Deviation.SUM} and all(0 in (one[0], other[0]) for one, other in splits):
-        found = {Deviation.OTHER}  # a mean over what is in one of the parts alone looks like a sum
+        found = {Deviation.OTHER}  # a mean over what is in only one of the parts looks like a sum
     if Deviation.OTHER not in found and len(found) <= 1:
         values = {total / weight if weight else 0.0 for total, weight in (whole, *itertools.chain(*splits))}
         return found.pop() if found else Deviation.UNCLEAR if len(values) == 1 else Deviation.NONE
@@ -404,7 +404,7 @@ def deviation_with_model(
         try:
             output, target = forward(own_rows(data, slice(None)), 0)
             value = function(*copies_of((output, target)))
-        except Exception:  # a model may give what the loss takes in training mode alone
+        except Exception:  # a model may give what the loss takes only in training mode
             return Deviation.UNTESTED if samples > 1 else Deviation.NONE
         is_cut = all(has_rows(tensor, samples) for tensor in tensors_in(output))
         if samples < 2 or not isinstance(value, Tensor) or value.dim():
@@ -533,7 +533,7 @@ def deviation_of_parts(whole: Sums, first: Sums, second: Sums, most: float) -> D
     """The finding from the sums over some rows and over two parts of them; ``most``: see ``deviation_over``."""
     if not all(map(math.isfinite, whole)):
         return Deviation.NONE
-    if not all(map(math.isfinite, (*first, *second))):  # as where a part has nothing that is counted
+    if not all(map(math.isfinite, (*first, *second))):  # as when a part has nothing that is counted
         return Deviation.OTHER
     if all(_adds_up(*three, most) for three in zip(whole, first, second)):
         return Deviation.NONE

@@ -128,10 +128,9 @@ class Rehearsals:
         alone = options.micro_batches == 1 and strategy.all_ranks is None
         # Without these, two passes may differ by themselves.
         repeats = options.deterministic or strategy.device.type == "cpu"
-        self.is_on = repeats and (options.checks == "always" or (options.checks == "first" and not alone))
-        self._is_for_resume = (
-            repeats and alone and options.checks == "first" and options.directory is not None
-        )
+        first = options.checks == "first"
+        self.is_on = repeats and (options.checks == "always" or (first and not alone))
+        self._is_for_resume = repeats and alone and first and options.directory is not None
         """True if one process computes all, and what a checkpoint does not hold would only be missed after a stop."""
         self._warned: set[str] = set()
         self._checks = options.checks != "off"

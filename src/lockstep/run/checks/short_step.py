@@ -133,11 +133,10 @@ class Findings:
         self.keeps = bool(noted or counting)
         self.drew = [name for name in {**noted, **counting} if kinds.get(name) is Kind.GENERATOR]
         named = {**counting, **noted} if self.losses_differ or self.gradients else counting
+        ordered = sorted(named, key=lambda name: (name not in counting, kinds.get(name) is not Kind.NUMBER))
         self.changed = {
             name: (before.texts.get(name, "nothing"), later.texts.get(name, "nothing"))
-            for name in sorted(
-                named, key=lambda name: (name not in counting, kinds.get(name) is not Kind.NUMBER)
-            )
+            for name in ordered
             if name not in self.drew
         }
         return noted, counting

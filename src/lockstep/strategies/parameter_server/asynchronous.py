@@ -202,7 +202,7 @@ class AsynchronousParameterServer(IndependentStrategy):
         yield from super().state()
 
     def gather_full(self, name: str, part: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """See ``Strategy.gather_full``; gathered on the main process alone. Collective where servers are several."""
+        """See ``Strategy.gather_full``; gathered only on the main process. Collective where servers are several."""
         holders = self._shards.holders(name)
         found = torch.zeros(self._shards.parameters[name].shape, dtype=dtype, device=self.device)
         if part is not None:

@@ -173,9 +173,8 @@ def draws_without_key(module: nn.Module) -> str | None:
 
 
 def _drops(module: nn.Module) -> bool:
-    return isinstance(module, nn.RReLU) or (
-        isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
-    )
+    drops = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
+    return drops or isinstance(module, nn.RReLU)
 
 
 def is_watched(module: nn.Module) -> bool:

@@ -74,7 +74,7 @@ class LossReads:
 class StagesRead:
     """The values that the forwards of other processes' stages can read beside what they are given.
 
-    Of their hooks, those of gradients too, those count that may change a value, with what they read by a fixed name:
+    Hooks that may change a value count, gradient hooks too, but only with what they read by a fixed name:
     many hooks only keep something for the loop, each under a key of its own.
 
     Args:
@@ -109,10 +109,9 @@ class StagesRead:
 
     def _read_by_hooks(self) -> dict[str, tuple[Any, int]]:
         with torch._C.DisableTorchFunctionSubclass():  # the parameters are not in this process
-            of_modules = [(*forward_hooks(each), *backward_hooks(each)) for each in self._modules.values()]
-            tensors = [
-                p for each in self._modules.values() for p in each._parameters.values() if p is not None
-            ]
+            modules = self._modules.values()
+            of_modules = [(*forward_hooks(each), *backward_hooks(each)) for each in modules]
+            tensors = [p for each in modules for p in each._parameters.values() if p is not None]
             kinds = [*chain.from_iterable(of_modules), *chain.from_iterable(map(gradient_hooks, tensors))]
             users = [hook for kind in kinds for hook in kind.values() if is_users(hook)]
             read = [pair for hook in users for pair in _read_by_hook(hook)]

@@ -42,7 +42,7 @@ class Action:
 def order_of(schedule: str, rank: int, ranks: int, stages_per_rank: int, count: int) -> tuple[Action, ...]:
     """Returns the actions of a rank, in order.
 
-    A count that the interleaved schedule cannot run, as in the ragged tail of an epoch, takes the order of the next one
+    A count that the interleaved schedule cannot run, as in the short last step of an epoch, takes the order of the next
     that it can, without the micro-batches that are not there: what is left of an order that cannot deadlock cannot
     either.
 

@@ -300,10 +300,9 @@ class Pipeline(Strategy):
         self._frozen, self._freezing_changed = self._frozen_now(), False
         self._elsewhere = {n: p for n, p in placed.named_parameters() if isinstance(p, AbsentParameter)}
         self._opened["the prepared model"] = placed
-        self._read = [
-            (name, each, _forward_of(each), dict(each._modules)) for name, each in self._opened.items()
-        ]
-        own = {name: each for name, each in self._opened.items() if each is not placed}
+        opened = self._opened.items()
+        self._read = [(name, each, _forward_of(each), dict(each._modules)) for name, each in opened]
+        own = {name: each for name, each in opened if each is not placed}
         self._attributes = {name: what_it_reads(each) for name, each in own.items()}
         self._calls = {name: what_it_calls(each) for name, each in own.items()}
         self._require_called()

@@ -8,7 +8,7 @@ nothing but the sum depends on how many shards a rank has; and a sum over shards
 
     add this rank's nodes -> all_to_all of pieces -> add the ranks' nodes in the tree's order -> all_gather
 
-The backend only moves bytes, so the sum depends on P alone, and what comes after it on every rank is
+The backend only moves bytes, so the sum depends only on P, and what comes after it on every rank is
 computed from equal bits: replicated parameters cannot drift apart.
 """
 
@@ -277,7 +277,7 @@ class _Part(_Split, nn.modules.dropout._DropoutNd):
         ones = torch.ones(shape, dtype=first.dtype, device=first.device)
         if first.dim() == 4 and first.is_contiguous(memory_format=torch.channels_last):
             ones = ones.contiguous(memory_format=torch.channels_last)
-        # A draw depends on the shape alone, so this is the mask of the whole, with 1 / (1 - p) where it keeps.
+        # A draw depends only on the shape, so this is the mask of the whole, with 1 / (1 - p) where it keeps.
         mask: Tensor = super().forward(ones)
         masks = mask.chunk(exchange.shards, self.split_dim)[exchange.first : exchange.first + exchange.held]
         return join_shards([part * own for part, own in zip(parts, masks, strict=True)])

@@ -1,4 +1,4 @@
-"""An activation whose shards are tensors of their own, between a layer that splits it and one that sums it up.
+"""An activation as separate shards, from the layer that splits it to the layer that sums it up.
 
 Any operator of torch runs on one shard after the other, so it sees the shape of a shard on every number of ranks.
 """

@@ -98,9 +98,8 @@ class TensorParallel(Replicated):
         if self.reference is not None and batch.micro_batches:
             self._compared = None if any(map(is_compiled, self._model.modules())) else self._new_ways()
             with self._compared or nullcontext():
-                check_plan(
-                    self.reference, self._model, self._exchange, self._buffers, batch.micro_batches, compute
-                )
+                parts = batch.micro_batches
+                check_plan(self.reference, self._model, self._exchange, self._buffers, parts, compute)
             self.reference, self._deciding = None, deciding(self._model, self._plan)
         elif self._compared is not None:
             before, self._deciding = self._deciding, deciding(self._model, self._plan)

@@ -372,9 +372,8 @@ def _drifts(pair: Pair, step: int) -> bool:
     if not step:
         return False
     mine, held = pair.mine(step - 1).values, [record.values for record in pair.other.at(step - 1)]
-    return any(
-        name in mine and not pair.is_same(mine[name], now) for each in held for name, now in each.items()
-    )
+    values = [item for each in held for item in each.items()]
+    return any(name in mine and not pair.is_same(mine[name], value) for name, value in values)
 
 
 def update(pair: Pair, step: int) -> Diagnosis | None:

@@ -146,13 +146,11 @@ def _between_ranks(pair: Pair, step: int) -> Diagnosis | None:
         for rank in range(len(records)):
             if found := _more(pair, step, names, rank):
                 return found
-        mine = pair.mine(step).used
+        mine, used = pair.mine(step).used, [record.used for record in records]
         odd = [
             rank
-            for rank, record in enumerate(records)
-            if any(
-                n in record.used and n in mine and not pair.is_same(record.used[n], mine[n]) for n in apart
-            )
+            for rank, theirs in enumerate(used)
+            if any(n in theirs and n in mine and not pair.is_same(theirs[n], mine[n]) for n in apart)
         ]
         detail = f"ranks step with different ones; {numbered('rank', odd)} with others than the reference"
         return Diagnosis(Cause.GRADIENTS, step, repr(apart[0]), detail)

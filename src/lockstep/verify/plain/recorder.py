@@ -393,9 +393,7 @@ class Recorder:
         step.trained = [name for name, parameter in named if parameter.requires_grad]
         step.batch_norms = batch_norms(self._model)
         held = {id(p) for each in self._optimizers for group in each.param_groups for p in group["params"]}
-        step.unheld = [
-            name for name, parameter in named if parameter.requires_grad and id(parameter) not in held
-        ]
+        step.unheld = [name for name, p in named if p.requires_grad and id(p) not in held]
         for name, parameter in named:
             if parameter.requires_grad and name not in self._hooked:
                 self._hooked.add(name)

@@ -199,9 +199,9 @@ def _same_output(pair: Pair, step: int, batch: BatchRecord, number: int) -> bool
                 return None
             wanted = np.array(known.outputs[known.samples.index(batch.samples[number])])
             found, size = np.array(batch.outputs[number]), float(np.linalg.norm(wanted))
-            return found.shape == wanted.shape and bool(
-                np.linalg.norm(found - wanted) <= pair.tolerance * size
-            )
+            if found.shape != wanted.shape:
+                return False
+            return bool(np.linalg.norm(found - wanted) <= pair.tolerance * size)
     return None
 
 
