@@ -44,6 +44,7 @@ from lockstep.core.users_code import (
     is_users_function,
     is_users_module,
     methods_of,
+    names_asked_for,
     names_in,
     names_loaded,
     owners_of,
@@ -134,6 +135,8 @@ class Variables:
     """Those of them that are read before they are set, as their code tells."""
     live: set[str] = field(default_factory=set)
     """Those that the frames will read before they set them anew, as far as code tells that."""
+    asked_for: set[str] = field(default_factory=set)
+    """See ``names_asked_for``."""
     other_names: dict[str, set[str]] = field(default_factory=dict)
     """Of values that were found again: the last words of those names."""
     renewed: set[str] = field(default_factory=set)
@@ -243,6 +246,7 @@ class Variables:
             if (code, id(space)) in seen:
                 continue
             seen.add((code, id(space)))
+            self.asked_for |= names_asked_for(code)
             self._codes += [(inner, space) for inner in code.co_consts if isinstance(inner, CodeType)]
             for key in code.co_names:
                 held = space.get(key, sys.modules.get(key))  # which the code may import
