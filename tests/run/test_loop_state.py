@@ -648,7 +648,7 @@ ONCE = """
 def train(state, first, stop, held):
     for epoch in range(first, 4):
         if not epoch:
-            before = 1.0
+            before = BEFORE
             state.begin_epoch()
         for number in (range(2), state.begin_steps(any_left=True))[0]:
             loss = number
@@ -656,14 +656,15 @@ def train(state, first, stop, held):
                 held.append(state.capture(inside=True))
                 return
         print((before, loss))
-        before = loss
+        before = loss if before == 1.0 else before
 """
 
 
-def test_a_variable_that_only_the_first_epoch_sets_is_named(caplog):
+@pytest.mark.parametrize("before", ["1.0", "nn.ReLU().register_forward_hook(str)"])
+def test_a_variable_that_only_the_first_epoch_sets_is_named(caplog, before):
     """The resumed run ended in a NameError, without a word before it."""
-    space, held = {"__name__": "script", "print": str}, []
-    exec(compile(ONCE, "script.py", "exec"), space)
+    space, held = {"__name__": "script", "print": str, "nn": nn}, []
+    exec(compile(ONCE.replace("BEFORE", before), "script.py", "exec"), space)
     space["train"](LoopState(frozenset(), is_main=True), 0, 2, held)
     with pytest.raises(UnboundLocalError):
         space["train"](resumed(*held, inside=True), 2, None, held)

@@ -493,7 +493,7 @@ class LoopState:
             "local": sorted(found.local & generators.keys()),
             "set_between": sorted(self._set_in_data),
             "taken": sorted(self._taken & noted.keys()),
-            "had": sorted(found.live & found.local),
+            "had": sorted((found.live | found.read) & found.local),
             "walks": self._walks,
         }
 
