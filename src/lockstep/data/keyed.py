@@ -229,10 +229,12 @@ class Rereading:
         try:
             data = read()
             first, drawn, states = content_of(data), _draws(seed), self._states()
+            numbers = self._numbers()
             with _as_another_worker():
                 again = [content_of(read()) for _ in range(times - 1)]
             redrawn = _draws(seed)
             own = [key for key, state in self._states().items() if states[key] != state]
+            again += self._an_epoch_later(read, numbers)
         except DataError:
             return
         if any(other != first for other in again):
@@ -260,6 +262,27 @@ class Rereading:
                 "values would depend on which process read it before. Keep what comes before the random part, or seed "
                 "the part by the number of the sample."
             )
+
+    def _numbers(self) -> dict[tuple[str, str], Any]:
+        held = {name: getattr(root, "__dict__", {}) for name, root in self._roots.items()}
+        plain = [
+            (name, key) for name, each in held.items() for key in each if type(each[key]) in (int, float)
+        ]
+        return {(name, key): held[name][key] for name, key in plain}
+
+    def _an_epoch_later(self, read: Callable[[], Any], numbers: Mapping[tuple[str, str], Any]) -> list[Any]:
+        """A further read, where reads change numbers: as if these had gone on over an epoch. Else none."""
+        now = self._numbers()
+        moved = {place: value for place, value in now.items() if numbers.get(place, value) != value}
+        for (name, key), value in moved.items():
+            root = self._roots[name]
+            reads = len(root) if hasattr(root, "__len__") else 1
+            vars(root)[key] = value + reads * (value - numbers[name, key])
+        try:
+            return [content_of(read())] if moved else []
+        finally:
+            for (name, key), value in moved.items():
+                vars(self._roots[name])[key] = value
 
     def _states(self) -> dict[str, Any]:
         if self._generators is None:  # after a read, which may make them
