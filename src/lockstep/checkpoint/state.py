@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -244,11 +245,10 @@ def named_state(optimizer: Optimizer) -> dict[str | int, Any]:
 
 
 def _is_storable(value: Any) -> bool:
-    try:
+    with suppress(ConfigError):
         encode(value, "")
-    except ConfigError:
-        return False
-    return True
+        return True
+    return False
 
 
 def _strides(tensor: Tensor, parameter: Tensor | None) -> list[int]:

@@ -197,6 +197,11 @@ def generators_of(roots: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+_COUNTS = (int, float)
+_Numbers = list[tuple[dict[str, Any], str, float]]
+"""Attributes that hold numbers: those of an object, the name, the value."""
+
+
 class Rereading:
     """Reads samples twice under the same keys, to see that nothing is kept from one read to the next.
 
@@ -263,26 +268,22 @@ class Rereading:
                 "the part by the number of the sample."
             )
 
-    def _numbers(self) -> dict[tuple[str, str], Any]:
-        held = {name: getattr(root, "__dict__", {}) for name, root in self._roots.items()}
-        plain = [
-            (name, key) for name, each in held.items() for key in each if type(each[key]) in (int, float)
-        ]
-        return {(name, key): held[name][key] for name, key in plain}
+    def _numbers(self) -> _Numbers:
+        held = [getattr(root, "__dict__", {}) for root in self._roots.values()]
+        return [(each, key, value) for each in held for key, value in each.items() if type(value) in _COUNTS]
 
-    def _an_epoch_later(self, read: Callable[[], Any], numbers: Mapping[tuple[str, str], Any]) -> list[Any]:
+    def _an_epoch_later(self, read: Callable[[], Any], numbers: _Numbers) -> list[Any]:
         """A further read, where reads change numbers: as if these had gone on over an epoch. Else none."""
-        now = self._numbers()
-        moved = {place: value for place, value in now.items() if numbers.get(place, value) != value}
-        for (name, key), value in moved.items():
-            root = self._roots[name]
-            reads = len(root) if hasattr(root, "__len__") else 1
-            vars(root)[key] = value + reads * (value - numbers[name, key])
+        reads = max([1, *(len(root) for root in self._roots.values() if hasattr(root, "__len__"))])
+        found = [(own, key, own[key], then) for own, key, then in numbers if key in own]
+        counts = [each for each in found if type(each[2]) in _COUNTS and each[2] != each[3]]
+        for own, key, now, then in counts:
+            own[key] = now + reads * (now - then)
         try:
-            return [content_of(read())] if moved else []
+            return [content_of(read())] if counts else []
         finally:
-            for (name, key), value in moved.items():
-                vars(self._roots[name])[key] = value
+            for own, key, now, _ in counts:
+                own[key] = now
 
     def _states(self) -> dict[str, Any]:
         if self._generators is None:  # after a read, which may make them
