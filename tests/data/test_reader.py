@@ -153,3 +153,37 @@ def test_a_method_of_the_name_get_batch_that_takes_something_else_is_the_user_s_
     for each in (dataset, Weighted(dataset, [0.0, 1.0, 0.0, 0.0, 0.0, 0.0])):
         (found,) = SampleReader(each, seed=0, checks=True).read(0, np.array([1, 1]))
         assert found.tolist() == [1, 1]
+
+
+class OfAnEpoch(Squares):
+    """Counts its reads, from which it knows the epoch."""
+
+    reads, most = 0, 1_000_000
+
+    def __getitem__(self, index):
+        self.reads += 1
+        if self.reads > self.most:
+            raise OSError("read too often")
+        x, number = super().__getitem__(index)
+        return x * (1 + self.reads // len(self)), number
+
+
+def test_a_data_set_that_counts_its_reads_is_refused_before_its_values_change():
+    """On several processes, each of which reads a part, its epochs lasted longer."""
+    with pytest.raises(
+        DataError, match=r"OfAnEpoch\[3\] gave other values when it was read again.*a counter"
+    ):
+        read(OfAnEpoch(), [3, 1], checks=True)
+
+
+@pytest.mark.parametrize("most", [50, 1_000_000])
+def test_a_count_of_reads_that_changes_no_value_is_left_alone(most):
+    class Counted(OfAnEpoch):
+        def __getitem__(self, index):
+            x, number = super().__getitem__(index)
+            return x - x, number
+
+    counted = Counted()
+    counted.most = most
+    read(counted, [3, 1], checks=True)
+    assert 2 < counted.reads < 40

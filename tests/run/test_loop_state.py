@@ -445,6 +445,54 @@ def test_a_sum_that_a_stop_within_an_epoch_has_lost_is_named(caplog):
     assert "run.extra" in record.getMessage()
 
 
+A_LAZY_SCRIPT = """
+class Meter:
+    def add(self, loss):
+        if not hasattr(self, "total"):
+            self.total, self.sums, self.table = 0.0, {}, [1.0]
+        self.total += loss
+        self.sums["loss"] = self.total
+        self.shown = {"shown": loss}
+        return self.table
+
+def mean(loss):
+    mean.all = [*getattr(mean, "all", []), loss]
+
+def count():
+    global calls
+    try:
+        calls += 1
+    except NameError:
+        calls = 1
+
+def train(state, first, stop, stored=None):
+    meter = Meter()
+    for batch in (range(first, 3), state.begin_steps(any_left=True), first)[0]:
+        meter.add(batch / 2)
+        mean(batch)
+        count()
+        if batch == stop:
+            stored = state.capture(inside=True)
+        state.note_made()
+    state.end_steps()
+    return stored
+"""
+
+
+def test_what_the_first_step_makes_and_later_ones_go_on_with_is_named(caplog):
+    """It was lost without a word, as it was not there when the steps of the run began."""
+    stored, space = None, {"__name__": "script"}
+    for state in (LoopState(frozenset(), is_main=True), None):
+        own = {**space}
+        exec(compile(A_LAZY_SCRIPT, "script.py", "exec"), own)
+        stored = own["train"](state or resumed(stored, inside=True), 0 if state else 2, 1 if state else None)
+    (said,) = (each.getMessage() for each in caplog.records)
+    for name in ("calls", "own['mean'].all", "train: meter.total"):
+        assert f"{name} (nothing, was " in said
+    assert "table" not in said, "a cache"
+    assert "shown" not in said, "each step sets it before it reads it"
+
+
 A_SCRIPT = """
 loss = float("nan")
 for epoch in range(2):
@@ -600,7 +648,7 @@ ONCE = """
 def train(state, first, stop, held):
     for epoch in range(first, 4):
         if not epoch:
-            before = 1.0
+            before = BEFORE
             state.begin_epoch()
         for number in (range(2), state.begin_steps(any_left=True))[0]:
             loss = number
@@ -608,15 +656,16 @@ def train(state, first, stop, held):
                 held.append(state.capture(inside=True))
                 return
         print((before, loss))
-        before = loss
+        before = loss if before == 1.0 else before
 """
 
 
-def test_a_variable_that_only_the_first_epoch_sets_is_named(caplog):
+@pytest.mark.parametrize("before", ["1.0", "nn.ReLU().register_forward_hook(str)"])
+def test_a_variable_that_only_the_first_epoch_sets_is_named(caplog, before):
     """The resumed run ended in a NameError, without a word before it."""
-    space, held = {"__name__": "script", "print": str}, []
-    exec(compile(ONCE, "script.py", "exec"), space)
-    space["train"](LoopState({}, is_main=True), 0, 2, held)
+    space, held = {"__name__": "script", "print": str, "nn": nn}, []
+    exec(compile(ONCE.replace("BEFORE", before), "script.py", "exec"), space)
+    space["train"](LoopState(frozenset(), is_main=True), 0, 2, held)
     with pytest.raises(UnboundLocalError):
         space["train"](resumed(*held, inside=True), 2, None, held)
     (said,) = (each.getMessage() for each in caplog.records)

@@ -164,7 +164,7 @@ class CountedByKind(torch.optim.SGD):
 
 
 class Preconditioned(torch.optim.SGD):
-    """Counts in ``state`` and in a dict there; keeps a queue, a number type and an orthogonal matrix, along columns."""
+    """Counts in ``state`` and a dict there, keeps a queue and an orthogonal matrix, along columns, and a dtype."""
 
     def __init__(self, *given, **settings):
         super().__init__(*given, **settings)

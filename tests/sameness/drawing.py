@@ -178,26 +178,16 @@ def layouts(program, count=3):
             continue
         names.add(layout.name)
         chosen.append([layout])
-    if r.random() < 0.6 and not _NOT_RESUMED & {
-        *program.lines,
-        *program.blocks,
-        program.data,
-        program.end,
-        program.optimizer,
-    }:
-        first = r.choice((SINGLE, chosen[0][0]))
-        chosen[-1] = [dataclasses.replace(first, stop=r.randrange(4)), chosen[-1][0]]
+    if r.random() < 0.6:
+        chosen[-1] = [*_stopped(r, chosen), chosen[-1][0]]
     return chosen
 
 
-_NOT_RESUMED = {
-    *("freeze_later", "freeze_named", "frozen_after", "thaw", "grown", "one_eval", "changing", "counting"),
-    *("filled", "initialized", "constant_initialized", "own_noise", "taken_out", "parameter_taken_out"),
-    *("hook_between", "weight_hook_between", "hook_for_a_step", "moved_between_groups", "plateau"),
-    *("last_call_only", "state_loaded_by_hand", "counted_dict", "gradient_cosine"),
-    *("reset_to_start", "halved", "shadow", "scheduler_by_epoch"),
-}
-"""Parts whose state is the program's own: a program that is started again would not have it."""
+def _stopped(r, chosen):
+    """The phases before the last one: one, or two in a row, each on ``single`` or another layout of the program."""
+    others = [SINGLE, *(phases[0] for phases in chosen if phases[0].exact)]
+    stops = sorted(r.sample(range(6), 2)) if r.random() < 0.4 else [r.randrange(4)]
+    return [dataclasses.replace(r.choice(others), stop=stop) for stop in stops]
 
 
 _KINDS = ("ddp", "fsdp", "pipeline", "data_pipeline", "fsdp_pipeline", "server", "two_servers") * 3
@@ -340,6 +330,7 @@ def text_of(program):
         loss,
         "def loss_on_data(output, data):\n    return loss_fn(output, data[1])" if p.shape in CALLS else "",
         accuracy,
+        *(LINES[name].top for name in p.lines),
         f"def keep(output):\n    {_OUT['mapping'] if p.shape == 'keywords' else prepare}\n    return out",
         "def hashed(tensor):\n"
         "    return hash(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())"

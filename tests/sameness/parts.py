@@ -10,6 +10,8 @@ kinds say: v, i and t. A line's kind is the place in the loop where it stands:
     epoch, end                  at the beginning and the end of an epoch
     before, backward, after     before run.backward, after it, and after the step
     z                           where gradients are set to zero
+
+What follows a line "---" stands outside of the function with the loop.
 """
 
 import re
@@ -31,6 +33,8 @@ class Part:
     odd: bool = False
     recipe: tuple = ()
     """Options of the recipe that it cannot do without: pairs of name and value."""
+    top: str = ""
+    """What a line needs outside of the function with the loop."""
 
     @property
     def defined(self):
@@ -51,7 +55,8 @@ def _read(file):
         name, _, flags = heading.partition(": ")
         kinds, *flags = flags.split()
         recipe = tuple(tuple(flag.split("=")) for flag in flags if "=" in flag)
-        parts[name] = Part(name, kinds, source.strip("\n"), "odd" in flags, recipe)
+        source, _, top = source.strip("\n").partition("\n---\n")
+        parts[name] = Part(name, kinds, source, "odd" in flags, recipe, top)
     return parts
 
 

@@ -13,6 +13,7 @@ import argparse
 import collections
 import dataclasses
 import itertools
+import re
 import sys
 import textwrap
 import time
@@ -23,11 +24,15 @@ from tests.sameness.trials import Worlds, folder_of, run_trial, script
 
 CLOSE = 2e-2
 """How far losses of layouts at level B may be apart, relative."""
+_TOLD = ("at the checkpoint", "in this resumed run", "without the stop", "does not exist yet")
+"""Words of the warnings that a resumed run does not go on as it would have."""
+_OWN = re.compile(r"(?<=: )found \([^)]*\)(\.|, )")
+"""The values that a program collects, which is the first variable that such a warning names."""
 
 
 @dataclasses.dataclass
 class Verdict:
-    """How a program ended on a layout: ``equal``, ``refused``, or a finding."""
+    """How a program ended on a layout: ``equal``, ``refused``, ``warned`` of a stop, or a finding."""
 
     what: str
     said: str = ""
@@ -36,11 +41,20 @@ class Verdict:
     @property
     def is_finding(self):
         """True where neither equal nor refused."""
-        return self.what not in ("equal", "refused", "close")
+        return self.what not in ("equal", "refused", "close", "warned")
 
 
 def compare(reference, ended, layout):
     """The verdict on a layout's end beside that of ``single``."""
+    verdict = _compared(reference, ended, layout)
+    warnings = [_OWN.sub("", words) for words in ended.warnings]
+    told = [words for words in warnings if any(each in words for each in _TOLD) and ":  What" not in words]
+    if told and verdict.is_finding and (verdict.what == "differs" or ended.own):
+        return Verdict("warned", " ".join(told[0].split())[:220])
+    return verdict
+
+
+def _compared(reference, ended, layout):
     if ended.how == "refused":
         return Verdict("refused", ended.sentence, ended.traceback)
     if ended.how != "ran":
@@ -247,7 +261,7 @@ def main(arguments=None):
     begin = time.monotonic()
 
     def tell(seed, what, name, said):
-        if what not in ("equal", "close", "refused", "wrong"):
+        if what not in ("equal", "close", "refused", "wrong", "warned"):
             print(f"seed {seed} on {name}: {what}: {said}", flush=True)
 
     within = itertools.takewhile(lambda _: time.monotonic() - begin < given.seconds, seeds)

@@ -84,6 +84,28 @@ def test_every_value_of_every_rank_counts(found, what):
     assert compare(reference, Ended("ran", found), DDP).what == what
 
 
+@pytest.mark.parametrize(
+    ("named", "what"),
+    [
+        ("found (0 entries, was 2 entries)", "differs"),
+        ("found (0 entries, was 2 entries), x (0, was 1)", "warned"),
+    ],
+)
+def test_a_resumed_run_that_names_what_it_has_lost_is_no_finding(named, what):
+    """Beside what the program itself collects."""
+    said = f"The loop goes on to read variables that are not what they were at the checkpoint: {named}. What depends"
+    ended = Ended("ran", [{"loss": "2"}], warnings=(said,))
+    verdict = compare(Ended("ran", [{"loss": "1"}]), ended, DDP)
+    assert (verdict.what, verdict.is_finding) == (what, what == "differs")
+
+
+def test_a_program_may_be_stopped_twice_in_any_layout():
+    found = [phases for seed in range(200) for phases in layouts(draw(seed)) if len(phases) > 1]
+    assert {len(phases) for phases in found} == {2, 3}
+    assert all(phases[0].stop < phases[1].stop for phases in found if len(phases) == 3)
+    assert {"single", "fsdp 2", "server 2/1"} <= {layout.name for phases in found for layout in phases[:-1]}
+
+
 def test_what_is_neither_equal_nor_refused_is_a_finding():
     reference = Ended("ran", [{}])
     for how, finding in (("hung", True), ("raised", True), ("refused", False)):

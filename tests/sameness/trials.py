@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import pickle
 import shutil
+import sys
 import tempfile
 import time
 import traceback
@@ -53,6 +54,8 @@ class Ended:
     """The error came out of the program's own lines, or of torch called by them."""
     ranks: int = 0
     """How many ranks refused."""
+    warnings: tuple = ()
+    """What was logged as a warning, in all phases."""
 
     @property
     def sentence(self):
@@ -133,18 +136,19 @@ def run_trial(text, phases, timeout=25.0, worlds=None):
             return run_trial(text, phases, timeout, own)
     folder = tempfile.mkdtemp(prefix="lockstep-trial-")
     try:
-        merged = []
+        merged, warnings = [], ()
         for layout in phases:
             options = dict(layout.options)
             if len(phases) > 1:
                 options |= {"directory": f"{folder}/run", "resume": "auto"}
             task = (text, options, layout.stop)
             ended = worlds.run(layout.ranks, task, timeout)
+            warnings = ended.warnings = (*warnings, *ended.warnings)
             if ended.how != "ran":
                 return ended
             first = {key: value for key, value in merged[0].items() if key.startswith("e")} if merged else {}
             merged = [{**first, **found} for found in ended.found]
-        return Ended("ran", merged)
+        return Ended("ran", merged, warnings=warnings)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -166,7 +170,8 @@ def _wait(processes, pipes, timeout):
         return first
     if waiting:
         return Ended("hung", message=f"ranks {waiting} had not ended after {timeout} s")
-    return Ended("ran", [answers[rank].found for rank in range(len(processes))])
+    warnings = tuple(words for ended in answers.values() for words in ended.warnings)
+    return Ended("ran", [answers[rank].found for rank in range(len(processes))], warnings=warnings)
 
 
 def _rank(rank, ranks, inbox, sender):
@@ -183,10 +188,28 @@ def _rank(rank, ranks, inbox, sender):
             folder, *task = inbox.recv()
         except EOFError:
             break
-        ended = _ending(rank, ranks, folder, *task)
+        with _noted_warnings() as noted:
+            ended = _ending(rank, ranks, folder, *task)
+        ended.warnings = tuple(record.getMessage() for record in noted.buffer)
         with contextlib.suppress(BrokenPipeError):
             sender.send_bytes(pickle.dumps((time.monotonic(), ended.how == "ran", ended)))
     os._exit(0)
+
+
+@contextlib.contextmanager
+def _noted_warnings():
+    """The handler of the warnings that are logged meanwhile, which are not printed."""
+    import logging
+    from logging.handlers import BufferingHandler
+
+    noted, logger = BufferingHandler(sys.maxsize), logging.getLogger("lockstep")
+    noted.setLevel(logging.WARNING)
+    logger.addHandler(noted)
+    logger.propagate = False
+    try:
+        yield noted
+    finally:
+        logger.removeHandler(noted)
 
 
 def _ending(rank, ranks, folder, text, options, stop):
@@ -221,9 +244,7 @@ def _is_own(error):
 
 
 def _call(rank, ranks, folder, text, options, stop):
-    import logging
     import random
-    import sys
     import types
     import warnings
 
@@ -234,7 +255,6 @@ def _call(rank, ranks, folder, text, options, stop):
     from lockstep.run import Run, RunOptions
     from lockstep.runtime.control import Stopped
 
-    logging.disable()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     if torch.are_deterministic_algorithms_enabled():  # the call imports torch._inductor

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -233,21 +234,21 @@ def wrapped_optimizers(optimizer: Optimizer) -> dict[str, Optimizer]:
     return {key: each for key, each in held.items() if each.state is not optimizer.state}
 
 
-def named_state(optimizer: Optimizer) -> dict[str, Any]:
+def named_state(optimizer: Optimizer) -> dict[str | int, Any]:
     """The entries of an optimizer's state that have a name or a number instead of a parameter, as a count of steps.
 
     Containers of tensors are left out: what each process holds of the parameters would have other lengths.
     """
-    named = {key: value for key, value in optimizer.state.items() if isinstance(key, str | int)}
+    entries: Mapping[Any, Any] = optimizer.state
+    named = {key: value for key, value in entries.items() if isinstance(key, str | int)}
     return {key: value for key, value in named.items() if isinstance(value, Tensor) or _is_storable(value)}
 
 
 def _is_storable(value: Any) -> bool:
-    try:
+    with suppress(ConfigError):
         encode(value, "")
-    except ConfigError:
-        return False
-    return True
+        return True
+    return False
 
 
 def _strides(tensor: Tensor, parameter: Tensor | None) -> list[int]:

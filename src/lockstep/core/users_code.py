@@ -76,6 +76,17 @@ def names_in(code: CodeType) -> frozenset[str]:
 
 
 @functools.cache
+def names_asked_for(code: CodeType) -> frozenset[str]:
+    """The attributes and globals that code may find absent, as in ``if not hasattr(self, "best")``."""
+    texts, is_asking = set[str](), False
+    for each in dis.get_instructions(code):
+        is_text = each.opname == "LOAD_CONST" and isinstance(each.argval, str)
+        texts |= {each.argval} if is_asking and is_text else set()
+        is_asking = each.argval in ("hasattr", "getattr") or (is_asking and not is_text)
+    return frozenset(texts).union(code.co_names if {"AttributeError", "NameError"} & {*code.co_names} else ())
+
+
+@functools.cache
 def names_loaded(code: CodeType, *instructions: str) -> frozenset[str]:
     """The names that code loads itself by these instructions, such as LOAD_GLOBAL."""
     return frozenset(str(each.argval) for each in dis.get_instructions(code) if each.opname in instructions)

@@ -197,6 +197,11 @@ def generators_of(roots: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+_COUNTS = (int, float)
+_Numbers = list[tuple[dict[str, Any], str, float]]
+"""Attributes that hold numbers: those of an object, the name, the value."""
+
+
 class Rereading:
     """Reads samples twice under the same keys, to see that nothing is kept from one read to the next.
 
@@ -229,10 +234,12 @@ class Rereading:
         try:
             data = read()
             first, drawn, states = content_of(data), _draws(seed), self._states()
+            numbers = self._numbers()
             with _as_another_worker():
                 again = [content_of(read()) for _ in range(times - 1)]
             redrawn = _draws(seed)
             own = [key for key, state in self._states().items() if states[key] != state]
+            again += self._an_epoch_later(read, numbers)
         except DataError:
             return
         if any(other != first for other in again):
@@ -260,6 +267,23 @@ class Rereading:
                 "values would depend on which process read it before. Keep what comes before the random part, or seed "
                 "the part by the number of the sample."
             )
+
+    def _numbers(self) -> _Numbers:
+        held = [getattr(root, "__dict__", {}) for root in self._roots.values()]
+        return [(each, key, value) for each in held for key, value in each.items() if type(value) in _COUNTS]
+
+    def _an_epoch_later(self, read: Callable[[], Any], numbers: _Numbers) -> list[Any]:
+        """A further read, where reads change numbers: as if these had gone on over an epoch. Else none."""
+        reads = max([1, *(len(root) for root in self._roots.values() if hasattr(root, "__len__"))])
+        found = [(own, key, own[key], then) for own, key, then in numbers if key in own]
+        counts = [each for each in found if type(each[2]) in _COUNTS and each[2] != each[3]]
+        for own, key, now, then in counts:
+            own[key] = now + reads * (now - then)
+        try:
+            return [content_of(read())] if counts else []
+        finally:
+            for own, key, now, _ in counts:
+                own[key] = now
 
     def _states(self) -> dict[str, Any]:
         if self._generators is None:  # after a read, which may make them

@@ -44,6 +44,7 @@ from lockstep.core.users_code import (
     is_users_function,
     is_users_module,
     methods_of,
+    names_asked_for,
     names_in,
     names_loaded,
     owners_of,
@@ -134,6 +135,8 @@ class Variables:
     """Those of ``local`` that are read before they are set, as the code shows."""
     live: set[str] = field(default_factory=set)
     """Names of what the frames may read before they set it again, as far as their code shows."""
+    asked_for: set[str] = field(default_factory=set)
+    """See ``names_asked_for``."""
     other_names: dict[str, set[str]] = field(default_factory=dict)
     """By the first name of a value: the last words of the other names under which it was found."""
     renewed: set[str] = field(default_factory=set)
@@ -243,6 +246,7 @@ class Variables:
             if (code, id(space)) in seen:
                 continue
             seen.add((code, id(space)))
+            self.asked_for |= names_asked_for(code)
             self._codes += [(inner, space) for inner in code.co_consts if isinstance(inner, CodeType)]
             for key in code.co_names:
                 held = space.get(key, sys.modules.get(key))  # which the code may import

@@ -45,6 +45,8 @@ logger = logging.getLogger(__name__)
 
 _VARIABLE = re.compile(r"\.(?!<)(?![^ ]*: )|\[")
 """Where the name of a variable of a frame ends, and that of an attribute or entry begins."""
+_LAST = re.compile(r"\w+$")
+"""The last word of a name; none of an entry."""
 _VERSION = re.compile(r"version \d+,? ?")
 _DIGEST = re.compile(r" of digest \w+")
 
@@ -157,12 +159,17 @@ class LoopState:
         """Floats that the script had taken from the run before its first step: a setting, or such a result."""
         self._begun: Places = {}
         """Where the code of the frames began the steps of the current epoch."""
+        self._born: dict[str, str] = {}
+        """The first texts of attributes and globals that were not there when the steps of this process began."""
         self._walks = 0
         """The number of loops over steps that have begun, over all resumes."""
 
     def _look(self, **loop: bool) -> Variables:
         callbacks = self.events.callbacks if self.events else ()
-        return Variables.of_loop(self._known, (*callbacks, *self._hooks()), begun=self._begun, **loop)
+        found = Variables.of_loop(self._known, (*callbacks, *self._hooks()), begun=self._begun, **loop)
+        born = found.texts.keys() - self._first.keys() if self._start else ()
+        self._born = {**{name: found.texts[name] for name in born}, **self._born}
+        return found
 
     def resume(self, stored: Mapping[str, Any], *, inside: bool) -> None:
         """Takes what ``capture`` returned. ``inside``: it was written while the batches of an epoch were read."""
@@ -215,6 +222,8 @@ class LoopState:
             self._require_data(lost)
             certain = [name for name in lost if name not in unread and self._is_certain(name)]
             self.lost = {name: Lost.of(found, name) for name in certain}
+            born, there = stored.get("born", {}), {*found.texts, *stored["generators"]}
+            lost |= {name: (text, "nothing") for name, text in born.items() if name not in there}
             if lost and self._is_main:
                 words = [
                     f"{name} (other values)"
@@ -241,6 +250,10 @@ class LoopState:
         self._note_data(found)
         self._start, self._generators, self._at_end = found.texts, found.generators, {}
         self._walks += 1
+
+    def note_made(self) -> None:
+        """Notes what the first step has made."""
+        self._look()
 
     def note_results(self, results: float | Mapping[str, float]) -> None:
         """Notes what an evaluation gives to the script, which may begin its loop with it."""
@@ -447,7 +460,7 @@ class LoopState:
         """The loop's part of a checkpoint; called from within the loop, and perhaps while batches are read."""
         if not self._start:
             return {}
-        found = self._look(inside=inside)
+        seen, found = self._born, self._look(inside=inside)
         self.unsaved = [
             f"{name} ({type(each).__name__})"
             for name, each in found.optimizers.items()
@@ -461,7 +474,12 @@ class LoopState:
         noted = {name: found.texts[name] for name in names if self._is_noted(name, found)}
         # A thread, or a function that has ended, may have had the others.
         generators = {**self._generators, **found.generators}
+        # What has the value that it was made with is a cache.
+        changed = [name for name in self._born.keys() & names if seen.get(name) != found.texts[name]]
+        owners = {name[: end.start()] for name in changed for end in re.finditer(r"[.[]|$", name)}
+        born = [name for name in owners & self._born.keys() if {*_LAST.findall(name)} & found.asked_for]
         return {
+            "born": {name: found.texts[name] for name in born},
             "first": {name: self._first[name] for name in noted},
             "start": {name: self._start[name] for name in noted if name in self._start},
             "entered": {name: self._entered[name] for name in noted if name in self._entered},
@@ -474,7 +492,7 @@ class LoopState:
             "local": sorted(found.local & generators.keys()),
             "set_between": sorted(self._set_in_data),
             "taken": sorted(self._taken & noted.keys()),
-            "had": sorted(found.live & found.local),
+            "had": sorted((found.live | found.read) & found.local),
             "walks": self._walks,
         }
 

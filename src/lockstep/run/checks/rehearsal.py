@@ -373,6 +373,7 @@ class Rehearsals:
         self._read = {n: text for n, text in texts if n.startswith(("the global variable", "the variable"))}
         if self.done[code] > 1:  # a cache is filled in the first step
             kinds = passes.after.kinds
+            state.loop.note_made()
             findings.left = read_in_loop([n for n in noted if kinds.get(n) in _VALUES and n not in counting])
         for name, value in before.values_of(changed).items():
             starts.setdefault(name, (before.texts[name], value))
