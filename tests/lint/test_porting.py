@@ -846,6 +846,14 @@ def test_updates_from_a_replay_buffer_are_epochs_of_their_own():
     assert places[8] == ["for t in run.epochs(steps):  # from where a resumed run stands"]
 
 
+def test_the_seed_stands_above_what_is_drawn_first():
+    script = "import torch\na, b = torch.utils.data.random_split(d, (8, 2))\nf(model(x)).backward()\n"
+    assert (
+        advice(script)[1][0]
+        == "add: import lockstep; and torch.manual_seed(0) above the model and random_split"
+    )
+
+
 def test_an_optimizer_that_takes_the_place_of_another_in_the_loop():
     found = advice(
         """

@@ -219,8 +219,9 @@ def _preparation(script: Script) -> Iterator[_Found]:
         node for node in script.find(ast.Import, ast.ImportFrom) if "__future__" not in script.text(node)
     ]
     first = min(imports, key=lambda node: node.lineno, default=script.tree.body[-1])
-    has_seed = bool(script.torch_calls("manual_seed"))
-    yield first, f"add: import lockstep{'' if has_seed else '; and torch.manual_seed(0) above the model'}"
+    split = " and random_split" if "random_split" in script.calls_by_name else ""
+    seed = "" if script.torch_calls("manual_seed") else f"; and torch.manual_seed(0) above the model{split}"
+    yield first, f"add: import lockstep{seed}"
     made = optimizers_of(script)
     loops = {loop for call in backwards(script) for loop in loops_around(script, call)}
     inside = [call for call in made if loops & set(loops_around(script, call))]
@@ -250,8 +251,7 @@ def _preparation(script: Script) -> Iterator[_Found]:
         "below run.prepare, of the optimizer that it returns, since this object steps what it is given"
     )
     yield from ((call, of_prepared) for call in outer)
-    if last not in inside:
-        yield from ((call, _ABOVE) for call in inside)
+    yield from ((call, _ABOVE) for call in inside if outside)
     if not made or isinstance(script.scope(last), FUNCTIONS):
         yield from _without_run(script, last)
 
