@@ -846,6 +846,29 @@ def test_updates_from_a_replay_buffer_are_epochs_of_their_own():
     assert places[8] == ["for t in run.epochs(steps):  # from where a resumed run stands"]
 
 
+def test_a_method_of_the_model_is_no_call_of_the_function_of_its_name():
+    found = advice(
+        """
+        import torch
+        def accuracy(net, data):
+            for x, y in data:
+                net.eval()
+                hits += (net(x).argmax(1) == y).sum()
+                net.train()
+        def train(net, loader, optimizer, epochs):
+            for epoch in range(epochs):
+                for x, y in loader:
+                    f(net(x), y).backward()
+                    optimizer.step()
+        net, optimizer = make()
+        train(net, loader, optimizer, 3)
+        """
+    )
+    assert found[9] == ["for epoch in run.epochs(epochs):  # from where a resumed run stands"]
+    assert found[8] == found[14] == ["give run to this function"]
+    assert 7 not in found
+
+
 def test_the_seed_stands_above_what_is_drawn_first():
     script = "import torch\na, b = torch.utils.data.random_split(d, (8, 2))\nf(model(x)).backward()\n"
     assert (
