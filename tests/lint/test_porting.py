@@ -869,6 +869,29 @@ def test_a_method_of_the_model_is_no_call_of_the_function_of_its_name():
     assert 7 not in found
 
 
+def test_phases_of_an_epoch_are_taken_apart():
+    """As in the tutorial on transfer learning."""
+    found = advice(
+        """
+        import torch
+        for epoch in range(9):
+            for phase in ["train", "val"]:
+                for x, y in loaders[phase]:
+                    with torch.set_grad_enabled(phase == "train"):
+                        output = model(x)
+                        _, predicted = torch.max(output, 1)
+                        loss = f(output, y)
+                        if phase == "train":
+                            loss.backward()
+                            optimizer.step()
+                    correct += torch.sum(predicted == y)
+        """
+    )
+    assert found[3] == ["for epoch in run.epochs(9):  # from where a resumed run stands"]
+    assert found[4][0].startswith("take the phases apart")
+    assert found[13][0].startswith("computed from predicted")
+
+
 def test_the_seed_stands_above_what_is_drawn_first():
     script = "import torch\na, b = torch.utils.data.random_split(d, (8, 2))\nf(model(x)).backward()\n"
     assert (
@@ -1040,7 +1063,7 @@ def test_an_object_that_steps_an_optimizer():
     )
     assert found[4] == [
         "below: run = lockstep.init(global_batch=B); model, adam = run.prepare(model, adam)",
-        "below run.prepare, of the optimizer that it returns, since this object steps what it is given",
+        "below run.prepare, of the optimizer that it returns: this object steps what it is given",
     ]
 
 
