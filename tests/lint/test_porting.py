@@ -100,6 +100,7 @@ def test_a_loop_that_cuts_its_batches_itself_needs_a_data_set():
         ),
         ("tqdm(enumerate(self.train_dl), total=9)", "tqdm(enumerate(run.batches(self.train_dl)), total=9)"),
         ("make_loader(dataset, 8)", "run.batches(make_loader(dataset, 8))"),
+        ("monit.iterate('Train', self.loader)", "monit.iterate('Train', run.batches(self.loader))"),
         ("loaders['train']", "run.batches(loaders['train'])"),
     ],
 )

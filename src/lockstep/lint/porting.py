@@ -371,7 +371,7 @@ def _over_batches(script: Script, loop: ast.For) -> str:
             begin = f"{script.text(name)} = {script.text(bar).replace(given, over, 1)}, and "
     if begin or (len(read) == 1 and isinstance(loop.iter, ast.Call)):
         over = iterated if begin else iterated.replace(given, over, 1)
-    if isinstance(loop.target, ast.Tuple) and "enumerate(" in begin + over:
+    if isinstance(loop.target, ast.Tuple) and "enum" in begin + over:
         target = f"{script.text(loop.target.elts[0])}, batch"
     return f"{begin}for {target} in {over}:  # a step of all processes together, of len(batch) samples"
 
