@@ -100,6 +100,7 @@ def test_a_loop_that_cuts_its_batches_itself_needs_a_data_set():
         ),
         ("tqdm(enumerate(self.train_dl), total=9)", "tqdm(enumerate(run.batches(self.train_dl)), total=9)"),
         ("make_loader(dataset, 8)", "run.batches(make_loader(dataset, 8))"),
+        ("monit.iterate('Train', self.loader)", "monit.iterate('Train', run.batches(self.loader))"),
         ("loaders['train']", "run.batches(loaders['train'])"),
     ],
 )
@@ -846,6 +847,60 @@ def test_updates_from_a_replay_buffer_are_epochs_of_their_own():
     assert places[8] == ["for t in run.epochs(steps):  # from where a resumed run stands"]
 
 
+def test_a_method_of_the_model_is_no_call_of_the_function_of_its_name():
+    found = advice(
+        """
+        import torch
+        def accuracy(net, data):
+            for x, y in data:
+                net.eval()
+                hits += (net(x).argmax(1) == y).sum()
+                net.train()
+        def train(net, loader, optimizer, epochs):
+            for epoch in range(epochs):
+                for x, y in loader:
+                    f(net(x), y).backward()
+                    optimizer.step()
+        net, optimizer = make()
+        train(net, loader, optimizer, 3)
+        """
+    )
+    assert found[9] == ["for epoch in run.epochs(epochs):  # from where a resumed run stands"]
+    assert found[8] == found[14] == ["give run to this function"]
+    assert 7 not in found
+
+
+def test_phases_of_an_epoch_are_taken_apart():
+    """As in the tutorial on transfer learning."""
+    found = advice(
+        """
+        import torch
+        for epoch in range(9):
+            for phase in ["train", "val"]:
+                for x, y in loaders[phase]:
+                    with torch.set_grad_enabled(phase == "train"):
+                        output = model(x)
+                        _, predicted = torch.max(output, 1)
+                        loss = f(output, y)
+                        if phase == "train":
+                            loss.backward()
+                            optimizer.step()
+                    correct += torch.sum(predicted == y)
+        """
+    )
+    assert found[3] == ["for epoch in run.epochs(9):  # from where a resumed run stands"]
+    assert found[4][0].startswith("take the phases apart")
+    assert found[13][0].startswith("computed from predicted")
+
+
+def test_the_seed_stands_above_what_is_drawn_first():
+    script = "import torch\na, b = torch.utils.data.random_split(d, (8, 2))\nf(model(x)).backward()\n"
+    assert (
+        advice(script)[1][0]
+        == "add: import lockstep; and torch.manual_seed(0) above the model and random_split"
+    )
+
+
 def test_an_optimizer_that_takes_the_place_of_another_in_the_loop():
     found = advice(
         """
@@ -1009,7 +1064,7 @@ def test_an_object_that_steps_an_optimizer():
     )
     assert found[4] == [
         "below: run = lockstep.init(global_batch=B); model, adam = run.prepare(model, adam)",
-        "below run.prepare, of the optimizer that it returns, since this object steps what it is given",
+        "below run.prepare, of the optimizer that it returns: this object steps what it is given",
     ]
 
 

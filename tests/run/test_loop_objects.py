@@ -811,3 +811,25 @@ def test_a_part_of_the_model_that_takes_the_place_of_another_in_the_loss_is_refu
         ConfigError, match="The loss or the model reads growing_net: net, which the loop changes"
     ):
         growing_net(tmp_path)
+
+
+def with_another_loss(folder, stop=None):
+    run, _, optimizer = begin(directory=folder, resume="auto")
+    criterion = torch.nn.CrossEntropyLoss()
+    for epoch in run.epochs(3):
+        if epoch == 1:
+            criterion = torch.nn.MultiMarginLoss()
+        for batch in run.batches(dataset()):
+            train_step(run, batch, optimizer, criterion)
+        if epoch == stop:
+            leave(run)
+    run.close()
+
+
+def test_a_loss_of_torch_that_takes_the_place_of_another_is_named(tmp_path, caplog):
+    """Such a run went on with the first loss, and said nothing."""
+    with pytest.raises(Left):
+        with_another_loss(tmp_path, 1)
+    with_another_loss(tmp_path)
+    (warning,) = warnings(caplog, "with_another_loss: criterion")
+    assert "CrossEntropyLoss, was torch.nn.modules.loss.MultiMarginLoss" in warning

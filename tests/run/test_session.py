@@ -115,6 +115,20 @@ def test_a_model_built_before_init_without_a_seed_is_warned_about():
     assert _WARNING in complaint and "lockstep.init(seed=...)" in complaint
 
 
+def test_a_model_built_after_an_earlier_run_has_its_weights_from_the_seed_of_that():
+    """As in a cross-validation. The script was told that no seed had decided them, though it had set one."""
+    steps = (
+        "data = torch.utils.data.TensorDataset(torch.ones(8, 4), torch.ones(8, 2))",
+        "(batch,) = run.batches(data)",
+        "run.backward(batch, torch.nn.functional.mse_loss)",
+    )
+    begin = "model = built()", "run = begun()"
+    script = ("torch.manual_seed(5)", *begin, "run.prepare(model)", *steps, "run.close()", *begin)
+    (first, complaint), (second, _) = _ended(script, script)
+    assert first == second
+    assert not complaint
+
+
 def test_what_was_drawn_and_thrown_away_before_init_is_no_reason_to_warn():
     ((_, complaint),) = _ended(("torch.rand(3), built()", "run = begun()", "model = built()"))
     assert not complaint

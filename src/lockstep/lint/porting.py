@@ -40,6 +40,7 @@ from lockstep.lint.wrappers import (
     backwards,
     batches_around,
     drawn_by,
+    is_above,
     is_below_step,
     is_scaler,
     loss_of,
@@ -117,6 +118,13 @@ _DATA_OF_THE_LOOP = (
     "where that is all of it, (batch,) = run.batches(data), with global_batch its size or the next multiple of 8"
 )
 _STAYS = "stays if the loop in it takes other samples in each pass (replay buffer): each run.batches is the next epoch"
+_NOT_IN_LOOP = (
+    ', which the loop does not have any more: loss, more = run.backward(..., also={"accuracy": accuracy}), the mean of '
+    "accuracy(output, target) over the step"
+)
+_PHASES = (
+    "take the phases apart: the steps of training, then run.evaluate(loader, metrics) instead of the others"
+)
 _ABOVE = (
     "make it above the loop, give it to run.prepare with the others, and choose in each epoch which one steps"
 )
@@ -219,8 +227,9 @@ def _preparation(script: Script) -> Iterator[_Found]:
         node for node in script.find(ast.Import, ast.ImportFrom) if "__future__" not in script.text(node)
     ]
     first = min(imports, key=lambda node: node.lineno, default=script.tree.body[-1])
-    has_seed = bool(script.torch_calls("manual_seed"))
-    yield first, f"add: import lockstep{'' if has_seed else '; and torch.manual_seed(0) above the model'}"
+    split = " and random_split" if "random_split" in script.calls_by_name else ""
+    seed = "" if script.torch_calls("manual_seed") else f"; and torch.manual_seed(0) above the model{split}"
+    yield first, f"add: import lockstep{seed}"
     made = optimizers_of(script)
     loops = {loop for call in backwards(script) for loop in loops_around(script, call)}
     inside = [call for call in made if loops & set(loops_around(script, call))]
@@ -246,12 +255,9 @@ def _preparation(script: Script) -> Iterator[_Found]:
     if any(set(names) & names_in(node) for node in returns):
         steps.append("return run as well")
     yield last, f"{'below' if made else 'where the optimizer is made'}: {'; '.join(steps)}"
-    of_prepared = (
-        "below run.prepare, of the optimizer that it returns, since this object steps what it is given"
-    )
+    of_prepared = "below run.prepare, of the optimizer that it returns: this object steps what it is given"
     yield from ((call, of_prepared) for call in outer)
-    if last not in inside:
-        yield from ((call, _ABOVE) for call in inside)
+    yield from ((call, _ABOVE) for call in inside if outside)
     if not made or isinstance(script.scope(last), FUNCTIONS):
         yield from _without_run(script, last)
 
@@ -341,8 +347,11 @@ def _loops(script: Script) -> Iterator[_Found]:
         around, over_batches = loops_around(script, call), batches_around(script, call)
         if over_batches is not None:
             yield over_batches, _over_batches(script, over_batches)
-            for loop in around[around.index(over_batches) + 1 :][:1]:
-                yield loop, _over_epochs(script, loop, around)
+            for loop in around[around.index(over_batches) + 1 :]:
+                if not isinstance(loop, ast.For) or not isinstance(loop.iter, ast.List | ast.Tuple):
+                    yield loop, _over_epochs(script, loop, around)
+                    break
+                yield loop, _PHASES
         elif around:
             epochs = [loop for loop in around[1:] if isinstance(loop, ast.For)][:1]
             for loop in epochs:
@@ -362,7 +371,7 @@ def _over_batches(script: Script, loop: ast.For) -> str:
             begin = f"{script.text(name)} = {script.text(bar).replace(given, over, 1)}, and "
     if begin or (len(read) == 1 and isinstance(loop.iter, ast.Call)):
         over = iterated if begin else iterated.replace(given, over, 1)
-    if isinstance(loop.target, ast.Tuple) and "enumerate(" in begin + over:
+    if isinstance(loop.target, ast.Tuple) and "enum" in begin + over:
         target = f"{script.text(loop.target.elts[0])}, batch"
     return f"{begin}for {target} in {over}:  # a step of all processes together, of len(batch) samples"
 
@@ -401,8 +410,7 @@ def _passes(script: Script) -> Iterator[_Found]:
         scaled = loss_of(script, call)
         name = scaled.id if isinstance(scaled, ast.Name) else "loss"
         yield call, _backward(script, call, name, source_of(script, scaled))
-    pairs = [(one, other) for one in calls for other in calls if one.lineno < other.lineno]
-    if any(script.same_function(*pair) and not script.exclusive(*pair) for pair in pairs):
+    if any(script.follows(late, early) for late in calls for early in calls):
         yield (
             calls[0],
             "several backward passes: add the losses of one step in one function; a GAN has a run.backward with "
@@ -452,15 +460,15 @@ def _numbers(script: Script) -> Iterator[_Found]:
         if loop is None or not isinstance(loss, ast.Call) or not script.same_function(loop, call):
             continue
         nodes = [each for part in loop.body for each in ast.walk(part)]
-        made = [target for node in nodes if isinstance(node, ast.Assign) for target in node.targets]
-        names = names_in(loss) & set().union(*map(names_in, made)) - names_in(loop.target)
+        made = [
+            (names_in(each), node) for node in nodes if isinstance(node, ast.Assign) for each in node.targets
+        ]
+        above = [pair for pair in made if script.follows(loss, pair[1]) and not script.holds(pair[1], loss)]
+        names = names_in(loss) & set().union(*(each for each, _ in made)) - names_in(loop.target)
+        names = names.union(*(each for each, node in above if names & names_in(node.value)))
         for node in nodes:
             if isinstance(node, ast.Name) and node.id in names and is_below_step(script, node, call):
-                yield (
-                    node,
-                    f"computed from {node.id}, which the loop does not have any more: loss, more = run.backward(..., "
-                    'also={"accuracy": accuracy}), the mean of accuracy(output, target) over the step',
-                )
+                yield node, f"computed from {node.id}{_NOT_IN_LOOP}"
 
 
 def _by_inputs(script: Script, loop: ast.For, inputs: dict[str, str], loss: ast.expr) -> str:
@@ -504,10 +512,9 @@ def _steps(script: Script) -> Iterator[_Found]:
     trained = {model for call in optimizers_of(script) for model in models_of(script, call)}
     clips = [each for each in script.calls if last_name(each.func) == "clip_grad_norm_" and each.args]
     for call in clips:
-        others = [each for each in clips if script.same_function(call, each)]
-        is_part = len({script.text(each.args[0]) for each in others}) > 1
+        given = {script.text(each.args[0]) for each in clips if script.same_function(call, each)}
         norm = script.text(argument(call, "max_norm", 1) or ast.Name("max_norm"))
-        if is_part or set() < set(models_of(script, call)) < trained:
+        if len(given) > 1 or set() < set(models_of(script, call)) < trained:
             yield (
                 call,
                 "stays: run.clip_gradients clips by the norm of all gradients, and this by that of some",
@@ -518,7 +525,7 @@ def _steps(script: Script) -> Iterator[_Found]:
         parts = [part for test in script.tests_around(call) for part in ast.walk(test)]
         is_schedule = "sched" in script.owner(call).lower()
         over = [batches_around(script, each) for each in backwards(script)]
-        if is_schedule and any(_is_above(script, call, each) for each in over if each is not None):
+        if is_schedule and any(is_above(script, call, each) for each in over if each is not None):
             yield call, _ENTERED_AGAIN
         counts = not is_schedule and any(isinstance(part, ast.Mod) for part in parts)
         if counts and loops_around(script, call):
@@ -528,13 +535,6 @@ def _steps(script: Script) -> Iterator[_Found]:
                 "global_batch=all samples of a step, micro_batches=...); the loss is not divided, and len(loader) is "
                 "run.steps_per_epoch(loader)",
             )
-
-
-def _is_above(script: Script, call: ast.Call, loop: ast.For) -> bool:
-    """Returns True above a loop over batches, in the same loop over epochs."""
-    around = set(loops_around(script, call))
-    places = [each for each in places_of(script, loop) if around & set(loops_around(script, each))]
-    return loop not in around and any(script.follows(each, call) for each in places)
 
 
 def _sizes(script: Script) -> Iterator[_Found]:

@@ -21,6 +21,7 @@ from lockstep.lint.script import (
     arguments,
     constant,
     last_name,
+    method,
 )
 
 GLOBAL, LOCAL = "global", "local"
@@ -191,8 +192,12 @@ def _called_on_one_rank(script: Script, function: Function, depth: int) -> bool:
 
 
 def callers_of(script: Script, function: Function) -> list[ast.Call]:
-    """The calls in this file of a function or method, taken by its name, but for calls of itself."""
+    """The calls in this file of a function or method, taken by its name, but for calls of itself.
+
+    Those of a method are no calls of a function: ``model.train()`` is none of ``def train(model)``.
+    """
     found = script.calls_by_name.get(_called_as(script, function), [])
+    found = found if script.class_of(function) else [call for call in found if not method(call)]
     return [call for call in found if script.scope(call) is not function]
 
 

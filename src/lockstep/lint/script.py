@@ -380,8 +380,9 @@ def read_by(script: Script, node: ast.expr) -> list[ast.expr]:
     if isinstance(node, ast.Call) and node.args and last_name(node.func) not in _COUNTING:
         if last_name(node.func) == "zip":
             return [each for part in node.args for each in read_by(script, part)]
-        if last_name(node.func) in _AROUND or _LOADER.search(last_name(node.args[0])):
-            return read_by(script, node.args[0])
+        loaders = [each for each in node.args if _LOADER.search(last_name(each))]
+        if read := node.args if last_name(node.func) in _AROUND else loaders:
+            return read_by(script, read[0])
     return [node]
 
 

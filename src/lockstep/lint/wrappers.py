@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass
 
-from lockstep.lint.ranks import loops_around
+from lockstep.lint.ranks import loops_around, places_of
 from lockstep.lint.script import Loop, Script, argument, last_name, method, names_in, range_of, receiver
 
 DDP, DP, FSDP = "DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"
@@ -192,6 +192,13 @@ def is_below_step(script: Script, node: ast.expr, call: ast.Call) -> bool:
     begin = loss if loss is not None and script.same_function(loss, call) else call
     more = [each for each in backwards(script) if script.follows(each, call) and script.follows(each, node)]
     return script.follows(node, begin) and not script.holds(begin, node) and not more
+
+
+def is_above(script: Script, call: ast.Call, loop: ast.For) -> bool:
+    """Returns True above a loop over batches, in the same loop over epochs."""
+    around = set(loops_around(script, call))
+    places = [each for each in places_of(script, loop) if around & set(loops_around(script, each))]
+    return loop not in around and any(script.follows(each, call) for each in places)
 
 
 def takes_places(script: Script, loop: Loop) -> bool:

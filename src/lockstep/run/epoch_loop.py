@@ -433,7 +433,8 @@ class EpochLoop:
     def _all_steps_done(self) -> ConfigError:
         remedy = (
             "Call it once per epoch; join several data sets with torch.utils.data.ConcatDataset, or let each loop be "
-            "an epoch: for number in run.epochs(2 * N), with number % 2."
+            "an epoch: for number in run.epochs(2 * N), with number % 2. Without run.epochs, as in a loop over the "
+            "steps of an environment, each run.batches is the next epoch."
             if self.in_epochs
             else "The loop before was left at the last step, by break or as next(iter(run.batches(data))) does, which "
             "does not end an epoch. Let the loop end by itself, as (batch,) = run.batches(data) does with a single "

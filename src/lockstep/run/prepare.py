@@ -572,10 +572,13 @@ def implementation(optimizer: Optimizer) -> str:
 
 def held_objects(parts: Parts, prepared: PreparedModel) -> dict[int, str]:
     """The names of the objects whose values are in checkpoints, by their ids."""
-    models = parts.model, prepared.module, *parts.modules, *prepared.averages.values()
+    models = [(0, parts.model), (0, prepared.module), *enumerate(parts.modules, 1)]
+    models += [
+        (number, prepared.averages.get(id(each), each)) for number, each in enumerate(parts.modules, 1)
+    ]
     found: list[tuple[object, str]] = [
         (each, f"{name or 'the model'!r} of model {number}")
-        for number, model in enumerate(models)
+        for number, model in models
         for kind in ("modules", "parameters", "buffers")
         for name, each in getattr(model, f"named_{kind}")()
     ]

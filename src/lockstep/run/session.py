@@ -68,6 +68,10 @@ def _set_malloc(setting: int, value: int) -> bool:
         return False
 
 
+_left_by_runs = set[int]()
+"""The seeds of torch at the ends of the runs of this process, which follow from those of the runs."""
+
+
 def seed_generators(seed: int) -> WeakSet[nn.Module]:
     """Seeds torch, NumPy and ``random``, unless the script has seeded torch itself.
 
@@ -79,7 +83,8 @@ def seed_generators(seed: int) -> WeakSet[nn.Module]:
     if generator.initial_seed() < _SMALL_SEED:
         return built
     untouched = torch.Generator().manual_seed(generator.initial_seed()).get_state()
-    if not torch.equal(generator.get_state(), untouched):
+    is_decided = generator.initial_seed() in _left_by_runs or torch.equal(generator.get_state(), untouched)
+    if not is_decided:
         # The type is asked: isinstance() may run code of objects that import themselves when looked at.
         modules = (each for each in gc.get_objects() if issubclass(type(each), nn.Module))
         built.update(each for each in modules if vars(each).get("_parameters"))
@@ -181,6 +186,7 @@ class RunSession:
     def close(self) -> None:
         """Leaves the process group in agreement with the other ranks. Collective."""
         self.is_closed = True
+        _left_by_runs.add(torch.default_generator.initial_seed())
         atexit.unregister(self._close_at_exit)
         if self.before_close is not None:
             self.before_close()
