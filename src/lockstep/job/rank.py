@@ -149,7 +149,7 @@ def train(config: JobConfig, world: World, *, proof: str = "", profile: str = ""
             return ""
         bitwise = (
             outcome.level is Level.BITWISE and config.training.reduce == "ordered" and one_recipe(starts)
-        )
+        ) and not outcome.has_other_data
         proof = proof if bitwise else ""
         ended = {"fingerprint": outcome.fingerprint, "portable": outcome.is_portable, "proof": proof}
         if not (run_folder(config) / FILE).exists():  # the folder was removed or moved away meanwhile
