@@ -53,6 +53,13 @@ def test_a_job_is_shown_and_its_batch_is_drawn(command, photos, tmp_path):
     assert [len(names) for each in reads for names in each.values()] == [2, 2]
 
 
+@pytest.mark.fault("T8")
+def test_names_of_any_bytes_are_shown_and_not_obeyed(command, photos):
+    (photos / "cat").rename(photos / "c\x1b[2J\udce9")
+    status, out, _ = command("data", "job.toml", "--data", str(photos), "--devices", "1")
+    assert status == 0 and "  c\\x1b[2J\\udce9  " in out
+
+
 def test_a_broken_file_is_the_exit_status(command, photos):
     (photos / "dog" / "1.png").write_bytes(b"")
     status, out, _ = command("data", "job.toml", "--data", str(photos), "--devices", "1")

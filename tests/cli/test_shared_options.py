@@ -11,6 +11,7 @@ from lockstep.cli.shared_options import (
     add_train_options,
     common_settings,
     debug_setting,
+    write_file,
 )
 from lockstep.errors import ConfigError
 
@@ -44,3 +45,9 @@ def test_hosts_compare_the_debugged_rank_versions_and_what_the_command_adds(pars
     assert settings["devices"] == "cpu"
     assert settings["torch"] == version("torch")
     assert platform.python_version().startswith(settings["python"] + ".")
+
+
+def test_a_file_has_names_with_the_bytes_of_the_disk(tmp_path):
+    """A class whose folder is named in Latin-1 ended ``report`` and ``compare`` with a traceback."""
+    write_file(tmp_path / "page.html", "caf\udce9, Größe")
+    assert (tmp_path / "page.html").read_bytes() == b"caf\xe9, Gr\xc3\xb6\xc3\x9fe"

@@ -50,6 +50,13 @@ def test_a_run_whose_settings_changed_on_the_way_has_not(changed):
     assert not one_recipe([start(0), start(9, **changed)])
 
 
+def test_a_run_that_was_forced_to_go_on_elsewhere_has_not():
+    """It named a command that ends in another fingerprint."""
+    forced = start(9, checkpoint={"force_context": True})
+    assert one_recipe([start(0), forced])
+    assert not one_recipe([start(0), dataclasses.replace(forced, context={"torch": "2.9"})])
+
+
 def test_a_run_that_began_from_the_checkpoint_of_another_has_not():
     assert not one_recipe([start(9)])
 

@@ -86,6 +86,18 @@ def test_no_file_takes_the_number_of_a_stream_that_the_parent_has_closed(closed,
     assert (tmp_path / "file").read_text() == ""
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii", "ascii:surrogateescape"])
+def test_standard_output_takes_the_names_of_files_in_any_encoding(encoding):
+    """``data``, ``compare`` and ``report`` ended in a UnicodeEncodeError for a folder named in Latin-1."""
+    code = (
+        "from lockstep.runtime.output import open_standard_streams; open_standard_streams()\n"
+        "print('caf\\udce9', '\\u65e5')"
+    )
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    printed = subprocess.check_output([sys.executable, "-c", code], env=environment)
+    assert printed == b"caf\xe9 " + ("日".encode() if encoding == "utf-8" else b"\\u65e5") + b"\n"
+
+
 def test_the_stream_keeps_name_and_encoding_and_says_that_it_is_no_terminal(tmp_path):
     with (tmp_path / "file").open("w", encoding="latin1", errors="replace") as file:
         lasts = lasting(file, None)

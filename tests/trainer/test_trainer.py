@@ -19,11 +19,11 @@ from lockstep.runtime.events import Callback
 from lockstep.trainer import Accuracy, Trainer, TrainingParts
 
 
-def blobs(seed):
+def blobs(seed, count=60):
     """Two classes that a line tells apart, most of the time."""
     generator = torch.Generator().manual_seed(seed)
-    target = torch.randint(0, 2, (60,), generator=generator)
-    return TensorDataset(torch.randn(60, 3, generator=generator) + target[:, None], target)
+    target = torch.randint(0, 2, (count,), generator=generator)
+    return TensorDataset(torch.randn(count, 3, generator=generator) + target[:, None], target)
 
 
 def trainer(
@@ -38,6 +38,7 @@ def trainer(
     groups=False,
     checks="first",
     layout=None,
+    data=(0,),
     **settings,
 ):
     settings = TrainingConfig(**{"epochs": 4, "global_batch": 16, "micro_batches": 4, **settings})
@@ -63,7 +64,7 @@ def trainer(
         scheduler=scheduler,
         loss=nn.CrossEntropyLoss(),
         accuracy=Accuracy(),
-        training_set=blobs(0),
+        training_set=blobs(*data),
         validation_set=blobs(1),
         workers=0,
     )
@@ -156,6 +157,21 @@ def refused(world, folder, options):
         resumed.fit()
     resumed._logger.close()
     return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [((0, 61), "The training set has 61 samples, and had 60 before"), ((3,), "not what the epoch before")],
+)
+def test_a_run_whose_training_set_has_changed_after_an_epoch_says_so_until_its_end(
+    tmp_path, caplog, data, said
+):
+    """It said nothing where the number had changed, and named a command that ends in another fingerprint."""
+    assert not trainer(World(), tmp_path, epochs=1).fit().has_other_data
+    assert trainer(World(), tmp_path, epochs=2, resume="auto", data=data).fit().has_other_data
+    assert caplog.text.count(said) == 1
+    assert trainer(World(), tmp_path, epochs=3, resume="auto", data=data).fit().has_other_data
+    assert caplog.text.count(said) == 1
 
 
 @pytest.mark.parametrize(("name", "most", "done"), [("epochs", 2, 3), ("max_steps", 9, 10)])

@@ -3,6 +3,7 @@
 from tests.verify.traces import trace
 
 from lockstep.verify import Trace
+from lockstep.verify.trace import keep_refusal, refusal
 
 
 def test_a_trace_survives_being_written(tmp_path):
@@ -25,3 +26,8 @@ def test_the_part_from_a_step_on_is_right_where_the_loop_skips_steps():
     assert [each.step for each in skipping.since(3).steps] == [3, 4]
     assert skipping.since(3).start["w"] == "p2"
     assert skipping.since(2).start["w"] == "p0"
+
+
+def test_a_refusal_is_kept_in_every_locale_with_names_of_any_bytes(tmp_path):
+    keep_refusal(tmp_path, 0, "the class caf\udce9, Größe")
+    assert refusal(tmp_path) == "the class caf\udce9, Größe"

@@ -19,6 +19,7 @@ from lockstep.cli.train import overrides, resolve_devices
 from lockstep.config.job_file import load_job
 from lockstep.core.world import World
 from lockstep.errors import EXIT_DONE, ConfigError, nearest
+from lockstep.text import printable
 
 EXIT_UNREADABLE = 1
 
@@ -55,7 +56,7 @@ def main(arguments: argparse.Namespace) -> int:
         data_report.look_at_set(name, each, workers=workers, reads=not arguments.quick)
         for name, each in sets.items()
     ]
-    print(data_report.describe(found, step))
+    print(printable(data_report.describe(found, step)))
     if arguments.json:
         write_file(arguments.json, json.dumps(data_report.as_table(found, step), indent=1) + "\n")
     if arguments.sheet:

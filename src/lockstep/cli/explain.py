@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.cli.shared_options import add_options, require_files, write_file
 from lockstep.errors import EXIT_DONE, ConfigError
-from lockstep.text import aligned, comma_separated
+from lockstep.text import aligned, comma_separated, printable
 
 if TYPE_CHECKING:
     from lockstep.job.run_folder import Start
@@ -177,7 +177,7 @@ def compare(arguments: argparse.Namespace) -> int:
     }
     found = {log.name: recorded_fingerprint(folder) for log, folder in zip(logs, folders, strict=True)}
     fingerprints = {name: each for name, each in found.items() if each}
-    print(text(logs, fingerprints))
+    print(printable(text(logs, fingerprints)))
     differences = _differences(jobs) if len(jobs) > 1 else {}
     for title, rows in differences.items():
         print(f"\n{title}:", *aligned(rows), sep="\n")

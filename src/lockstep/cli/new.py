@@ -101,16 +101,21 @@ def _check_name(name: str) -> None:
 
 def _write(found: DataSummary, name: str, epochs: int) -> None:
     """Writes both files; ``ConfigError`` where one exists, before any is written."""
-    texts = {
-        Path(f"{name}.toml"): job_text(found, name, epochs),
-        Path(f"{name}.py"): script_text(found, name, epochs),
-    }
+    try:
+        texts = {
+            Path(f"{name}.toml"): job_text(found, name, epochs).encode(),
+            Path(f"{name}.py"): script_text(found, name, epochs).encode(),
+        }
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            "A name in the path of the data is not in UTF-8, as a job file is. Rename it."
+        ) from error
     for path in texts:
         if path.exists() or path.is_symlink():
             raise ConfigError(f"'{path}' exists, and is not written over. Choose another --name.")
     for path, text in texts.items():
         try:
-            with path.open("x", encoding="utf-8") as file:
+            with path.open("xb") as file:
                 file.write(text)
         except OSError as error:
             raise ConfigError(f"'{path}' cannot be written: {error.strerror}.") from error

@@ -38,7 +38,7 @@ def main(arguments: argparse.Namespace) -> int:
     path = Path(arguments.html) if arguments.html else folder / "report.html"
     page = run_page(folder, computes=not arguments.recorded_only)
     try:
-        write_whole(path, page.encode())
+        write_whole(path, page.encode(errors="surrogateescape"))
     except OSError as error:
         raise ConfigError(f"'{path}' cannot be written: {error.strerror}.") from error
     print(f"Wrote {path}.")

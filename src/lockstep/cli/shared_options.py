@@ -92,7 +92,9 @@ def require_files(arguments: argparse.Namespace, options: Iterable[str]) -> None
 def write_file(path: Path | str, content: str | bytes) -> None:
     """Writes a file that an option names; ``ConfigError`` where that cannot be done."""
     try:
-        Path(path).write_bytes(content.encode() if isinstance(content, str) else content)
+        # Names that are not in the encoding of the locale, with the bytes that they have on the disk
+        bare = content.encode(errors="surrogateescape") if isinstance(content, str) else content
+        Path(path).write_bytes(bare)
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be written: {error.strerror}. Choose a file in a folder that you can write to."

@@ -148,7 +148,7 @@ def train(config: JobConfig, world: World, *, proof: str = "", profile: str = ""
         if not world.is_main:
             return ""
         bitwise = outcome.level is Level.BITWISE and config.training.reduce == "ordered"
-        proof = proof if bitwise and one_recipe(starts) else ""
+        proof = proof if bitwise and one_recipe(starts) and not outcome.has_other_data else ""
         ended = {"fingerprint": outcome.fingerprint, "portable": outcome.is_portable, "proof": proof}
         if not (run_folder(config) / FILE).exists():  # the folder was removed or moved away meanwhile
             write_whole(run_folder(config) / FILE, with_start(starts[:-1], starts[-1]).encode())

@@ -114,9 +114,10 @@ def with_start(earlier: Sequence[Start], new: Start) -> str:
 
 
 def one_recipe(starts: Sequence[Start]) -> bool:
-    """True where a run started from step 0 and every start had the same recipe."""
+    """True where a run started from step 0, and every start had the same recipe and, if it was forced, conditions."""
     recipes = {_recipe(start.job, without=(*_OF_LAYOUT, *_OF_READING)) for start in starts}
-    return starts[0].step == 0 and len(recipes) == 1
+    forced = [pair for pair in itertools.pairwise(starts) if pair[1].job.checkpoint.force_context]
+    return starts[0].step == 0 and len(recipes) == 1 and all(a.context == b.context for a, b in forced)
 
 
 _ABSENT = "-"

@@ -115,7 +115,10 @@ def lasting_stderr(folder: Path | None = None) -> Iterator[None]:
 
 
 def open_standard_streams() -> None:
-    """Opens what the parent closed of standard input, output and error, before another file takes such a number."""
+    """Opens what the parent closed of standard input, output and error, before another file takes such a number.
+
+    Letters that the encoding of standard output lacks are escaped from then on.
+    """
     with suppress(OSError):
         while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
             os.set_inheritable(descriptor, True)
@@ -123,6 +126,8 @@ def open_standard_streams() -> None:
     for name, number in (("stdout", 1), ("stderr", 2)):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(number, "w", closefd=False))
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
+        sys.stdout.reconfigure(errors=_ERRORS)
 
 
 def say(line: str) -> None:

@@ -264,7 +264,7 @@ class Rounds:
             layout, self.config, "lockstep.scale.rank:main", folder, steps=self.steps, warm_up=self.warm_up
         )
         if (folder / "refused").exists():
-            reason = (folder / "refused").read_text()
+            reason = (folder / "refused").read_bytes().decode(errors="surrogatepass")
         if reason:
             self._refused[layout] = reason
         else:

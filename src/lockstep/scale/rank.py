@@ -88,7 +88,7 @@ def main(payload: Any) -> None:
         trainer = assemble(config, world)
     except ConfigError as error:
         if world.is_main:
-            (folder / "refused").write_text(str(error))
+            (folder / "refused").write_bytes(str(error).encode(errors="surrogatepass"))
         return
     found = _train(trainer, config, payload["warm_up"], payload["steps"])
     (folder / f"rank-{world.rank}.json").write_text(json.dumps(found))

@@ -282,6 +282,8 @@ class TrainingOutcome:
     weights: Path | None
     """The exported weights of the last step."""
     skipped_steps: int
+    has_other_data: bool = False
+    """True if a resumed run had another training set than before."""
     level: Level = Level.BITWISE
     """The level that the strategy promises of the fingerprint."""
     is_portable: bool = False

@@ -63,6 +63,7 @@ class Trainer(Callback):
         self._progress = Progress(metric, judged=parts.judged)
         self._progress.load_state_dict(run.extra.get("trainer", {}))
         self._values: dict[str, float] = dict(run.extra.get("values", {}))
+        self._has_other_data = bool(run.extra.get("other_data"))  # than the run had at first
         self._first_step = run.position.step
         self._saved_step = run.position.step or -1
         self._ends_within_epoch = False
@@ -79,6 +80,15 @@ class Trainer(Callback):
         self._require_not_past_its_end()
         self._record_best()  # a run that was killed between a save and its record had not come to it
         position = self.run.position
+        samples = len(adopt(self._parts.training_set).dataset)
+        if position.samples not in (0, samples) and not position.inside:
+            self._has_other_data = True
+            if self.run.is_main:
+                logger.warning(
+                    "The training set has %s, and had %d before the stop. The result is not that of one job from "
+                    "beginning to end.",
+                    *(plural(samples, "sample"), position.samples),
+                )
         is_before_evaluation = position.inside and position.done == self.steps_per_epoch
         if is_before_evaluation or not self._is_over(position.step):
             for epoch in self.run.epochs(self._settings.epochs):
@@ -195,8 +205,9 @@ class Trainer(Callback):
     def on_save_begin(self, step: int) -> None:
         """Puts beside a checkpoint where the run stands, whoever asked for it. Collective."""
         self._meter.collect()
+        self._has_other_data |= self.run._agreed_data.found_others
         extra = {"trainer": self._progress.as_dict(), "values": self._values}
-        self.run.extra = {**extra, "epoch": self._meter.as_dict()}
+        self.run.extra = {**extra, "other_data": self._has_other_data, "epoch": self._meter.as_dict()}
 
     def batches(self) -> Any:
         """The steps of an epoch. Collective."""
@@ -342,6 +353,7 @@ class Trainer(Callback):
             seconds=self._meter.process.seconds,
             weights=weights,
             skipped_steps=run.skipped_steps,
+            has_other_data=self._has_other_data or run._agreed_data.found_others,
             level=run.strategy.level,
             bytes_per_step=bytes_per_step,
             peak_memory=memory,

@@ -51,12 +51,13 @@ _REFUSAL = "refused-*.txt"
 
 def keep_refusal(folder: Path, rank: int, sentence: str) -> None:
     """Writes the sentence with which Lockstep refused a program while it trained."""
-    (folder / _REFUSAL.replace("*", f"{rank:03d}")).write_text(sentence)
+    (folder / _REFUSAL.replace("*", f"{rank:03d}")).write_bytes(sentence.encode(errors="surrogatepass"))
 
 
 def refusal(folder: Path) -> str:
     """The sentence of the first rank that kept one; empty where none did."""
-    return next((path.read_text() for path in sorted(folder.glob(_REFUSAL))), "")
+    kept = (path.read_bytes().decode(errors="surrogatepass") for path in sorted(folder.glob(_REFUSAL)))
+    return next(kept, "")
 
 
 class JsonRecord:

@@ -447,6 +447,8 @@ class AgreedData:
         self._resumed_samples, self._resumed_digests = 0, dict[str, str]()
         self.refuses_others = True
         """False in tools that look for what differs: other samples than those of the checkpoint are named only."""
+        self.found_others = False
+        """True where the run goes on with other samples than those of its checkpoint, of as many."""
         self.digests: dict[str, str] = {}
         """Of some samples of the current set; empty where no checkpoint is written."""
         self._evaluated, self._evaluated_before = dict[str, str](), dict[str, str]()
@@ -519,7 +521,8 @@ class AgreedData:
             if stored.get(name) != self.digests.get(name)
             and (name in stored or name not in (*_HOW, BEGINNING))
         )
-        if not (names and stored and self.digests) or self._options.force_context:
+        self.found_others = bool(names and stored and self.digests)
+        if not self.found_others or self._options.force_context:
             return
         names = [f"{name}={self.digests[name]}" if name in _HOW else name for name in names]
         found = f"{shorten(names, _MOST_NAMES)} of the data set {'is' if len(names) == 1 else 'are'} not what"
