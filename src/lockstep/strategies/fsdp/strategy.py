@@ -172,9 +172,11 @@ class FullyShardedDataParallel(Strategy):
         """See ``Strategy.require_no_calls``."""
         self._gathering.require_no_calls()
 
-    def joined_calls(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def joined_calls(self) -> Iterator[None]:
         """See ``Strategy.joined_calls``."""
-        return self._gathering.joined_calls()
+        with self._gathering.joined_calls():
+            yield
 
     def after_step(self) -> None:
         """See ``Strategy.after_step``: what was gathered before is out of date."""
