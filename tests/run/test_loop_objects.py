@@ -23,7 +23,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from tests.run.jobs import Left, begin, correct, dataset, leave, train_step
+from tests.run.jobs import GLOBAL_BATCH, Left, begin, correct, dataset, leave, train_step
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 import lockstep
@@ -833,3 +833,31 @@ def test_a_loss_of_torch_that_takes_the_place_of_another_is_named(tmp_path, capl
     with_another_loss(tmp_path)
     (warning,) = warnings(caplog, "with_another_loss: criterion")
     assert "CrossEntropyLoss, was torch.nn.modules.loss.MultiMarginLoss" in warning
+
+
+LONG = """
+def long(folder, stop=None):
+    run, _, optimizer = begin(directory=folder, resume="auto")
+    rate = 0.9
+    for epoch in run.epochs(4):
+        if epoch == 1:
+            rate = 0.5
+        for batch in run.batches(dataset()):
+            train_step(run, batch, optimizer)
+            if run.position.step + 1 == stop:
+                leave(run)
+            {body}
+        optimizer.param_groups[0]["lr"] *= rate
+    run.close()
+"""
+
+
+@pytest.mark.parametrize("lines", [1, 60])
+def test_what_is_read_after_a_loop_is_named_however_long_its_body_is(lines, tmp_path, caplog):
+    """A jump over more than 255 words of code leads to another instruction. The run ended in other bits, in silence."""
+    space = {**globals(), "__name__": __name__}
+    exec(compile(LONG.format(body="; ".join(["str(epoch + 1)"] * lines)), __file__, "exec"), space)
+    with pytest.raises(Left):
+        space["long"](tmp_path, 2 * -(-len(dataset()) // GLOBAL_BATCH) + 1)
+    space["long"](tmp_path)
+    assert len(warnings(caplog, "long: rate (0.9, was 0.5)")) == 1

@@ -13,7 +13,7 @@ import dis
 import functools
 import itertools
 import re
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from inspect import CO_OPTIMIZED
@@ -121,7 +121,7 @@ def _set_by(code: CodeType) -> set[str]:
 
 def _read(code: CodeType) -> tuple[list[dis.Instruction], list[_Accesses]]:
     """The instructions, and what each accesses, without the variables of comprehensions."""
-    instructions = list(dis.get_instructions(code))
+    instructions = [each for each in dis.get_instructions(code) if each.opname != "EXTENDED_ARG"]
     accesses = [_accesses(each) for each in instructions]
     for number, each in enumerate(instructions):
         if each.opname == "LOAD_FAST_AND_CLEAR":
@@ -133,10 +133,10 @@ def _read(code: CodeType) -> tuple[list[dis.Instruction], list[_Accesses]]:
 def _flow(code: CodeType) -> tuple[list[dis.Instruction], list[list[int]], list[_Accesses]]:
     """The instructions, the numbers of those that may follow each, and what each accesses: a control-flow graph."""
     instructions, accesses = _read(code)
-    place = {each.offset: number for number, each in enumerate(instructions)}
+    offsets = [each.offset for each in instructions]
     follow = list[list[int]]()
-    for number, each in enumerate(instructions):
-        targets = [place[each.argval]] if each.opcode in _JUMPS and each.argval in place else []
+    for number, each in enumerate(instructions):  # a long jump leads to the EXTENDED_ARG of its target
+        targets = [bisect_left(offsets, each.argval)] if each.opcode in _JUMPS else []
         if number + 1 < len(instructions) and each.opname not in _NEVER_CONTINUE:
             targets.append(number + 1)
         follow.append(targets)
