@@ -1,6 +1,7 @@
 """The history of a run in its folder."""
 
 import dataclasses
+import json
 
 import pytest
 
@@ -67,6 +68,14 @@ def test_a_record_of_starts_of_any_depth_is_refused(tmp_path):
         (tmp_path / FILE).write_bytes(text.encode(errors="surrogatepass"))
         with pytest.raises(ConfigError, match="is not what 'lockstep train' wrote"):
             read_starts(tmp_path)
+
+
+@pytest.mark.fault("T6")
+@pytest.mark.parametrize(("name", "value"), [("strategy", None), ("step", "x"), ("context", 3)])
+def test_a_start_with_values_of_other_types_is_refused(tmp_path, name, value):
+    (tmp_path / FILE).write_text(json.dumps({"starts": [{**start(0).as_table(), name: value}]}))
+    with pytest.raises(ConfigError, match=f"is not what 'lockstep train' wrote.*{name} is {value!r}"):
+        read_starts(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import os
 import pytest
 
 from lockstep.loggers import CsvTable, JsonLines, MultiLogger
+from lockstep.loggers.json_lines import read_json_lines
 
 
 def records(path):
@@ -82,6 +83,19 @@ def test_a_torn_line_of_a_killed_run_is_left_out(tmp_path):
         file.write(b'{"kind": "step", "st\xff')
     run(path, 2, 3).close()
     assert [record["step"] for record in records(path)] == [1, 2, 3, 3]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("null", "[]", '{"step": 3}', '{"step": null, "epoch": 0}', '{"step": 3, "epoch": "x"}'),
+        '{"kind": "epoch", "step": 3, "epoch": 0, "loss": "y"}',
+    ],
+)
+def test_a_line_of_another_form_is_no_record(tmp_path, line):
+    """``compare`` and ``report`` ended with a traceback."""
+    (tmp_path / "log.jsonl").write_text(f'{line}\n{{"kind": "step", "step": 1, "epoch": 0, "loss": null}}\n')
+    assert [record["step"] for record in read_json_lines(tmp_path / "log.jsonl")] == [1]
 
 
 def test_values_that_json_does_not_have_are_null(tmp_path):

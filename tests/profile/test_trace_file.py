@@ -55,7 +55,7 @@ def test_a_file_that_cannot_be_written_is_refused_at_once(tmp_path):
         file.begin(tmp_path)
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"a": 1}', "{}"])
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"a": 1}', "{}", '{"traceEvents": 3}'])
 def test_what_is_no_timeline_is_named(tmp_path, content):
     (tmp_path / "x.json").write_text(content)
     with pytest.raises(ConfigError, match=r"x.json' is not a timeline. Give the timeline.json of a run"):

@@ -31,10 +31,30 @@ def test_a_record_or_a_last_line_that_differs_is_seen(log, last, resumed, differ
     def ended(steps, last):
         trained = object.__new__(jobs.Trained)
         trained.log, trained.last = [{"step": step, "loss": step / 2} for step in steps], last
+        trained.gradients, trained.files, trained.table = [], {}, None
         return trained
 
     found = jobs.difference(ended([1, 2, 3], ["accuracy 1"]), ended(log, last), resumed=resumed)
     assert bool(found) is differs
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"gradients": ['{"step": 0, "norm": 2}']}, "gradients.jsonl"),
+        ({"gradients": ['{"step": 0, "norm": 1}'] * 2}, "gradients.jsonl"),
+        ({"files": {"best.json": "b"}}, "files"),
+        ({"table": [{"step": 2}]}, "log.csv"),
+        ({"gradients": ['{"step": 0, "norm": 1}', '{"step": 3, "norm": 1}']}, ""),  # the step after a stop
+    ],
+)
+def test_a_file_that_differs_is_seen(changed, said):
+    same = {"gradients": ['{"step": 0, "norm": 1}'], "files": {"best.json": "a"}, "table": [{"step": 1}]}
+    one, two = (object.__new__(jobs.Trained) for _ in range(2))
+    vars(one).update(same, log=[{"step": 1}], last=[])
+    vars(two).update({**same, **changed}, log=[{"step": 1}], last=[])
+    found = jobs.difference(one, two, resumed=False)
+    assert found.startswith(said) and bool(found) == bool(said)
 
 
 @pytest.mark.slow

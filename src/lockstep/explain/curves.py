@@ -97,7 +97,8 @@ class RunLog:
         Without a finished epoch nothing has a place among epochs, and old logs have no seconds.
         """
         if axis == "seconds":
-            return [(record["seconds"], y) for record, y in self.values(metric) if "seconds" in record]
+            placed = ((_number(record.get("seconds")), y) for record, y in self.values(metric))
+            return [(x, y) for x, y in placed if math.isfinite(x)]
         if not self.ends:
             return []
         steps_per_epoch = self.ends[-1]["step"] / (self.epochs or 1)

@@ -78,6 +78,9 @@ class Start:
     def from_table(cls, table: Mapping[str, Any]) -> Start:
         """Reads what ``as_table`` gave; ``ConfigError`` for a job of other settings than are known here."""
         own = {name: table[name] for name in ("step", "strategy", "level", "device", "context")}
+        types = {"step": int, "context": dict}
+        if other := [name for name, value in own.items() if not isinstance(value, types.get(name, str))]:
+            raise TypeError(f"{other[0]} is {own[other[0]]!r:.60}")
         shares = [Share(**share) for share in table["shares"]]
         return cls(**own, shares=shares, job=JobConfig.from_json(json.dumps(table["job"])))
 

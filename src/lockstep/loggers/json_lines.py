@@ -116,12 +116,16 @@ class JsonLines(MetricsFile):
 
 
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a file of ``JsonLines``, in their order; torn lines are left out."""
+    """The records of a file of ``JsonLines``, in their order; torn lines and other content are left out."""
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             try:
                 record = json.loads(line)
             except (ValueError, RecursionError):
                 continue
-            if isinstance(record, dict) and isinstance(record.get("step"), int):
+            if not isinstance(record, dict):
+                continue
+            are_numbers = (isinstance(record.get(name), int) for name in ("step", "epoch"))
+            others = (each for name, each in record.items() if name != "kind")  # None in place of NaN
+            if all(are_numbers) and all(isinstance(each, int | float | None) for each in others):
                 yield record

@@ -272,14 +272,13 @@ def read(path: Path) -> list[Event]:
         path /= FILE
     try:
         trace = json.loads(path.read_text(encoding="utf-8"))
-        found = trace["traceEvents"]
+        return list(trace["traceEvents"])
     except OSError as error:
         raise ConfigError(
             f"Cannot read the timeline '{path}': {error.strerror}. A run with --profile writes it."
         ) from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"'{path}' is not a timeline. Give the {FILE} of a run with --profile.") from error
-    return list(found)
 
 
 _LONGEST_TURN, _LOOK_EVERY = 60.0, 0.05
