@@ -2,11 +2,13 @@
 
 import time
 from contextlib import suppress
+from functools import partial
 
 import pytest
 import torch
 from tests.run.jobs import GLOBAL_BATCH, Left, begin, correct, dataset, leave, network, train_step
 from torch import nn
+from torch.optim.lr_scheduler import ConstantLR, LambdaLR, SequentialLR
 
 import lockstep
 from lockstep.errors import ConfigError
@@ -155,20 +157,40 @@ def counting_hook():
     return hook
 
 
-@pytest.mark.parametrize("name", ["Warmup", "hook"])
+def counting_schedule():
+    steps = -2  # it is asked twice when it is made, within a sequence
+
+    def schedule(_, **__):
+        nonlocal steps
+        steps += 1
+        return 1 / (3 + steps)
+
+    return schedule
+
+
+def in_sequence(optimizer):
+    rule = partial(counting_schedule(), more=1)
+    return SequentialLR(optimizer, [LambdaLR(optimizer, rule), ConstantLR(optimizer)], [9])
+
+
+@pytest.mark.parametrize("name", ["Warmup", "hook", "schedule"])
 def test_the_count_of_a_callback_or_a_hook_that_begins_anew_is_named(tmp_path, caplog, name):
     """No variable of the loop leads to it: the learning rate was that of the first step again, without a word."""
 
     def loop():
-        run, _, optimizer = begin(directory=tmp_path, resume="auto")
+        make = in_sequence if name == "schedule" else None
+        given = {"directory": tmp_path, "resume": "auto", "make_scheduler": make}
+        run, _, optimizer, *schedulers = begin(**given)
         if name == "hook":
             optimizer.register_step_pre_hook(counting_hook())
-        else:
+        elif name == "Warmup":
             run.add_callback(Warmup(optimizer))
         goes_on = run.position.step
         for _ in run.epochs(2):
             for batch in run.batches(dataset()):
                 train_step(run, batch, optimizer)
+                for each in schedulers:
+                    each.step()
                 if not goes_on:
                     leave(run)
         run.close()

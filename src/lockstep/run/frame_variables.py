@@ -19,7 +19,7 @@ import logging
 import math
 import sys
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from contextvars import ContextVar
@@ -184,9 +184,10 @@ class Variables:
             found._is_live = is_live or id(part.value) in read
             found._look(part, name)
         found._is_live = True
-        for number, each in enumerate(filter(_is_users_callback, callbacks), 1):
-            name = getattr(each, "__name__", type(each).__name__)
-            found._look(Part(INNER, None, None, each), f"{name} (callback {number})")
+        numbers = Counter[str]()
+        for each in filter(_is_users_callback, callbacks):
+            numbers[name := getattr(each, "__name__", type(each).__name__)] += 1
+            found._look(Part(INNER, None, None, each), f"{name} (callback {numbers[name]})")
         found._codes += [(frame.f_code, frame.f_globals) for frame in frames]
         found._modules = {frame.f_code for frame in frames if frame.f_code.co_name == "<module>"}
         own = {key: id(space) for space in (each.f_globals for each in frames[::-1]) for key in [*space]}

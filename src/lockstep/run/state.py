@@ -206,13 +206,16 @@ class RunState:
         self._first_buffers = self._buffers()
 
     def _step_hooks(self) -> list[object]:
-        """The hooks of the optimizers' steps."""
-        return [
-            hook
-            for each in self.parts.optimizers
-            for kind in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-            for hook in getattr(each, kind, {}).values()
+        """The hooks of the optimizers' steps, and the functions by which schedulers and averages compute."""
+        kinds = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+        hooks = [[*getattr(each, kind, {}).values()] for each in self.parts.optimizers for kind in kinds]
+        beside = (*self.parts.schedulers, *self.parts.modules)
+        parts = [part for each in beside for part in (each, *getattr(each, "_schedulers", ()))]
+        held = [value for part in parts for value in getattr(part, "__dict__", {}).values()]
+        called = [
+            each for value in (*hooks, *held) for each in (value if isinstance(value, list) else [value])
         ]
+        return [getattr(each, "func", each) for each in called if callable(each)]
 
     def _settings_now(self) -> set[float]:
         """The numbers in the optimizers' groups, and in pairs of them such as betas."""
