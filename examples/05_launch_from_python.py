@@ -35,9 +35,7 @@ def main():
     for lr in (0.05, 0.2):
         results = [lockstep.launch(train, lr, epochs=3, devices=f"cpu:{ranks}")[0] for ranks in (1, 2, 3)]
         same = len({result["fingerprint"] for result in results}) == 1
-        print(
-            f"lr {lr}: accuracy {results[0]['accuracy']:.4f}, {'one result' if same else 'DIFFERENT RESULTS'}"
-        )
+        print(f"lr {lr}: accuracy {results[0]['accuracy']:.4f}, {'one result' if same else 'DIFFERENT RESULTS'}")
 
 
 if __name__ == "__main__":

@@ -20,9 +20,7 @@ def main():
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     run = lockstep.init(global_batch=64, precision="bf16")
-    model, optimizer, average = run.prepare(
-        model, optimizer, average
-    )  # the average is kept in checkpoints, too
+    model, optimizer, average = run.prepare(model, optimizer, average)  # the average is kept in checkpoints, too
 
     def denoised(data):
         images = data[0].flatten(1)

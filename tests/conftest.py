@@ -56,9 +56,7 @@ def pytest_collection_finish():
 
 
 def pytest_runtest_setup(item):
-    if (
-        len(sys.modules) - _frozen_modules > _MANY_MODULES
-    ):  # such as those of torch's compiler, which tests import
+    if len(sys.modules) - _frozen_modules > _MANY_MODULES:  # such as those of torch's compiler, which tests import
         gc.collect()
         _freeze()
     marker = item.get_closest_marker("gpus")

@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "lockstep"
 MOST_FILES = 304
-MOST_LINES = 74_500
+MOST_LINES = 73_800
 """The lines reached; the aim is 43,000."""
 SMALL = 60
 
@@ -23,9 +23,7 @@ SMALL = 60
 def modules():
     """Every module of the package, as {dotted name: path}."""
     return {
-        ".".join(("lockstep", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(
-            ".__init__"
-        ): path
+        ".".join(("lockstep", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): path
         for path in sorted(PACKAGE.rglob("*.py"))
     }
 
@@ -103,9 +101,7 @@ def replaced_methods(parsed):
                     if isinstance(target.value, ast.Name) and target.value.id == "self":
                         continue
                     value = node.value
-                    if isinstance(value, ast.Lambda) or (
-                        isinstance(value, ast.Name) and value.id in functions
-                    ):
+                    if isinstance(value, ast.Lambda) or (isinstance(value, ast.Name) and value.id in functions):
                         found.append(f"{name}:{node.lineno}: {ast.unparse(target)} = {ast.unparse(value)}")
     return found
 

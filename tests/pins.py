@@ -27,9 +27,7 @@ def judge(answer):
         for flaw in package["vulns"]
     ]
     unknown = len(packages) - len(known)
-    last = (
-        f"{len(known)} packages audited, {len(found)} known vulnerabilities; {unknown} not in the database."
-    )
+    last = f"{len(known)} packages audited, {len(found)} known vulnerabilities; {unknown} not in the database."
     return [*found, last], 1 if found else 0
 
 

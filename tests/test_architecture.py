@@ -205,9 +205,7 @@ def test_files_and_functions_stay_small():
     for path in modules():
         text = path.read_text()
         if text.count("\n") > MOST_LINES:
-            long.append(
-                f"{path.relative_to(ROOT)} has {text.count(chr(10))} lines: look for the second idea in it"
-            )
+            long.append(f"{path.relative_to(ROOT)} has {text.count(chr(10))} lines: look for the second idea in it")
         long += [
             f"{path.relative_to(ROOT)}:{node.lineno}: {node.name} is too long to be read"
             for node in ast.walk(parsed(text))

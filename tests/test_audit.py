@@ -281,9 +281,7 @@ def test_swapped_weights_are_found_with_and_without_a_forged_chain(home):
     checkpoint.write(folder, state, step=4).rename(path)
     forge(folder, rename)
     found = findings(folder)
-    assert found[0].startswith(
-        "step 3: the state after it is not that of step-00000004: 0.weight, fingerprint (2"
-    )
+    assert found[0].startswith("step 3: the state after it is not that of step-00000004: 0.weight, fingerprint (2")
     assert "is not the recorded one" in found[1]
 
 
@@ -376,10 +374,7 @@ def test_a_run_without_a_chain_and_one_of_level_b_are_refused(home):
         folder = home / "runs" / "plain"
         config = load_job(
             str(home / "job.toml"),
-            [
-                parse_set(text)
-                for text in (f"run.directory={home / 'runs'}", "run.name=plain", "training.audit=false")
-            ],
+            [parse_set(text) for text in (f"run.directory={home / 'runs'}", "run.name=plain", "training.audit=false")],
         )
         config = choose_run_folder(config)
         trainer = assemble(config, World())

@@ -31,9 +31,7 @@ def test_a_missing_debugpy_is_refused_with_the_line_that_installs_it(tmp_path, c
     assert "pip install 'lockstep-train[debug]'" in capsys.readouterr().err
 
 
-def test_in_a_world_that_another_launcher_started_a_rank_that_is_not_there_is_refused(
-    tmp_path, capsys, monkeypatch
-):
+def test_in_a_world_that_another_launcher_started_a_rank_that_is_not_there_is_refused(tmp_path, capsys, monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
         monkeypatch.setenv(name, "1" if name == "WORLD_SIZE" else "0")
     (tmp_path / "train.py").write_text("")
@@ -42,9 +40,7 @@ def test_in_a_world_that_another_launcher_started_a_rank_that_is_not_there_is_re
 
 
 def test_a_job_is_started_with_its_settings():
-    plan = DebugPlan(
-        target="digits", arguments=("--set", "training.epochs=1"), devices="2", rank=1, port=6000
-    )
+    plan = DebugPlan(target="digits", arguments=("--set", "training.epochs=1"), devices="2", rank=1, port=6000)
     (task,) = task_entries(plan)
     words = "-m lockstep train digits --set training.epochs=1 --devices 2 --debug-rank 1 --debug-port 6000"
     assert task["args"] == words.split()

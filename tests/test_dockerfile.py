@@ -41,9 +41,7 @@ def test_what_is_copied_exists_and_is_sent_to_the_builder():
     copied = [name for text in texts("COPY") for name in text.split()[:-1]]
     assert all((ROOT / name).exists() and is_sent(name) for name in copied)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert {project["readme"], *project["license-files"], "setup.py", "src"} <= set(copied), (
-        "the build needs these"
-    )
+    assert {project["readme"], *project["license-files"], "setup.py", "src"} <= set(copied), "the build needs these"
     assert not is_sent("tests") and not is_sent(".git") and not is_sent("runs")
 
 

@@ -11,9 +11,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "lockstep"
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-FLOWS = re.findall(
-    r"^(\w[\w/]*\.py) {2,}(\w.*?) {2,}\S", ARCHITECTURE.read_text().partition("## Four flows")[2], re.M
-)
+FLOWS = re.findall(r"^(\w[\w/]*\.py) {2,}(\w.*?) {2,}\S", ARCHITECTURE.read_text().partition("## Four flows")[2], re.M)
 
 
 def dotted_name_exists(name):

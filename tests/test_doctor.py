@@ -16,9 +16,7 @@ def graded(findings, subject):
 
 @pytest.mark.fault("M7")
 def test_an_interface_that_is_not_there_is_a_fault_with_those_that_are():
-    (finding,) = [
-        each for each in doctor.look_at_host({"GLOO_SOCKET_IFNAME": "eth77"}) if each.grade is Grade.FAULT
-    ]
+    (finding,) = [each for each in doctor.look_at_host({"GLOO_SOCKET_IFNAME": "eth77"}) if each.grade is Grade.FAULT]
     assert "GLOO_SOCKET_IFNAME=eth77 is not on this host" in finding.found
     assert "lo" in finding.advice
 
@@ -62,9 +60,7 @@ def test_a_folder_that_cannot_be_written_is_a_fault_with_the_setting_of_another(
     assert found["this folder"] == (Grade.FAULT, "Set another with --set run.directory=...")
 
 
-@pytest.mark.parametrize(
-    ("texts", "limit"), [({"memory.max": "max"}, None), ({"memory.max": "1048576"}, 1048576)]
-)
+@pytest.mark.parametrize(("texts", "limit"), [({"memory.max": "max"}, None), ({"memory.max": "1048576"}, 1048576)])
 def test_the_memory_limit_is_that_of_the_cgroup(texts, limit, monkeypatch, tmp_path):
     real = doctor.Path
 
@@ -110,9 +106,7 @@ def test_a_pair_far_slower_than_the_others_is_a_warning_that_says_where_to_look(
 def test_the_bandwidth_of_an_all_reduce_counts_what_a_ring_moves():
     found = {"latency": 1e-3, "large": 2 * 3 / 4 * LARGE / 5e9, "pairs": [[0, 1, FAST]], "hosts": ["fa"] * 4}
     said = judge_links(found)[0].found
-    assert said.endswith(
-        "1000 us for 8 bytes, 2.52 ms for 8 MiB (5 GB/s from each rank to the next in a ring)"
-    )
+    assert said.endswith("1000 us for 8 bytes, 2.52 ms for 8 MiB (5 GB/s from each rank to the next in a ring)")
 
 
 def test_ranks_of_several_hosts_are_named_with_their_hosts():

@@ -113,9 +113,7 @@ def test_a_mistake_of_the_notes_is_found_by_its_rule(rule):
 def test_the_formats_have_the_limits_of_the_page():
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)):
         row = re.search(rf"^\| {name} \|.*", CONCEPTS, re.M).group()
-        _, fraction, largest, smallest, gap = (
-            float(word) for word in re.findall(r"[\d.]+(?:e[+-]?\d+)?", row)[1:]
-        )
+        _, fraction, largest, smallest, gap = (float(word) for word in re.findall(r"[\d.]+(?:e[+-]?\d+)?", row)[1:])
         limits = torch.finfo(dtype)
         assert limits.max == pytest.approx(largest, rel=0.02)
         assert limits.tiny == pytest.approx(smallest, rel=0.03)

@@ -78,9 +78,7 @@ def test_a_step_belongs_to_the_last_start_before_it(folder):
 
 
 def test_another_layout_may_be_crossed_and_other_settings_may_not(folder):
-    moved = dataclasses.replace(
-        JOB, training=TrainingConfig(strategy="fsdp"), run=RunConfig(devices="cpu:4", name="x")
-    )
+    moved = dataclasses.replace(JOB, training=TrainingConfig(strategy="fsdp"), run=RunConfig(devices="cpu:4", name="x"))
     assert find_origin(folder([start(0), start(12, moved)], [], "moved"), 14).step == 0
     slower = dataclasses.replace(JOB, optimizer=Component(target="x:y", args={"lr": 0.01}))
     with pytest.raises(ConfigError, match="resumed with other settings at step 12"):

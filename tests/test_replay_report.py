@@ -107,9 +107,7 @@ def test_a_difference_names_the_first_parameters_and_counts_the_others():
 
 
 def test_a_difference_tells_the_micro_batches_and_both_losses():
-    line = last_line(
-        report(compared(ONE_OTHER, micro_batches=[2, 5], loss=(1.5).hex(), recorded_loss=(1.25).hex()))
-    )
+    line = last_line(report(compared(ONE_OTHER, micro_batches=[2, 5], loss=(1.5).hex(), recorded_loss=(1.25).hex())))
     assert line.endswith("parameters), in micro-batches 2, 5; so does the loss, 1.5 here and 1.25 there")
 
 

@@ -156,9 +156,7 @@ def test_every_public_name_has_its_heading(documents, reference):
 @slow
 @needs_browser
 @pytest.mark.parametrize("width", [1280, 390])
-@pytest.mark.parametrize(
-    "place", ["index", "course/zh/02-one-device", "reference/command-line", "reference/lockstep"]
-)
+@pytest.mark.parametrize("place", ["index", "course/zh/02-one-device", "reference/command-line", "reference/lockstep"])
 def test_a_page_opened_as_a_file_asks_for_nothing_and_fits(site, place, width):
     with open_page(site / f"{place}.html", width=width) as page:
         assert [address for address in page.requests if not address.startswith(("file:", "data:"))] == []
@@ -168,9 +166,7 @@ def test_a_page_opened_as_a_file_asks_for_nothing_and_fits(site, place, width):
 
 @slow
 @needs_browser
-@pytest.mark.parametrize(
-    ("words", "place"), [("staleness", "parameter_server.html"), ("反向传播", "course/zh/")]
-)
+@pytest.mark.parametrize(("words", "place"), [("staleness", "parameter_server.html"), ("反向传播", "course/zh/")])
 def test_the_search_finds_words_of_both_languages(site, words, place):
     with open_page(site / "index.html") as page:
         found = page.value(

@@ -55,9 +55,7 @@ def main() -> None:
         rows.append(row(f"from the command to the first step, {processes} processes (s)", starts))
     calls = in_turn(trees, heartbeat, count)
     # A short step stores one number for each phase; how that call is named has changed.
-    rows += [
-        row(f"Heartbeat.{what} (microseconds)", found) for what, found in calls.items() if len(found) == 2
-    ]
+    rows += [row(f"Heartbeat.{what} (microseconds)", found) for what, found in calls.items() if len(found) == 2]
     shares = in_turn(trees, loading, max(2, count // 3))
     rows += [row(f"batches of {what} (% of a step)", found) for what, found in shares.items()]
     table = report.table(["measured", BEFORE, AFTER, "ratio"], rows)

@@ -117,9 +117,7 @@ def integer_product(left: Tensor, right: Tensor, count: int) -> Tensor:
     """
     bits = 7
     exponents = [torch.frexp(rows.abs().amax(dim=1, keepdim=True))[1] for rows in (left, right)]
-    lefts, rights = (
-        _integer_slices(rows, e, count, bits) for rows, e in zip((left, right), exponents, strict=True)
-    )
+    lefts, rights = (_integer_slices(rows, e, count, bits) for rows, e in zip((left, right), exponents, strict=True))
     total: Tensor | None = None
     for kind in reversed(range(count)):
         parts = [torch._int_mm(lefts[number], rights[kind - number].T) for number in range(kind + 1)]

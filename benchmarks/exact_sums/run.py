@@ -57,14 +57,10 @@ def main() -> None:
     if given.quick:
         print("\n\n".join(sections))
     else:
-        report.write(
-            HERE / "RESULTS.md", title="Exact sums", claim=CLAIM, sections=[*sections, report.LEGEND]
-        )
+        report.write(HERE / "RESULTS.md", title="Exact sums", claim=CLAIM, sections=[*sections, report.LEGEND])
 
 
-def operands(
-    seed: int, shape: tuple[int, int, int] = (96, 1000, 80), spread: float = 0.0
-) -> tuple[Tensor, Tensor]:
+def operands(seed: int, shape: tuple[int, int, int] = (96, 1000, 80), spread: float = 0.0) -> tuple[Tensor, Tensor]:
     """Two matrices (m x k, n x k) of normal numbers, each times a power of two of up to ``spread`` bits, either way."""
     source = torch.Generator().manual_seed(seed)
     m, k, n = shape

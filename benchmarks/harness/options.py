@@ -28,6 +28,4 @@ def read(parser: argparse.ArgumentParser) -> argparse.Namespace:
 def add_photos(parser: argparse.ArgumentParser) -> None:
     """Adds ``--data``, which ``LOCKSTEP_IMAGES`` can stand for."""
     known = os.environ.get("LOCKSTEP_IMAGES")
-    parser.add_argument(
-        "--data", type=Path, default=known, required=known is None, help="folder of class folders"
-    )
+    parser.add_argument("--data", type=Path, default=known, required=known is None, help="folder of class folders")

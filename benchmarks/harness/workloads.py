@@ -112,9 +112,7 @@ def build_loader(
 ) -> DataLoader[Pair]:
     """The DataLoader all sides start from; shuffled by the sampler if there is one."""
     collate = keep_batch if isinstance(dataset, TensorRows) else None
-    return DataLoader(
-        dataset, batch_size, sampler=sampler, shuffle=sampler is None, collate_fn=collate, drop_last=True
-    )
+    return DataLoader(dataset, batch_size, sampler=sampler, shuffle=sampler is None, collate_fn=collate, drop_last=True)
 
 
 @dataclass(frozen=True, kw_only=True)

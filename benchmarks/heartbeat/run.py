@@ -111,9 +111,7 @@ def train(name: str, given: argparse.Namespace) -> Measured:
         command = lockstep_run(PROCESSES, HERE / "sides" / "train.py", *words, "--steps", str(steps))
         subprocess.run(command, env=environment(), check=True, timeout=LIMIT)
         ranks = [json.loads(file.read_text()) for file in sorted(Path(folder).iterdir())]
-    sides = {
-        side: list(zip(*(rank["rounds"][side] for rank in ranks), strict=True)) for side in (WITH, WITHOUT)
-    }
+    sides = {side: list(zip(*(rank["rounds"][side] for rank in ranks), strict=True)) for side in (WITH, WITHOUT)}
     slowest = [
         {side: [max(rank[kind] for rank in each) for each in rounds] for side, rounds in sides.items()}
         for kind in (0, 1)

@@ -16,9 +16,7 @@ from torch import Tensor
 HAS_TURBO = importlib.util.find_spec("simplejpeg") is not None
 
 
-def with_torchvision(
-    data: Path, *, batch: int, workers: int, turbo: bool = False
-) -> Iterator[tuple[Tensor, Tensor]]:
+def with_torchvision(data: Path, *, batch: int, workers: int, turbo: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
     """torch's DataLoader over torchvision's ImageFolder with the usual transforms; Pillow or TurboJPEG decodes."""
     dataset = training_photos(str(data), **({"loader": _read_by_turbo} if turbo else {}))
     loader: Any = torch.utils.data.DataLoader(

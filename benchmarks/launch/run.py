@@ -97,9 +97,7 @@ def start(name: str, processes: int) -> Start:
         moments = [float(path.read_text()) for path in Path(folder).iterdir()]
     if done.returncode or len(moments) != processes:
         print(done.stdout, done.stderr, file=sys.stderr)
-        raise SystemExit(
-            f"{name}: status {done.returncode}, and {len(moments)} of {processes} ranks did a first step."
-        )
+        raise SystemExit(f"{name}: status {done.returncode}, and {len(moments)} of {processes} ranks did a first step.")
     return Start(max(moments) - begin, end - begin)
 
 

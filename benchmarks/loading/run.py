@@ -79,9 +79,7 @@ def main() -> None:
     torch.set_num_threads(1)
     with data_sets() as sets:
         sides = {
-            (name, k): Side(data, features, k)
-            for name, (data, features) in sets.items()
-            for k in given.micro_batches
+            (name, k): Side(data, features, k) for name, (data, features) in sets.items() for k in given.micro_batches
         }
         for number in range(given.rounds + 1):  # the first warms up
             for side in sides.values():

@@ -78,9 +78,7 @@ def plain(given: argparse.Namespace, photos: Path, first: Path, seed: int) -> fl
     return float(json.loads(printed.splitlines()[-1])["accuracy"])
 
 
-def lockstep(
-    given: argparse.Namespace, photos: Path, runs: Path, seed: int, epochs: int, *more: str
-) -> float:
+def lockstep(given: argparse.Namespace, photos: Path, runs: Path, seed: int, epochs: int, *more: str) -> float:
     """The accuracy that ``lockstep train`` wrote after its last epoch."""
     program = str(Path(sys.executable).with_name("lockstep"))
     size = given.size
@@ -112,15 +110,11 @@ def finished(command: list[str]) -> str:
     """The output of a command, and its error if it failed."""
     done = subprocess.run(command, env=environment(), capture_output=True, text=True)
     if done.returncode:
-        raise SystemExit(
-            f"{' '.join(command[:4])} ended with status {done.returncode}:\n{done.stderr[-3000:]}"
-        )
+        raise SystemExit(f"{' '.join(command[:4])} ended with status {done.returncode}:\n{done.stderr[-3000:]}")
     return done.stdout
 
 
-def described(
-    given: argparse.Namespace, begun: float, rows: list[list[str]], differences: list[float]
-) -> str:
+def described(given: argparse.Namespace, begun: float, rows: list[list[str]], differences: list[float]) -> str:
     """The section of the report."""
     head = [
         "seed",

@@ -98,9 +98,7 @@ def read_command_line() -> argparse.Namespace:
     parser.add_argument("--global-batch", type=int, default=64)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--weights", type=Path, help="safetensors file to begin with, instead of random weights"
-    )
+    parser.add_argument("--weights", type=Path, help="safetensors file to begin with, instead of random weights")
     parser.add_argument("--control", type=Path, help="the harness' socket")
     assert "RANK" in os.environ, "torchrun starts this script"
     return parser.parse_args()

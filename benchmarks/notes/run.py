@@ -134,9 +134,7 @@ def read_command_line() -> argparse.Namespace:
     add_photos(parser)
     parser.add_argument("--workers", type=int, default=1, help="loader processes of each rank, on both sides")
     parser.add_argument("--alternations", type=int, default=4)
-    parser.add_argument(
-        "--together", type=int, default=4, help="parts measured at once; each takes 4 GB of memory"
-    )
+    parser.add_argument("--together", type=int, default=4, help="parts measured at once; each takes 4 GB of memory")
     parser.add_argument("--skip-parts", action="store_true", help="only the comparison with the plain script")
     parser.add_argument("--only-parts", action="store_true", help="only what each part contributes")
     parser.add_argument("--quick", action="store_true", help="two alternations, nothing written")

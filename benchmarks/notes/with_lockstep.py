@@ -58,9 +58,7 @@ def train(given: argparse.Namespace) -> None:
 
 def read_command_line() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="as for lockstep train"
-    )
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as for lockstep train")
     parser.add_argument("--read-loss", action="store_true", help="read the loss in every step")
     parser.add_argument("--give-back", action="store_true", help="let freed memory go back to the system")
     parser.add_argument("--control", type=Path, required=True, help="the harness' socket")

@@ -81,9 +81,7 @@ def bytes_per_step(options: dict[str, object]) -> float:
     model = network()
     run = lockstep.init(global_batch=64, micro_batches=MICRO_BATCHES, fingerprint_every=0, **options)
     model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
-    data = TensorDataset(
-        torch.randn(64 * (WARM + COUNTED), WIDTH), torch.randint(10, (64 * (WARM + COUNTED),))
-    )
+    data = TensorDataset(torch.randn(64 * (WARM + COUNTED), WIDTH), torch.randint(10, (64 * (WARM + COUNTED),)))
     before = 0
     for number, batch in enumerate(run.batches(data)):
         if number == WARM:

@@ -61,9 +61,7 @@ def main() -> None:
     print(section)
     if given.quick:
         return
-    (HERE / "timeline.svg").write_text(
-        drawing.timelines([each for each in found if each.count == 2 * given.ranks])
-    )
+    (HERE / "timeline.svg").write_text(drawing.timelines([each for each in found if each.count == 2 * given.ranks]))
     (HERE / "bubble.svg").write_text(drawing.bubbles(found, given.ranks))
     report.write(
         HERE / "BUBBLE.md",

@@ -32,9 +32,7 @@ def timelines(found: Sequence[Any]) -> str:
                 parts.append(box(LEFT + (start - first) * scale, y, (stop - start) * scale, ROW - 4, colour))
             y += ROW
         y += TOP
-    parts.append(
-        text(LEFT, y - 8, f"forward blue, backward orange, waiting grey; {1000 * longest:.0f} ms across")
-    )
+    parts.append(text(LEFT, y - 8, f"forward blue, backward orange, waiting grey; {1000 * longest:.0f} ms across"))
     return picture(parts, y)
 
 

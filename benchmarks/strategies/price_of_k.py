@@ -91,9 +91,7 @@ def read_command_line() -> argparse.Namespace:
 def measure(strategy: str, processes: int, given: argparse.Namespace) -> str:
     """The table of one strategy on one number of processes."""
     counts = [factor * processes for factor in given.factors]
-    commands = {
-        f"{name}, K = {k}": each for k in counts for name, each in sides(strategy, processes, k).items()
-    }
+    commands = {f"{name}, K = {k}": each for k in counts for name, each in sides(strategy, processes, k).items()}
     times = alternate(commands, processes, alternations=given.alternations, seconds=given.seconds)
     rows = [row(k, strategy, processes, times) for k in counts]
     own = [f"ratio to {name}" for name in PLAIN[strategy]]
@@ -105,9 +103,7 @@ def sides(strategy: str, processes: int, k: int) -> dict[str, Command]:
     """The command of Lockstep's side and of torch's own ones."""
     common = ["--micro-batches", str(k)]
     ours = [*common, "--strategy", strategy]
-    commands: dict[str, Command] = {
-        strategy: partial(side, lockstep_run, processes, "with_lockstep.py", ours)
-    }
+    commands: dict[str, Command] = {strategy: partial(side, lockstep_run, processes, "with_lockstep.py", ours)}
     for name, way in PLAIN[strategy].items():
         theirs = [*common, "--accumulate", way]
         commands[name] = partial(side, torchrun, processes, f"plain_{strategy}.py", theirs)

@@ -36,9 +36,7 @@ def main() -> None:
     for processes in given.processes:
         commands, ranks = sides(processes, given.strategies)
         peaks: dict[str, float] = {}
-        measured = alternate(
-            commands, ranks, alternations=given.alternations, seconds=given.seconds, peaks=peaks
-        )
+        measured = alternate(commands, ranks, alternations=given.alternations, seconds=given.seconds, peaks=peaks)
         sections.append(section(processes, measured, peaks))
         print(sections[-1], flush=True)
     if not given.quick:
@@ -71,9 +69,7 @@ def sides(processes: int, strategies: list[str]) -> tuple[dict[str, Command], di
     }
     ranks = {"single": 1}
     for strategy in strategies:
-        commands[strategy] = partial(
-            side, lockstep_run, processes, "with_lockstep.py", [*k, "--strategy", strategy]
-        )
+        commands[strategy] = partial(side, lockstep_run, processes, "with_lockstep.py", [*k, "--strategy", strategy])
         ranks[strategy] = processes
         if strategy in PLAIN:
             name = f"plain {strategy}"
@@ -89,9 +85,7 @@ def sides(processes: int, strategies: list[str]) -> tuple[dict[str, Command], di
 
 def side(start: Launcher, processes: int, script: str, arguments: list[str], control: Path) -> list[str]:
     """The command line of one side, once its control socket is known."""
-    return start(
-        processes, HERE / "sides" / script, "--workload", "transformer", *arguments, "--control", str(control)
-    )
+    return start(processes, HERE / "sides" / script, "--workload", "transformer", *arguments, "--control", str(control))
 
 
 def section(processes: int, measured: Rounds, peaks: dict[str, float]) -> str:

@@ -99,9 +99,7 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
 
 def navigation(places: list[str]) -> list[Any]:
     """The navigation: the course as its folders have it, the sections of the map, the reference, and what is left."""
-    left = sorted(
-        places, key=lambda place: (posixpath.basename(place) not in ("index.md", "README.md"), place)
-    )
+    left = sorted(places, key=lambda place: (posixpath.basename(place) not in ("index.md", "README.md"), place))
 
     def take(*beginnings: str) -> list[str]:
         found = [place for beginning in beginnings for place in left if place.startswith(beginning)]
@@ -115,12 +113,8 @@ def navigation(places: list[str]) -> list[Any]:
     reference_pages = [{"Python": api}, *take("reference/", "job-files.md")]
     strategies = take("strategies/")
     sections = []
-    for title, body in re.findall(
-        r"^## (.+)\n((?:(?!## ).*\n)+)", (ROOT / "docs/index.md").read_text(), re.M
-    ):
-        links = (
-            posixpath.normpath(posixpath.join("docs", link)) for link in re.findall(r"\]\(([^)#]+)", body)
-        )
+    for title, body in re.findall(r"^## (.+)\n((?:(?!## ).*\n)+)", (ROOT / "docs/index.md").read_text(), re.M):
+        links = (posixpath.normpath(posixpath.join("docs", link)) for link in re.findall(r"\]\(([^)#]+)", body))
         named = dict.fromkeys(COPIES.get(link, link.removeprefix("docs/")) for link in links)
         pages: list[Any] = []
         for place in named:
@@ -150,11 +144,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     if place.startswith("course/"):
         other = {"en": "course/en/index.md", "zh": "course/zh/index.md"}
         name = posixpath.basename(place)
-        other |= {
-            each: f"course/{each}/{name}"
-            for each in other
-            if files.get_file_from_path(f"course/{each}/{name}")
-        }
+        other |= {each: f"course/{each}/{name}" for each in other if files.get_file_from_path(f"course/{each}/{name}")}
     else:
         other = {"en": COPIES["README.md"], "zh": COPIES["README.zh.md"]}
         other[page.meta["language"]] = place

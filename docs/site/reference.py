@@ -103,9 +103,7 @@ def _formatter(prog: str) -> argparse.HelpFormatter:
 
 def _row(parser: argparse.ArgumentParser, action: argparse.Action) -> Iterator[str]:
     """The line of an argument; none for those that help leaves out, and for help itself."""
-    if action.help is argparse.SUPPRESS or isinstance(
-        action, argparse._SubParsersAction | argparse._HelpAction
-    ):
+    if action.help is argparse.SUPPRESS or isinstance(action, argparse._SubParsersAction | argparse._HelpAction):
         return
     formatter = _formatter(parser.prog)
     told = _cell(formatter._expand_help(action)) if action.help else ""

@@ -81,9 +81,7 @@ PORTS = {
         "photos",
         ("torchvision",),
     ),
-    "vae": Port(
-        "examples", "vae", "main.py --epochs 2", "mnist", ("torchvision",), metric=r"Test set loss: ([\d.]+)"
-    ),
+    "vae": Port("examples", "vae", "main.py --epochs 2", "mnist", ("torchvision",), metric=r"Test set loss: ([\d.]+)"),
     "siamese_network": Port(
         "examples", "siamese_network", "main.py --epochs 1 --lr 0.1", "few_digits", ("torchvision",)
     ),
@@ -202,9 +200,7 @@ PORTS = {
 
 def count(patch: Path) -> tuple[int, int]:
     """Lines that a patch adds, and lines that it takes away; blank ones aside."""
-    lines = [
-        line for line in patch.read_text().splitlines() if line[1:].strip() and line[:3] not in ("+++", "---")
-    ]
+    lines = [line for line in patch.read_text().splitlines() if line[1:].strip() and line[:3] not in ("+++", "---")]
     return sum(line[0] == "+" for line in lines), sum(line[0] == "-" for line in lines)
 
 
@@ -264,9 +260,7 @@ def run(name: str, scripts: Path, patches: str, devices: str | None, timeout: fl
         if patches:
             patch = (HERE / patches / f"{name}.patch").resolve()
             subprocess.run(["git", "apply", "--whitespace=nowarn", str(patch)], cwd=root, check=True)
-        launcher = (
-            [] if devices is None else ["-m", "lockstep", "run", "--devices", devices, "--threads", "1"]
-        )
+        launcher = [] if devices is None else ["-m", "lockstep", "run", "--devices", devices, "--threads", "1"]
         on_cpu = devices is None or devices.startswith("cpu")
         command = port.command if on_cpu else re.sub(r" --(use_)?cpu\b| --device[= ]cpu\b", "", port.command)
         completed = subprocess.run(
@@ -310,9 +304,7 @@ def check(name: str, patches: str, scripts: Path, devices: list[str], timeout: f
         print(outputs[0])
     found = [re.findall(r"\b[0-9a-f]{64}\b", output)[-1:] for output in outputs]
     equal = patches not in OURS or all(each and each == found[0] for each in found)
-    verdict = (
-        "ran" if patches not in OURS else f"{found[0][0][:16]} equal" if equal else f"DIFFERENT: {found}"
-    )
+    verdict = "ran" if patches not in OURS else f"{found[0][0][:16]} equal" if equal else f"DIFFERENT: {found}"
     print(COLUMNS.format(name, patches, added, removed, share, verdict), flush=True)
     return equal
 
@@ -347,9 +339,7 @@ def main() -> int:
     )
     parser.add_argument("--timeout", type=float, default=600, help="seconds for each run")
     parser.add_argument("-v", "--verbose", action="store_true", help="print what the scripts print")
-    parser.add_argument(
-        "--seeds", nargs="+", type=int, default=[], help="compare numbers of the test set instead"
-    )
+    parser.add_argument("--seeds", nargs="+", type=int, default=[], help="compare numbers of the test set instead")
     arguments = parser.parse_args()
     if arguments.seeds:
         for name in arguments.only:

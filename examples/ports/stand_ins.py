@@ -128,9 +128,7 @@ def cora(folder: Path) -> None:
             marks = (draw.random(30) < np.where(np.arange(30) // 10 == fields[paper], 0.3, 0.1)).astype(int)
             marks[paper % 30] = 1
             file.write("\t".join([str(paper + 1), *map(str, marks), f"field{fields[paper]}"]) + "\n")
-    edges = {
-        (int(a), int(b)) for a, b in draw.integers(0, papers, (9_000, 2)) if fields[a] == fields[b] and a != b
-    }
+    edges = {(int(a), int(b)) for a, b in draw.integers(0, papers, (9_000, 2)) if fields[a] == fields[b] and a != b}
     (target / "cora.cites").write_text("".join(f"{a + 1}\t{b + 1}\n" for a, b in sorted(edges)))
     with tarfile.open(folder / "cora.tgz", "w:gz") as archive:
         archive.add(target, "cora")

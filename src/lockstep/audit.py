@@ -188,18 +188,14 @@ def _recipe_findings(folder: Path, chain: Chain) -> Iterator[AuditFinding]:
     for start in starts:
         entry = recorded.get(start.step)
         if entry is None:
-            yield AuditFinding(
-                where=f"step {start.step}", what="job.json has a start here that is not in the chain"
-            )
+            yield AuditFinding(where=f"step {start.step}", what="job.json has a start here that is not in the chain")
         elif entry["recipe"] != recipe_digest(start.job):
             what = "job.json has another recipe than the one the run recorded when it started here"
             yield AuditFinding(where=f"step {start.step}", what=what)
     steps = chain.last("step")
     missing = sorted(set(range(starts[0].step, max(steps, default=-1) + 1)) - set(steps))
     if missing:
-        yield AuditFinding(
-            where=f"step {missing[0]}", what=f"the chain has no line for {plural(len(missing), 'step')}"
-        )
+        yield AuditFinding(where=f"step {missing[0]}", what=f"the chain has no line for {plural(len(missing), 'step')}")
 
 
 def _checkpoint_findings(folder: Path, chain: Chain) -> Iterator[AuditFinding]:
@@ -217,9 +213,7 @@ def _checkpoint_findings(folder: Path, chain: Chain) -> Iterator[AuditFinding]:
             yield AuditFinding(where=path.name, what=f"it is not what the run wrote: {error}")
         else:
             if not same:
-                yield AuditFinding(
-                    where=path.name, what="its files are not those whose digests the run recorded"
-                )
+                yield AuditFinding(where=path.name, what="its files are not those whose digests the run recorded")
     ends = [entry for entry in chain.entries if entry["kind"] == "end"]
     for name, key in ((WEIGHTS, "weights"), (AVERAGE, "average")):
         found = digest_file(folder / name) if (folder / name).is_file() else ""
@@ -230,9 +224,7 @@ def _checkpoint_findings(folder: Path, chain: Chain) -> Iterator[AuditFinding]:
             yield AuditFinding(where=name, what="the chain has no line for this file")
 
 
-def recompute(
-    folder: Path, chain: Chain, interval: Interval, *, force_context: bool = False
-) -> AuditFinding | None:
+def recompute(folder: Path, chain: Chain, interval: Interval, *, force_context: bool = False) -> AuditFinding | None:
     """Trains an interval again on one device; the first difference, or None. Raises as ``audit`` does."""
     origin = find_origin(folder, interval.first)
     try:
@@ -391,9 +383,7 @@ def verify_signature(folder: Path, public_key: Path) -> None:
     with tempfile.NamedTemporaryFile("w", suffix=".signers") as signers:
         signers.write(f"owner {key}\n")
         signers.flush()
-        _ssh_keygen(
-            ["verify", "-f", signers.name, "-I", "owner", "-n", _NAMESPACE, "-s", str(signature)], given=chain
-        )
+        _ssh_keygen(["verify", "-f", signers.name, "-I", "owner", "-n", _NAMESPACE, "-s", str(signature)], given=chain)
 
 
 def _ssh_keygen(arguments: Sequence[str], given: bytes = b"") -> None:

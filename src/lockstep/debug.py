@@ -241,9 +241,7 @@ class JsonSpan:
 
 def _blank(text: str) -> str:
     """Replaces comments and trailing commas by spaces: plain JSON with unchanged positions."""
-    spaced = _TOKEN.sub(
-        lambda token: token[0] if token[0][0] == '"' else re.sub(r"[^\n]", " ", token[0]), text
-    )
+    spaced = _TOKEN.sub(lambda token: token[0] if token[0][0] == '"' else re.sub(r"[^\n]", " ", token[0]), text)
     return _TRAILING_COMMA.sub(lambda token: " " if token[0] == "," else token[0], spaced)
 
 

@@ -95,9 +95,7 @@ def look_at_host(
 def _system() -> CheckResult:
     found = f"{platform.system()} {platform.release()}, Python {platform.python_version()}"
     if sys.platform != "linux":
-        advice = (
-            "Lockstep is tested on Linux; elsewhere a rank that hangs may outlive a launcher that was killed."
-        )
+        advice = "Lockstep is tested on Linux; elsewhere a rank that hangs may outlive a launcher that was killed."
         return warning("system", found, advice)
     kernel = tuple(int(part) for part in platform.release().split("-")[0].split(".")[:2] if part.isdigit())
     if kernel < _OLDEST_KERNEL:
@@ -182,9 +180,7 @@ def _way_to_other_hosts() -> CheckResult:
         return ok("interface", "loopback only, this host cannot train together with other hosts")
     route = _default_interface()
     if route is None:
-        advice = (
-            "A run on several hosts takes the one that leads to --master; choose another with --interface."
-        )
+        advice = "A run on several hosts takes the one that leads to --master; choose another with --interface."
         return warning("interface", f"{', '.join(others)}, none has the default route", advice)
     return ok("interface", f"{route} has the default route, of {', '.join(others)}")
 
@@ -323,9 +319,7 @@ def judge_links(found: dict[str, Any]) -> list[CheckResult]:
     rate = 2 * (ranks - 1) / ranks * LARGE / found["large"]
     who = f"{ranks} ranks on {several} hosts" if several > 1 else f"{ranks} ranks"
     speed = f"{1e6 * found['latency']:.0f} us for 8 bytes, {1e3 * found['large']:.3g} ms for 8 MiB"
-    findings = [
-        ok("all-reduce", f"{who}: {speed} ({format_bytes(rate)}/s from each rank to the next in a ring)")
-    ]
+    findings = [ok("all-reduce", f"{who}: {speed} ({format_bytes(rate)}/s from each rank to the next in a ring)")]
     slowest, *between = min(pairs, key=lambda pair: pair[0])
     typical = statistics.median_high([bandwidth for bandwidth, _, _ in pairs])
     left, right = (f"{rank} ({hosts[rank]})" if several > 1 else f"{rank}" for rank in between)

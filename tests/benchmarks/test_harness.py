@@ -44,8 +44,7 @@ def test_sides_run_rounds_of_equal_length_in_turn(harness, stepper, tmp_path):
 
     log = tmp_path / "log"
     commands = {
-        name: lambda control, name=name: [sys.executable, str(stepper), str(control), str(log), name]
-        for name in "AB"
+        name: lambda control, name=name: [sys.executable, str(stepper), str(control), str(log), name] for name in "AB"
     }
     with running(commands, processes=1) as sides:
         for _ in range(2):

@@ -23,15 +23,10 @@ def drawing(monkeypatch):
 def measured(schedule, count):
     """Two ranks with ``count`` forward and backward passes each; the second rank begins one pass later."""
     spans = [
-        [
-            (f"{rank}F" if number % 2 else "B", rank + number, rank + number + 0.9)
-            for number in range(2 * count)
-        ]
+        [(f"{rank}F" if number % 2 else "B", rank + number, rank + number + 0.9) for number in range(2 * count)]
         for rank in range(2)
     ]
-    return SimpleNamespace(
-        schedule=schedule, count=count, waiting=[0.1, 0.2, 0.4], expected=0.15, spans=spans
-    )
+    return SimpleNamespace(schedule=schedule, count=count, waiting=[0.1, 0.2, 0.4], expected=0.15, spans=spans)
 
 
 def shapes(picture, kind):
@@ -44,9 +39,7 @@ def words(picture):
 
 def test_every_pass_has_a_box_that_begins_and_ends_with_it(drawing):
     picture = drawing.timelines([measured("gpipe", 2), measured("1f1b", 4)])
-    boxes = [
-        each for each in shapes(picture, "rect") if each.get("fill") in (drawing.FORWARD, drawing.BACKWARD)
-    ]
+    boxes = [each for each in shapes(picture, "rect") if each.get("fill") in (drawing.FORWARD, drawing.BACKWARD)]
     assert len(boxes) == 2 * (2 * 2 + 2 * 4)
     widths = [float(each.get("width")) for each in boxes]
     assert max(widths) == pytest.approx(min(widths), abs=0.2)

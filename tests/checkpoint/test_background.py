@@ -90,9 +90,7 @@ def test_readers_of_the_same_process_wait_for_it(tmp_path, state_of, shown):
 
 
 @pytest.mark.fault("K2")
-def test_a_disk_that_fills_up_meanwhile_is_one_sentence_once_and_leaves_the_former_whole(
-    tmp_path, state_of, shown
-):
+def test_a_disk_that_fills_up_meanwhile_is_one_sentence_once_and_leaves_the_former_whole(tmp_path, state_of, shown):
     background = BackgroundWriter()
     write(background, tmp_path, state_of(1), step=1)
     background.finish()

@@ -16,9 +16,7 @@ _KEYS = st.sampled_from(["tuple", "dict", "float", "float64", "tensor", "lr"]) |
 _VALUES = st.recursive(
     _SCALARS,
     lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.lists(inner, max_size=3).map(tuple)
-        | st.dictionaries(_KEYS, inner, max_size=3)
+        st.lists(inner, max_size=3) | st.lists(inner, max_size=3).map(tuple) | st.dictionaries(_KEYS, inner, max_size=3)
     ),
     max_leaves=12,
 )
@@ -81,12 +79,7 @@ def test_rows_of_several_files_are_taken_without_reading_the_others():
     whole = torch.arange(24.0).view(8, 3)
     parts = [whole[:3], whole[3:3], whole[3:5], whole[5:]]
     joined = JoinedRows(parts)
-    assert (
-        joined.shape == (8, 3)
-        and joined.numel() == 24
-        and joined.nbytes == 96
-        and joined.dtype == torch.float32
-    )
+    assert joined.shape == (8, 3) and joined.numel() == 24 and joined.nbytes == 96 and joined.dtype == torch.float32
     assert joined[3:5].data_ptr() == whole[3:].data_ptr()
     for taken in (slice(None), slice(0, 2), slice(2, 6), slice(4, 99), slice(-2, None), slice(5, 5)):
         found = joined[taken]
@@ -98,9 +91,7 @@ def test_rows_of_several_files_are_one_tensor_for_everything_else():
     joined = JoinedRows([whole[:3], whole[3:]])
     assert torch.equal(torch.empty(8, 3).copy_(joined), whole) and torch.equal(joined * 2, whole * 2)
     assert torch.equal(joined[::2], whole[::2]) and joined.device.type == "cpu" and not joined.is_meta
-    assert torch.equal(torch.stack([joined, whole])[0], whole) and digest_tensor(joined) == digest_tensor(
-        whole
-    )
+    assert torch.equal(torch.stack([joined, whole])[0], whole) and digest_tensor(joined) == digest_tensor(whole)
 
 
 def test_a_dict_comes_back_in_its_order_where_that_counts():

@@ -50,9 +50,7 @@ def test_a_hundred_random_bit_flips_are_refused(sound, tmp_path):
     assert read(sound).progress == {"step": 7}
 
 
-@pytest.mark.parametrize(
-    "name", ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]
-)
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"])
 @pytest.mark.fault("K3")
 def test_a_missing_a_cut_and_a_zeroed_file_are_refused_by_name(sound, name):
     path = sound / name
@@ -74,9 +72,7 @@ def test_a_folder_that_is_not_there_is_refused(tmp_path):
     assert "There is no checkpoint at" in refused(tmp_path / "step-00000009")
 
 
-@pytest.mark.parametrize(
-    "name", ["../outside.json", "/etc/passwd", "model.safetensors/..", "x.pt", "", "a" * 99]
-)
+@pytest.mark.parametrize("name", ["../outside.json", "/etc/passwd", "model.safetensors/..", "x.pt", "", "a" * 99])
 @pytest.mark.fault("K8")
 def test_a_manifest_that_names_a_file_elsewhere_is_refused(sound, name):
     (sound.parent / "outside.json").write_text("{}")
@@ -91,9 +87,7 @@ def test_a_manifest_without_the_right_entries_is_refused(sound, files):
     refused(sound)
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"[]", b"{", b'{"body":{}}', b"[" * 100_000, bytes(2 << 20), b"\xff\xfe"]
-)
+@pytest.mark.parametrize("content", [b"", b"[]", b"{", b'{"body":{}}', b"[" * 100_000, bytes(2 << 20), b"\xff\xfe"])
 def test_a_manifest_of_other_content_is_refused(sound, content):
     (sound / "manifest.json").write_bytes(content)
     refused(sound)
@@ -158,9 +152,7 @@ def test_a_folder_with_nothing_but_broken_ones_is_an_error(tmp_path, state_of):
     assert read_newest(tmp_path) is None
     for step in (1, 2):
         (write(tmp_path, state_of(step), step=step) / "state.json").unlink()
-    with pytest.raises(
-        CheckpointError, match=r"(?s)No checkpoint .* can be used.*step-00000002.*step-00000001"
-    ):
+    with pytest.raises(CheckpointError, match=r"(?s)No checkpoint .* can be used.*step-00000002.*step-00000001"):
         read_newest(tmp_path)
 
 

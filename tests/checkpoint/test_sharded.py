@@ -58,8 +58,7 @@ def test_each_file_holds_the_rows_of_one_process_and_the_folder_nothing_else(sou
     names = [name for rank in range(RANKS) for name in file_names(rank, RANKS)]
     assert {path.name for path in sound.iterdir()} == {*names, "state.json", MANIFEST}
     shapes = [
-        {name: tuple(t.shape) for name, t in safetensors.torch.load_file(sound / file).items()}
-        for file in names[::2]
+        {name: tuple(t.shape) for name, t in safetensors.torch.load_file(sound / file).items()} for file in names[::2]
     ]
     assert shapes[0] == {"weight": (3, 4), "half": (3,), "count": ()}
     assert shapes[1] == shapes[2] == {"weight": (2, 4), "half": (2,)}
@@ -135,9 +134,7 @@ def test_a_rank_that_leaves_while_all_write_leaves_a_whole_checkpoint_or_none(tm
     all_written = threading.Barrier(RANKS)
 
     def body(rank, exchange):
-        order = prepare_sharded(
-            tmp_path, rows_of(whole(), rank), step=7, rank=rank, ranks=RANKS, exchange=exchange
-        )
+        order = prepare_sharded(tmp_path, rows_of(whole(), rank), step=7, rank=rank, ranks=RANKS, exchange=exchange)
         calls = []
 
         def cut(value):

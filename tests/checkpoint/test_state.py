@@ -77,9 +77,7 @@ def test_extra_state_is_written_beside_the_tensors_and_given_back():
     encoded = encoded_extra_states(dict(model.named_modules()), tensors)
     load_extra_states(dict(again.named_modules()), json.loads(json.dumps(encoded)), tensors)
     assert again[0].calls == 3 and len(tensors) == 1
-    with pytest.raises(
-        CheckpointMismatch, match="extra state of the module '0', which has no set_extra_state"
-    ):
+    with pytest.raises(CheckpointMismatch, match="extra state of the module '0', which has no set_extra_state"):
         load_extra_states({"0": nn.ReLU()}, encoded, tensors)
 
 

@@ -99,9 +99,7 @@ def test_groups_with_other_hyperparameters_cannot_be_joined(tied):
 
 
 def test_names_with_dots_and_bars_are_told_apart():
-    model = nn.ModuleDict(
-        {"a|b": nn.Linear(2, 2), "a": nn.ModuleDict({"b|momentum_buffer": nn.Linear(2, 2)})}
-    )
+    model = nn.ModuleDict({"a|b": nn.Linear(2, 2), "a": nn.ModuleDict({"b|momentum_buffer": nn.Linear(2, 2)})})
     optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
     for number, parameter in enumerate(model.parameters()):
         parameter.grad = torch.full_like(parameter, float(number + 1))
@@ -199,7 +197,5 @@ def test_a_sparse_tensor_of_an_optimizer_is_refused_by_name():
     model = nn.Linear(2, 2)
     optimizer = SGD(model.parameters(), lr=0.1)
     optimizer.state[model.weight]["graph"] = torch.eye(2).to_sparse()
-    with pytest.raises(
-        ConfigError, match=r"'weight\|graph' is a Tensor of layout torch.sparse_coo, which a check"
-    ):
+    with pytest.raises(ConfigError, match=r"'weight\|graph' is a Tensor of layout torch.sparse_coo, which a check"):
         optimizer_state(optimizer, parameter_names(model))

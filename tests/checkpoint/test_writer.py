@@ -12,9 +12,7 @@ from lockstep.errors import CheckpointError, ConfigError
 
 
 def contents(directory):
-    return {
-        str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()
-    }
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
 def raw(tensor):
@@ -124,9 +122,7 @@ def test_every_file_has_the_mode_that_the_umask_gives(tmp_path, state_of, umask,
         files += write(tmp_path / "run", state_of(1), step=1).iterdir()
     finally:
         os.umask(before)
-    assert {path.name: oct(path.stat().st_mode & 0o777) for path in files} == {
-        p.name: oct(mode) for p in files
-    }
+    assert {path.name: oct(path.stat().st_mode & 0o777) for path in files} == {p.name: oct(mode) for p in files}
 
 
 def test_an_export_that_fails_leaves_the_older_file(tmp_path):

@@ -101,9 +101,7 @@ SCHEMAS = {
             "template": {
                 "spec": {
                     "failurePolicy": FAILURES,
-                    "replicatedJobs": [
-                        {"name": str, "template": {"metadata": {"labels": {"*": str}}, "spec": JOB}}
-                    ],
+                    "replicatedJobs": [{"name": str, "template": {"metadata": {"labels": {"*": str}}, "spec": JOB}}],
                 }
             },
         },

@@ -65,9 +65,7 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize(
-    "job", [pytest.param(job, marks=[pytest.mark.slow] * (job != "mnist")) for job in SMALL]
-)
+@pytest.mark.parametrize("job", [pytest.param(job, marks=[pytest.mark.slow] * (job != "mnist")) for job in SMALL])
 def test_a_built_in_job_trains_on_data_in_its_format(process, tmp_path, job):
     write, batch, options = SMALL[job]
     write(tmp_path / "data")
@@ -84,9 +82,7 @@ def test_the_flowers_job_is_the_one_of_the_notes(command, tmp_path):
     from lockstep.job import load_job
 
     write_flowers(tmp_path / "data")
-    config = load_job(
-        "flowers", [Override(path=("data", "root"), value=str(tmp_path / "data"), origin="--data")]
-    )
+    config = load_job("flowers", [Override(path=("data", "root"), value=str(tmp_path / "data"), origin="--data")])
     assert config.model.target == "lockstep.models:resnet34"
     assert config.model.args["num_classes"] == 5
     assert config.data.train.args["held_out"] == config.data.validation.args["held_out"] == 0.2

@@ -33,15 +33,11 @@ def test_a_folder_that_was_deleted_is_told_before_anything_starts(command, tmp_p
         status, output, errors = command(*arguments)
         found = command("ps")
     assert (status, output) == (2, "")
-    assert (
-        errors == "lockstep: The current folder of this shell was deleted. Change to one that exists (cd).\n"
-    )
+    assert errors == "lockstep: The current folder of this shell was deleted. Change to one that exists (cd).\n"
     assert found[0] == 0
 
 
-def test_the_commit_of_a_wheel_comes_from_its_record_else_from_the_checkout_else_is_unknown(
-    tmp_path, monkeypatch
-):
+def test_the_commit_of_a_wheel_comes_from_its_record_else_from_the_checkout_else_is_unknown(tmp_path, monkeypatch):
     package = tmp_path / "src" / "lockstep"
     (package / "cli").mkdir(parents=True)
     monkeypatch.setattr(command_line, "__file__", str(package / "cli" / "command_line.py"))
@@ -49,9 +45,7 @@ def test_the_commit_of_a_wheel_comes_from_its_record_else_from_the_checkout_else
     subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True)
     assert command_line._commit() == "unknown", "a checkout without a commit"
     author = ["-c", "user.name=n", "-c", "user.email=e@example.org"]
-    subprocess.run(
-        ["git", "-C", str(tmp_path), *author, "commit", "-q", "--allow-empty", "-m", "m"], check=True
-    )
+    subprocess.run(["git", "-C", str(tmp_path), *author, "commit", "-q", "--allow-empty", "-m", "m"], check=True)
     found = command_line._commit()
     assert re.fullmatch(r"[0-9a-f]{12}", found)
     (package / "commit.txt").write_text("0123456789ab\n")

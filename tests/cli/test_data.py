@@ -78,7 +78,5 @@ def test_a_broken_file_is_the_exit_status(command, photos):
     ],
 )
 def test_mistakes_are_named(command, photos, arguments, message):
-    status, _, err = command(
-        "data", "job.toml", "--data", str(photos), "--devices", "1", "--quick", *arguments
-    )
+    status, _, err = command("data", "job.toml", "--data", str(photos), "--devices", "1", "--quick", *arguments)
     assert status == 2 and message in err, err

@@ -37,9 +37,7 @@ def test_the_numbers_reach_the_picture(command):
     assert text.startswith("7 samples on 3 ranks, 1 for each rank in a step (global batch 3)")
     assert "7 of them not empty" in command("explain", "tree", "--micro-batches", "8", "--leaves", "7")[1]
     traffic = command("explain", "traffic", "--parameters", "25M", "--servers", "2", "--ranks", "3")[1]
-    assert traffic.startswith(
-        "25,000,000 float32 gradients (P = 100 MB) of K = 8 micro-batches, 3 ranks, 2 servers"
-    )
+    assert traffic.startswith("25,000,000 float32 gradients (P = 100 MB) of K = 8 micro-batches, 3 ranks, 2 servers")
     pipeline = command("explain", "pipeline", "--stages", "2", "--schedule", "gpipe")[1]
     assert "rank 1  .. F0 F1 F2 F3 F4 F5 F6 F7 B0" in pipeline
     assert "1f1b" not in pipeline

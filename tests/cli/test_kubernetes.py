@@ -77,9 +77,7 @@ def test_a_train_job_comes_with_its_runtime(command):
     assert trainer["numNodes"] == 2
     assert trainer["resourcesPerNode"]["limits"] == {"cpu": "4", "nvidia.com/gpu": "4"}
     assert trainer["command"][trainer["command"].index("--devices") + 1] == "0,1,2,3"
-    assert [each["name"] for each in trainer["env"]] == ["LOCKSTEP_TOKEN"], (
-        "Kubeflow sets PET_NNODES and so on"
-    )
+    assert [each["name"] for each in trainer["env"]] == ["LOCKSTEP_TOKEN"], "Kubeflow sets PET_NNODES and so on"
     (replicated,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
     label = replicated["template"]["metadata"]["labels"]["trainer.kubeflow.org/trainjob-ancestor-step"]
     assert (replicated["name"], label) == ("node", "trainer"), "by these Kubeflow finds what trains"
@@ -99,9 +97,7 @@ def test_a_runtime_of_the_cluster_gets_the_volume_and_what_it_must_allow_is_said
     (replicated,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
     pod = replicated["template"]["spec"]["template"]["spec"]
     assert pod["volumes"][0]["persistentVolumeClaim"]["claimName"] == "runs"
-    assert "run.grace=20" in specification["trainer"]["command"], (
-        "Kubernetes gives 30 s if the runtime says nothing"
-    )
+    assert "run.grace=20" in specification["trainer"]["command"], "Kubernetes gives 30 s if the runtime says nothing"
     assert "# terminationGracePeriodSeconds must be at least that." in output
     assert status == 0
 
@@ -109,9 +105,7 @@ def test_a_runtime_of_the_cluster_gets_the_volume_and_what_it_must_allow_is_said
 def test_one_host_needs_no_token_no_service_and_no_policy(command):
     found = written(command, *PLAIN)
     assert list(found) == ["Job"]
-    assert (
-        "env" not in container(found["Job"]) and "subdomain" not in found["Job"]["spec"]["template"]["spec"]
-    )
+    assert "env" not in container(found["Job"]) and "subdomain" not in found["Job"]["spec"]["template"]["spec"]
 
 
 @pytest.mark.parametrize("kind", ["job", "trainjob"])
@@ -125,9 +119,7 @@ def test_every_field_is_one_of_kubernetes_with_its_type(command, kind, nodes):
 def test_the_schemas_of_kubernetes_and_kubeflow_take_the_manifests(command):
     """Skipped where the packages with the schemas are not installed."""
     validate = pytest.importorskip("kubernetes_validate", reason="needs pip install kubernetes-validate")
-    trainer = pytest.importorskip(
-        "kubeflow_trainer_api.models", reason="needs pip install kubeflow-trainer-api"
-    )
+    trainer = pytest.importorskip("kubeflow_trainer_api.models", reason="needs pip install kubeflow-trainer-api")
     for words in (PLAIN, (*PLAIN, *TWO)):
         for each in written(command, *words).values():
             validate.validate(each, validate.latest_version(), strict=True)

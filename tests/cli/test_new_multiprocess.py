@@ -63,9 +63,7 @@ def test_nothing_is_written_over(tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "train_t.toml").exists()
 
 
-def test_data_whose_path_no_job_file_can_hold_is_refused_and_nothing_is_written(
-    tmp_path, monkeypatch, capsys
-):
+def test_data_whose_path_no_job_file_can_hold_is_refused_and_nothing_is_written(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "caf\udce9.csv").write_text(TABLE)
     assert main(["new", "caf\udce9.csv", "--yes"]) == 2

@@ -68,9 +68,7 @@ def write_photos(folder, count, seed, colour=None):
     folder.mkdir(parents=True)
     for number in range(count):
         pixels = rng.randint(0, 256, (8, 8, 3)).astype(np.uint8)
-        Image.fromarray(pixels if colour is None else pixels // 4 + np.uint8(colour)).save(
-            folder / f"{number}.png"
-        )
+        Image.fromarray(pixels if colour is None else pixels // 4 + np.uint8(colour)).save(folder / f"{number}.png")
 
 
 @pytest.fixture(scope="module")

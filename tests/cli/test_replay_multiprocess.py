@@ -195,10 +195,7 @@ def test_any_step_and_micro_batch_matches_on_one_device(strategy, replay, home):
         assert "\nrecord    matches" in told
         assert status == 0
         assert ("from      step-00000004, 2 steps before" in told) == (6 in arguments)
-        assert (
-            f"micro-batch 5 of {RANKS[strategy]} (step 6 of epoch 1)" in told
-            or "--micro-batch" not in arguments
-        )
+        assert f"micro-batch 5 of {RANKS[strategy]} (step 6 of epoch 1)" in told or "--micro-batch" not in arguments
     assert contents(home / "runs") == before, "a replay writes nothing"
 
 
@@ -229,9 +226,7 @@ def test_whole_steps_of_strategy_dp_match(replay, home):
 
 
 def test_strategies_leave_the_same_record(home):
-    texts = {
-        name: (home / "runs" / name / "gradients.jsonl").read_text() for name in ("ddp", "fsdp", "pipeline")
-    }
+    texts = {name: (home / "runs" / name / "gradients.jsonl").read_text() for name in ("ddp", "fsdp", "pipeline")}
     assert texts["fsdp"] == texts["ddp"]
     assert texts["pipeline"] == texts["ddp"]
     steps = [json.loads(line)["step"] for line in texts["ddp"].splitlines()]
@@ -368,9 +363,7 @@ def test_a_debugger_steps_into_what_a_rank_of_a_real_run_did(home):
         *("c", "p 'output', tuple(output.shape), in_main_thread", "c", ""),
     ]
     command = [*LOCKSTEP, "replay", "runs/pipeline", "--step", "6", "--micro-batch", "5", "--debug"]
-    found = subprocess.run(
-        command, input="\n".join(script), cwd=home, capture_output=True, text=True, timeout=120
-    )
+    found = subprocess.run(command, input="\n".join(script), cwd=home, capture_output=True, text=True, timeout=120)
     for shown in ("('image', (1, 8, 8))", "('hidden', (4, 32))", "('output', (4, 10), True)"):
         assert f"(Pdb) {shown}" in found.stdout, found.stdout + found.stderr
     for place in stop:
@@ -382,9 +375,7 @@ def test_a_debugger_steps_into_what_a_rank_of_a_real_run_did(home):
 @pytest.mark.slow
 def test_a_run_with_portable_bits_is_replayed_and_audited_with_them(tmp_path):
     def run(*arguments):
-        done = subprocess.run(
-            [*LOCKSTEP, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=120
-        )
+        done = subprocess.run([*LOCKSTEP, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=120)
         return done.returncode, done.stdout, done.stderr
 
     settings = (

@@ -68,9 +68,7 @@ def test_what_every_rank_would_import_is_imported_once(line, modules, tmp_path, 
         ("class Options:\n    stall_limit: int", ("--stall-limit", "2"), False),
     ],
 )
-def test_options_behind_a_script_that_does_not_mention_them_are_told(
-    text, words, told, tmp_path, monkeypatch, capsys
-):
+def test_options_behind_a_script_that_does_not_mention_them_are_told(text, words, told, tmp_path, monkeypatch, capsys):
     script = tmp_path / "train.py"
     script.write_text(text)
     monkeypatch.setattr(run, "supervise", lambda target, options, joined: 0)

@@ -37,9 +37,7 @@ def looping(command):
 def test_ps_lists_a_run_with_its_ranks_and_their_memory(command, capsys):
     run = looping(command)
     assert main(["ps", "--json"]) == 0
-    found = {each["run_id"]: each for each in map(json.loads, capsys.readouterr().out.splitlines())}[
-        run.run_id
-    ]
+    found = {each["run_id"]: each for each in map(json.loads, capsys.readouterr().out.splitlines())}[run.run_id]
     assert (found["supervisor"], found["supervised"], found["ranks"]) == (command.process.pid, True, 3)
     assert sorted(each["rank"] for each in found["processes"] if each["rank"] is not None) == [0, 1, 2]
     assert all(each["resident"] > 10 << 20 for each in found["processes"])
@@ -86,9 +84,7 @@ def test_stop_asks_the_ranks_to_save_and_leave(command, capsys):
 def test_stop_now_ends_every_process_of_the_run_and_no_other(command):
     run = looping(command)
     elsewhere = {**os.environ, "XDG_RUNTIME_DIR": ""}
-    with subprocess.Popen(
-        [sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env=elsewhere
-    ) as bystander:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env=elsewhere) as bystander:
         assert main(["stop", "--now", run.run_id[-6:]]) == 0
         command.end()
         command.wait_until_nothing_runs()

@@ -19,9 +19,7 @@ from lockstep.job.run_folder import one_recipe
 def started(monkeypatch):
     """Keeps what would be started in a list, in place of starting it."""
     orders = []
-    monkeypatch.setattr(
-        train, "supervise", lambda target, options, joined: orders.append((target, options)) or 0
-    )
+    monkeypatch.setattr(train, "supervise", lambda target, options, joined: orders.append((target, options)) or 0)
     return orders
 
 
@@ -92,9 +90,7 @@ def test_only_all_hosts_together_must_have_the_devices_of_the_job(
     world_size = 8
     status, _, errors = command(*arguments)
     assert (status, len(started)) == (2, 1)
-    assert (
-        "8 devices cannot share micro_batches=6" in errors or "takes 6 processes and 8 were started" in errors
-    )
+    assert "8 devices cannot share micro_batches=6" in errors or "takes 6 processes and 8 were started" in errors
 
 
 def test_the_default_job_is_digits_on_two_devices(command, started):
@@ -135,9 +131,7 @@ def test_a_run_that_is_resumed_goes_on_in_its_folder(command, started):
     ],
 )
 @pytest.mark.fault("S6", "M8")
-def test_mistakes_end_with_status_two_and_nothing_is_started_or_written(
-    command, started, arguments, expected
-):
+def test_mistakes_end_with_status_two_and_nothing_is_started_or_written(command, started, arguments, expected):
     status, output, errors = command("train", *arguments)
     assert (status, output) == (2, "")
     assert expected in errors
@@ -208,9 +202,7 @@ def test_the_proof_starts_as_it_stands_with_the_same_recipe(command, started, tm
     assert jobs[0].run != jobs[1].run
 
 
-def test_a_batch_per_device_makes_the_global_batch_and_says_what_scripts_do_with_the_learning_rate(
-    command, started
-):
+def test_a_batch_per_device_makes_the_global_batch_and_says_what_scripts_do_with_the_learning_rate(command, started):
     status, output, errors = command("train", "--per-device-batch", "64", "--devices", "cpu:4")
     assert (status, output) == (0, "")
     assert JobConfig.from_json(started[0][0].payload["config"]).training.global_batch == 256

@@ -17,9 +17,7 @@ def test_a_job_is_trained_and_its_staleness_is_logged(process, tmp_path):
     assert "updates on average, at most" in result.stdout, "at the end"
     assert "prove it" not in result.stdout, "no equal fingerprint is promised at level C"
     assert "on every x86-64 CPU" not in result.stdout
-    records = [
-        json.loads(line) for line in (tmp_path / "runs" / "run" / "log.jsonl").read_text().splitlines()
-    ]
+    records = [json.loads(line) for line in (tmp_path / "runs" / "run" / "log.jsonl").read_text().splitlines()]
     (epoch,) = [each for each in records if each["kind"] == "epoch"]
     assert 0 <= epoch["staleness"] <= epoch["staleness_max"] <= 2 * 4 + 1
     assert {"loss", "validation_accuracy", "samples_per_second"} <= epoch.keys()

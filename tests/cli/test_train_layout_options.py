@@ -26,8 +26,6 @@ def test_an_unknown_strategy_is_answered_by_the_nearest():
 
 
 def test_the_job_is_checked_as_one_device_runs_it_whatever_devices_were_asked_for():
-    config = job_on_one_device(
-        "digits", argparse.Namespace(set=[], devices="2,4", strategies="", threads="3")
-    )
+    config = job_on_one_device("digits", argparse.Namespace(set=[], devices="2,4", strategies="", threads="3"))
     assert config.run.devices == 1
     assert config.run.threads == 3

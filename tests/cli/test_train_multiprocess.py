@@ -80,10 +80,7 @@ def test_an_argument_that_only_the_ranks_can_refuse_is_one_error_and_status_two(
     own_job.write_text(own_job.read_text().replace('own_wrapped:net"', 'own_wrapped:net"\nwidht = 4'))
     result = process("train", str(own_job), *SHORT, "--devices", "cpu:2")
     assert result.returncode == 2
-    assert (
-        "model.widht is not an argument of own_wrapped:net. Did you mean 'width'?"
-        in result.stderr.splitlines()[0]
-    )
+    assert "model.widht is not an argument of own_wrapped:net. Did you mean 'width'?" in result.stderr.splitlines()[0]
     assert len(result.stderr.splitlines()) <= 6
     assert "was removed. Its logs are now in" in result.stderr.splitlines()[-1]
     assert not list(own_job.parent.glob("runs/*"))

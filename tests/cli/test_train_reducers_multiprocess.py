@@ -20,7 +20,5 @@ def test_a_job_without_batch_norm_is_told_so_in_one_sentence(process):
     result = process("train", "digits", *SHORT, "--devices", "cpu:2", *options)
     assert result.returncode == 2
     told = result.stderr.splitlines()[0]
-    assert (
-        "needs a model with BatchNorm1d, 2d or 3d, and this model has none. Remove sync_batch_norm." in told
-    )
+    assert "needs a model with BatchNorm1d, 2d or 3d, and this model has none. Remove sync_batch_norm." in told
     assert "Traceback (" not in result.stderr

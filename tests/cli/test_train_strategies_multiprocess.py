@@ -23,9 +23,7 @@ def expected():
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join([layout[0], *layout[3:]]))
 def test_a_strategy_ends_in_the_fingerprint_of_one_device(layout, process, expected):
     if not expected:
-        expected["alone"] = fingerprint_of(
-            process("train", "digits", *SHORT, "--strategy", "single", "--devices", "1")
-        )
+        expected["alone"] = fingerprint_of(process("train", "digits", *SHORT, "--strategy", "single", "--devices", "1"))
     strategy, devices, *more = layout
     found = process("train", "digits", *SHORT, "--strategy", strategy, "--devices", devices, *more)
     assert fingerprint_of(found) == expected["alone"]

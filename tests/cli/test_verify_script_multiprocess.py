@@ -178,9 +178,7 @@ def test_a_plain_loop_is_told_its_mistake(verified, tmp_path):
     result, (_, found) = verified(PLAIN, "--divide")
     assert result.returncode == 1, result.stdout + result.stderr
     assert (found["cause"], found["step"], found["reached"]) == ("gradient_scale", 0, "-")
-    assert (
-        "all are 0.5 times as large: divided by the number of ranks twice, in a world of 2" in result.stdout
-    )
+    assert "all are 0.5 times as large: divided by the number of ranks twice, in a world of 2" in result.stdout
     assert "own output" not in result.stdout
     assert not (tmp_path / "records").exists()
 

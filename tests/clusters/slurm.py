@@ -68,9 +68,7 @@ class Cluster:
         host = socket.gethostname().split(".")[0]
         self.nodes = [("n1", host, "127.0.0.1", []), ("n2", host, "127.0.0.1", [])]
         if network is not None:
-            self.nodes = list(
-                zip(network.names, network.names, network.addresses, network.prefixes, strict=True)
-            )
+            self.nodes = list(zip(network.names, network.names, network.addresses, network.prefixes, strict=True))
         self.folder = Path(tempfile.mkdtemp(prefix="lockstep-slurm-"))
         self.folder.chmod(0o755)  # munge wants its socket to be reached by all
         self.environment = {

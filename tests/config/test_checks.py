@@ -65,9 +65,7 @@ def test_names_and_import_paths():
 
 
 def test_paths_are_such_as_a_file_can_have(tmp_path):
-    assert all(
-        file_path(value) is None for value in ("", "runs/a b", "~/runs", tmp_path, "\udcff", True, False)
-    )
+    assert all(file_path(value) is None for value in ("", "runs/a b", "~/runs", tmp_path, "\udcff", True, False))
     assert "a character that no path has" in file_path("a\0b") and file_path("\ud800")
     assert "longer than one can be" in file_path("x" * 256) and file_path("x/" * 2048)
     assert "no such home folder" in file_path("~nobody-of-that-name/runs")

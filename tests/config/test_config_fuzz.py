@@ -13,9 +13,7 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=8,
 )
-SECTIONS = st.sampled_from(
-    ["model", "data", "loss", "optimizer", "schedule", "training", "run", "weights", "job"]
-)
+SECTIONS = st.sampled_from(["model", "data", "loss", "optimizer", "schedule", "training", "run", "weights", "job"])
 
 
 @settings(max_examples=300)

@@ -100,9 +100,7 @@ def test_epochs_of_the_schedule_become_optimizer_steps():
 
 
 def test_the_options_of_the_run_come_from_the_tables(load):
-    job = load(
-        "run.threads=2", "run.timeout=9", "data.timeout=7", "checkpoint.keep=5", "checkpoint.background=false"
-    )
+    job = load("run.threads=2", "run.timeout=9", "data.timeout=7", "checkpoint.keep=5", "checkpoint.background=false")
     options = job.run_options("runs/1", profile="1:2")
     assert (options.threads, options.timeout, options.loader_timeout) == (2, 9.0, 7.0)
     assert (options.keep, options.save_in_background) == (5, False)
@@ -114,9 +112,7 @@ def test_the_options_of_the_run_come_from_the_tables(load):
     ("asked", "cores", "threads", "ranks", "found"),
     [("auto", 8, 1, 2, 3), ("auto", 64, 2, 4, 8), ("auto", 2, 1, 4, 1), (5, 2, 1, 4, 5), (0, 8, 1, 1, 0)],
 )
-def test_workers_are_a_number_or_what_the_cores_of_a_host_leave(
-    load, monkeypatch, asked, cores, threads, ranks, found
-):
+def test_workers_are_a_number_or_what_the_cores_of_a_host_leave(load, monkeypatch, asked, cores, threads, ranks, found):
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(cores)))
     assert load(f"data.workers={asked}").data.loader_processes(threads, ranks) == found
 

@@ -54,8 +54,7 @@ lr = 0.1
         f"{path}:5: data.worker is not a known setting. Did you mean 'workers'?",
         f"{path}:7: training.epochs should be an integer and is 'ten'.",
         f"{path}:8: training.devices is not a known setting. Did you mean 'run.devices'?",
-        f"{path}:9: training.precision 'fp61' is not known. Did you mean 'fp16'?"
-        " Known: bf16, fp16, fp32, tf32.",
+        f"{path}:9: training.precision 'fp61' is not known. Did you mean 'fp16'? Known: bf16, fp16, fp32, tf32.",
         f"{path}:10: optimizer.target is missing: give an import path 'package.module:name'.",
         f"{path}:12: modle is not a known setting. Did you mean 'model'?",
     }
@@ -244,9 +243,7 @@ def test_an_item_of_a_list_can_be_set_by_its_number(load):
 
 
 def test_the_data_folder_is_filled_in_and_the_seed_given_once(load, tmp_path):
-    config = load(
-        f"data.root={tmp_path}", "data.train.root={data}/train", "data.train.seed={seed}", "training.seed=7"
-    )
+    config = load(f"data.root={tmp_path}", "data.train.root={data}/train", "data.train.seed={seed}", "training.seed=7")
     assert config.data.train.args == {"root": f"{tmp_path}/train", "seed": 7}
 
 

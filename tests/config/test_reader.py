@@ -67,9 +67,7 @@ def test_a_missing_key_is_given_the_line_of_the_table_around_it():
     assert line_of(("none",), TEXT) is None
 
 
-@pytest.mark.parametrize(
-    "text", ["", "[", "=", "a", "a = ", 'a = "', "[[", "a = {", "a = [[[", "] = 1", '"""']
-)
+@pytest.mark.parametrize("text", ["", "[", "=", "a", "a = ", 'a = "', "[[", "a = {", "a = [[[", "] = 1", '"""'])
 def test_text_that_is_not_toml_has_no_lines(text):
     assert line_of(("key",), text) is None
 

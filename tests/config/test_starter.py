@@ -144,9 +144,7 @@ def test_tensors_that_cannot_be_trained_on_are_refused_with_the_reason(tmp_path,
 def test_a_file_of_tensors_without_names_is_told_so(tmp_path):
     """The words were Python's: tuple indices must be integers or slices, not str."""
     torch.save((torch.zeros(12, 2), torch.zeros(12)), tmp_path / "t.pt")
-    with pytest.raises(
-        ConfigError, match=r"it holds a tuple\. Save both under these names, in a \.pt file as a dict"
-    ):
+    with pytest.raises(ConfigError, match=r"it holds a tuple\. Save both under these names, in a \.pt file as a dict"):
         look_at(tmp_path / "t.pt", "tensors")
 
 
@@ -162,9 +160,7 @@ def test_the_texts_are_a_job_and_a_script_whatever_the_path_holds(tmp_path):
 
 
 def test_rows_without_a_value_to_predict_are_no_class_of_their_own(tmp_path):
-    (tmp_path / "t.csv").write_text(
-        "a,kind\n" + "".join(f"{row},{'' if row % 7 else 'x'}\n" for row in range(14))
-    )
+    (tmp_path / "t.csv").write_text("a,kind\n" + "".join(f"{row},{'' if row % 7 else 'x'}\n" for row in range(14)))
     with pytest.raises(ConfigError, match=r"no value in 12 rows of column 'kind'.*row 3\. Remove"):
         look_at(tmp_path / "t.csv", "table")
 

@@ -53,6 +53,4 @@ def test_a_run_says_it_in_one_line(caplog):
     with caplog.at_level(logging.WARNING, "lockstep"):
         run = lockstep.init(global_batch=8, strategy="ddp", fsdp={"cpu_offload": True}, dp={"replicas": 2})
     run.close()
-    assert caplog.messages == [
-        "Strategy 'ddp' does not use what is set for others: dp.replicas, fsdp.cpu_offload."
-    ]
+    assert caplog.messages == ["Strategy 'ddp' does not use what is set for others: dp.replicas, fsdp.cpu_offload."]

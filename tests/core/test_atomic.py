@@ -123,9 +123,7 @@ def test_one_process_has_sole_use_with_and_without_locks(tmp_path, monkeypatch, 
 
 
 @pytest.mark.fault("T4")
-def test_the_owner_that_a_dead_process_left_is_removed_and_one_of_another_host_is_named(
-    tmp_path, monkeypatch
-):
+def test_the_owner_that_a_dead_process_left_is_removed_and_one_of_another_host_is_named(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(errno.ENOSYS, "no locks")
 

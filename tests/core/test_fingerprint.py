@@ -181,9 +181,7 @@ def test_the_maker_of_the_cpu_and_its_library_of_products_count_where_both_sides
     assert len(known.split()[0]) > 2  # GenuineIntel, AuthenticAMD, aarch64
     assert cpu_of(torch.device("cuda")) == ""
     here = dataclasses.replace(CONTEXT, cpu=known)
-    assert here.differences({**here.as_dict(), "cpu": "Other MKL"}) == [
-        f"cpu: 'Other MKL' there, {known!r} here"
-    ]
+    assert here.differences({**here.as_dict(), "cpu": "Other MKL"}) == [f"cpu: 'Other MKL' there, {known!r} here"]
     assert here.differences({**here.as_dict(), "cpu": ""}) == []
 
 
@@ -191,9 +189,7 @@ def test_what_photos_are_decoded_to_counts_once_both_sides_have_read_some():
     here = dataclasses.replace(CONTEXT, photos="ab12")
     assert here.differences({**here.as_dict(), "photos": "cd34"}) == ["photos: 'cd34' there, 'ab12' here"]
     assert here.differences(CONTEXT.as_dict()) == CONTEXT.differences(here.as_dict()) == []
-    assert not here.differences(
-        {name: value for name, value in CONTEXT.as_dict().items() if name != "photos"}
-    )
+    assert not here.differences({name: value for name, value in CONTEXT.as_dict().items() if name != "photos"})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.bool, torch.complex64])

@@ -53,17 +53,11 @@ def test_parts_cannot_be_moved_from_one_to_the_next():
 
 
 def test_purposes_do_not_share_seeds():
-    assert (
-        len({derive_seed(0, purpose, 1, 2) for purpose in ("sample", "unit", "permutation", "loop", "numpy")})
-        == 5
-    )
+    assert len({derive_seed(0, purpose, 1, 2) for purpose in ("sample", "unit", "permutation", "loop", "numpy")}) == 5
 
 
 def test_neighbouring_keys_have_unrelated_seeds():
-    seeds = [
-        sample_seed(seed, epoch, index)
-        for seed, epoch, index in itertools.product(range(4), range(4), range(64))
-    ]
+    seeds = [sample_seed(seed, epoch, index) for seed, epoch, index in itertools.product(range(4), range(4), range(64))]
     assert len(set(seeds)) == len(seeds)
     flipped = [bin(one ^ other).count("1") for one, other in itertools.pairwise(seeds)]
     assert 30 < sum(flipped) / len(flipped) < 33

@@ -135,9 +135,7 @@ def test_another_value_is_put_where_that_is_possible(kind):
 
 
 def test_a_method_of_the_users_container_is_not_called():
-    table = type(
-        "Table", (dict,), {"__getitem__": None, "__setitem__": None, "items": None, "__len__": None}
-    )()
+    table = type("Table", (dict,), {"__getitem__": None, "__setitem__": None, "items": None, "__len__": None})()
     dict.__setitem__(table, "a", 1)
     (part,) = inside(table)
     part.put(2)
@@ -184,9 +182,7 @@ def test_attributes_of_the_users_own_modules_are_found_by_their_names():
     one, other = ModuleType("one"), ModuleType("other")
     one.level, other.level, one.other, other.one, one.unread = 1, 2, other, one, 3
     space = {"SETTINGS": one, "OTHER": other, "torch": torch}
-    found = [
-        (part.key, part.value) for part in globals_of({"SETTINGS", "OTHER", "level", "other", "one"}, space)
-    ]
+    found = [(part.key, part.value) for part in globals_of({"SETTINGS", "OTHER", "level", "other", "one"}, space)]
     assert ("level", 1) in found and ("level", 2) in found
     assert len(found) == 6  # each module once, though each has the other
     held = [part.value for part in reached_from(reads_a_module, 9) if part.how != OF_CLASS]

@@ -76,9 +76,7 @@ def test_ranks_that_meet_at_a_loopback_address_are_of_one_host(address):
     ranks = {"RANK": "1", "WORLD_SIZE": "2"}
     assert World.from_environment(ranks | {"MASTER_ADDR": address}).is_one_host
     assert World.from_environment(ranks | {"LOCKSTEP_RENDEZVOUS": f"tcp://{address}:29500"}).is_one_host
-    assert World.from_environment(
-        ranks | {"LOCKSTEP_RENDEZVOUS": "file:///x", "MASTER_ADDR": "10.0.0.1"}
-    ).is_one_host
+    assert World.from_environment(ranks | {"LOCKSTEP_RENDEZVOUS": "file:///x", "MASTER_ADDR": "10.0.0.1"}).is_one_host
 
 
 def test_plain_python_in_a_pod_of_kubernetes_is_one_rank_on_its_host():
@@ -98,9 +96,7 @@ def test_plain_python_in_a_pod_of_kubernetes_is_one_rank_on_its_host():
     "place", [{"MASTER_ADDR": "10.0.0.1"}, {"LOCKSTEP_RENDEZVOUS": "tcp://fa:29500"}], ids=("env", "tcp")
 )
 def test_an_unknown_number_of_ranks_on_this_host_is_refused(place):
-    with pytest.raises(
-        ConfigError, match=r"LOCAL_WORLD_SIZE is missing.*Set LOCAL_WORLD_SIZE and LOCAL_RANK"
-    ):
+    with pytest.raises(ConfigError, match=r"LOCAL_WORLD_SIZE is missing.*Set LOCAL_WORLD_SIZE and LOCAL_RANK"):
         World.from_environment({"RANK": "0", "WORLD_SIZE": "2"} | place)
     assert World.from_environment({"RANK": "0", "WORLD_SIZE": "1"} | place).world_size == 1
     known = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
@@ -236,9 +232,7 @@ def test_the_real_environment_is_read_by_default(monkeypatch):
     assert World.from_environment() == World.from_environment(TORCHRUN)
 
 
-@pytest.mark.parametrize(
-    "launcher", [{}, TORCHRUN, SLURM, OPEN_MPI], ids=["none", "torchrun", "slurm", "mpi"]
-)
+@pytest.mark.parametrize("launcher", [{}, TORCHRUN, SLURM, OPEN_MPI], ids=["none", "torchrun", "slurm", "mpi"])
 def test_a_timeline_can_be_asked_for_whatever_starts_the_process(launcher):
     plain = World.from_environment(launcher)
     asked = World.from_environment(launcher | {"LOCKSTEP_PROFILE": "3:2"})

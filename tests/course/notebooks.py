@@ -29,9 +29,7 @@ def notebook(page: str) -> dict[str, Any]:
         end = match.end()
     cells.append(_text(page[end:]))
     return {
-        "cells": [
-            {**cell, "id": f"cell-{number}"} for number, cell in enumerate(cells) if "".join(cell["source"])
-        ],
+        "cells": [{**cell, "id": f"cell-{number}"} for number, cell in enumerate(cells) if "".join(cell["source"])],
         "metadata": {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}},
         "nbformat": 4,
         "nbformat_minor": 5,

@@ -72,6 +72,4 @@ if __name__ == "__main__":
     chapters = tuple(word for word in sys.argv[1:] if word != "--run")
     for page in (*pages("en"), *pages("zh")):
         if page.name.startswith(chapters or ""):
-            page.write_text(
-                filled(page.read_text(encoding="utf-8"), run="--run" in sys.argv), encoding="utf-8"
-            )
+            page.write_text(filled(page.read_text(encoding="utf-8"), run="--run" in sys.argv), encoding="utf-8")

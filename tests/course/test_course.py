@@ -23,9 +23,7 @@ def structure(text):
         "headings": re.findall(r"^(#+) ", prose, re.M),
         "blocks": re.findall(r"```.*?```", text, re.S),
         "figures": re.findall(r"!\[[^\]]+\]\(([^)]+)\)", prose),
-        "links": sorted(
-            re.findall(r"(?<!!)\[[^\]]+\]\(([^)]+)\)", re.sub(r"!\[[^\]]*\]\([^)]*\)", "", prose))
-        ),
+        "links": sorted(re.findall(r"(?<!!)\[[^\]]+\]\(([^)]+)\)", re.sub(r"!\[[^\]]*\]\([^)]*\)", "", prose))),
         "items": re.findall(r"^(\d+)\. ", prose, re.M),
         "rows": len(re.findall(r"^\|", prose, re.M)),
     }

@@ -71,9 +71,7 @@ def test_a_data_set_is_taken_as_it_is():
 
 
 def test_a_loaders_settings_are_taken_over():
-    loader = DataLoader(
-        DATA, batch_size=8, shuffle=True, num_workers=2, drop_last=True, collate_fn=collate, timeout=9
-    )
+    loader = DataLoader(DATA, batch_size=8, shuffle=True, num_workers=2, drop_last=True, collate_fn=collate, timeout=9)
     source = adopt(loader)
     assert source.dataset is DATA and source.collate is collate
     assert (source.workers, source.shuffle, source.drop_last, source.timeout) == (2, True, True, 9)
@@ -116,16 +114,12 @@ def test_a_sampler_of_fewer_samples_than_there_are_narrows_the_data_set(kind):
     source = adopt(DataLoader(DATA, batch_size=4, sampler=kind(range(10))))
     assert [int(source.dataset[number][0]) for number in range(len(source.dataset))] == list(range(10))
     assert source.shuffle == (kind is not SequentialSampler)
-    heavy = adopt(
-        DataLoader(DATA, sampler=RandomSampler(range(10), replacement=True, num_samples=50))
-    ).dataset
+    heavy = adopt(DataLoader(DATA, sampler=RandomSampler(range(10), replacement=True, num_samples=50))).dataset
     assert heavy.samples == 50 and len(heavy.dataset) == 10
 
 
 def test_samplers_that_draw_with_replacement_become_weights():
-    loader = DataLoader(
-        DATA, 4, sampler=RandomSampler(DATA, replacement=True, num_samples=9), collate_fn=collate
-    )
+    loader = DataLoader(DATA, 4, sampler=RandomSampler(DATA, replacement=True, num_samples=9), collate_fn=collate)
     source = adopt(loader)
     assert isinstance(source.dataset, Weighted) and len(source.dataset) == 9
     assert source.dataset.collate is collate and source.collate is None
@@ -222,9 +216,7 @@ def test_a_stream_that_counts_how_often_it_was_read_is_refused(change, name, at_
     if at_end:
         stream.get_batch(keys.indices, keys)
         list(dataset)
-    with pytest.raises(
-        DataError, match=f"changes its attribute '{name}' when it is iterated over.*set_epoch"
-    ):
+    with pytest.raises(DataError, match=f"changes its attribute '{name}' when it is iterated over.*set_epoch"):
         stream.get_batch(keys.indices, dataclasses.replace(keys, epoch=1))
 
 
@@ -354,9 +346,7 @@ def test_two_sets_are_read_together_and_the_smaller_one_begins_again():
     with pytest.raises(ConfigError, match="one is empty"):
         adopt((DATA, Subset(DATA, [])))
     for unnumbered in (Numbers(), DataLoader(DATA, sampler=WeightedRandomSampler([1.0] * 40, 40))):
-        with pytest.raises(
-            ConfigError, match=r"numbers of their samples, and a.* is read by places in an epoch"
-        ):
+        with pytest.raises(ConfigError, match=r"numbers of their samples, and a.* is read by places in an epoch"):
             adopt((DATA, unnumbered))
 
 
@@ -379,9 +369,7 @@ def test_a_set_that_skips_broken_samples_is_read_beside_others():
 )
 def test_a_set_that_is_read_by_places_in_an_epoch_is_refused_beside_others(make, name):
     """Its first sample could not be read: "Weighted ... Give it to run.batches as it is", of a plain DataLoader."""
-    with pytest.raises(
-        ConfigError, match=f"{name}.* is read by places in an epoch. Let one data set give samples"
-    ):
+    with pytest.raises(ConfigError, match=f"{name}.* is read by places in an epoch. Let one data set give samples"):
         adopt((DATA, make()))
 
 
@@ -472,9 +460,7 @@ def test_samplers_that_torchdata_has_put_in_place_of_torchs_are_taken_for_those(
     ]
     kinds[0].num_samples = 40
     source = adopt(
-        DataLoader(
-            DATA, batch_sampler=kinds[1](kinds[0](DATA, generator=torch.Generator()), 5, drop_last=True)
-        )
+        DataLoader(DATA, batch_sampler=kinds[1](kinds[0](DATA, generator=torch.Generator()), 5, drop_last=True))
     )
     assert (source.shuffle, source.drop_last, source.batch_size, source.notes) == (True, True, 5, ())
 

@@ -79,9 +79,7 @@ def test_a_file_is_downloaded_and_is_not_asked_for_again(server, tmp_path):
     server.files["photos.bin"] = CONTENT
     said = []
     for _ in range(2):
-        path = download_archive(
-            archive_of(CONTENT), tmp_path / "a" / "b", mirror=server.url + "/", tell=said.append
-        )
+        path = download_archive(archive_of(CONTENT), tmp_path / "a" / "b", mirror=server.url + "/", tell=said.append)
         assert path.read_bytes() == CONTENT
     assert listed(path.parent) == ["photos.bin"]
     assert server.asked == ["/sets/photos.bin"]
@@ -249,9 +247,7 @@ def test_the_command_downloads_cifar10_for_cifar10(server, tmp_path, monkeypatch
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode="w:gz") as tar:
         for name in [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]:
-            content = pickle.dumps(
-                {"data": np.zeros((2, 3072), dtype=np.uint8), "labels": [0, 1]}, protocol=2
-            )
+            content = pickle.dumps({"data": np.zeros((2, 3072), dtype=np.uint8), "labels": [0, 1]}, protocol=2)
             member = tarfile.TarInfo(f"cifar-10-batches-py/{name}")
             member.size = len(content)
             tar.addfile(member, io.BytesIO(content))

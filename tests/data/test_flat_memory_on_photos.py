@@ -19,9 +19,7 @@ import lockstep
 from lockstep.data import ImageFolder
 
 EPOCHS = 10
-PHOTOS = (
-    Path(os.environ.get("LOCKSTEP_DATA", Path(__file__).parents[3] / "shared" / "data")) / "flower_photos"
-)
+PHOTOS = Path(os.environ.get("LOCKSTEP_DATA", Path(__file__).parents[3] / "shared" / "data")) / "flower_photos"
 
 
 def workers():

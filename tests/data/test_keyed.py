@@ -50,9 +50,7 @@ def test_the_generators_of_opencv_polars_and_numba_are_seeded_where_they_are_imp
         rnd_get_np_state_ptr=lambda: "np",
         rnd_get_py_state_ptr=lambda: "py",
     )
-    monkeypatch.setitem(
-        sys.modules, "cv2", SimpleNamespace(setRNGSeed=lambda seed: found.append(("cv", seed)))
-    )
+    monkeypatch.setitem(sys.modules, "cv2", SimpleNamespace(setRNGSeed=lambda seed: found.append(("cv", seed))))
     monkeypatch.setitem(sys.modules, "numba._helperlib", numba)
     polars = SimpleNamespace(set_random_seed=lambda seed: found.append(("polars", seed)))
     monkeypatch.setitem(sys.modules, "polars", polars)

@@ -25,9 +25,7 @@ class Augmented(Dataset):
 
 
 def plan_of(dataset, **options):
-    return SamplePlan(
-        samples=len(dataset), shape=BatchShape(global_batch=32, micro_batches=8), seed=5, **options
-    )
+    return SamplePlan(samples=len(dataset), shape=BatchShape(global_batch=32, micro_batches=8), seed=5, **options)
 
 
 def loaded(dataset, epochs=(0,), first=0, **options):
@@ -54,9 +52,7 @@ def test_the_ranks_together_read_every_sample_of_the_plan_once(holders):
     dataset = TensorDataset(torch.arange(203), torch.arange(203) % 7)
     plan = plan_of(dataset)
     seen = []
-    loaders = [
-        StepLoader(dataset, plan, share=Share(holder=holder, holders=holders)) for holder in range(holders)
-    ]
+    loaders = [StepLoader(dataset, plan, share=Share(holder=holder, holders=holders)) for holder in range(holders)]
     for batches in zip(*(loader.batches(1) for loader in loaders), strict=True):
         step = plan.step(1, batches[0].plan.position)
         parts = [part for batch in batches for part in batch.micro_batches]
@@ -154,9 +150,7 @@ def test_every_evaluation_sees_the_same_samples():
 
 
 def test_an_evaluation_may_leave_a_rank_without_samples():
-    loader = EvaluationLoader(
-        TensorDataset(torch.arange(5)), micro_batch_size=4, share=Share(holder=2, holders=3)
-    )
+    loader = EvaluationLoader(TensorDataset(torch.arange(5)), micro_batch_size=4, share=Share(holder=2, holders=3))
     assert list(loader) == [] and len(loader) == 0 and loader.count == 2
 
 

@@ -170,9 +170,7 @@ class OfAnEpoch(Squares):
 
 def test_a_data_set_that_counts_its_reads_is_refused_before_its_values_change():
     """On several processes, each of which reads a part, its epochs lasted longer."""
-    with pytest.raises(
-        DataError, match=r"OfAnEpoch\[3\] gave other values when it was read again.*a counter"
-    ):
+    with pytest.raises(DataError, match=r"OfAnEpoch\[3\] gave other values when it was read again.*a counter"):
         read(OfAnEpoch(), [3, 1], checks=True)
 
 

@@ -92,15 +92,11 @@ def test_small_steps_are_read_ahead_and_what_is_written_into_the_set_meanwhile_i
 def test_a_set_whose_class_mixes_rows_is_not_read_together():
     class Mixes(ImageArrays):
         def get_batch(self, indices, keys):
-            return self.images[indices].float().mean(0, keepdim=True).expand(
-                len(indices), -1, -1, -1
-            ), indices
+            return self.images[indices].float().mean(0, keepdim=True).expand(len(indices), -1, -1, -1), indices
 
     images, labels = torch.randint(0, 256, (32, 1, 4, 4), dtype=torch.uint8), torch.zeros(32)
     dataset = Mixes(images, labels, classes=["a"], name="mixes")
-    assert rows_independent(
-        ImageArrays(images, labels, classes=["a"], name="apart")
-    ) and not rows_independent(dataset)
+    assert rows_independent(ImageArrays(images, labels, classes=["a"], name="apart")) and not rows_independent(dataset)
     plan = SamplePlan(samples=32, shape=BatchShape(global_batch=16, micro_batches=4))
     for batch in StepLoader(dataset, plan).batches(0):
         for part in batch.micro_batches:

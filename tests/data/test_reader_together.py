@@ -86,9 +86,7 @@ def test_a_class_that_reads_in_its_own_way_has_to_say_it_anew():
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2, 3])
-@pytest.mark.parametrize(
-    "share", [Share(), Share(holders=3, holder=1), Share(holders=3, holder=2, rounds=True)]
-)
+@pytest.mark.parametrize("share", [Share(), Share(holders=3, holder=1), Share(holders=3, holder=2, rounds=True)])
 def test_a_step_is_asked_for_in_as_few_requests_as_there_are_readers_and_its_bits_stay(workers, share):
     plan = SamplePlan(samples=40, shape=BatchShape(global_batch=16, micro_batches=8), seed=2)
     loader, each = (

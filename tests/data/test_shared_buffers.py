@@ -49,9 +49,7 @@ def blocks_of(batch):
 
 
 def loader_of(dataset, micro_batches, **options):
-    plan = SamplePlan(
-        samples=len(dataset), shape=BatchShape(global_batch=8, micro_batches=micro_batches), seed=3
-    )
+    plan = SamplePlan(samples=len(dataset), shape=BatchShape(global_batch=8, micro_batches=micro_batches), seed=3)
     return StepLoader(dataset, plan, **options)
 
 
@@ -71,12 +69,7 @@ def test_what_a_loop_keeps_is_never_overwritten(kept):
 def test_a_room_is_used_again_when_its_last_tensor_has_gone():
     buffers = SharedBuffers(workers=2, each=2)
     first, second = buffers.buffer(1), buffers.buffer(1)
-    assert (
-        first is not None
-        and second is not None
-        and buffers.buffer(1) is None
-        and buffers.buffer(0) is not None
-    )
+    assert first is not None and second is not None and buffers.buffer(1) is None and buffers.buffer(0) is not None
     data = {"x": torch.arange(LARGE), "y": torch.arange(LARGE) * 2.0}
     answer = first.answer(GroupedBatch(data, (16, LARGE - 16)))
     del first, second
@@ -192,9 +185,7 @@ def test_views_whose_signs_torch_keeps_beside_the_numbers_arrive_with_them(worke
     for batch in loader.batches(0):
         for part in batch.micro_batches:
             conjugated, negated, rows = part.data
-            assert bool((conjugated.imag == negated).all()) and bool(
-                (negated == -(part.indices[0] + 1.0)).all()
-            )
+            assert bool((conjugated.imag == negated).all()) and bool((negated == -(part.indices[0] + 1.0)).all())
             assert torch.equal(rows.to_dense(), torch.eye(4))
     loader.close()
 
@@ -239,9 +230,7 @@ def test_without_addresses_for_rooms_the_same_bits_arrive(monkeypatch):
 
     monkeypatch.setattr("lockstep.data.worker_process.SharedBuffers", refuse)
     loader = loader_of(Blocks(), 4, workers=2)
-    seen = [
-        index for batch in loader.batches(0) for index, x in blocks_of(batch).items() if (x == index).all()
-    ]
+    seen = [index for batch in loader.batches(0) for index, x in blocks_of(batch).items() if (x == index).all()]
     loader.close()
     assert sorted(seen) == list(range(96))
 

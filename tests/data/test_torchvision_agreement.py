@@ -15,9 +15,7 @@ from PIL import Image
 from lockstep.data import CenterCrop, RandomResizedCrop
 from lockstep.data.images.transforms import decode_into
 
-ROUGH = np.kron(
-    np.random.RandomState(3).randint(0, 256, (50, 70, 3)).astype(np.uint8), np.ones((5, 5, 1), np.uint8)
-)
+ROUGH = np.kron(np.random.RandomState(3).randint(0, 256, (50, 70, 3)).astype(np.uint8), np.ones((5, 5, 1), np.uint8))
 DRAWS = np.random.RandomState(4).random_sample((12, 23))
 
 
@@ -64,9 +62,7 @@ def test_photos_that_are_decoded_small_are_torchvisions_moved_by_less_than_a_pix
     waves = np.stack([127 + 120 * np.sin(3 * x), 127 + 120 * np.sin(4 * y), 127 + 60 * np.sin(x * y)], axis=2)
     source, transform = jpeg(waves.astype(np.uint8)), RandomResizedCrop(96)
     for draws in DRAWS:
-        wanted = (
-            torch.from_numpy(theirs(source, transform.cut(1200, 900, draws), 96)).permute(2, 0, 1).float()
-        )
+        wanted = torch.from_numpy(theirs(source, transform.cut(1200, 900, draws), 96)).permute(2, 0, 1).float()
         got = torch.from_numpy(ours(source, transform, draws)).permute(2, 0, 1)
         highest = torch.nn.functional.max_pool2d(wanted, 3, stride=1)
         lowest = -torch.nn.functional.max_pool2d(-wanted, 3, stride=1)
@@ -108,15 +104,10 @@ def test_a_picture_that_is_moved_leaves_the_bound(figure):
 def test_the_figure_in_the_docs_is_what_the_script_draws(figure, tmp_path, capsys):
     figure.main([str(tmp_path / "new.png")])
     said = capsys.readouterr().out
-    assert (
-        "decoded at 1/1: difference 1 at most" in said
-        and "decoded at 1/2" in said
-        and "decoded at 1/4" in said
-    )
+    assert "decoded at 1/1: difference 1 at most" in said and "decoded at 1/2" in said and "decoded at 1/4" in said
     assert figure.PLACE.stat().st_size < 150_000
     new, kept = (
-        np.asarray(Image.open(path).convert("RGB")).astype(int)
-        for path in (tmp_path / "new.png", figure.PLACE)
+        np.asarray(Image.open(path).convert("RGB")).astype(int) for path in (tmp_path / "new.png", figure.PLACE)
     )
     for row, column in itertools.product(range(3), range(3)):
         top = figure.MARGIN + figure.LINE + row * (figure.SIDE + figure.LINE + figure.MARGIN)

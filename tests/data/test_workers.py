@@ -177,9 +177,7 @@ def test_a_data_set_in_memory_starts_no_process():
 
 def test_a_rank_without_samples_to_evaluate_starts_no_process():
     before = children()
-    loader = EvaluationLoader(
-        Numbers(size=5), micro_batch_size=4, share=Share(holder=2, holders=3), workers=2
-    )
+    loader = EvaluationLoader(Numbers(size=5), micro_batch_size=4, share=Share(holder=2, holders=3), workers=2)
     assert list(loader) == [] and children() <= before
 
 
@@ -231,9 +229,7 @@ class OfItsWorker(Numbers):
 
 def test_what_depends_on_the_number_of_the_worker_is_refused_where_there_are_several():
     """Which worker reads a sample follows from how many micro-batches a process has."""
-    with pytest.raises(
-        DataError, match=r"OfItsWorker\[\d+\] gave other values .*asks for the number of its worker"
-    ):
+    with pytest.raises(DataError, match=r"OfItsWorker\[\d+\] gave other values .*asks for the number of its worker"):
         list(loader_of(OfItsWorker(), checks=True))
     assert len(list(loader_of(OfItsWorker(), checks=True, workers=1))) == 16
 

@@ -40,9 +40,7 @@ class DebugClient:
     def send(self, command, **arguments):
         """Sends a request whose answer comes later, such as that of ``attach``; returns its number."""
         number = next(self._numbers)
-        content = json.dumps(
-            {"seq": number, "type": "request", "command": command, "arguments": arguments}
-        ).encode()
+        content = json.dumps({"seq": number, "type": "request", "command": command, "arguments": arguments}).encode()
         self._socket.sendall(b"Content-Length: %d\r\n\r\n" % len(content) + content)
         return number
 

@@ -21,9 +21,7 @@ from lockstep.runtime.heartbeat import read_beat
 pytest.importorskip("debugpy", reason="debugpy is not installed: pip install 'lockstep-train[debug]'")
 
 SCRIPT = Path(__file__).with_name("held_training.py")
-LINE = 1 + SCRIPT.read_text().splitlines().index(
-    "            run.backward(batch, nn.functional.mse_loss)  # stop here"
-)
+LINE = 1 + SCRIPT.read_text().splitlines().index("            run.backward(batch, nn.functional.mse_loss)  # stop here")
 LOOP_LINE = 1 + LOOP.read_text().splitlines().index(
     "            self.heartbeat.samples(np.array([10 * step + self.world.rank]))"
 )
@@ -67,9 +65,7 @@ def test_a_debugger_stops_on_rank_1_of_2_and_the_other_waits_without_a_limit(com
         code, lines = command.end()
     assert code == 0, lines
     assert lines == [line for line in lines if "waits for a debugger" in line]
-    assert sorted(command.stdout.splitlines()) == [
-        f"rank {rank} trained 2 steps, {10 + rank}" for rank in (0, 1)
-    ]
+    assert sorted(command.stdout.splitlines()) == [f"rank {rank} trained 2 steps, {10 + rank}" for rank in (0, 1)]
     command.wait_until_nothing_runs()
 
 
@@ -131,9 +127,7 @@ def test_a_rank_that_torchrun_started_is_debugged_too(command):
         client.request("setBreakpoints", source={"path": str(SCRIPT)}, breakpoints=[])
         client.request("continue", threadId=thread)
         assert command.end()[0] == 0, command.stderr
-    assert sorted(command.stdout.splitlines()) == [
-        f"rank {rank} trained 2 steps, {10 + rank}" for rank in (0, 1)
-    ]
+    assert sorted(command.stdout.splitlines()) == [f"rank {rank} trained 2 steps, {10 + rank}" for rank in (0, 1)]
 
 
 @pytest.mark.slow
@@ -189,6 +183,4 @@ def run_directory(command):
 
 def _wait_until_rank_0_has_waited(command, seconds):
     directory = run_directory(command)
-    wait_until(
-        lambda: time.monotonic() - read_beat(directory, 0).time > seconds, 60, "rank 0 to wait for rank 1"
-    )
+    wait_until(lambda: time.monotonic() - read_beat(directory, 0).time > seconds, 60, "rank 0 to wait for rank 1")

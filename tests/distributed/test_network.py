@@ -55,9 +55,7 @@ def test_loopback_by_its_own_name_says_that_all_is_on_one_machine(names):
 
 @pytest.mark.fault("M7")
 def test_a_host_name_that_leads_to_loopback_is_refused_with_addresses_that_do_not(names):
-    with pytest.raises(
-        ConfigError, match=r"self is 127.0.1.1 on this host.*10.0.0.5 \(eth0\), 192.168.9.5 \(ib0\)"
-    ):
+    with pytest.raises(ConfigError, match=r"self is 127.0.1.1 on this host.*10.0.0.5 \(eth0\), 192.168.9.5 \(ib0\)"):
         interface_of_master("self", 1, KNOWN)
 
 
@@ -107,9 +105,7 @@ def test_an_interface_that_is_not_there_is_refused():
         chosen("eth7", KNOWN[1], KNOWN, {})
 
 
-@pytest.mark.skipif(
-    shutil.which("unshare") is None, reason="unshare makes the network without an interface that is up"
-)
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="unshare makes the network without an interface that is up")
 def test_a_loopback_interface_that_is_down_is_refused_in_a_sentence():
     """As in a new network namespace: it was gloo's "enforce fail ... Unable to find address for: lo"."""
     require_loopback(LOOPBACK)

@@ -119,10 +119,7 @@ def test_a_program_may_open_one_group_after_another(scheme, tmp_path):
 
 
 def test_membership_is_told_to_the_supervisor(tmp_path):
-    assert (
-        run_ranks(joined_then_finished, 2, str(tmp_path))
-        == [[Membership.JOINED.name, Membership.FINISHED.name]] * 2
-    )
+    assert run_ranks(joined_then_finished, 2, str(tmp_path)) == [[Membership.JOINED.name, Membership.FINISHED.name]] * 2
 
 
 def lonely(tmp_path, rank=0, run_id="one"):
@@ -173,9 +170,7 @@ def test_a_port_that_is_taken_is_a_sentence():
         other.listen()
         port = other.getsockname()[1]
         world = World(world_size=2, local_world_size=2, rendezvous=f"tcp://127.0.0.1:{port}")
-        with pytest.raises(
-            ConfigError, match=rf"cannot listen on 127\.0\.0\.1:{port}: Address already in use"
-        ):
+        with pytest.raises(ConfigError, match=rf"cannot listen on 127\.0\.0\.1:{port}: Address already in use"):
             open_store(world, 1.0)
 
 

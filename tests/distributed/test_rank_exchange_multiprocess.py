@@ -41,9 +41,7 @@ def exchanges(world, shared):
                 row = row_of(world.rank, length, dtype)
                 wanted = torch.stack([row_of(rank, length, dtype) for rank in range(world.world_size)])
                 right.append(torch.equal(exchange.all_gather(row), wanted))
-                given = torch.stack(
-                    [row_of(world.rank * 10 + to, length, dtype) for to in range(world.world_size)]
-                )
+                given = torch.stack([row_of(world.rank * 10 + to, length, dtype) for to in range(world.world_size)])
                 wanted = torch.stack(
                     [row_of(rank * 10 + world.rank, length, dtype) for rank in range(world.world_size)]
                 )
@@ -77,9 +75,7 @@ def exchanges_parts(world, shared):
         found = exchange.exchange_parts(given, counts)
         wanted = [torch.cat(parts_of(rank, world.rank, counts[world.rank])) for rank in ranks]
         right.append(torch.equal(found, torch.stack(wanted)))
-        exchange.gather_parts(
-            parts_of(world.rank, 0, counts[world.rank]), places if world.rank else [], counts
-        )
+        exchange.gather_parts(parts_of(world.rank, 0, counts[world.rank]), places if world.rank else [], counts)
     exchange.release()
     return all(right)
 
@@ -95,10 +91,7 @@ def begun_anew(world):
     exchange._count = 2**32 - 3
     exchange._written[world.rank]._word.value = 2**32 - 3
     torch.distributed.barrier()  # every rank has set its own
-    found = [
-        exchange.all_gather(torch.tensor([number * 10 + world.rank])).flatten().tolist()
-        for number in range(6)
-    ]
+    found = [exchange.all_gather(torch.tensor([number * 10 + world.rank])).flatten().tolist() for number in range(6)]
     return found, exchange._written[world.rank].value
 
 

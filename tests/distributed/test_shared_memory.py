@@ -25,7 +25,5 @@ def refused(world):
 @pytest.mark.skipif(not is_available(), reason="ranks share memory on x86-64 Linux")
 def test_memory_that_a_limit_refuses_is_an_error_with_the_limits():
     message, _ = run_ranks(refused, 2)
-    assert message.startswith(
-        "Ranks of this host share 1.05 MB of memory, and that was refused: File too large."
-    )
+    assert message.startswith("Ranks of this host share 1.05 MB of memory, and that was refused: File too large.")
     assert "ulimit -f" in message

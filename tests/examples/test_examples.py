@@ -59,9 +59,7 @@ def test_a_stopped_run_ends_like_one_that_never_stopped(tmp_path):
 
 @pytest.mark.slow
 def test_pretrained_weights_load_but_for_the_head_and_the_rest_is_frozen(tmp_path):
-    output = run(
-        (*LOCKSTEP, "cpu:2"), "04_pretrained_and_frozen.py", "--weights", tmp_path / "five.safetensors"
-    )
+    output = run((*LOCKSTEP, "cpu:2"), "04_pretrained_and_frozen.py", "--weights", tmp_path / "five.safetensors")
     assert "14.weight" in output.partition("trained:")[0]
     assert "trained: 11.weight, 11.bias, 14.weight, 14.bias" in output
     assert number(output) > 0.9

@@ -86,9 +86,7 @@ def test_every_metric_has_a_panel_for_epochs_and_one_for_time_and_every_run_a_cu
 
 
 def test_a_lower_loss_is_drawn_lower_and_later_points_further_right(tmp_path):
-    curve = next(
-        shape for shape in chart(read_logs([write(tmp_path / "a")])).shapes if isinstance(shape, Curve)
-    )
+    curve = next(shape for shape in chart(read_logs([write(tmp_path / "a")])).shapes if isinstance(shape, Curve))
     assert [x for x, _ in curve.points] == sorted(x for x, _ in curve.points)
     assert [y for _, y in curve.points] == sorted(y for _, y in curve.points)
 

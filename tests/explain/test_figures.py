@@ -13,9 +13,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 @pytest.mark.parametrize("name", figures())
 def test_the_figure_in_the_docs_is_the_one_that_is_written(name):
-    assert (DOCS / "figures" / name).read_text(encoding="utf-8") == figures()[name], (
-        "write them anew: make figures"
-    )
+    assert (DOCS / "figures" / name).read_text(encoding="utf-8") == figures()[name], "write them anew: make figures"
 
 
 @pytest.mark.slow

@@ -46,9 +46,7 @@ def test_a_schedule_that_does_not_fit_is_left_out_with_the_reason():
 def test_long_timelines_go_on_below_and_very_long_ones_end_with_a_word():
     short = pipeline_text(explain_pipeline(stages=4, micro_batches=8, schedules=("1f1b",))).splitlines()
     assert short[7] == "from unit 17 of 33:"
-    whole = (
-        "F0 F1 F2 F3 .. .. .. .. .. .. B0 -- F4 B1 -- F5 B2 -- F6 B3 -- F7 B4 -- .. B5 -- .. B6 -- .. B7 --"
-    )
+    whole = "F0 F1 F2 F3 .. .. .. .. .. .. B0 -- F4 B1 -- F5 B2 -- F6 B3 -- F7 B4 -- .. B5 -- .. B6 -- .. B7 --"
     assert " ".join(short[number].removeprefix("rank 0  ") for number in (3, 8)) == whole
     long = pipeline_text(explain_pipeline(stages=16, micro_batches=64))
     assert max(map(len, long.splitlines())) <= 100

@@ -26,9 +26,7 @@ def trained(tmp_path_factory):
     """A run of one epoch on the digits, and what it printed."""
     home = tmp_path_factory.mktemp("report")
     words = ["train", "digits", "--epochs", "1", "--devices", "cpu:1", "--set", "log.tensorboard=false"]
-    done = subprocess.run(
-        [*LOCKSTEP, *words], cwd=home, capture_output=True, text=True, timeout=170, check=True
-    )
+    done = subprocess.run([*LOCKSTEP, *words], cwd=home, capture_output=True, text=True, timeout=170, check=True)
     return home / "runs" / "digits-001", done.stdout
 
 
@@ -53,9 +51,7 @@ def test_the_page_has_what_the_run_printed_and_recorded(trained):
     assert f"<code>{fingerprint}</code>" in text
     assert f"<pre>{proof}</pre>" in text
     last = json.loads((folder / "log.jsonl").read_text().splitlines()[-1])
-    right, of, percent = re.search(
-        r"weights: ([\d,]+) of ([\d,]+) samples are correct \((\S+) %\)", text
-    ).groups()
+    right, of, percent = re.search(r"weights: ([\d,]+) of ([\d,]+) samples are correct \((\S+) %\)", text).groups()
     assert int(of) == len(Digits("validation"))
     assert int(right) == round(last["validation_accuracy"] * int(of))
     assert f"The last evaluation in the log, after {last['step']} steps, has {percent} %." in text

@@ -20,9 +20,7 @@ def read(scheme):
 
 
 def test_eleven_samples_on_two_ranks_are_drawn_as_in_the_notes():
-    assert samples_text(explain_samples()).splitlines()[2:7] + samples_text(explain_samples()).splitlines()[
-        11:15
-    ] == [
+    assert samples_text(explain_samples()).splitlines()[2:7] + samples_text(explain_samples()).splitlines()[11:15] == [
         "torch's DistributedSampler + DataLoader",
         "        step 0  step 1  step 2",
         "rank 0  0 2     4 6     8 10",
@@ -50,9 +48,7 @@ def test_the_classic_half_is_what_torchs_sampler_gives(ranks, batch, samples):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 6])
 def test_our_half_is_the_sample_plan_on_any_number_of_ranks(ranks):
-    facts = explain_samples(
-        samples=40, ranks=ranks, batch=12 // ranks, micro_batches=6, shuffle=True, seed=1, epoch=2
-    )
+    facts = explain_samples(samples=40, ranks=ranks, batch=12 // ranks, micro_batches=6, shuffle=True, seed=1, epoch=2)
     plan = SamplePlan(samples=40, shape=BatchShape(global_batch=12, micro_batches=6), seed=1)
     steps = [plan.step(2, position) for position in range(4)]
     assert read(facts.ours) == [[int(i) for part in step.indices for i in part] for step in steps]

@@ -92,6 +92,4 @@ def test_a_trace_of_another_program_is_named(tmp_path, event):
 def test_the_figure_of_the_docs_is_drawn_from_the_timeline_beside_it():
     figures = Path(__file__).parents[2] / "docs" / "figures"
     drawn = timeline_svg(explain_timeline(figures / "timeline.json"))
-    assert (figures / "timeline.svg").read_text(encoding="utf-8") == drawn, (
-        "draw it anew: see docs/profile.md"
-    )
+    assert (figures / "timeline.svg").read_text(encoding="utf-8") == drawn, "draw it anew: see docs/profile.md"

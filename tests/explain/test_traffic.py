@@ -47,16 +47,12 @@ def test_the_messages_of_a_ring_are_those_of_its_rounds():
         ]
 
 
-@pytest.mark.parametrize(
-    "ranks, servers, k", [(1, 1, 8), (2, 2, 8), (3, 1, 8), (3, 2, 7), (4, 2, 8), (4, 1, 6)]
-)
+@pytest.mark.parametrize("ranks, servers, k", [(1, 1, 8), (2, 2, 8), (3, 1, 8), (3, 2, 7), (4, 2, 8), (4, 1, 6)])
 def test_the_bytes_are_the_sum_of_the_messages(ranks, servers, k):
     for way in ways(ranks=ranks, servers=servers, micro_batches=k, parameters=1200).values():
         for number in range(len(way.ends)):
             assert way.sent[number] == sum(m.bytes for m in messages(way) if m.sender == number), way.name
-            assert way.received[number] == sum(m.bytes for m in messages(way) if m.receiver == number), (
-                way.name
-            )
+            assert way.received[number] == sum(m.bytes for m in messages(way) if m.receiver == number), way.name
 
 
 @pytest.mark.parametrize("ranks, k, parameters", [(2, 8, 1000), (3, 8, 1001), (5, 13, 77), (6, 6, 5)])

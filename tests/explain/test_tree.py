@@ -45,9 +45,7 @@ def test_a_branch_belongs_to_the_rank_that_has_all_its_micro_batches():
     for leaves, ranks in SMALL:
         facts = explain_tree(micro_batches=leaves, ranks=ranks)
         for branch in branches(facts.root):
-            owners = [
-                h.rank for h in facts.holders if h.start <= branch.node.start and branch.node.stop <= h.stop
-            ]
+            owners = [h.rank for h in facts.holders if h.start <= branch.node.start and branch.node.stop <= h.stop]
             assert branch.rank == (owners[0] if owners else None)
             assert branch.handed_over == any(branch.node in holder.nodes for holder in facts.holders)
 

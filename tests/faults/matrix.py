@@ -105,9 +105,7 @@ SECTIONS = {
         Row("P16", "a script forgets destroy_process_group", "a good run exits with 0, every time"),
     ),
     "Start and configuration": (
-        Row(
-            "S1", "a process never arrives", "after the limit (60 s) every rank ends and names who is missing"
-        ),
+        Row("S1", "a process never arrives", "after the limit (60 s) every rank ends and names who is missing"),
         Row(
             "S2",
             "the rendezvous address cannot be resolved or reached",
@@ -129,9 +127,7 @@ SECTIONS = {
             "what differs is listed by rank on every rank before the first step; exit code 2",
             open="of installed packages but Lockstep the files are not compared",
         ),
-        Row(
-            "S6", "an unknown setting or option", "refused with the nearest known one before a process starts"
-        ),
+        Row("S6", "an unknown setting or option", "refused with the nearest known one before a process starts"),
         Row(
             "S7",
             "several mistakes in one job file",
@@ -153,9 +149,7 @@ SECTIONS = {
             open="what a script gives to collectives that it calls itself is not checked, and torch mixes dtypes "
             "silently",
         ),
-        Row(
-            "C4", "ranks sum in another order or by another operation", "replicas are compared every n steps"
-        ),
+        Row("C4", "ranks sum in another order or by another operation", "replicas are compared every n steps"),
         Row(
             "C5",
             "ranks hold different models",
@@ -228,9 +222,7 @@ SECTIONS = {
         Row("K7", "a pickle in place of a checkpoint's file", "nothing is unpickled, so nothing runs"),
         Row("K8", "a checkpoint that names files elsewhere, or is a link", "refused"),
         Row("K9", "stopped at any step, also at the end of an epoch", "no sample is repeated or skipped"),
-        Row(
-            "K10", "saving hangs on one rank", "its own, longer limit; the report names rank, phase and line"
-        ),
+        Row("K10", "saving hangs on one rank", "its own, longer limit; the report names rank, phase and line"),
     ),
     "Data and numbers": (
         Row(

@@ -29,17 +29,9 @@ def pickles(source):
             continue
         called = ast.unparse(node.func)
         name = called.rpartition(".")[2]
-        careful = any(
-            word.arg == "weights_only" and ast.unparse(word.value) == "True" for word in node.keywords
-        )
-        careless = any(
-            word.arg == "allow_pickle" and ast.unparse(word.value) != "False" for word in node.keywords
-        )
-        unpickles = (
-            careless
-            or called in ("pickle.load", "pickle.loads")
-            or ("Unpickler" in called and name == "load")
-        )
+        careful = any(word.arg == "weights_only" and ast.unparse(word.value) == "True" for word in node.keywords)
+        careless = any(word.arg == "allow_pickle" and ast.unparse(word.value) != "False" for word in node.keywords)
+        unpickles = careless or called in ("pickle.load", "pickle.loads") or ("Unpickler" in called and name == "load")
         if unpickles or name in FORBIDDEN or (called == "torch.load" and not careful):
             yield node.lineno, called
 

@@ -70,9 +70,7 @@ def test_a_long_evaluation_is_left_within_seconds_and_done_again(command, tmp_pa
     one = Command(tmp_path / "undisturbed")
     assert one.start(LONG_EVALUATION, one.folder, devices="cpu:1").end() == (0, [])
     code, lines = command.start(LONG_EVALUATION, command.folder, "slow", devices="cpu:4").end()
-    assert time.monotonic() - float((command.folder / "disturbed").read_text()) < 8, (
-        "the evaluation takes 20 s"
-    )
+    assert time.monotonic() - float((command.folder / "disturbed").read_text()) < 8, "the evaluation takes 20 s"
     assert (code, lines) == (
         75,
         [SAVED.format(command.folder / "run/step-00000040"), PREEMPTED.format(4, 40)],

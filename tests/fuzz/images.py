@@ -125,9 +125,7 @@ class Attempt:
     def _photo(self, folder, name, content, rng):
         (folder / "a").mkdir()
         (folder / "a" / name).write_bytes(content)
-        pictures, labels = SampleReader(ImageFolder(folder, transform=CenterCrop(SIZE)), seed=0).read(
-            0, FIRST
-        )
+        pictures, labels = SampleReader(ImageFolder(folder, transform=CenterCrop(SIZE)), seed=0).read(0, FIRST)
         assert pictures.shape == (1, 3, SIZE, SIZE) and labels.tolist() == [0]
         return "a photo"
 

@@ -95,9 +95,7 @@ class Attempt:
         runs.write_note(folder / "run", "some-run", ["lockstep", "run"], folder, 1)
         self._note = json.loads((folder / "run" / "run.json").read_text())
         digest = GradientDigest.of({"fc.weight": "a" * 64, "fc.bias": "b" * 64})
-        of_step = GradientRecord(
-            step=7, loss="0x1p0", norm=2.0, gradient=digest, micro_batches={0: digest, 3: digest}
-        )
+        of_step = GradientRecord(step=7, loss="0x1p0", norm=2.0, gradient=digest, micro_batches={0: digest, 3: digest})
         self._gradients = json.loads(of_step.to_json())
         self._start = start(0).as_table()
 

@@ -13,9 +13,7 @@ pytestmark = pytest.mark.timeout(1800)
 
 
 def held(explored, *wanted):
-    assert not explored.findings, "\n".join(
-        f"round {number}: {what}" for number, what in explored.findings[:5]
-    )
+    assert not explored.findings, "\n".join(f"round {number}: {what}" for number, what in explored.findings[:5])
     missing = [outcome for outcome in ("refused", *wanted) if not explored.outcomes[outcome]]
     assert not missing, f"no round came to {missing}: {explored.outcomes}"
 

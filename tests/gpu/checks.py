@@ -82,9 +82,7 @@ def _train(kit: Kit, layout: str, model: str, seconds: float = 240.0, **options:
     devices = int(layout.split()[1].rstrip(",")) if strategy in ("dp", "layers") else ranks
     devices *= devices_per_process(own.get("mesh", ""))
     shared = _environment(kit, devices)
-    return kit.machine.run(
-        tasks.train_with, ranks, shared, model, strategy, {**own, **options}, timeout=seconds
-    )
+    return kit.machine.run(tasks.train_with, ranks, shared, model, strategy, {**own, **options}, timeout=seconds)
 
 
 def describe(kit: Kit) -> None:
@@ -92,9 +90,7 @@ def describe(kit: Kit) -> None:
     kit.about |= kit.machine.run(tasks.versions, 1)[0]
     if kit.simulated or not shutil.which("nvidia-smi"):
         return
-    asked = (
-        "--query-gpu=name,driver_version,memory.total,mig.mode.current,compute_mode,clocks.max.sm,power.limit"
-    )
+    asked = "--query-gpu=name,driver_version,memory.total,mig.mode.current,compute_mode,clocks.max.sm,power.limit"
     command = ["nvidia-smi", asked, "--format=csv,noheader"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=30.0)
@@ -238,18 +234,14 @@ def bits(kit: Kit) -> Iterator[Check]:
             ):
                 shared = _environment(kit, ranks)
                 arguments = (strategy, {}, steps, parts, "auto")
-                ((found, _), *_) = kit.machine.run(
-                    tasks.saving_with, ranks, shared, *arguments, timeout=240.0
-                )
+                ((found, _), *_) = kit.machine.run(tasks.saving_with, ranks, shared, *arguments, timeout=240.0)
         return found[:12], _verdict(found == expected)
 
     def on_the_gpu() -> tuple[str, str]:
         found = set(kit.machine.run(tasks.fed_with, 1, {}, "single", "host"))
         for place in ("device", "made there"):
             for ranks, strategy in ((1, "single"), (2, "ddp")):
-                found |= set(
-                    kit.machine.run(tasks.fed_with, ranks, _environment(kit, ranks), strategy, place)
-                )
+                found |= set(kit.machine.run(tasks.fed_with, ranks, _environment(kit, ranks), strategy, place))
         return f"{len(found)} found", _verdict(len(found) == 1)
 
     def together() -> tuple[str, str]:
@@ -352,9 +344,7 @@ def _trains_fused(kit: Kit, refused: list[str]) -> tuple[str, str]:
     if refused:
         raise Skip(refused[0])
     (expected,) = _train(kit, "single", "resnet18")
-    found = kit.machine.run(
-        tasks.train_with, 2, _fused_environment(kit, 2), "resnet18", "ddp", {}, timeout=240.0
-    )
+    found = kit.machine.run(tasks.train_with, 2, _fused_environment(kit, 2), "resnet18", "ddp", {}, timeout=240.0)
     equal = all(each.fingerprint == expected.fingerprint for each in found)
     return "equal" if equal else "not equal", _verdict(equal)
 
@@ -440,9 +430,7 @@ def waits_and_races(kit: Kit) -> Iterator[Check]:
         yield f"set_sync_debug_mode: {layout}", "0 waits in a step", partial(waits, layout)
 
     def workers() -> tuple[str, str]:
-        (inline,), (read,) = (
-            kit.machine.run(tasks.read_by_workers, 1, each, timeout=240.0) for each in (0, 3)
-        )
+        (inline,), (read,) = (kit.machine.run(tasks.read_by_workers, 1, each, timeout=240.0) for each in (0, 3))
         return ("equal" if read == inline else "not equal"), _verdict(read == inline)
 
     yield "batches of loader workers, and of none", "0 waits, one fingerprint", workers

@@ -170,9 +170,7 @@ def _cut(padded: Tensor, places: Tensor) -> Tensor:
     ]
 
 
-def lockstep(
-    world: Any, path: str, batch: int, epochs: int, width: int, compiled: bool, workers: int
-) -> Found:
+def lockstep(world: Any, path: str, batch: int, epochs: int, width: int, compiled: bool, workers: int) -> Found:
     """The loop of Lockstep: processes cut and mirror by the key of each sample."""
     training, validation = datasets(path)
     torch.manual_seed(0)

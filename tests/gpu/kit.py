@@ -33,9 +33,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-_NEEDED = {"PIL": "pillow"} | {
-    name: name for name in ("torch", "numpy", "safetensors", "tqdm", "psutil", "filelock")
-}
+_NEEDED = {"PIL": "pillow"} | {name: name for name in ("torch", "numpy", "safetensors", "tqdm", "psutil", "filelock")}
 """Packages by the names of their modules."""
 
 
@@ -46,9 +44,7 @@ def _require_packages() -> None:
             "PYTHON=/path/to/python), or install into this one what is missing; the kit installs nothing."
         )
     if tuple(map(int, version("torch").split(".")[:2])) < (2, 8):
-        sys.exit(
-            f"{sys.executable} has torch {version('torch')}; Lockstep needs 2.8 or newer. Name another Python."
-        )
+        sys.exit(f"{sys.executable} has torch {version('torch')}; Lockstep needs 2.8 or newer. Name another Python.")
 
 
 if __name__ == "__main__":
@@ -141,9 +137,7 @@ class Kit:
             for running in [pool.submit(self._check, part, end, *each) for each in chosen]:
                 running.result()
 
-    def _check(
-        self, part: str, end: float, name: str, expected: str, check: Callable[[], tuple[str, str]]
-    ) -> None:
+    def _check(self, part: str, end: float, name: str, expected: str, check: Callable[[], tuple[str, str]]) -> None:
         began, details = time.monotonic(), ""
         if began > end:
             self._add(Row(part, name, expected, _OVER, "skipped", 0.0))
@@ -185,9 +179,7 @@ Check = tuple[str, str, Callable[[], tuple[str, str]]]
 
 def main() -> int:
     """Runs the kit; the exit status is 1 where a check was not met."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default="abcdefg", help="which parts, in which order")
     parser.add_argument("--simulated", action="store_true", help="on simulated devices")
     parser.add_argument("--seconds", type=float, default=510.0, help="of each part")

@@ -110,9 +110,7 @@ def connect(world: Any, shared: dict[str, str]) -> float:
         return float(value)
 
 
-def without_waits(
-    world: Any, shared: dict[str, str], strategy: str, options: dict[str, Any], plant: str = ""
-) -> bool:
+def without_waits(world: Any, shared: dict[str, str], strategy: str, options: dict[str, Any], plant: str = "") -> bool:
     """Trains 20 steps, reading of batches included, in which a wait of the host for the device raises.
 
     Args:
@@ -337,9 +335,7 @@ def step_times(
     """
     own_loop, data = _lockstep_loop(world, model, batch, micro_batches, compiled)
     loops = [(own_loop, True)]
-    loops += [
-        (_plain_loop(model, data, batch, bool(compiled)), deterministic) for deterministic in (False, True)
-    ]
+    loops += [(_plain_loop(model, data, batch, bool(compiled)), deterministic) for deterministic in (False, True)]
     found: list[list[float]] = [[] for _ in loops]
     for turn in range(4):  # the first is not counted
         for (loop, deterministic), times in zip(loops, found):
@@ -405,9 +401,7 @@ def _plain_loop(name: str, data: Any, batch: int, compiled: bool) -> Any:
     # One epoch without end, and a batch in one call: neither new epochs nor collating hold up this loop.
     drawn = torch.utils.data.RandomSampler(data, replacement=True, num_samples=10**6 * batch)
     batches = torch.utils.data.BatchSampler(drawn, batch, drop_last=True)
-    loader = torch.utils.data.DataLoader(
-        data, batch_size=None, sampler=batches, pin_memory=True, num_workers=workers
-    )
+    loader = torch.utils.data.DataLoader(data, batch_size=None, sampler=batches, pin_memory=True, num_workers=workers)
 
     def steps() -> Any:
         for inputs, labels in loader:
@@ -459,9 +453,7 @@ def idle_share(spans: Sequence[TraceSpan]) -> float:
     return idle / max(1, busy_until - begin)
 
 
-def photo_rate(
-    world: Any, photos: int, copies: int, batch: int, workers: int, seconds: float
-) -> tuple[float, int]:
+def photo_rate(world: Any, photos: int, copies: int, batch: int, workers: int, seconds: float) -> tuple[float, int]:
     """Photos of 500 x 375 that reach the device in a second, cut to 224 x 224 and mirrored; bytes of one file.
 
     Each photo is there under several names, so that an epoch has more batches than workers read ahead.
@@ -491,9 +483,7 @@ def _write_photos(folder: Path, photos: int, copies: int) -> int:
     sizes = []
     for number in range(photos):
         coarse = generator.integers(256, size=(24, 32, 3), dtype=numpy.uint8)
-        smooth = numpy.asarray(
-            Image.fromarray(coarse).resize((500, 375), Image.Resampling.BICUBIC), numpy.int16
-        )
+        smooth = numpy.asarray(Image.fromarray(coarse).resize((500, 375), Image.Resampling.BICUBIC), numpy.int16)
         noisy = numpy.clip(smooth + generator.normal(0, 8, smooth.shape), 0, 255).astype(numpy.uint8)
         path = folder / f"class{number % 2}" / f"{number}.jpg"
         path.parent.mkdir(exist_ok=True)
@@ -635,7 +625,5 @@ def left_memory(world: Any, shared: dict[str, str], *arguments: Any) -> int:
     before = torch.cuda.memory_allocated()
     train(world, *arguments)
     gc.collect()
-    getattr(
-        torch._C, "_cuda_clearCublasWorkspaces", lambda: None
-    )()  # up to 32 MB for each stream, kept for the next
+    getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()  # up to 32 MB for each stream, kept for the next
     return torch.cuda.memory_allocated() - before

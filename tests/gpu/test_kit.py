@@ -39,9 +39,7 @@ def test_a_python_without_what_the_kit_needs_is_told_which_packages():
     command = [sys.executable, "-S", "-m", "tests.gpu.kit"]  # without site-packages
     done = subprocess.run(command, cwd=ROOT, env={}, capture_output=True, text=True)
     assert done.returncode == 1
-    assert (
-        "has no pillow, torch, numpy, safetensors, tqdm, psutil, filelock, which the kit needs" in done.stderr
-    )
+    assert "has no pillow, torch, numpy, safetensors, tqdm, psutil, filelock, which the kit needs" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -51,9 +49,7 @@ def test_no_wait_of_the_host_in_twenty_steps_and_one_on_purpose_is_found(machine
 
 @pytest.mark.slow
 def test_a_wait_in_lockstep_itself_is_found(machine):
-    with pytest.raises(
-        RuntimeError, match="synchronizing CUDA operation: copy to the device, pageable in lockstep/"
-    ):
+    with pytest.raises(RuntimeError, match="synchronizing CUDA operation: copy to the device, pageable in lockstep/"):
         machine.run(without_waits, 1, {}, "single", {}, "no pinned memory")
 
 
@@ -62,9 +58,7 @@ def test_all_parts_together_end_in_time_and_what_failed_says_where(machine, tmp_
     """Part b alone takes longer; the reason of a row that is not met is in the file too."""
     command = [sys.executable, "-m", "tests.gpu.kit", "--simulated", "--parts", "bc", "--within", "60"]
     began = time.monotonic()
-    subprocess.run(
-        [*command, "--out", str(tmp_path / "gpu.json")], cwd=ROOT, capture_output=True, timeout=170
-    )
+    subprocess.run([*command, "--out", str(tmp_path / "gpu.json")], cwd=ROOT, capture_output=True, timeout=170)
     assert time.monotonic() - began < 110
     content = json.loads((tmp_path / "gpu.json").read_text())
     assert content["about"]["device"] == "Simulated CUDA"
@@ -138,10 +132,7 @@ def test_a_check_is_not_waited_for_beyond_the_time_of_its_part(machine):
 
 
 def test_the_idle_share_counts_what_no_span_covers():
-    spans = [
-        TraceSpan("stream 7", "kernel", *times)
-        for times in ((10, 30), (0, 10), (40, 60), (45, 50), (90, 100))
-    ]
+    spans = [TraceSpan("stream 7", "kernel", *times) for times in ((10, 30), (0, 10), (40, 60), (45, 50), (90, 100))]
     assert idle_share(spans) == (10 + 30) / 100
 
 

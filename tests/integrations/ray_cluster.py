@@ -97,9 +97,7 @@ class Fit:
         starts = []
         record = self.folder / "job.json"
         if record.exists():
-            starts = [
-                (each["step"], len(each["shares"])) for each in json.loads(record.read_text())["starts"]
-            ]
+            starts = [(each["step"], len(each["shares"])) for each in json.loads(record.read_text())["starts"]]
         return {
             "value": None if self.result is None else self.result.return_value,
             "metrics": None if self.result is None else self.result.metrics,
@@ -190,9 +188,7 @@ def remote(folder, workers):
     nodes = Nodes(int(workers))
     storage = PyFileSystem(FSSpecHandler(fsspec.filesystem("file")))
     for epochs in (1, 2):
-        yield fit(
-            "digits", folder, int(workers), settings=[f"training.epochs={epochs}"], filesystem=storage
-        ).end()
+        yield fit("digits", folder, int(workers), settings=[f"training.epochs={epochs}"], filesystem=storage).end()
     nodes.close()
 
 

@@ -262,9 +262,7 @@ def times_ranks(number, model, optimizer, x, loss, accelerator):
 
 
 def asking(world):
-    with pytest.raises(
-        ConfigError, match=r"all_reduce is called in the loop's body \(test_accelerate.py:\d+\)"
-    ):
+    with pytest.raises(ConfigError, match=r"all_reduce is called in the loop's body \(test_accelerate.py:\d+\)"):
         body_that(sums_over_ranks)
 
 
@@ -350,9 +348,7 @@ def taken_by_next(world, counts_steps):
         return accelerator.run.fingerprint()
     with pytest.raises(ConfigError, match="in the middle of an optimizer step, of which they have"):
         accelerator.run.fingerprint()
-    with pytest.raises(
-        ConfigError, match=r"left before its end, by break or next\(\), and in the middle of an"
-    ):
+    with pytest.raises(ConfigError, match=r"left before its end, by break or next\(\), and in the middle of an"):
         accelerator.end_training()
     return ""
 
@@ -419,9 +415,7 @@ def validating_by_next(world):
     accelerator = Accelerator(global_batch=12, micro_batches=4, checks="off")
     model, optimizer, loader, held_out = accelerator.prepare(model, optimizer, loader, parts()[3])
     batches = (batch for _ in range(9) for batch in held_out)
-    with pytest.raises(
-        ConfigError, match=r"opens another loop: take it by next\(iter\(loader\)\), which ends at once"
-    ):
+    with pytest.raises(ConfigError, match=r"opens another loop: take it by next\(iter\(loader\)\), which ends at once"):
         for number, (x, _y) in enumerate(loader):
             accelerator.backward(model(x).mean())
             with torch.no_grad():

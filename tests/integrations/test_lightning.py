@@ -33,9 +33,7 @@ class Classifier(lightning.LightningModule):
     def validation_step(self, batch, batch_idx):
         x, y = batch
         output = self.layers(x)
-        self.log_dict(
-            {"loss": F.cross_entropy(output, y), "accuracy": (output.argmax(1) == y).float().mean()}
-        )
+        self.log_dict({"loss": F.cross_entropy(output, y), "accuracy": (output.argmax(1) == y).float().mean()})
 
     def on_validation_epoch_end(self):
         self.epochs.append((self.current_epoch, self.trainer.is_global_zero))
@@ -397,9 +395,7 @@ class Noting(lightning.LightningModule):
     def on_train_epoch_end(self):
         numbers = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
         rate = self.trainer.optimizers[0].param_groups[0]["lr"]
-        self.noted.append(
-            numbers | {"rate": rate, "step": self.trainer.global_step, "at": self.trainer.current_epoch}
-        )
+        self.noted.append(numbers | {"rate": rate, "step": self.trainer.global_step, "at": self.trainer.current_epoch})
 
     def configure_optimizers(self):
         trained = self.layer[1] if self.is_partly else self
@@ -489,9 +485,7 @@ def test_what_a_validation_leaves_in_the_module_is_told_to_be_of_this_process():
     answers = {ranks: run_ranks(collected, ranks, True) for ranks in (1, 2)}
     assert answers[1][0][0] == [] and answers[2][1][0] == []
     (warning,) = answers[2][0][0]
-    assert warning.startswith(
-        "validation_step changes the attribute 'found' of the model. Each process evaluates a"
-    )
+    assert warning.startswith("validation_step changes the attribute 'found' of the model. Each process evaluates a")
     assert "Log means in the step" in warning
     assert len({number for found in answers.values() for _, number in found}) == 1
     assert run_ranks(collected, 2, False)[0][0] == []

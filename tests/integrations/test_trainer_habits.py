@@ -70,9 +70,7 @@ def tokenizer():
 
 def texts(count):
     random = np.random.default_rng(0)
-    return [
-        " ".join(f"w{word}" for word in random.integers(0, 30, random.integers(4, 12))) for _ in range(count)
-    ]
+    return [" ".join(f"w{word}" for word in random.integers(0, 30, random.integers(4, 12))) for _ in range(count)]
 
 
 def translated(world, folder, whose):
@@ -232,9 +230,7 @@ def classified(world, folder, whose):
         attn_pdrop=0.0,
     )
     model, words = transformers.GPT2ForSequenceClassification(config), tokenizer()
-    rows = [
-        {"input_ids": words(text)["input_ids"], "labels": number % 3} for number, text in enumerate(texts(8))
-    ]
+    rows = [{"input_ids": words(text)["input_ids"], "labels": number % 3} for number, text in enumerate(texts(8))]
     trainer = trainer_of(
         *(run, folder),
         model=model,

@@ -221,9 +221,7 @@ def mean_of_its_own(world, folder, micro_batches):
     trainer.train()
     with torch.no_grad():
         rows = torch.stack([row["input_ids"] for row in data])
-        expected = torch.nn.functional.cross_entropy(
-            model(rows).logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten()
-        )
+        expected = torch.nn.functional.cross_entropy(model(rows).logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten())
     entry = trainer.state.log_history[0]
     padded = [
         {**row, "labels": torch.where(torch.arange(len(row["labels"])) < 2 + i, row["labels"], -100)}
@@ -422,9 +420,7 @@ class TwoOutputs(torch.nn.Module):
         if first is not None:
             loss = torch.nn.functional.cross_entropy(start, first)
             loss = loss + torch.nn.functional.cross_entropy(end, second)
-        return (
-            {"loss": loss, "start": start, "end": end} if loss is not None else {"start": start, "end": end}
-        )
+        return {"loss": loss, "start": start, "end": end} if loss is not None else {"start": start, "end": end}
 
 
 def several(world, folder):
@@ -445,9 +441,7 @@ def several(world, folder):
         for one, other in zip(found.predictions, (start, end), strict=True):
             assert torch.allclose(torch.from_numpy(one), other, atol=1e-6)
     assert alone.label_ids is None and alone.metrics == {}
-    assert [each.tolist() for each in both.label_ids] == [
-        [row[n] for row in rows] for n in ("first", "second")
-    ]
+    assert [each.tolist() for each in both.label_ids] == [[row[n] for row in rows] for n in ("first", "second")]
     first, second = (torch.from_numpy(each) for each in both.label_ids)
     by_hand = sum(torch.nn.functional.cross_entropy(a, b) for a, b in ((start, first), (end, second)))
     assert both.metrics["test_loss"] == pytest.approx(float(by_hand), rel=1e-6)

@@ -88,9 +88,7 @@ def handle(reason=StopReason.NONE):
 def test_a_set_of_photos_is_found_within_others(photos, tmp_path):
     inner = ImageFolder(photos, transform=RandomResizedCrop(16))
     run, marks = handle()
-    use_image_cache(
-        Subset(Mixed(Subset(inner, range(20)), 2), range(9)), "data.train", config(str(tmp_path)), run
-    )
+    use_image_cache(Subset(Mixed(Subset(inner, range(20)), 2), range(9)), "data.train", config(str(tmp_path)), run)
     assert inner.cache.file.parent == tmp_path and set(marks) == {"prepare"}
 
 
@@ -122,9 +120,7 @@ def test_photos_in_shards_are_kept_and_shards_without_photos_are_refused(photos,
     inner = TarShards(tmp_path / "one.tar", transform=RandomResizedCrop(16))
     use_image_cache(inner, "data.train", config(str(tmp_path / "kept")), handle()[0])
     assert inner.cache.file.parent == tmp_path / "kept"
-    refusal = (
-        r"for data\.train it cannot be: TarShards cannot cache decoded photos, because its transform is None"
-    )
+    refusal = r"for data\.train it cannot be: TarShards cannot cache decoded photos, because its transform is None"
     with pytest.raises(ConfigError, match=refusal):
         use_image_cache(TarShards(tmp_path / "one.tar"), "data.train", config(True), handle()[0])
 
@@ -137,10 +133,7 @@ def test_a_job_that_is_evaluated_on_other_class_folders_is_refused(photos, tmp_p
     validation = f'"{tmp_path}/others"\nsplit = "all"'
     (tmp_path / "job.toml").write_text(JOB.replace('"{data}"\nsplit = "validation"', validation))
     assert main(["train", "job.toml", "--data", str(photos), "--devices", "cpu:1"]) == 2
-    assert (
-        "Label 0 is 'a' in the data set that is trained on, which has 2 classes, and 'b'"
-        in capfd.readouterr().err
-    )
+    assert "Label 0 is 'a' in the data set that is trained on, which has 2 classes, and 'b'" in capfd.readouterr().err
 
 
 TABLES = """\
@@ -205,15 +198,11 @@ def test_scores_without_a_class_are_told(caplog):
 
 def test_a_run_that_is_asked_to_stop_stops_decoding(photos, tmp_path):
     with pytest.raises(Stopped):
-        use_image_cache(
-            ImageFolder(photos), "data.train", config(str(tmp_path)), handle(StopReason.PREEMPTED)[0]
-        )
+        use_image_cache(ImageFolder(photos), "data.train", config(str(tmp_path)), handle(StopReason.PREEMPTED)[0])
     assert [path.suffix for path in tmp_path.iterdir() if path.name != "photos"] == [".lock"]
 
 
-@pytest.mark.parametrize(
-    ("text", "cache"), [("true", True), ("false", False), ('"kept"', "kept"), ('""', "")]
-)
+@pytest.mark.parametrize(("text", "cache"), [("true", True), ("false", False), ('"kept"', "kept"), ('""', "")])
 def test_a_folder_in_a_job_file_begins_at_the_file(tmp_path, text, cache):
     path = tmp_path / "job.toml"
     path.write_text(JOB.replace("workers = 1", f"workers = 1\ncache = {text}"))

@@ -189,10 +189,7 @@ def test_a_job_is_what_a_loop_of_torch_would_be_and_goes_on_in_another_layout(jo
 def test_every_strategy_has_the_bits_of_one_device(strategy, job):
     (whole,) = run_ranks(trained, 1, job())
     devices = 1 if strategy in ("layers", "dp") else 2
-    assert (
-        run_ranks(trained, devices, job(f"training.strategy={strategy}", "run.threads=1"))
-        == [whole] * devices
-    )
+    assert run_ranks(trained, devices, job(f"training.strategy={strategy}", "run.threads=1")) == [whole] * devices
 
 
 @pytest.mark.parametrize(

@@ -116,9 +116,7 @@ def test_the_batch_is_that_of_the_step_with_its_augmentation():
 def test_the_sheet_has_a_tile_for_each_picture(flowers):
     pictures = torch.zeros(3, 3, 40, 40, dtype=torch.uint8)
     pictures[1, 0] = 200
-    page = data_report.sheet(
-        [(pictures[:2], torch.tensor([0, 1])), (pictures[2:], torch.tensor([7]))], ["a", "b"]
-    )
+    page = data_report.sheet([(pictures[:2], torch.tensor([0, 1])), (pictures[2:], torch.tensor([7]))], ["a", "b"])
     tile = 40 * 2
     assert page.size == (2 * (tile + 4) + 4, 2 * (tile + 14 + 4) + 4)
     assert page.getpixel((4, 4)) == (0, 0, 0) and page.getpixel((4 + tile + 4 + 5, 9)) == (200, 0, 0)

@@ -80,9 +80,7 @@ def test_arguments_are_checked_before_the_call(component, expected):
 
 
 def test_an_argument_that_lockstep_gives_may_not_be_given_again():
-    assert "is given to textwrap:shorten by Lockstep" in refusal(
-        part("textwrap:shorten", text="a", width=3), "b"
-    )
+    assert "is given to textwrap:shorten by Lockstep" in refusal(part("textwrap:shorten", text="a", width=3), "b")
 
 
 def test_a_module_that_fails_while_it_is_imported_is_told_apart(tmp_path):
@@ -161,9 +159,7 @@ def test_transforms_of_an_image_and_its_label_pass_both_on():
 
 
 def test_lengths_of_the_run_are_filled_into_a_torch_scheduler():
-    asked = part(
-        "torch.optim.lr_scheduler:OneCycleLR", total_steps="{steps}", other=["{epochs}", "{steps_per_epoch}"]
-    )
+    asked = part("torch.optim.lr_scheduler:OneCycleLR", total_steps="{steps}", other=["{epochs}", "{steps_per_epoch}"])
     assert with_lengths(asked, epochs=3, steps=20, steps_per_epoch=7).args == {
         "total_steps": 20,
         "other": [3, 7],
@@ -203,9 +199,7 @@ def test_transforms_and_data_sets_of_torchvision(torchvision):
         {"target": "torchvision.transforms.v2:ToDtype", "dtype": {"object": "torch:float32"}, "scale": True},
         {"target": "torchvision.transforms.v2:Normalize", "mean": [0.5] * 3, "std": [0.25] * 3},
     ]
-    data = instantiate(
-        part("torchvision.datasets:FakeData", size=4, image_size=[3, 40, 40], transform=transform)
-    )
+    data = instantiate(part("torchvision.datasets:FakeData", size=4, image_size=[3, 40, 40], transform=transform))
     image, label = data[0]
     assert image.shape == (3, 32, 32)
     assert image.dtype == torch.float32

@@ -124,9 +124,7 @@ def test_names_are_in_the_weights_in_bytes_that_are_always_the_same(tmp_path):
     model, names = nn.Linear(2, 2), '["\\u00e4", "\\udc80"]'
     contents = set()
     for _ in range(20):  # safetensors itself would give them in one of six orders
-        path = checkpoint.export(
-            tmp_path / "model.safetensors", model.state_dict(), {"step": "4", "classes": names}
-        )
+        path = checkpoint.export(tmp_path / "model.safetensors", model.state_dict(), {"step": "4", "classes": names})
         contents.add(path.read_bytes())
     assert len(contents) == 1 and metadata_of(path) == {"format": "pt", "step": "4", "classes": names}
     assert class_names(tmp_path, SimpleNamespace()) == ("ä", "\udc80")
@@ -203,9 +201,7 @@ def test_what_a_run_has_changed_in_modules_comes_from_the_checkpoint(tmp_path):
         beside = {}
         progress = attributes.capture(SimpleNamespace(replicated=True), beside)
         tensors, aliases = checkpoint.model_state(model)
-        checkpoint.write(
-            tmp_path, checkpoint.CheckpointState(tensors, beside, progress, aliases, {}), step=step
-        )
+        checkpoint.write(tmp_path, checkpoint.CheckpointState(tensors, beside, progress, aliases, {}), step=step)
     checkpoint.export(tmp_path / "model.safetensors", tensors, {"step": "6"})
     checkpoint.write_best(tmp_path, checkpoint.Best(3, "validation_loss", 0.5))
     for best, wanted in ((False, 6.0), (True, 3.0)):

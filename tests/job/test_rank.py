@@ -75,15 +75,11 @@ def test_a_start_notes_what_photos_are_decoded_to(tmp_path):
 
 def test_below_level_a_no_gradient_is_recorded_and_asking_for_them_is_refused(tmp_path):
     plain = job(tmp_path, "training.reduce=ring")
-    asking = job(
-        tmp_path, "training.reduce=ring", "training.record_micro_batches=true", "checkpoint.resume=auto"
-    )
+    asking = job(tmp_path, "training.reduce=ring", "training.record_micro_batches=true", "checkpoint.resume=auto")
     assert run_ranks(body, 2, plain, False) == [False, False]
     assert read_starts(tmp_path / "x")[0].level == "B"
     answers = run_ranks(body, 2, asking, False)
-    assert all(
-        "gradients are recorded at level A only, and strategy 'ddp' promises level B" in a for a in answers
-    )
+    assert all("gradients are recorded at level A only, and strategy 'ddp' promises level B" in a for a in answers)
 
 
 @pytest.mark.parametrize("settings", [["gradients_every=0"], ["fingerprint_every=0"]])

@@ -41,9 +41,7 @@ def test_one_process_sends_nothing_and_says_nothing_of_it():
     assert "sent" not in report(outcome(), "lockstep train digits --devices 2")
 
 
-@pytest.mark.parametrize(
-    ("on_device", "shown"), [(False, "resident in a process"), (True, "allocated on a device")]
-)
+@pytest.mark.parametrize(("on_device", "shown"), [(False, "resident in a process"), (True, "allocated on a device")])
 def test_the_peak_of_memory_is_shown(on_device, shown):
     lines = report(outcome(peak_memory=1_234_000_000, is_memory_of_device=on_device), "").splitlines()
     assert f"memory       at most 1.23 GB {shown}" in lines

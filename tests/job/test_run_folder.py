@@ -72,14 +72,11 @@ def test_resume_auto_takes_the_latest_run_that_has_a_checkpoint(job, tmp_path):
     assert chosen.checkpoint.resume == "auto"
 
 
-def test_resume_auto_starts_anew_where_there_is_nothing_to_resume_and_says_where_it_looked(
-    job, tmp_path, capsys
-):
+def test_resume_auto_starts_anew_where_there_is_nothing_to_resume_and_says_where_it_looked(job, tmp_path, capsys):
     chosen = choose_run_folder(job("checkpoint.resume=auto"))
     assert (chosen.run.name, chosen.checkpoint.resume) == ("work-001", "")
     assert (
-        f"nothing to resume: no run of this job in '{tmp_path / 'runs'}' has a checkpoint."
-        in capsys.readouterr().err
+        f"nothing to resume: no run of this job in '{tmp_path / 'runs'}' has a checkpoint." in capsys.readouterr().err
     )
 
 
@@ -144,11 +141,7 @@ def test_settings_that_a_resumed_run_had_not_before_are_named(job, tmp_path, cap
     name = "new" if "/" in resume else "old"
     choose_run_folder(job(*own, *options, f"run.name={name}", f"checkpoint.resume={place}"))
     found = capsys.readouterr().err
-    assert (
-        (f"lockstep: the run goes on with other settings than before: {said}. Its" in found)
-        if said
-        else not found
-    )
+    assert (f"lockstep: the run goes on with other settings than before: {said}. Its" in found) if said else not found
 
 
 @pytest.mark.fault("M8")
@@ -162,9 +155,7 @@ def test_a_directory_that_is_a_file_is_a_config_error(job, tmp_path):
 @pytest.mark.parametrize("name", ["", "run.name=mine"])
 def test_a_place_where_nothing_can_be_made_is_a_config_error(job, name):
     """The kernel refuses new folders there whoever asks, as on a disk that is mounted to be read only."""
-    with pytest.raises(
-        ConfigError, match=r"No run folder can be made in '/proc/runs': .+\. Set run.directory"
-    ):
+    with pytest.raises(ConfigError, match=r"No run folder can be made in '/proc/runs': .+\. Set run.directory"):
         choose_run_folder(job("run.directory=/proc/runs", *filter(None, [name])))
 
 

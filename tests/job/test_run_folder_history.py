@@ -14,9 +14,7 @@ DIGITS = load_job("digits", [])
 
 def start(step, **sections):
     """A start with some settings changed, as in ``training={"clip_norm": 1.0}``."""
-    changed = {
-        name: dataclasses.replace(getattr(DIGITS, name), **values) for name, values in sections.items()
-    }
+    changed = {name: dataclasses.replace(getattr(DIGITS, name), **values) for name, values in sections.items()}
     return Start(
         step=step,
         strategy="ddp",
@@ -29,9 +27,7 @@ def start(step, **sections):
 
 
 def test_a_run_that_only_moved_to_other_devices_has_one_recipe():
-    moved = start(
-        9, run={"devices": "cpu:4", "name": "x"}, training={"strategy": "fsdp"}, checkpoint={"keep": 9}
-    )
+    moved = start(9, run={"devices": "cpu:4", "name": "x"}, training={"strategy": "fsdp"}, checkpoint={"keep": 9})
     assert one_recipe([start(0), moved])
 
 

@@ -65,9 +65,7 @@ def test_servers_compute_no_micro_batches(text, mode, server):
 )
 def test_ranks_compute_what_their_strategy_gives_them(text, options, rows):
     said = text(*(f"training.{option}" for option in options), devices=2)
-    found = [
-        line.split() for line in said.partition("micro-batches k ")[2].splitlines()[1:] if line[:5].strip()
-    ]
+    found = [line.split() for line in said.partition("micro-batches k ")[2].splitlines()[1:] if line[:5].strip()]
     shown = [" ".join(row[2:]) for row in found if row[0] == str(len(rows))]
     assert shown[: len(rows)] == rows
     assert f"({plural(len(rows), 'rank')} of 1 thread," in said

@@ -76,9 +76,7 @@ class Command:
 
     def wait_for_mark(self, name, count=1, timeout=60):
         """Waits until ranks have left ``count`` marks of that name, and returns what they hold, by rank."""
-        found = wait_until(
-            lambda: self._marks(name, count), timeout, f"{count} marks {name!r}; {self.stderr}"
-        )
+        found = wait_until(lambda: self._marks(name, count), timeout, f"{count} marks {name!r}; {self.stderr}")
         return {int(path.name.rpartition("-")[2]): path.read_text() for path in found}
 
     def _marks(self, name, count):

@@ -18,9 +18,7 @@ def init_distributed_mode(args):
     args.rank = int(os.environ["RANK"])
     args.world_size = int(os.environ["WORLD_SIZE"])
     args.gpu = int(os.environ["LOCAL_RANK"])
-    dist.init_process_group(
-        backend="gloo", init_method=args.dist_url, world_size=args.world_size, rank=args.rank
-    )
+    dist.init_process_group(backend="gloo", init_method=args.dist_url, world_size=args.world_size, rank=args.rank)
     dist.barrier()
 
 

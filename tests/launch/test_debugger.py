@@ -96,9 +96,7 @@ def test_a_script_s_own_process_group_waits_for_a_month_too(monkeypatch):
 @pytest.fixture
 def run(tmp_path):
     """A run of two ranks, of which rank 1 has begun; its process id is that of this very process."""
-    world = World(
-        rank=1, world_size=2, local_rank=1, local_world_size=2, rendezvous="x", run_directory=str(tmp_path)
-    )
+    world = World(rank=1, world_size=2, local_rank=1, local_world_size=2, rendezvous="x", run_directory=str(tmp_path))
     Heartbeat.open(world).mark("forward")
     return RunOnHost(
         run_id="20260101-000000-abcdef",

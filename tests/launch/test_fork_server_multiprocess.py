@@ -45,12 +45,7 @@ def test_a_server_that_cannot_import_torch_reports_the_traceback(tmp_path, signa
 @pytest.mark.slow
 def test_a_server_that_cannot_make_a_process_says_for_which_rank_and_what_to_do(tmp_path, signal_pipe):
     """As under ``ulimit -u`` and the limits of a container: its error was a traceback of ours."""
-    poor = (
-        "import os\n"
-        "def fork():\n"
-        "    raise BlockingIOError(11, 'Resource temporarily unavailable')\n"
-        "os.fork = fork\n"
-    )
+    poor = "import os\ndef fork():\n    raise BlockingIOError(11, 'Resource temporarily unavailable')\nos.fork = fork\n"
     _, events = started(tmp_path, signal_pipe, poor, ranks=2)
     assert [event["event"] for event in events] == ["broken"]
     assert events[0]["message"] == (

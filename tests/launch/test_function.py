@@ -65,9 +65,7 @@ def test_a_function_of_the_script_itself_runs_behind_the_guard(tmp_path):
         "def square(point):\n    return point.x * point.x + int(os.environ['RANK'])\n"
         "if __name__ == '__main__':\n    print(launch(square, Point(), devices='cpu:2'))\n"
     )
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False)
     assert done.stderr == ""
     assert done.stdout.splitlines() == ["imported as __main__", "imported as __mp_main__", "[16, 17]"]
 
@@ -79,9 +77,7 @@ def test_the_program_that_launches_does_not_import_torch(tmp_path):
         "def nothing():\n    return None\n"
         "if __name__ == '__main__':\n    print(launch(nothing, devices='cpu:1'), 'torch' in sys.modules)\n"
     )
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False)
     assert (done.stdout, done.stderr) == ("[None] False\n", "")
 
 
@@ -95,16 +91,12 @@ def test_an_inner_function_is_refused():
 
 def test_a_function_of_an_interactive_session_is_refused():
     program = "from lockstep.launch import launch\ndef f(): pass\nlaunch(f, devices='cpu:1')\n"
-    done = subprocess.run(
-        [sys.executable, "-"], input=program, capture_output=True, text=True, timeout=60, check=False
-    )
+    done = subprocess.run([sys.executable, "-"], input=program, capture_output=True, text=True, timeout=60, check=False)
     assert "is defined in a notebook or an interactive session" in done.stderr
 
 
 def test_a_rank_cannot_launch_ranks(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(
-        ConfigError, match=r"ranks within ranks\. Put the call under if __name__ == '__main__':"
-    ):
+    with pytest.raises(ConfigError, match=r"ranks within ranks\. Put the call under if __name__ == '__main__':"):
         launch(fails_on_one, 1, devices="cpu:1")

@@ -12,9 +12,7 @@ NONE, INTERRUPTED, PREEMPTED = StopReason.NONE, StopReason.INTERRUPTED, StopReas
 
 
 def beat(membership=Membership.JOINED):
-    return Beat(
-        phase="reduce", epoch=0, step=7, micro_batch=0, time=0.0, pid=1, membership=membership, samples=()
-    )
+    return Beat(phase="reduce", epoch=0, step=7, micro_batch=0, time=0.0, pid=1, membership=membership, samples=())
 
 
 def record(rank, time, message="no", exit_code=4, on_purpose=False):

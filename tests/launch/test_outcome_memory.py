@@ -32,11 +32,7 @@ time.sleep(600)
 @pytest.fixture
 def cgroup():
     """A memory cgroup below this process's own, limited; skipped where none can be made."""
-    own = [
-        line.split(":", 2)[2]
-        for line in Path("/proc/self/cgroup").read_text().splitlines()
-        if ":memory:" in line
-    ]
+    own = [line.split(":", 2)[2] for line in Path("/proc/self/cgroup").read_text().splitlines() if ":memory:" in line]
     folder = Path(f"/sys/fs/cgroup/memory{own[0] if own else '/'}", f"lockstep-test-{os.getpid()}")
     try:
         folder.mkdir()

@@ -79,9 +79,7 @@ def test_a_device_without_memory_is_told_with_the_settings_that_need_less(tmp_pa
 
 def test_a_rank_that_waited_too_long_is_told_that_the_cause_is_in_another(tmp_path):
     """The rank that had waited was blamed, with gloo's words."""
-    shown = lines(
-        [failure(0, RuntimeError("[unbound_buffer.cc:129] Timed out waiting 2000ms for send"))], tmp_path
-    )
+    shown = lines([failure(0, RuntimeError("[unbound_buffer.cc:129] Timed out waiting 2000ms for send"))], tmp_path)
     assert "It waited for another rank" in shown[-2] and "run.timeout" in shown[-2]
 
 
@@ -100,9 +98,7 @@ def test_a_thread_that_cannot_be_started_is_told_with_the_limits(tmp_path, error
 
 
 def test_a_limit_on_open_files_is_told(tmp_path):
-    shown = lines(
-        [failure(0, RuntimeError("device.cc:186] rv != -1. -1 vs -1. Too many open files"))], tmp_path
-    )
+    shown = lines([failure(0, RuntimeError("device.cc:186] rv != -1. -1 vs -1. Too many open files"))], tmp_path)
     assert shown[-2] == "A limit on open files is reached. Raise it (ulimit -n)."
 
 
@@ -142,9 +138,7 @@ def test_a_record_survives_being_written_and_read(tmp_path):
 
 def test_stopped_ranks_are_counted(tmp_path):
     stopped = [end(0, 75), end(1, 75)]
-    assert lines(stopped, tmp_path, StopReason.PREEMPTED) == [
-        "Preempted: 2 ranks stopped at step 812. Exit code 75."
-    ]
+    assert lines(stopped, tmp_path, StopReason.PREEMPTED) == ["Preempted: 2 ranks stopped at step 812. Exit code 75."]
     forced = [end(0, 75), end(1, 143, ended_by_us=True)]
     (line,) = lines(forced, tmp_path, StopReason.PREEMPTED)
     assert line == "Preempted at step 812: 1 rank of 2 did not stop when asked and had to be killed."
@@ -153,6 +147,4 @@ def test_stopped_ranks_are_counted(tmp_path):
 def test_ranks_that_had_not_started_are_not_said_to_have_been_killed(tmp_path):
     """Ctrl-C while the fork server imports torch."""
     early = [end(rank, -signal.SIGKILL, pid=0, beat=None, ended_by_us=True) for rank in (0, 1)]
-    assert lines(early, tmp_path, StopReason.INTERRUPTED) == [
-        "Interrupted before any rank had started. Exit code 130."
-    ]
+    assert lines(early, tmp_path, StopReason.INTERRUPTED) == ["Interrupted before any rank had started. Exit code 130."]

@@ -127,9 +127,7 @@ def test_a_run_of_another_process_namespace_is_not_signalled(tmp_path, monkeypat
         assert main(["stop", "their-run"]) == 2
         assert "was started in another process namespace" in capsys.readouterr().err
         assert main(["stop", "their-run", "--now"]) == 2
-        note["identity"] = (
-            f"{place}-{bystander.pid}-1"  # here, but its process id is another process's by now
-        )
+        note["identity"] = f"{place}-{bystander.pid}-1"  # here, but its process id is another process's by now
         (directory / "run.json").write_text(json.dumps(note))
         assert main(["stop", "their-run"]) == 0
         assert bystander.poll() is None
@@ -182,8 +180,7 @@ def test_all_processes_of_a_run_end_with_few_descriptors(tmp_path, monkeypatch):
         write_note(directory, "of-few", ["lockstep"], tmp_path, 1)
         (run,) = [each for each in find_runs() if each.run_id == "of-few"]
         left = [
-            stack.enter_context(subprocess.Popen(["sleep", "60"], env={"LOCKSTEP_RUN_ID": "of-few"}))
-            for _ in range(8)
+            stack.enter_context(subprocess.Popen(["sleep", "60"], env={"LOCKSTEP_RUN_ID": "of-few"})) for _ in range(8)
         ]
         free = [os.open(os.devnull, os.O_RDONLY) for _ in range(5)]  # others may lie between them
         for each in free:

@@ -8,9 +8,7 @@ from lockstep.launch import stragglers
 from lockstep.launch.stragglers import SECONDS, STEPS, StepWindow, StepWindows
 from lockstep.runtime.heartbeat import Beat, Membership
 
-BEAT = Beat(
-    phase="forward", epoch=0, step=0, micro_batch=0, time=0.0, pid=1, membership=Membership.JOINED, samples=()
-)
+BEAT = Beat(phase="forward", epoch=0, step=0, micro_batch=0, time=0.0, pid=1, membership=Membership.JOINED, samples=())
 
 
 @pytest.fixture

@@ -24,9 +24,7 @@ def test_a_second_run_with_the_same_folder_has_one_of_its_own(tmp_path, capsys):
         with opened(tmp_path / "logs", "two") as second:
             assert second.path == first.path / "two"
         assert (first.path / "rank-001.log").exists()
-    told = (
-        f"the log folder {first.path} is used by another run, so the logs of this one are in {second.path}."
-    )
+    told = f"the log folder {first.path} is used by another run, so the logs of this one are in {second.path}."
     assert capsys.readouterr().err == f"lockstep: {told}\n"
 
 
@@ -70,9 +68,7 @@ def test_a_host_without_a_temporary_folder_is_told_so_and_its_runs_are_still_fou
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     options = LaunchOptions(devices=parse_devices("cpu:2"))
-    refused = pytest.raises(
-        ConfigError, match=r"Cannot create the log folder: No usable .* TMPDIR, or --logs"
-    )
+    refused = pytest.raises(ConfigError, match=r"Cannot create the log folder: No usable .* TMPDIR, or --logs")
     with refused, open_log_folder(options, HostLayout(run_id="one", world_size=2)):
         pass
     with run_directory() as directory:

@@ -9,9 +9,7 @@ import pytest
 
 
 def logs_of(command):
-    (folder,) = [
-        path for path in (command.folder / "tmp").iterdir() if path.name.startswith("lockstep-logs-")
-    ]
+    (folder,) = [path for path in (command.folder / "tmp").iterdir() if path.name.startswith("lockstep-logs-")]
     return folder
 
 
@@ -79,9 +77,7 @@ def test_an_error_of_ours_is_shown_as_a_sentence_and_keeps_its_exit_code(command
     code, lines = command.loop("1:5:data_error").end()
     assert code == 3
     assert lines[0] == "DataError: photos/rose/12.jpg is cut off. Remove it or fetch it again."
-    assert re.match(
-        r"Raised on rank 1, step 5, forward, samples 51 \(faulty_loop\.py:\d+\)\. Traceback: ", lines[1]
-    )
+    assert re.match(r"Raised on rank 1, step 5, forward, samples 51 \(faulty_loop\.py:\d+\)\. Traceback: ", lines[1])
     assert not any(line.startswith("Traceback") for line in lines)
 
 

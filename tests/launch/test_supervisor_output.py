@@ -18,18 +18,14 @@ def run_in_shell(command, script, redirections, *, devices="cpu:1"):
         Path(place).mkdir()
     words = [*COMMAND, "--devices", devices, script]
     shell = f'exec "$@" {redirections}'
-    return subprocess.run(
-        ["bash", "-c", shell, "bash", *map(str, words)], env={**os.environ, **places}
-    ).returncode
+    return subprocess.run(["bash", "-c", shell, "bash", *map(str, words)], env={**os.environ, **places}).returncode
 
 
 @pytest.mark.fault("T1")
 def test_a_run_whose_output_is_closed_ends_well_and_its_output_is_in_the_log_folder(command):
     """As ``lockstep run ... | true``."""
     script = command.folder / "talks.py"
-    script.write_text(
-        "import sys\nfor n in range(100):\n    print('line', n)\nprint('done', file=sys.stderr)\n"
-    )
+    script.write_text("import sys\nfor n in range(100):\n    print('line', n)\nprint('done', file=sys.stderr)\n")
     assert run_in_shell(command, script, "&> >(true)") == 0
     (kept,) = (command.folder / "tmp").glob("lockstep-logs-*/terminal.log")
     assert kept.read_text().endswith("line 98\nline 99\ndone\n")

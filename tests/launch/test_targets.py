@@ -44,9 +44,7 @@ def test_a_script_must_be_a_file(tmp_path):
 def test_a_script_must_be_python_source(tmp_path, name, content):
     """A notebook without cells ran as an expression and ended well, others in NameError: name 'null' is not defined."""
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(
-        ConfigError, match=f"{name}' is not Python source. A notebook becomes a script by jupyter"
-    ):
+    with pytest.raises(ConfigError, match=f"{name}' is not Python source. A notebook becomes a script by jupyter"):
         ScriptTarget(path=str(tmp_path / name))
 
 
@@ -69,9 +67,7 @@ def test_arguments_that_cannot_be_pickled_are_refused():
         FunctionTarget.from_function(textwrap.dedent, (lambda: 1,), {})
 
 
-@pytest.mark.parametrize(
-    ("words", "said"), [(["-m"], "needs the name"), (["-m", "absent.train"], "no module")]
-)
+@pytest.mark.parametrize(("words", "said"), [(["-m"], "needs the name"), (["-m", "absent.train"], "no module")])
 def test_a_module_that_is_not_there_is_refused(words, said):
     with pytest.raises(ConfigError, match=said):
         ScriptTarget.from_words(words)

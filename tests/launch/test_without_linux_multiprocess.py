@@ -75,9 +75,7 @@ def test_a_script_without_a_launcher_ends_in_it_too(start):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "how", ["interrupted", "a rank killed", "stopped by command", "all but its ranks killed"]
-)
+@pytest.mark.parametrize("how", ["interrupted", "a rank killed", "stopped by command", "all but its ranks killed"])
 def test_a_run_that_is_ended_leaves_no_process(start, how):
     run = start(*LAUNCH, epochs=100_000)
     word, _, run_id = run.stdout.readline().split()

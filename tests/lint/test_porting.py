@@ -22,13 +22,9 @@ def advice(text):
 
 
 def test_the_example_on_one_device_changes_where_the_next_one_differs():
-    before, after = (
-        (EXAMPLES / name).read_text().splitlines() for name in ("01_single_device.py", "02_lockstep.py")
-    )
+    before, after = ((EXAMPLES / name).read_text().splitlines() for name in ("01_single_device.py", "02_lockstep.py"))
     blocks = difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes()
-    differ = {
-        line + 1 for tag, first, last, _, _ in blocks if tag == "replace" for line in range(first, last)
-    }
+    differ = {line + 1 for tag, first, last, _, _ in blocks if tag == "replace" for line in range(first, last)}
     told = {line for change in changes_in(str(EXAMPLES / "01_single_device.py")) for line in change.lines}
     title, evaluation = 1, 35  # of the whole set at once, which no loop shows
     assert differ - told == {title, evaluation}
@@ -85,9 +81,7 @@ def test_loops_over_epochs(loop, said):
 
 
 def test_a_loop_that_cuts_its_batches_itself_needs_a_data_set():
-    found = advice(
-        "import torch\nfor i in range(0, len(x), 32):\n    f(model(x[i:i+32]), y[i:i+32]).backward()\n"
-    )
+    found = advice("import torch\nfor i in range(0, len(x), 32):\n    f(model(x[i:i+32]), y[i:i+32]).backward()\n")
     assert "TensorDataset(x, y)" in found[2][0]
 
 
@@ -128,12 +122,8 @@ def test_sizes_of_what_the_loop_has_read_are_those_of_the_step():
 
 
 def test_a_count_of_batches_is_no_loop_over_them():
-    found = advice(
-        "import torch\nfor i in range(len(loader)):\n    x, y = next(it)\n    f(model(x), y).backward()\n"
-    )
-    assert found[2] == [
-        "for epoch in run.epochs(N): for batch in run.batches(loader), without iter() and next()"
-    ]
+    found = advice("import torch\nfor i in range(len(loader)):\n    x, y = next(it)\n    f(model(x), y).backward()\n")
+    assert found[2] == ["for epoch in run.epochs(N): for batch in run.batches(loader), without iter() and next()"]
 
 
 def test_data_sets_read_together():
@@ -224,9 +214,7 @@ def test_totals_of_outputs_become_means_beside_the_loss():
 
 def test_a_loss_that_the_model_returns():
     found = advice("import torch\nfor x in data:\n    total = model(**x).loss\n    total.backward()\n")
-    assert found[4][0].startswith(
-        "total = run.backward(batch, lambda output, data: output.loss), once means.md"
-    )
+    assert found[4][0].startswith("total = run.backward(batch, lambda output, data: output.loss), once means.md")
 
 
 def test_two_models_are_prepared_in_one_module_dict():
@@ -275,16 +263,12 @@ def test_an_optimizer_that_a_function_makes_is_known_by_what_is_called_of_it():
         model.eval()
         """
     )
-    assert found[4] == [
-        "below: run = lockstep.init(global_batch=B); model, optimizer = run.prepare(model, optimizer)"
-    ]
+    assert found[4] == ["below: run = lockstep.init(global_batch=B); model, optimizer = run.prepare(model, optimizer)"]
     assert 3 not in found
 
 
 def test_without_an_optimizer_in_the_file_the_run_begins_where_it_is_made():
-    found = advice(
-        "import torch\ndef train(net, opt):\n    for x, y in loader:\n        f(net(x), y).backward()\n"
-    )
+    found = advice("import torch\ndef train(net, opt):\n    for x, y in loader:\n        f(net(x), y).backward()\n")
     assert found[1][1].startswith(
         "where the optimizer is made: run = lockstep.init(global_batch=B); model, optimizer ="
     )
@@ -422,9 +406,7 @@ def test_lines_are_those_that_python_counts():
 
 
 def test_lockstep_is_imported_below_what_must_come_first():
-    found = advice(
-        '"""Title."""\nfrom __future__ import annotations\nimport torch\nf(model(x), y).backward()\n'
-    )
+    found = advice('"""Title."""\nfrom __future__ import annotations\nimport torch\nf(model(x), y).backward()\n')
     assert found[3][0].startswith("add: import lockstep; and torch.manual_seed(0)")
 
 
@@ -681,18 +663,14 @@ def test_epochs_within_a_loop_of_their_own_are_no_epochs_of_the_run():
     ],
 )
 def test_batches_that_a_loop_takes_one_by_one(setup, draw, given):
-    found = changes(
-        f"import torch\n{setup}\nfor step in range(9):\n    {draw}\n    f(model(x), y).backward()\n"
-    )
+    found = changes(f"import torch\n{setup}\nfor step in range(9):\n    {draw}\n    f(model(x), y).backward()\n")
     said = f"for epoch in run.epochs(N): for batch in run.batches({given}), without iter() and next()"
     assert said in [each.advice for each in found]
 
 
 def test_a_loop_that_counts_batches_reads_none():
     found = advice("import torch\nfor i in range(N_batches):\n    f(model(draw()), y).backward()\n")
-    assert found[2][0].startswith(
-        "for epoch in run.epochs(N): for batch in run.batches(data); make a data set"
-    )
+    assert found[2][0].startswith("for epoch in run.epochs(N): for batch in run.batches(data); make a data set")
 
 
 def test_a_progress_bar_is_made_above_the_loop():
@@ -725,9 +703,7 @@ def test_the_loader_of_a_progress_bar_is_found_by_its_name():
                     total += f(model(x), y)
         """
     )
-    assert found[6][0].startswith(
-        "bar = tqdm(run.batches(loader), smoothing=0), and for i, batch in enumerate(bar):"
-    )
+    assert found[6][0].startswith("bar = tqdm(run.batches(loader), smoothing=0), and for i, batch in enumerate(bar):")
     assert found[10][0].startswith("instead of the loop: run.evaluate(valid, metric)")
 
 
@@ -746,9 +722,7 @@ def test_gradients_of_a_part_of_the_model_are_clipped_by_torch():
     assert advice(both)[6] == ["run.clip_gradients(3.0)"]
     one = script.replace("head", "net")
     assert advice(one)[6] == ["run.clip_gradients(3.0)"]
-    two = one.replace(
-        "net.parameters(), 3.0)", "net.a.parameters(), 1), clip_grad_norm_(net.b.parameters(), 2)"
-    )
+    two = one.replace("net.parameters(), 3.0)", "net.a.parameters(), 1), clip_grad_norm_(net.b.parameters(), 2)")
     assert advice(two)[6][0].startswith("stays: ")
 
 
@@ -895,10 +869,7 @@ def test_phases_of_an_epoch_are_taken_apart():
 
 def test_the_seed_stands_above_what_is_drawn_first():
     script = "import torch\na, b = torch.utils.data.random_split(d, (8, 2))\nf(model(x)).backward()\n"
-    assert (
-        advice(script)[1][0]
-        == "add: import lockstep; and torch.manual_seed(0) above the model and random_split"
-    )
+    assert advice(script)[1][0] == "add: import lockstep; and torch.manual_seed(0) above the model and random_split"
 
 
 def test_an_optimizer_that_takes_the_place_of_another_in_the_loop():
@@ -1025,10 +996,7 @@ def test_a_loader_of_another_library_and_a_schedule_that_names_its_optimizer():
         """
     )
     assert found[4] == ["stays; the batch size of a step, for all devices together, is that of lockstep.init"]
-    assert (
-        "global_batch=128); model, optimizer, schedule = run.prepare(model, optimizer, schedule)"
-        in found[6][0]
-    )
+    assert "global_batch=128); model, optimizer, schedule = run.prepare(model, optimizer, schedule)" in found[6][0]
 
 
 def test_a_batch_whose_methods_are_called_has_no_parts():

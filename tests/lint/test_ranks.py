@@ -87,9 +87,7 @@ def test_a_line_is_reached_by_one_rank_only(text, expected):
 
 
 def test_a_parent_that_spawns_is_no_rank():
-    script = Script(
-        "def work(rank):\n    step()\ndef step():\n    inside()\nspawn(work, nprocs=2)\noutside()\n"
-    )
+    script = Script("def work(rank):\n    step()\ndef step():\n    inside()\nspawn(work, nprocs=2)\noutside()\n")
     calls = {script.name(call): call for call in script.calls}
     assert runs_on_ranks(script, calls["inside"])
     assert not runs_on_ranks(script, calls["outside"])

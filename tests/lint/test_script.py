@@ -100,9 +100,7 @@ def mutated(text, dice):
 def test_two_thousand_mutated_scripts_end_in_findings_or_a_sentence():
     dice = random.Random(17)
     scripts = [
-        block.partition("\n")[2]
-        for path in sorted(CASES.glob("*.txt"))
-        for block in path.read_text().split("=== ")[1:]
+        block.partition("\n")[2] for path in sorted(CASES.glob("*.txt")) for block in path.read_text().split("=== ")[1:]
     ]
     parsed = 0
     for _ in range(2000):
@@ -118,9 +116,7 @@ def test_two_thousand_mutated_scripts_end_in_findings_or_a_sentence():
 @pytest.mark.slow
 def test_the_standard_library_has_no_finding():
     paths = sorted(
-        path
-        for name in ("asyncio", "email", "json", "http")
-        for path in (STANDARD_LIBRARY / name).glob("*.py")
+        path for name in ("asyncio", "email", "json", "http") for path in (STANDARD_LIBRARY / name).glob("*.py")
     )
     assert len(paths) > 40
     assert [finding.text() for path in paths for finding in check_file(str(path))] == []
@@ -135,9 +131,7 @@ def seconds_of(text):
 @pytest.mark.slow
 def test_a_script_of_twenty_thousand_lines_is_checked_in_seconds():
     blocks = [block for path in sorted(CASES.glob("*.txt")) for block in path.read_text().split("=== ")[1:]]
-    functions = [
-        "def case():\n" + "".join(f"    {line}\n" for line in block.splitlines()[1:]) for block in blocks
-    ]
+    functions = ["def case():\n" + "".join(f"    {line}\n" for line in block.splitlines()[1:]) for block in blocks]
     text = IMPORTS + "\n".join(functions * 18)
     assert text.count("\n") > 20_000
     assert seconds_of(text) < 20
@@ -154,8 +148,6 @@ def test_a_script_of_twenty_thousand_lines_is_checked_in_seconds():
     ],
 )
 def test_names_that_go_round_in_circles_end(line):
-    imports = (
-        IMPORTS + "from torch.utils.data.distributed import DistributedSampler\ndist.init_process_group()\n"
-    )
+    imports = IMPORTS + "from torch.utils.data.distributed import DistributedSampler\ndist.init_process_group()\n"
     last = "if rank == a:\n    dist.barrier()\n    torch.save(a, b)\ntorch.cuda.set_device(rank)\n"
     assert seconds_of(imports + line * 300 + last * 100) < 60

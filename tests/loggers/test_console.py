@@ -55,9 +55,7 @@ def test_a_bar_shows_the_loss_and_accuracy_of_the_epoch_and_the_latest_speed():
     latest = {"loss": 0.25, "accuracy": 0.875, "samples_per_second": 10.0, "learning_rate": 0.5}
     console.log(10, latest, {"loss": 0.75, "accuracy": 0.5, "samples_per_second": 7.0})
     console._bar.refresh()
-    assert (
-        stream.getvalue().split("\r")[-1].endswith("left, loss 0.75, accuracy 50.00 %, 10 samples/s, lr 0.5]")
-    )
+    assert stream.getvalue().split("\r")[-1].endswith("left, loss 0.75, accuracy 50.00 %, 10 samples/s, lr 0.5]")
     console.close()
 
 

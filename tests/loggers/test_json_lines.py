@@ -58,9 +58,7 @@ def test_a_run_that_was_stopped_and_resumed_has_every_record_once(tmp_path, resu
     run(parts, 0, 8).close()
     logger = run(parts, resumed_at, 12)
     logger.close()
-    assert [(r["kind"], r["step"]) for r in records(parts)] == [
-        (r["kind"], r["step"]) for r in records(whole)
-    ]
+    assert [(r["kind"], r["step"]) for r in records(parts)] == [(r["kind"], r["step"]) for r in records(whole)]
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 

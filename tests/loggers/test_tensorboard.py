@@ -10,8 +10,7 @@ def scalars(directory):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     events = accumulator.EventAccumulator(str(directory)).Reload()
     return {
-        tag: [(event.step, round(event.value, 4)) for event in events.Scalars(tag)]
-        for tag in events.Tags()["scalars"]
+        tag: [(event.step, round(event.value, 4)) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]
     }
 
 

@@ -22,9 +22,7 @@ def save(path, weights):
 
 def equal(left, right, skip=()):
     right = right.state_dict()
-    return all(
-        torch.equal(value, right[name]) for name, value in left.state_dict().items() if name not in skip
-    )
+    return all(torch.equal(value, right[name]) for name, value in left.state_dict().items() if name not in skip)
 
 
 @pytest.mark.parametrize("name", ["weights.safetensors", "weights.pth"])
@@ -79,9 +77,7 @@ def test_a_head_for_other_classes_is_refused_where_asked(tmp_path):
     "make_source, make_target",
     [
         *(
-            pytest.param(
-                partial(build, num_classes=2), partial(resnet18, num_classes=2), marks=pytest.mark.slow
-            )
+            pytest.param(partial(build, num_classes=2), partial(resnet18, num_classes=2), marks=pytest.mark.slow)
             for build in (resnet34, resnet50)
         ),
         (partial(resnet18, num_classes=2, small_images=True), partial(resnet18, num_classes=2)),

@@ -86,9 +86,7 @@ def test_statistics_of_a_frozen_batchnorm_stay_only_where_asked(model, freeze_st
     before = {name: value.clone() for name, value in model.named_buffers()}
     model(torch.randn(4, 3, 32, 32))
     changed = {name for name, value in model.named_buffers() if not torch.equal(value, before[name])}
-    assert {"bn1.running_mean", "bn1.running_var"} <= changed, (
-        "bn1 is trained in part, so it goes on as usual"
-    )
+    assert {"bn1.running_mean", "bn1.running_var"} <= changed, "bn1 is trained in part, so it goes on as usual"
     assert ("layer1.0.bn1.running_mean" in changed) != freeze_statistics
     assert ("layer4.1.bn2.num_batches_tracked" in changed) != freeze_statistics
 

@@ -59,9 +59,7 @@ def network(case):
     kinds = {0: nn.Linear, 1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
     layer = kinds[len(case.inner)]
     arguments = (CHANNELS, CHANNELS) if layer is nn.Linear else (CHANNELS, CHANNELS, 1)
-    model = nn.Sequential(
-        layer(*arguments), case.module(CHANNELS, **dict(case.options)), nn.Tanh(), layer(*arguments)
-    )
+    model = nn.Sequential(layer(*arguments), case.module(CHANNELS, **dict(case.options)), nn.Tanh(), layer(*arguments))
     with torch.no_grad():
         for parameter in model[1].parameters():
             parameter.uniform_(-1.0, 2.0)

@@ -81,9 +81,7 @@ def test_parts_of_a_micro_batch_that_are_only_looked_at_make_no_graphs():
     """A mean is told from a sum by parts of a micro-batch, each of another shape."""
     torch._dynamo.reset()
     calls = []
-    function = torch.compile(
-        torch.nn.Linear(4, 4), backend=lambda graph, _: calls.append(graph) or graph.forward
-    )
+    function = torch.compile(torch.nn.Linear(4, 4), backend=lambda graph, _: calls.append(graph) or graph.forward)
     function(torch.ones(8, 4))
     with uncompiled():
         for rows in range(1, 12):

@@ -263,9 +263,7 @@ def test_code_that_names_a_global_generator_is_found(root):
     assert draws_globally(root)
 
 
-@pytest.mark.parametrize(
-    "root", [draws_nothing, nn.Linear(2, 2), nn.Dropout(), nn.functional.cross_entropy, None]
-)
+@pytest.mark.parametrize("root", [draws_nothing, nn.Linear(2, 2), nn.Dropout(), nn.functional.cross_entropy, None])
 def test_other_code_draws_nothing(root):
     assert not draws_globally(root)
 

@@ -106,10 +106,7 @@ def test_parameters_stay_the_same_objects():
 def test_digest_tells_two_ways_of_building_apart():
     assert built()[1].digest() == built()[1].digest() != ""
     assert built(build=lambda: nn.Linear(2, 2))[1].digest() != built()[1].digest()
-    assert (
-        built(build=lambda: torch.tensor([1]))[1].digest()
-        != built(build=lambda: torch.tensor([2]))[1].digest()
-    )
+    assert built(build=lambda: torch.tensor([1]))[1].digest() != built(build=lambda: torch.tensor([2]))[1].digest()
     assert InitialValues(0).digest() == ""
 
 

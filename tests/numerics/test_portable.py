@@ -116,9 +116,7 @@ needs_such_a_cpu = pytest.mark.skipif(
 )
 
 
-def script_run(
-    folder: Path, options: str, *launcher: str, variables: bool = False
-) -> subprocess.CompletedProcess[str]:
+def script_run(folder: Path, options: str, *launcher: str, variables: bool = False) -> subprocess.CompletedProcess[str]:
     """Runs SCRIPT with these options of lockstep.init."""
     path = folder / "script.py"
     path.write_text(SCRIPT)
@@ -206,9 +204,7 @@ def test_compiled_code_is_not_portable():
     with pytest.raises(ConfigError, match=r"torch\.compile writes code for the CPU"):
         RunOptions.of(global_batch=8, portable=True, compile=True)
     with pytest.raises(ConfigError, match="and compile=True exclude each other"):  # lockstep run --portable
-        make_portable(
-            RunOptions.of(global_batch=8, compile=True), World(is_portable=True), torch.device("cpu")
-        )
+        make_portable(RunOptions.of(global_batch=8, compile=True), World(is_portable=True), torch.device("cpu"))
     options = RunOptions.of(global_batch=8, portable="auto", compile=True)
     assert not make_portable(options, World(is_portable=True), torch.device("cpu"))
 

@@ -37,9 +37,7 @@ class Checkpointed(nn.Module):
 
     def forward(self, x):
         if self.on:
-            return self.run(
-                self.blocks, x, lambda f, value: checkpoint(f, value, use_reentrant=False, **self.options)
-            )
+            return self.run(self.blocks, x, lambda f, value: checkpoint(f, value, use_reentrant=False, **self.options))
         return self.run(self.blocks, x, lambda f, value: f(value))
 
 
@@ -71,9 +69,7 @@ def nested(blocks, x, save):
 
 
 def block():
-    return nn.Sequential(
-        nn.Linear(8, 8), nn.Dropout(0.5), nn.Tanh(), nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3))
-    )
+    return nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Tanh(), nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3)))
 
 
 @pytest.mark.parametrize(
@@ -106,9 +102,7 @@ def test_a_transformer_s_blocks_may_be_checkpointed():
 
 def test_a_unit_called_twice_without_a_preserved_generator_is_refused():
     model = Checkpointed(one_block_three_times, block(), preserve_rng_state=False)
-    with pytest.raises(
-        ConfigError, match=r"blocks.0\S* draws .* called several times .* preserve_rng_state=True"
-    ):
+    with pytest.raises(ConfigError, match=r"blocks.0\S* draws .* called several times .* preserve_rng_state=True"):
         gradients(model, ONES)
 
 
@@ -134,11 +128,7 @@ def test_a_unit_called_twice_may_be_recomputed_by_a_function_of_its_own_if_it_dr
             self.layer = nn.Sequential(nn.Linear(8, 8), nn.Dropout(drawn), nn.Tanh())
 
         def forward(self, x):
-            return (
-                Twice.apply(self.layer, x, *self.layer.parameters())
-                if self.fast
-                else self.layer(self.layer(x))
-            )
+            return Twice.apply(self.layer, x, *self.layer.parameters()) if self.fast else self.layer(self.layer(x))
 
     model = Solver()
     model.fast = False

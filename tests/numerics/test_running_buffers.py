@@ -135,9 +135,7 @@ def test_a_batch_norm_with_a_forward_of_its_own_is_averaged():
         """Updates the statistics without counting, as published variants do."""
 
         def forward(self, x):
-            return nn.functional.batch_norm(
-                x, self.running_mean, self.running_var, training=True, momentum=0.5
-            )
+            return nn.functional.batch_norm(x, self.running_mean, self.running_var, training=True, momentum=0.5)
 
     model = nn.Sequential(nn.BatchNorm1d(3), Quiet(3))
     run_step(RunningBuffers(model), model, micro_batches(3, 4, 3))
@@ -201,9 +199,7 @@ def test_patterns_that_match_nothing_and_types_that_do_not_fit_are_refused():
         RunningBuffers(model, ["ema.*"])
     with pytest.raises(ConfigError, match=r"'0.running_mean' is torch.bfloat16"):
         RunningBuffers(model.to(torch.bfloat16))
-    with pytest.raises(
-        ConfigError, match=r"'1.running_mean' is torch.float32, but .* all float32 or all float64"
-    ):
+    with pytest.raises(ConfigError, match=r"'1.running_mean' is torch.float32, but .* all float32 or all float64"):
         RunningBuffers(nn.Sequential(nn.BatchNorm1d(3).double(), nn.BatchNorm1d(3)))
     assert RunningBuffers(nn.Sequential(nn.BatchNorm1d(3)), ["*running_mean", "0.*"]).numel == 6
 
@@ -331,9 +327,7 @@ def test_a_running_buffer_must_be_saved():
     """A resumed run would go on from its first value."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Module())
     model[1].register_buffer("mean", torch.zeros(2), persistent=False)
-    with pytest.raises(
-        ConfigError, match=r"running_buffers has '1.mean', which was registered with persistent=False"
-    ):
+    with pytest.raises(ConfigError, match=r"running_buffers has '1.mean', which was registered with persistent=False"):
         RunningBuffers(model, ["1.*"])
     model[1].register_buffer("mean", torch.zeros(2))
     assert RunningBuffers(model, ["1.*"]).numel == 2

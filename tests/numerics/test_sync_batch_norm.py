@@ -22,9 +22,7 @@ class Ranks:
 
 
 def test_conversion_keeps_objects_names_and_options():
-    model = nn.Sequential(
-        nn.BatchNorm1d(3, eps=1e-3, momentum=None), nn.ModuleList([nn.BatchNorm3d(2, affine=False)])
-    )
+    model = nn.Sequential(nn.BatchNorm1d(3, eps=1e-3, momentum=None), nn.ModuleList([nn.BatchNorm3d(2, affine=False)]))
     before, state = dict(model.named_modules()), copy.deepcopy(model.state_dict())
     assert convert_sync_batch_norm(model) is model
     assert dict(model.named_modules()) == before
@@ -108,9 +106,7 @@ def test_moments_of_ranks_are_those_of_all_rows_without_cancellation():
 def test_gradients_are_those_that_finite_differences_give():
     module = convert_sync_batch_norm(nn.BatchNorm1d(3)).double()
     x = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(
-        lambda x, w, b: functional(module, x, w, b), (x, module.weight, module.bias)
-    )
+    assert torch.autograd.gradcheck(lambda x, w, b: functional(module, x, w, b), (x, module.weight, module.bias))
 
 
 def functional(module, x, weight, bias):
@@ -147,9 +143,7 @@ def test_a_cuda_device_gives_what_torchs_batch_norm_does(dtype, channels_last):
     for module in (plain, synced):
         given = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
         output = module(given)
-        output.float().square().mul(
-            torch.linspace(-1, 2, x.numel(), device="cuda").view(x.shape)
-        ).sum().backward()
+        output.float().square().mul(torch.linspace(-1, 2, x.numel(), device="cuda").view(x.shape)).sum().backward()
         results.append((output, given.grad, module.weight.grad, module.bias.grad, module.running_var))
     for expected, found in zip(*results):
         assert float((found - expected).abs().max() / expected.abs().max()) < bound

@@ -12,9 +12,7 @@ def trained(world_size):
     return run_ranks(train_all, world_size, list(CASES))
 
 
-@pytest.mark.parametrize(
-    "world_size", [1, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 4))]
-)
+@pytest.mark.parametrize("world_size", [1, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 4))])
 @pytest.mark.parametrize("name", CASES)
 def test_every_step_is_that_of_one_forward_over_the_whole_batch(name, world_size):
     """Outputs, gradients of inputs and parameters, and running statistics."""

@@ -41,9 +41,7 @@ def both_ways(function: Callable[..., Tensor], *inputs: Tensor) -> list[Tensor]:
 
 
 RANGES = {
-    **dict.fromkeys(
-        ("sqrt", "rsqrt", "log", "log2", "log10", "lgamma", "digamma", "reciprocal"), (0.01, 4.0)
-    ),
+    **dict.fromkeys(("sqrt", "rsqrt", "log", "log2", "log10", "lgamma", "digamma", "reciprocal"), (0.01, 4.0)),
     **dict.fromkeys(("asin", "acos", "erfinv", "atanh", "log1p"), (-0.99, 0.99)),
     **dict.fromkeys(("acosh",), (1.01, 5.0)),
 }
@@ -143,19 +141,14 @@ def reductions() -> Iterator[Case]:
 
 def products() -> Iterator[Case]:
     for width, (kind, dtype) in product((7, 64, 257), {**FLOATS, **HALVES}.items()):
-        x, w, b = (
-            values(*s, seed=i).to(dtype)
-            for i, s in enumerate([(33, width), (width + 3, width), (width + 3,)])
-        )
+        x, w, b = (values(*s, seed=i).to(dtype) for i, s in enumerate([(33, width), (width + 3, width), (width + 3,)]))
         yield (f"linear {width} {kind}", both_ways(F.linear, x, w, b))
         p, q = (values(5, 17, width, seed=4).to(dtype), values(5, width, 9, seed=5).to(dtype))
         yield (f"bmm {width} {kind}", both_ways(torch.bmm, p, q))
         yield (f"matrix times vector {width} {kind}", both_ways(torch.mv, p[0], q[0, :, 0]))
     yield (
         "einsum",
-        both_ways(
-            lambda p, q: torch.einsum("bij,bkj->bik", p, q), values(3, 9, 21), values(3, 11, 21, seed=1)
-        ),
+        both_ways(lambda p, q: torch.einsum("bij,bkj->bik", p, q), values(3, 9, 21), values(3, 11, 21, seed=1)),
     )
     for size, (kind, dtype) in product((512, 1000), FLOATS.items()):
         x, w = (values(64, size, seed=1).to(dtype), values(200, size, seed=2).to(dtype))
@@ -171,9 +164,7 @@ def products() -> Iterator[Case]:
 
 
 def layers() -> Iterator[Case]:
-    for size, stride, width, (kind, dtype) in product(
-        (1, 3, 5, 7), (1, 2), (13, 64), {**FLOATS, **HALVES}.items()
-    ):
+    for size, stride, width, (kind, dtype) in product((1, 3, 5, 7), (1, 2), (13, 64), {**FLOATS, **HALVES}.items()):
         if dtype is not torch.float32 and (size, stride) not in ((3, 1), (1, 2)):
             continue
         x, w = (values(2, width, 11, 11).to(dtype), values(24, width, size, size, seed=1).to(dtype))
@@ -200,9 +191,7 @@ def layers() -> Iterator[Case]:
     yield ("conv3d", both_ways(F.conv3d, values(2, 4, 7, 9, 9), values(6, 4, 3, 3, 3, seed=1)))
     yield (
         "conv_transpose2d",
-        both_ways(
-            lambda x, w: F.conv_transpose2d(x, w, stride=2), values(2, 8, 9, 9), values(8, 6, 3, 3, seed=1)
-        ),
+        both_ways(lambda x, w: F.conv_transpose2d(x, w, stride=2), values(2, 8, 9, 9), values(8, 6, 3, 3, seed=1)),
     )
     image = values(2, 16, 12, 13)
     for name, function in {

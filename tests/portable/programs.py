@@ -39,9 +39,7 @@ PROGRAMS = {
         nn.functional.cross_entropy,
     ),
     "decoder": (
-        lambda: models.transformer(
-            vocabulary_size=61, width=48, depth=2, heads=3, max_length=16, dropout=0.1
-        ),
+        lambda: models.transformer(vocabulary_size=61, width=48, depth=2, heads=3, max_length=16, dropout=0.1),
         tokens,
         of_tokens,
     ),

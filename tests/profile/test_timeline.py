@@ -93,9 +93,7 @@ def test_a_run_that_ends_before_the_window_says_so(tmp_path, caplog):
     assert spans(tmp_path) == []
 
 
-def test_a_file_that_cannot_be_written_any_more_is_an_error_in_the_log_and_training_goes_on(
-    expected, tmp_path, caplog
-):
+def test_a_file_that_cannot_be_written_any_more_is_an_error_in_the_log_and_training_goes_on(expected, tmp_path, caplog):
     run, model, optimizer = begin(strategy="single", directory=tmp_path, profile="0:1")
     (tmp_path / FILE).unlink()
     for _ in run.epochs(2):

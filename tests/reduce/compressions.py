@@ -59,9 +59,7 @@ def bf16_steps(world):
             float32_adds = leaves * 2**-23 * sizes if bucket == 0 else 0.0
             bound = (2 * 2**-8 + 2**-16) * sizes + float32_adds if bucket < 2 else 0.0 * sizes
             if bool((off > bound).any()):
-                wrong.append(
-                    f"step {step}, bucket {bucket}: off by {float((off / sizes).max()):.2e} of the sizes"
-                )
+                wrong.append(f"step {step}, bucket {bucket}: off by {float((off / sizes).max()):.2e} of the sizes")
     return wrong, rounded
 
 

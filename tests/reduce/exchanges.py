@@ -111,9 +111,7 @@ def compare(reducer, headers, world, step, leaves, shapes, exact):
 def close(total, by_hand, step, bucket, leaves, shape):
     """Within the error bound of any order of sums: leaves * unit roundoff * sum of sizes."""
     sizes = sum(leaf(step, bucket, k, shape).double().abs() for k in range(leaves))
-    return bool(
-        ((total.double() - by_hand.double()).abs() <= 2 * leaves * torch.finfo(shape.dtype).eps * sizes).all()
-    )
+    return bool(((total.double() - by_hand.double()).abs() <= 2 * leaves * torch.finfo(shape.dtype).eps * sizes).all())
 
 
 def leave_out(world, absent, timeout):
@@ -139,9 +137,7 @@ def traces(world, kind):
     dist.barrier()
     names = [path.name for path in Path("/dev/shm").iterdir() if "lockstep" in path.name]
     named = [name for name in names if not name.startswith("lockstep-run-")]  # a launcher's, of another test
-    memory = [
-        int(link.name) for link in Path("/proc/self/fd").iterdir() if "memfd:lockstep" in str(link.resolve())
-    ]
+    memory = [int(link.name) for link in Path("/proc/self/fd").iterdir() if "memfd:lockstep" in str(link.resolve())]
     dist.barrier()
     return named, [descriptor for descriptor in memory if os.get_inheritable(descriptor)], bool(memory)
 

@@ -95,9 +95,7 @@ def all_ways(world):
         "lockstep": train_with_lockstep(world),
         "hook": train_with_torch(world),
         "one bucket": train_with_torch(world, bucket_cap_mb=25),
-        "many buckets, gradients as views of them": train_with_torch(
-            world, bucket_cap_mb=0.001, as_view=True
-        ),
+        "many buckets, gradients as views of them": train_with_torch(world, bucket_cap_mb=0.001, as_view=True),
         "a parameter without a gradient": train_with_torch(world, find_unused=True),
         "no hook": train_with_torch(world, hook=False),
         "channels_last": [channels_last_gradients(world, hook) for hook in (True, False)],

@@ -126,9 +126,7 @@ def reduced(world, leaves, most):
     own, gather = (dist.new_group([*range(world.world_size)]) for _ in range(2))
 
     def open_one(kind, world):
-        made = fused.FusedReducer(
-            dist.group.WORLD, exchanges.CPU, lambda size: HostMemory(size, own, None, 0.0)
-        )
+        made = fused.FusedReducer(dist.group.WORLD, exchanges.CPU, lambda size: HostMemory(size, own, None, 0.0))
         made._gather_group = gather  # collectives on a CPU need two groups
         return made
 

@@ -34,9 +34,7 @@ def test_powersgd_gives_late_what_it_leaves_out(world_size):
     for into, out, left_out, equal, exact_rest, compressed in run_ranks(powersgd_steps, world_size, 2):
         assert compressed == [(24, 12), (16, 16), (40, 20)]
         assert equal and exact_rest
-        assert float(left_out.norm()) > 0.1 * float(into.norm()), (
-            "nothing was left out, so nothing was tested"
-        )
+        assert float(left_out.norm()) > 0.1 * float(into.norm()), "nothing was left out, so nothing was tested"
         assert float((out + left_out - into).abs().max()) < 1e-9 * float(into.abs().max())
         assert float((out - into).norm() / into.norm()) < 1.0
 

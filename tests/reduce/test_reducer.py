@@ -40,7 +40,5 @@ def test_room_is_made_for_the_largest_step_and_not_only_for_the_full_one():
 
 def test_one_node_for_each_rank_takes_the_memory_of_two_gradients():
     bucket = OrderedBucket(BucketShape(1000, torch.float32), 2, 1, torch.device("cpu"))
-    held = {
-        t.untyped_storage().data_ptr(): t.nbytes for t in vars(bucket).values() if isinstance(t, torch.Tensor)
-    }
+    held = {t.untyped_storage().data_ptr(): t.nbytes for t in vars(bucket).values() if isinstance(t, torch.Tensor)}
     assert sum(held.values()) == 2 * 4000

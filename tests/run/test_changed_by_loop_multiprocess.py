@@ -80,9 +80,7 @@ def mining(world, loss, change, predicts=False):
 
 
 def refused(world, loss, change):
-    with pytest.raises(
-        ConfigError, match=r"not to the same values on all ranks: .* is .* on rank 0; .* on rank 1"
-    ):
+    with pytest.raises(ConfigError, match=r"not to the same values on all ranks: .* is .* on rank 0; .* on rank 1"):
         mining(world, loss, change)
 
 

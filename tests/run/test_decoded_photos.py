@@ -46,8 +46,6 @@ def test_a_run_goes_on_only_where_photos_have_the_same_pixels(photos, tmp_path, 
     assert "Photos are decoded by" in caplog.text and "Pillow" in caplog.text
     step(photos, directory, resume="auto")
     monkeypatch.setattr(handle, "decoded_as", lambda dataset: "0123456789abcdef")
-    with pytest.raises(
-        CheckpointMismatch, match=r"other pixels \([0-9a-f]{16} there, 0123456789abcdef here\)"
-    ):
+    with pytest.raises(CheckpointMismatch, match=r"other pixels \([0-9a-f]{16} there, 0123456789abcdef here\)"):
         step(photos, directory, resume="auto")
     assert step(photos, directory, resume="auto", force_context=True).photos == "0123456789abcdef"

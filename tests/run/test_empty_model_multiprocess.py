@@ -45,9 +45,7 @@ class Chain(nn.Sequential):
     """Modules in a row, for a pipeline."""
 
     def __init__(self):
-        blocks = (
-            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(3), nn.Dropout(0.1)) for _ in range(3)
-        )
+        blocks = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(3), nn.Dropout(0.1)) for _ in range(3))
         super().__init__(nn.Embedding(7, WIDTH), *blocks, nn.Flatten(), nn.Linear(3 * WIDTH, 7))
         nn.init.normal_(self[0].weight, std=0.2)
 
@@ -55,9 +53,7 @@ class Chain(nn.Sequential):
 def prepare(world, strategy, build=Decoder, **more):
     if world.world_size == 1:
         strategy, more = "single", {key: value for key, value in more.items() if key != "mesh"}
-    run = Run(
-        RunOptions.of(global_batch=8, micro_batches=4, threads=1, strategy=strategy, seed=5, **more), world
-    )
+    run = Run(RunOptions.of(global_batch=8, micro_batches=4, threads=1, strategy=strategy, seed=5, **more), world)
     with run.empty_model():
         model = build()
     assert all(each.is_meta for each in model.parameters())
@@ -66,9 +62,7 @@ def prepare(world, strategy, build=Decoder, **more):
 
 
 def train(world, strategy, build=Decoder, folder=None, epochs=2, **more):
-    run, _, optimizer = prepare(
-        world, strategy, build, directory=folder, resume="auto" if folder else "", **more
-    )
+    run, _, optimizer = prepare(world, strategy, build, directory=folder, resume="auto" if folder else "", **more)
     found = [run.fingerprint()]
     tokens = torch.arange(48).view(16, 3) * 5 % 7
     for _ in run.epochs(epochs):
@@ -128,9 +122,7 @@ def peak_of_start(world):
         fill(named, device)
         gc.collect()
         tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter)]
-        kept = [
-            each.untyped_storage() for each in tensors if each.dtype == torch.float32 and not each.is_meta
-        ]
+        kept = [each.untyped_storage() for each in tensors if each.dtype == torch.float32 and not each.is_meta]
         seen.append(sum({storage.data_ptr(): storage.nbytes() for storage in kept}.values()))
 
     run._initial_values.fill = watched

@@ -21,9 +21,7 @@ STEPS = 3
 def read(epoch, first, count=STEPS):
     for position in range(first, count):
         step = epoch * count + position
-        yield Batch(
-            StepPlan(epoch=epoch, step=step, position=position, packed=b"", indices=(np.array([0]),)), ()
-        )
+        yield Batch(StepPlan(epoch=epoch, step=step, position=position, packed=b"", indices=(np.array([0]),)), ())
 
 
 def steps(course, after=lambda: None):
@@ -71,9 +69,7 @@ def test_a_loop_that_would_have_no_step_since_the_one_before_left_the_last_is_re
     for _ in course.epochs(2):
         leave(2)
         break
-    assert [list(steps(course)) for _ in course.epochs(1)] == [
-        []
-    ]  # what follows the steps is still to be done
+    assert [list(steps(course)) for _ in course.epochs(1)] == [[]]  # what follows the steps is still to be done
 
 
 @pytest.mark.parametrize("is_alone", [False, True])
@@ -112,10 +108,7 @@ def test_steps_before_a_loop_over_epochs_are_told_and_refused_in_a_resumed_run(c
     assert not caplog.text
     list(steps(course))
     assert [step for _ in course.epochs(3) for step in steps(course)] == [(2, 0), (2, 1), (2, 2)]
-    assert (
-        "before run.epochs(3), and count as part of the run, which goes on at step 0 of epoch 3"
-        in caplog.text
-    )
+    assert "before run.epochs(3), and count as part of the run, which goes on at step 0 of epoch 3" in caplog.text
     course = EpochLoop()
     course.position.epoch, course.is_resumed = 1, True
     list(steps(course))

@@ -54,9 +54,7 @@ def network():
 
 def train(directory, ask_rank=-1, **layout):
     """The evaluations of each epoch, and the fingerprint; with why and where it was left, if it was."""
-    run, _, optimizer = begin(
-        network(), torch.optim.Adam, lr=0.01, directory=directory, resume="auto", **layout
-    )
+    run, _, optimizer = begin(network(), torch.optim.Adam, lr=0.01, directory=directory, resume="auto", **layout)
 
     def ask():
         if run.position.epoch == 1 and run.world.rank == ask_rank:
@@ -83,9 +81,7 @@ def resumed(world, directory, layouts):
     return {name: train(directory / name, **layout) for name, layout in layouts.items()}
 
 
-@pytest.mark.parametrize(
-    "layouts", [QUICK, pytest.param(SLOW, marks=pytest.mark.slow)], ids=["quick", "slow"]
-)
+@pytest.mark.parametrize("layouts", [QUICK, pytest.param(SLOW, marks=pytest.mark.slow)], ids=["quick", "slow"])
 @pytest.mark.fault("P7")
 @pytest.mark.slow
 def test_all_ranks_leave_with_one_and_the_resumed_run_evaluates_again(tmp_path, layouts):

@@ -257,9 +257,7 @@ def test_a_graph_that_outlives_its_micro_batch_is_refused_with_what_to_change(ke
     with lockstep.init(global_batch=8, micro_batches=4) as run:
         model = Spiking()
         model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-        with pytest.raises(
-            ConfigError, match=r"graph of an earlier one.* at the beginning of forward="
-        ) as refused:
+        with pytest.raises(ConfigError, match=r"graph of an earlier one.* at the beginning of forward=") as refused:
             for batch in run.batches(dataset()):
                 if kept == "a potential":
                     run.backward(batch, nn.functional.cross_entropy)
@@ -293,9 +291,7 @@ def test_another_number_of_threads_than_the_recipe_has_is_refused(when):
     run, _, optimizer = begin()
     threads = torch.get_num_threads()
     try:
-        with pytest.raises(
-            ConfigError, match=r"get_num_threads\(\) was 1 .* is 2 now.*init\(threads=\.\.\.\)"
-        ):
+        with pytest.raises(ConfigError, match=r"get_num_threads\(\) was 1 .* is 2 now.*init\(threads=\.\.\.\)"):
             for batch in run.batches(dataset()):
                 train_step(run, batch, optimizer)
                 torch.set_num_threads(2)

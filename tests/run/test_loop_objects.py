@@ -622,9 +622,7 @@ CONTAINERS = [set, dict, *(pytest.param(each, marks=pytest.mark.slow) for each i
 
 @pytest.mark.parametrize("within", [False, True], ids=["between epochs", "within"])
 @pytest.mark.parametrize("make", CONTAINERS)
-def test_what_a_loop_puts_into_an_empty_container_of_a_data_set_is_not_lost_in_silence(
-    make, within, tmp_path
-):
+def test_what_a_loop_puts_into_an_empty_container_of_a_data_set_is_not_lost_in_silence(make, within, tmp_path):
     """None of the samples that are compared at a resume is one of those."""
     with pytest.raises(Left):
         mining(tmp_path, make, (1, 0), within=within)
@@ -765,9 +763,7 @@ def changing_over(folder, stop=None, *, anew=False):
     return run.fingerprint(), run.close()
 
 
-def test_an_optimizer_that_takes_the_place_of_another_is_named_where_a_resumed_run_has_the_first(
-    tmp_path, caplog
-):
+def test_an_optimizer_that_takes_the_place_of_another_is_named_where_a_resumed_run_has_the_first(tmp_path, caplog):
     """Such a run stepped the first optimizer, ended in other bits, and said nothing."""
     stop = 2 * -(-len(dataset()) // 12) + 2  # in the third epoch
     for anew in (False, True):
@@ -807,9 +803,7 @@ def test_a_part_of_the_model_that_takes_the_place_of_another_in_the_loss_is_refu
     """Such a run trained the first part again, and said nothing."""
     with pytest.raises(Left):
         growing_net(tmp_path, 1)
-    with pytest.raises(
-        ConfigError, match="The loss or the model reads growing_net: net, which the loop changes"
-    ):
+    with pytest.raises(ConfigError, match="The loss or the model reads growing_net: net, which the loop changes"):
         growing_net(tmp_path)
 
 

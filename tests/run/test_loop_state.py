@@ -244,9 +244,7 @@ def test_what_a_data_set_changes_itself_is_known_by_its_code():
 
 
 def test_the_variables_of_a_script_are_looked_at_too():
-    text = (
-        "step = 0\nrate = 1\nfor number in range(2):\n    step += 1\n    rate = number\n    found = live(1)\n"
-    )
+    text = "step = 0\nrate = 1\nfor number in range(2):\n    step += 1\n    rate = number\n    found = live(1)\n"
     space = {"live": live_here, "__name__": "script"}
     exec(compile(text, "script.py", "exec"), space)
     assert "step" in space["found"]
@@ -506,9 +504,7 @@ for epoch in range(2):
 
 
 @pytest.mark.parametrize("any_left", [True, False])
-def test_a_loss_that_is_set_before_the_loop_as_recommended_is_not_named_where_a_step_sets_it(
-    caplog, any_left
-):
+def test_a_loss_that_is_set_before_the_loop_as_recommended_is_not_named_where_a_step_sets_it(caplog, any_left):
     """``loss = float("nan")`` was named in every run that was resumed within an epoch."""
     space = {"any_left": any_left, "say": lambda loss: None, "stored": None, "__name__": "script"}
     first = {**space, "state": LoopState({}, is_main=True), "first": 0, "stop": 1}

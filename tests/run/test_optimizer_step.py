@@ -269,9 +269,7 @@ def test_a_gradient_that_two_optimizers_use_in_turn_waits_for_the_second(tmp_pat
 
 def closed_by_steps():
     run, _, optimizer = begin(make_optimizer=plain, strategy="single")
-    losses = [
-        float(train_step(run, batch, optimizer)) for _ in run.epochs(2) for batch in run.batches(dataset())
-    ]
+    losses = [float(train_step(run, batch, optimizer)) for _ in run.epochs(2) for batch in run.batches(dataset())]
     found = losses, run.fingerprint()
     run.close()
     return found

@@ -12,9 +12,7 @@ import lockstep
 
 PAGE = (Path(__file__).parents[2] / "docs" / "own-loop.md").read_text()
 LOOP, *_, CALLBACK = [
-    code
-    for code in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    if "run.epochs" in code or "Callback" in code
+    code for code in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "run.epochs" in code or "Callback" in code
 ]
 EPOCHS = "run.epochs(30)"
 

@@ -77,9 +77,7 @@ def by_hand():
         return torch.cat([model(part.clone()) for part in parts]), model(inputs(2))
 
 
-@pytest.mark.parametrize(
-    "layouts", [QUICK, pytest.param(SLOW, marks=pytest.mark.slow)], ids=["quick", "slow"]
-)
+@pytest.mark.parametrize("layouts", [QUICK, pytest.param(SLOW, marks=pytest.mark.slow)], ids=["quick", "slow"])
 def test_every_layout_gives_the_bits_of_a_computation_by_hand(layouts):
     wanted, of_two = by_hand()
     first, *others = run_ranks(predicted, 4, layouts)

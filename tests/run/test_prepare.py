@@ -34,9 +34,7 @@ def test_shapes_and_names_of_the_whole_model_are_kept_without_its_values():
 
 def test_an_optimizer_in_the_place_of_the_model_is_refused_with_the_call_to_write():
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
-    with pytest.raises(
-        ConfigError, match=r"is of type SGD, which is no model\. Write: model, optimizer = run"
-    ):
+    with pytest.raises(ConfigError, match=r"is of type SGD, which is no model\. Write: model, optimizer = run"):
         prepared(optimizer)
 
 
@@ -48,9 +46,7 @@ def test_a_tied_parameter_is_known_under_its_further_name():
 
 def test_a_buffer_that_is_none_is_not_missing_in_the_fingerprint():
     """InstanceNorm has three, as BatchNorm without running statistics."""
-    found = prepared(
-        nn.Sequential(nn.InstanceNorm2d(3, affine=True), nn.BatchNorm2d(3, track_running_stats=False))
-    )
+    found = prepared(nn.Sequential(nn.InstanceNorm2d(3, affine=True), nn.BatchNorm2d(3, track_running_stats=False)))
     assert found.with_all_buffers({}) == {}
 
 

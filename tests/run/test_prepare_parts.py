@@ -31,9 +31,7 @@ def test_saving_with_a_scheduler_of_the_prepared_optimizer_is_refused(tmp_path):
 def test_an_optimizer_of_foreign_parameters_is_refused():
     run = lockstep.init(global_batch=GLOBAL_BATCH)
     with pytest.raises(ConfigError, match=r"4 parameters.*ModuleDict"):
-        run.prepare(
-            nn.Linear(2, 2), torch.optim.SGD(nn.Sequential(nn.Linear(1, 3), nn.Linear(3, 1)).parameters())
-        )
+        run.prepare(nn.Linear(2, 2), torch.optim.SGD(nn.Sequential(nn.Linear(1, 3), nn.Linear(3, 1)).parameters()))
 
 
 @pytest.mark.parametrize("persistent", [True, False])
@@ -79,9 +77,7 @@ class Functional:
 )
 def test_an_optimizer_of_another_library_is_refused_by_its_name(state, said):
     """That of fastai keeps its settings in a list of its own, which the first checkpoint could not hold."""
-    with pytest.raises(
-        ConfigError, match=rf"given a tests\.\S+\.Functional, whose state_dict\(\) {said}\. It"
-    ):
+    with pytest.raises(ConfigError, match=rf"given a tests\.\S+\.Functional, whose state_dict\(\) {said}\. It"):
         lockstep.init(global_batch=GLOBAL_BATCH).prepare(network(), Functional(state))
 
 

@@ -24,9 +24,7 @@ class Scaled(nn.Module):
 
     def forward(self, inputs):
         self.rows = len(inputs)
-        return (self.layers(inputs) * self.scale * self.scales[-1] + self.frozen(inputs)).clamp(
-            max=self.bound
-        )
+        return (self.layers(inputs) * self.scale * self.scales[-1] + self.frozen(inputs)).clamp(max=self.bound)
 
 
 class Loop:

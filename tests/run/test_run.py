@@ -160,9 +160,7 @@ def test_what_is_not_finite_is_named_and_nothing_is_written(where, tmp_path):
 
     run, model, optimizer = begin(directory=tmp_path)
     before = {name: p.clone() for name, p in model.named_parameters()}
-    with pytest.raises(
-        NonFiniteError, match=rf"step \d+ is .*{'samples .*7' if where == 'loss' else 'gradient'}"
-    ):
+    with pytest.raises(NonFiniteError, match=rf"step \d+ is .*{'samples .*7' if where == 'loss' else 'gradient'}"):
         for batch in run.batches(data, shuffle=False):
             train_step(run, batch, optimizer, loss)
             run.save()
@@ -358,14 +356,10 @@ def test_a_metric_of_several_numbers_gives_each_by_its_name():
     with pytest.raises(ConfigError, match=r"Two metrics of run\.evaluate give a number called 'iou_1'"):
         run.evaluate(dataset(), {"iou": Overlap(), "iou_1": correct})
     named.compute = lambda: torch.zeros(2, 2)
-    with pytest.raises(
-        ConfigError, match=r"gave a tensor of shape \[2, 2\], which is neither a number nor a dict or"
-    ):
+    with pytest.raises(ConfigError, match=r"gave a tensor of shape \[2, 2\], which is neither a number nor a dict or"):
         run.evaluate(dataset(), named)
     named.compute = lambda: {"f1": 0.5, "matrix": torch.zeros(2, 2)}
-    with pytest.raises(
-        ConfigError, match=r"gave a tensor of shape \[2, 2\] as 'matrix', where one number is taken"
-    ):
+    with pytest.raises(ConfigError, match=r"gave a tensor of shape \[2, 2\] as 'matrix', where one number is taken"):
         run.evaluate(dataset(), named)
 
 
@@ -373,10 +367,7 @@ def test_a_run_folder_that_cannot_be_written_is_told_of_at_the_start(tmp_path, c
     """It was refused by the first save, after the first epoch."""
     (tmp_path / "file").touch()
     begin(directory=tmp_path / "file" / "run")
-    assert (
-        f"run.save() will fail: the run folder is {tmp_path}/file/run, and {tmp_path}/file is not a"
-        in caplog.text
-    )
+    assert f"run.save() will fail: the run folder is {tmp_path}/file/run, and {tmp_path}/file is not a" in caplog.text
     caplog.clear()
     begin(directory=tmp_path / "new" / "run")
     assert "run.save()" not in caplog.text
@@ -403,9 +394,7 @@ def test_a_run_folder_that_checkpoints_could_not_be_read_from_is_refused(tmp_pat
         run.save(directory=odd)
 
 
-@pytest.mark.parametrize(
-    ("metric", "said"), [("accuracy", "'metric' of run.evaluate is a str"), ({"a": 1}, "'a'")]
-)
+@pytest.mark.parametrize(("metric", "said"), [("accuracy", "'metric' of run.evaluate is a str"), ({"a": 1}, "'a'")])
 def test_what_is_no_metric_is_named(metric, said):
     run, *_ = begin()
     with pytest.raises(ConfigError, match=f"The metric {said}.*Give a function of .output, target."):
@@ -414,9 +403,7 @@ def test_what_is_no_metric_is_named(metric, said):
 
 def test_data_and_metric_in_the_other_order_are_told():
     run, *_ = begin()
-    with pytest.raises(
-        ConfigError, match=r"is a TensorDataset.* The data come first: run.evaluate\(data, metric\)"
-    ):
+    with pytest.raises(ConfigError, match=r"is a TensorDataset.* The data come first: run.evaluate\(data, metric\)"):
         run.evaluate(lambda output, target: output, dataset())
 
 

@@ -82,17 +82,13 @@ def own_forward():
     def forward(data):
         return model(data[0] + torch.randn_like(data[0]))  # drawn before the model is entered
 
-    return plain(
-        run, model, optimizer, loss=lambda output, data: cross_entropy(output, data[1]), forward=forward
-    )
+    return plain(run, model, optimizer, loss=lambda output, data: cross_entropy(output, data[1]), forward=forward)
 
 
 def adversaries():
     """Two models, two optimizers, two backward passes over each batch, noise in both."""
     torch.manual_seed(0)
-    models = nn.ModuleDict(
-        {"g": nn.Linear(2, 6), "d": nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))}
-    )
+    models = nn.ModuleDict({"g": nn.Linear(2, 6), "d": nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))})
     run = lockstep.init(global_batch=GLOBAL_BATCH)
     by_d = torch.optim.AdamW(models["d"].parameters(), 0.01)
     by_g = torch.optim.AdamW(models["g"].parameters(), 0.01)
@@ -136,9 +132,7 @@ def moving_average():
     for batch in run.batches(dataset()):
         train_step(run, batch, optimizer)
         average.update_parameters(model)
-    return combine(digest_tensors(average.state_dict())), run.evaluate(
-        dataset(seed=2), correct, model=average
-    )
+    return combine(digest_tensors(average.state_dict())), run.evaluate(dataset(seed=2), correct, model=average)
 
 
 def evaluated():
@@ -180,9 +174,7 @@ class Noisy(nn.Module):
 
 def taken_over_loader():
     run, model, optimizer = begin()
-    sampler = DistributedSampler(
-        dataset(), num_replicas=run.world.world_size, rank=run.world.rank, shuffle=True
-    )
+    sampler = DistributedSampler(dataset(), num_replicas=run.world.world_size, rank=run.world.rank, shuffle=True)
     return plain(run, model, optimizer, DataLoader(dataset(), batch_size=8, sampler=sampler))
 
 
@@ -260,9 +252,7 @@ def results(world_size, checkpointed):
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
-@pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=[pytest.mark.slow] * (way == CHECKPOINTED)) for way in WAYS]
-)
+@pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.slow] * (way == CHECKPOINTED)) for way in WAYS])
 def test_the_result_is_the_same_on_1_2_and_3_ranks(way, world_size):
     (alone,) = results(1, way == CHECKPOINTED)
     assert [rank[way] for rank in results(world_size, way == CHECKPOINTED)] == [alone[way]] * world_size

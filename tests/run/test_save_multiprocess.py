@@ -23,9 +23,7 @@ EPOCHS = 2
 
 def train(folder, **options):
     """Saves after every step; returns the fingerprint at the end."""
-    run, _, optimizer = begin(
-        make_optimizer=torch.optim.AdamW, lr=0.01, directory=folder, keep=None, **options
-    )
+    run, _, optimizer = begin(make_optimizer=torch.optim.AdamW, lr=0.01, directory=folder, keep=None, **options)
     for _ in run.epochs(EPOCHS):
         for batch in run.batches(dataset()):
             train_step(run, batch, optimizer)
@@ -39,10 +37,7 @@ def train_all(world, folder, jobs):
 
 def contents(folder):
     """The entries on files in the manifest of each checkpoint."""
-    return {
-        path.name: json.loads((path / "manifest.json").read_text())["body"]["files"]
-        for path in committed(folder)
-    }
+    return {path.name: json.loads((path / "manifest.json").read_text())["body"]["files"] for path in committed(folder)}
 
 
 @pytest.mark.slow

@@ -45,9 +45,7 @@ class Recalling:
         return {"kept": self.kept, "named": self.named}
 
     def load_state_dict(self, state):
-        assert all(
-            isinstance(each, torch.Tensor) for each in (*state["kept"], *state["named"]["all"]["last"])
-        )
+        assert all(isinstance(each, torch.Tensor) for each in (*state["kept"], *state["named"]["all"]["last"]))
         self.kept, self.named = state["kept"], state["named"]
 
 
@@ -75,9 +73,7 @@ def train(name, directory, stop=None, resume="", number=float):
     run, model, optimizer, scheduler = begin(
         directory=directory,
         resume=resume,
-        make_optimizer=lambda parameters, lr: torch.optim.SGD(
-            parameters, lr=number(lr), momentum=0.9, foreach=False
-        ),
+        make_optimizer=lambda parameters, lr: torch.optim.SGD(parameters, lr=number(lr), momentum=0.9, foreach=False),
         make_scheduler=SCHEDULERS[name],
         keep=None,
     )

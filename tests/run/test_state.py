@@ -41,9 +41,7 @@ def test_a_checkpoint_of_another_context_is_refused_unless_forced(tmp_path):
         (torch.backends.mkldnn.set_flags, "torch.backends.mkldnn.enabled was True"),
     ],
 )
-def test_settings_of_torch_that_the_loop_has_made_and_the_resumed_run_has_not_are_refused(
-    turned, name, tmp_path
-):
+def test_settings_of_torch_that_the_loop_has_made_and_the_resumed_run_has_not_are_refused(turned, name, tmp_path):
     """They were in no checkpoint: the run went on with other bits."""
     before = torch.backends.mkldnn.enabled
 
@@ -181,9 +179,7 @@ class Preconditioned(torch.optim.SGD):
                 state = self.state[p]
                 state.setdefault("queue", deque(maxlen=2)).append(p.grad.clone())
                 if "basis" not in state:
-                    state["basis"] = torch.linalg.qr(p.grad @ p.grad.mT)[0].to(
-                        self.param_groups[0]["kept_as"]
-                    )
+                    state["basis"] = torch.linalg.qr(p.grad @ p.grad.mT)[0].to(self.param_groups[0]["kept_as"])
                 p.grad.copy_(state["basis"].mT @ state["queue"][0].double())
         return super().step(closure)
 
@@ -196,9 +192,7 @@ class Preconditioned(torch.optim.SGD):
         (CountedByKind, "state[...].steps of CountedByKind"),
     ],
 )
-def test_what_an_optimizer_keeps_elsewhere_is_named_and_such_a_run_is_not_resumed(
-    kind, said, tmp_path, caplog
-):
+def test_what_an_optimizer_keeps_elsewhere_is_named_and_such_a_run_is_not_resumed(kind, said, tmp_path, caplog):
     def made(params, *_, **__):
         return kind(params) if kind is Velocity else kind(params, lr=0.1)
 

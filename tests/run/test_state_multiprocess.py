@@ -22,9 +22,7 @@ SOME_STOPS = (2, 3, 7, 9)
 RECIPES = {
     "fp16, AdamW": {"precision": "fp16", "make_optimizer": torch.optim.AdamW, "lr": 0.01},
     "fp32, SGD": {
-        "make_optimizer": lambda parameters, lr: torch.optim.SGD(
-            parameters, lr=lr, momentum=0.9, nesterov=True
-        )
+        "make_optimizer": lambda parameters, lr: torch.optim.SGD(parameters, lr=lr, momentum=0.9, nesterov=True)
     },
 }
 
@@ -76,9 +74,7 @@ def test_a_run_stopped_at_any_step_ends_like_the_one_that_never_stopped(recipe, 
     for rank in run_ranks(train_all, 3, recipe, [{"directory": folder} for folder in folders]):
         for stop, (state, evaluated) in zip(stops, rank, strict=True):
             assert state == whole[0]
-            assert evaluated == whole[1][(stop - 1) // STEPS :], (
-                "an epoch that ended is evaluated after the resume"
-            )
+            assert evaluated == whole[1][(stop - 1) // STEPS :], "an epoch that ended is evaluated after the resume"
 
 
 def test_a_run_whose_rank_was_killed_ends_like_the_one_that_never_stopped(tmp_path):
@@ -163,8 +159,7 @@ def memory_of_checkpoint(world):
     held = run.require_prepared().state.capture("", keep=run.is_main).optimizer
     run.close()
     return {
-        name: tensor.data_ptr() in (keeping.held.data_ptr(), keeping.table.data_ptr())
-        for name, tensor in held.items()
+        name: tensor.data_ptr() in (keeping.held.data_ptr(), keeping.table.data_ptr()) for name, tensor in held.items()
     }
 
 

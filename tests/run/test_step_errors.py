@@ -75,8 +75,7 @@ def test_an_unknown_error_is_the_users_own_with_a_note():
     with pytest.raises(KeyError) as raised:
         run(loss, LOGITS, torch.zeros(2))
     assert (
-        "loss(output, target), with the output float32 [2, 3] and the target float32 [2]"
-        in raised.value.__notes__[0]
+        "loss(output, target), with the output float32 [2, 3] and the target float32 [2]" in raised.value.__notes__[0]
     )
 
 
@@ -115,9 +114,7 @@ def test_the_data_of_a_micro_batch_is_noted_with_a_type_that_the_model_has_not()
     for each in (error, own):
         note_data(each, Batch(plan, (MicroBatch(0, np.arange(2), data),)), nn.Linear(6, 2))
     assert not hasattr(own, "__notes__")
-    assert re.search(
-        r"float64 and the model float32.*\(float64 \[2, 6\], int64 \[2\]\)", " ".join(error.__notes__)
-    )
+    assert re.search(r"float64 and the model float32.*\(float64 \[2, 6\], int64 \[2\]\)", " ".join(error.__notes__))
     mixed = RuntimeError("mat1 and mat2 must have the same dtype, but got Double and Float")
     with pytest.raises(ConfigError, match=r"float64 and the model float32: convert .* \.float\(\)"):
         note_data(mixed, Batch(plan, (MicroBatch(0, np.arange(2), data),)), nn.Linear(6, 2))

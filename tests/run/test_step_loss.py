@@ -27,9 +27,7 @@ def random_batch():
 
 
 def test_class_weights_give_the_mean_of_the_whole_batch():
-    whole, parts = whole_and_parts(
-        nn.CrossEntropyLoss(weight=torch.tensor([0.1, 1.0, 5.0, 2.0])), *random_batch()
-    )
+    whole, parts = whole_and_parts(nn.CrossEntropyLoss(weight=torch.tensor([0.1, 1.0, 5.0, 2.0])), *random_batch())
     torch.testing.assert_close(whole, parts)
 
 
@@ -72,9 +70,7 @@ def test_a_micro_batch_whose_targets_are_all_ignored_adds_nothing():
 def test_a_loss_that_returns_no_gradient_where_nothing_counts_has_the_gradient_of_one_that_does():
     def trained(loss):
         run, _, optimizer = begin(strategy="single")
-        for batch in run.batches(
-            TensorDataset(dataset().tensors[0], torch.arange(53) // 3 % 4), shuffle=False
-        ):
+        for batch in run.batches(TensorDataset(dataset().tensors[0], torch.arange(53) // 3 % 4), shuffle=False):
             train_step(run, batch, optimizer, loss)
         found = run.fingerprint()
         run.close()
@@ -169,9 +165,7 @@ def test_a_derived_loss_with_a_forward_of_its_own_is_called_as_it_is():
     assert loss.calls == 2
 
 
-@pytest.mark.parametrize(
-    ("micro_batches", "other_step", "told"), [(4, None, True), (2, None, False), (4, 3, False)]
-)
+@pytest.mark.parametrize(("micro_batches", "other_step", "told"), [(4, None, True), (2, None, False), (4, 3, False)])
 def test_losses_of_exactly_zero_are_told_once(caplog, micro_batches, other_step, told):
     """Triplets of an anchor, one of its class and one of another, of which two samples have none."""
     run, _, optimizer = begin(global_batch=8, micro_batches=micro_batches)

@@ -64,9 +64,7 @@ def f1(output, target):
     return 2 * (found & there).sum() / (found.sum() + there.sum())
 
 
-@pytest.mark.parametrize(
-    ("also", "sentence"), [({"f1": f1}, "'f1' is not a mean"), ({"f1": 1.0}, "was given a float")]
-)
+@pytest.mark.parametrize(("also", "sentence"), [({"f1": f1}, "'f1' is not a mean"), ({"f1": 1.0}, "was given a float")])
 def test_what_is_no_mean_is_refused(also, sentence):
     run = Run(RunOptions.of(global_batch=24, micro_batches=24, strategy="single"), World())
     model = nn.Linear(6, 3)
@@ -178,9 +176,7 @@ def test_entries_of_the_loss_are_those_of_the_undivided_batch():
     ],
 )
 def test_entries_that_the_loss_does_not_have_are_refused(loss, also, more, sentence):
-    run = Run(
-        RunOptions.of(global_batch=24, micro_batches=24 if "f1" in also else 4, strategy="single"), World()
-    )
+    run = Run(RunOptions.of(global_batch=24, micro_batches=24 if "f1" in also else 4, strategy="single"), World())
     model = nn.Linear(6, 3)
     run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     (batch,) = run.batches(torch.utils.data.TensorDataset(torch.randn(24, 6), torch.arange(24) % 3))
@@ -245,9 +241,7 @@ def test_a_metric_that_writes_into_what_others_are_given_is_named():
     """The others were of what it had written: they depended on the order of a dict."""
     run, _, _ = begin()
     metrics = {2: lambda o, t: o.sigmoid_()[:, 0], "loss": F.cross_entropy}
-    with pytest.raises(
-        ConfigError, match=r"The metric 2 of run\.evaluate writes into the output or the target, w"
-    ):
+    with pytest.raises(ConfigError, match=r"The metric 2 of run\.evaluate writes into the output or the target, w"):
         run.evaluate(dataset(), metrics)
     values = run.evaluate(dataset(), dict(reversed(metrics.items())))  # the last may
     assert values["loss"] == run.evaluate(dataset(), F.cross_entropy)

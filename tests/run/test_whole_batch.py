@@ -25,9 +25,7 @@ class Towers(nn.Module):
 
     def __init__(self, dropout=0.2):
         super().__init__()
-        self.left = nn.Sequential(
-            nn.Linear(6, 16), nn.LayerNorm(16), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, 8)
-        )
+        self.left = nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, 8))
         self.right = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 8))
         self.temperature = nn.Parameter(torch.tensor([1.5]))
 
@@ -161,9 +159,7 @@ def test_a_model_that_writes_into_its_input_has_the_gradient_of_one_call():
         model = scaled(nn.Linear(6, 3))
         run = Run(RunOptions.of(global_batch=8, micro_batches=4, strategy="single", checks="off"), World())
         run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        run.backward(
-            next(run.batches(TensorDataset(inputs, torch.arange(8)), shuffle=False)), rivals, whole_batch=True
-        )
+        run.backward(next(run.batches(TensorDataset(inputs, torch.arange(8)), shuffle=False)), rivals, whole_batch=True)
         run.close()
         return model[0].weight.grad
 
@@ -411,10 +407,7 @@ def target_of(world, wraps):
     run = Run(RunOptions.of(global_batch=8, micro_batches=4, threads=1), world)
     model = Named(6, 3)
     run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    samples = [
-        {"label": torch.tensor(i), "name": f"n{i}", "kind": ("a", 1), "array": np.ones(2) * i}
-        for i in range(8)
-    ]
+    samples = [{"label": torch.tensor(i), "name": f"n{i}", "kind": ("a", 1), "array": np.ones(2) * i} for i in range(8)]
 
     def joined(items):
         entries = {name: [item[name] for item in items] for name in ("name", "array")}
@@ -424,9 +417,7 @@ def target_of(world, wraps):
 
     given = []
     (batch,) = run.batches(DataLoader(samples, 8, collate_fn=joined))
-    run.backward(
-        batch, lambda output, target: given.append(target) or output.square().mean(), whole_batch=True
-    )
+    run.backward(batch, lambda output, target: given.append(target) or output.square().mean(), whole_batch=True)
     run.close()
     return given[-1]
 

@@ -14,9 +14,7 @@ from lockstep.runtime import devices
 
 def rank_of(rank, ranks):
     """A rank of one host."""
-    return World(
-        rank=rank, world_size=ranks, local_rank=rank, local_world_size=ranks, rendezvous="file:///unused"
-    )
+    return World(rank=rank, world_size=ranks, local_rank=rank, local_world_size=ranks, rendezvous="file:///unused")
 
 
 @pytest.fixture
@@ -34,9 +32,7 @@ def two_gpus(monkeypatch):
 
 @pytest.mark.parametrize("kind", ["mps", "xpu"])
 def test_a_device_that_is_not_supported_is_refused_in_a_sentence(monkeypatch, caplog, kind):
-    monkeypatch.setattr(
-        torch.accelerator, "current_accelerator", lambda check_available=False: torch.device(kind)
-    )
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device(kind))
     with caplog.at_level(logging.WARNING):
         assert devices.choose_device(World()) == torch.device("cpu")
     assert caplog.messages == [
@@ -46,9 +42,7 @@ def test_a_device_that_is_not_supported_is_refused_in_a_sentence(monkeypatch, ca
 
 
 def test_the_other_ranks_do_not_say_it_again(monkeypatch, caplog):
-    monkeypatch.setattr(
-        torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("mps")
-    )
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("mps"))
     devices.choose_device(rank_of(1, 2))
     assert caplog.messages == []
 

@@ -39,9 +39,7 @@ def test_a_record_is_read_as_it_was_written(tmp_path):
 
 def test_a_record_names_the_users_line_that_the_exception_came_from(tmp_path):
     script = tmp_path / "train.py"
-    script.write_text(
-        'from lockstep.data import IDX\n\n\ndef main():\n    IDX("absent", "train")\n\n\nmain()\n'
-    )
+    script.write_text('from lockstep.data import IDX\n\n\ndef main():\n    IDX("absent", "train")\n\n\nmain()\n')
     with pytest.raises(LockstepError) as caught:
         runpy.run_path(str(script))
     assert record_of(caught.value, rank=0, beat=None).place == "train.py:5"
@@ -139,10 +137,7 @@ def test_a_backward_of_the_script_after_that_of_the_run_is_explained():
         except RuntimeError as error:
             found = record_of(error, rank=0, beat=replace(beat, phase=phase))
         assert found.on_purpose is noted
-        assert (
-            bool(re.search(r"Leave out loss.backward\(\) \(.*test_error_record.py:\d+\)", found.message))
-            is noted
-        )
+        assert bool(re.search(r"Leave out loss.backward\(\) \(.*test_error_record.py:\d+\)", found.message)) is noted
     assert "Leave out" not in record_of(raised(ValueError("no")), rank=0, beat=beat).shown
 
 

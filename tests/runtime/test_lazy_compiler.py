@@ -32,9 +32,7 @@ for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.R
 
 
 def run(program):
-    return subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
-    )
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
 
 
 @pytest.mark.slow

@@ -80,9 +80,7 @@ def test_a_generator_behind_a_context_manager_can_be_marked():
         assert mark_of(name) is Mark.WAITS_FOR_RENDEZVOUS
 
 
-@pytest.mark.parametrize(
-    "name", ["wait", "wait [", "wait []", "<listcomp>", "wait [reads samples", "x [y]", ""]
-)
+@pytest.mark.parametrize("name", ["wait", "wait [", "wait []", "<listcomp>", "wait [reads samples", "x [y]", ""])
 def test_other_names_have_no_mark(name):
     assert mark_of(name) is None or name.endswith("[reads samples")
 

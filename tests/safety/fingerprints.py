@@ -103,17 +103,12 @@ def _layouts() -> list[Layout]:
         Layout(2, {"strategy": "pipeline", **interleaved}, UNTIED, short),
         *[Layout(world, {"strategy": "hybrid", **told}, UNTIED, short) for world, told in mesh],
         *[
-            Layout(
-                world, {"strategy": "parameter_server", "parameter_server": {"servers": n}}, precisions=short
-            )
+            Layout(world, {"strategy": "parameter_server", "parameter_server": {"servers": n}}, precisions=short)
             for world, n in ((2, 1), (3, 1), (4, 2))
         ],
         Layout(2, {"strategy": "tensor"}, precisions=("fp32", "bf16"), level_a=False),
         Layout(4, {"strategy": "hybrid", "mesh": "data=2,tensor=2"}, precisions=("fp32",), level_a=False),
-        *[
-            Layout(w, {"strategy": "single", "sync_batch_norm": True}, ("resnet",), short, level_a=False)
-            for w in (1,)
-        ],
+        *[Layout(w, {"strategy": "single", "sync_batch_norm": True}, ("resnet",), short, level_a=False) for w in (1,)],
         *[Layout(w, {**ddp, "sync_batch_norm": True}, ("resnet",), short, level_a=False) for w in (2, 3)],
         *[
             Layout(w, {**ddp, "reduce": name}, precisions=("fp32", "bf16"), level_a=False)
@@ -317,9 +312,7 @@ def _jobs() -> dict[str, Callable[[], Job]]:
             return self.rows[index] + 0.3 * torch.randn(6) * (torch.rand(()) < 0.7), self.labels[index]
 
     def augmented() -> Job:
-        model = nn.Sequential(
-            nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 2)
-        )
+        model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 2))
         options = {"global_batch": 16, "micro_batches": 8}
         return Job(model, sgd(model), Augmented(), nn.CrossEntropyLoss(), _right, options, workers=2)
 
@@ -348,9 +341,7 @@ def _jobs() -> dict[str, Callable[[], Job]]:
 
         def __init__(self) -> None:
             super().__init__()
-            self.blocks = nn.ModuleList(
-                [nn.Sequential(nn.Conv2d(3, 3, 1), nn.Dropout(0.3)) for _ in range(2)]
-            )
+            self.blocks = nn.ModuleList([nn.Sequential(nn.Conv2d(3, 3, 1), nn.Dropout(0.3)) for _ in range(2)])
             self.norm = nn.InstanceNorm2d(3, track_running_stats=True)
             self.head = nn.Linear(3, 5)
             self.register_buffer("mean", torch.zeros(3))
@@ -554,9 +545,7 @@ def main() -> int:
     if arguments.mode == "compare":
         record = json.loads(arguments.file.read_text())
         if record["environment"] != here:
-            print(
-                f"Cannot compare: {arguments.file} was recorded under {record['environment']}, this is {here}."
-            )
+            print(f"Cannot compare: {arguments.file} was recorded under {record['environment']}, this is {here}.")
             return EXIT_NOT_COMPARABLE
     found = measure(arguments.only)
     wrong = require_level_a(found)

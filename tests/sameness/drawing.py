@@ -104,12 +104,8 @@ def draw(seed, without=()):
     )
     program = _in_shards(program)
     changes = {field: value for field, value in plain(program).items() if getattr(program, field) in without}
-    kept = {
-        field: tuple(n for n in getattr(program, field) if n not in without) for field in ("blocks", "lines")
-    }
-    if (
-        k == 1
-    ):  # in one process it is not computed twice, and nothing is promised of a program that has no result
+    kept = {field: tuple(n for n in getattr(program, field) if n not in without) for field in ("blocks", "lines")}
+    if k == 1:  # in one process it is not computed twice, and nothing is promised of a program that has no result
         kept["blocks"] = tuple(name for name in kept["blocks"] if name != "clock")
     return dataclasses.replace(program, **changes, **kept)
 
@@ -121,9 +117,7 @@ def _in_shards(program):
         return program
     block = "two_convs" if program.kind == "i" else "perceptron"
     recipe = (*program.recipe, ("tensor", {"shards": r.choice((2, 3, 4, 4, 6))}))
-    return dataclasses.replace(
-        program, width=r.choice((12, 24)), blocks=(*program.blocks[:2], block), recipe=recipe
-    )
+    return dataclasses.replace(program, width=r.choice((12, 24)), blocks=(*program.blocks[:2], block), recipe=recipe)
 
 
 def plain(program):
@@ -302,21 +296,15 @@ def text_of(program):
     reinput = "inputs[:2], extras[:2]" if p.shape == "two_inputs" else "inputs[:2]"
     loss = LOSSES[p.loss].made.replace("PREPARE", prepare).replace("REINPUT", reinput)
     if p.loss.startswith("module") and prepare != "out = output":
-        loss += (
-            f"\n_inner = loss_fn\ndef loss_fn(output, target):\n    {prepare}\n    return _inner(out, target)"
-        )
+        loss += f"\n_inner = loss_fn\ndef loss_fn(output, target):\n    {prepare}\n    return _inner(out, target)"
     if prepare != "out = output" and "extra" in prepare and "return F.cross_entropy(out, target)" in loss:
-        loss = loss.replace(
-            "return F.cross_entropy(out, target)", "return F.cross_entropy(out + 0.3 * extra, target)"
-        )
+        loss = loss.replace("return F.cross_entropy(out, target)", "return F.cross_entropy(out + 0.3 * extra, target)")
     accuracy = (
         "def accuracy(output, target):\n    "
         + prepare
         + "\n    return (out.argmax(-1) == target).float().flatten(1).mean(1)"
         if p.kind == "t"
-        else "def accuracy(output, target):\n    "
-        + prepare
-        + "\n    return (out.argmax(-1) == target).float()"
+        else "def accuracy(output, target):\n    " + prepare + "\n    return (out.argmax(-1) == target).float()"
     )
     top = [
         _HEADER.strip(),
@@ -357,9 +345,7 @@ def _data(p):
         made = made.replace("zip(inputs, targets)", "zip(inputs, extras, targets)")
         made = made.replace("[:], targets", "[:], extras, targets")
         for rows in ("", "[:5]", "[5:]"):
-            made = made.replace(
-                f"(inputs{rows}, targets{rows})", f"(inputs{rows}, extras{rows}, targets{rows})"
-            )
+            made = made.replace(f"(inputs{rows}, targets{rows})", f"(inputs{rows}, extras{rows}, targets{rows})")
         return extra + made
     if p.shape == "keywords":
         return made + (
@@ -377,9 +363,7 @@ def _train(p, model, optimizer):
 
     def at(place, indent):
         made = "\n".join(LINES[name].made for name in p.lines if LINES[name].kinds == place)
-        made = made.replace("(batch, CALL)", f"(batch, {call})").replace(
-            "(batch, loss_fn)", f"(batch, {call})"
-        )
+        made = made.replace("(batch, CALL)", f"(batch, {call})").replace("(batch, loss_fn)", f"(batch, {call})")
         made = made.replace("(data, accuracy)", f"(data, {measured})")
         made = made.replace("(data, keep)", f"(data, keep{', ' if forward else ''}{forward})")
         return textwrap.indent(made, " " * indent)
@@ -431,9 +415,7 @@ def _train(p, model, optimizer):
         "        if run.options.directory is not None:\n            run.save(wait=True)",
         '    found["fingerprint"] = run.fingerprint()',
         '    found["evaluated"] = run.evaluate(data, accuracy)'.replace("accuracy", measured),
-        '    found["average"] = [float(v.double().sum()) for v in average.state_dict().values()]'
-        if average
-        else "",
+        '    found["average"] = [float(v.double().sum()) for v in average.state_dict().values()]' if average else "",
         "    return found",
     ]
     return "\n".join(row for row in rows if row.strip())

@@ -159,8 +159,7 @@ def draw(seed):
     text = "\n".join(
         ("[[{}]]\n" if isinstance(table, list) else "[{}]\n").format(name)
         + "".join(
-            f"{key} = {_toml(value)}\n"
-            for key, value in (table[0] if isinstance(table, list) else table).items()
+            f"{key} = {_toml(value)}\n" for key, value in (table[0] if isinstance(table, list) else table).items()
         )
         for name, table in tables.items()
     )
@@ -336,9 +335,7 @@ def run_seed(seed, folder):
             ends.append((name, "refused" if trained.status == REFUSED else "failed", trained.output))
             continue
         said = difference(reference, trained, resumed=start is not None)
-        ends.append(
-            (name, "differs" if said else "equal", f"{said} (from {start and start.name}, {resumes})")
-        )
+        ends.append((name, "differs" if said else "equal", f"{said} (from {start and start.name}, {resumes})"))
     return ends
 
 

@@ -49,9 +49,7 @@ class Part:
 
 def _read(file):
     parts = {}
-    for heading, source in re.findall(
-        r"^### (.*?)\n(.*?)(?=\n### |\Z)", (_TEXTS / file).read_text(), re.S | re.M
-    ):
+    for heading, source in re.findall(r"^### (.*?)\n(.*?)(?=\n### |\Z)", (_TEXTS / file).read_text(), re.S | re.M):
         name, _, flags = heading.partition(": ")
         kinds, *flags = flags.split()
         recipe = tuple(tuple(flag.split("=")) for flag in flags if "=" in flag)
@@ -64,9 +62,7 @@ def _of_kind(parts, kind, inside=True):
     return {name: part for name, part in parts.items() if (part.kinds == kind) == inside}
 
 
-_ALL_BLOCKS, _ALL_OPTIMIZERS, _ALL_LINES = (
-    _read(f"{name}.txt") for name in ("blocks", "optimizers", "lines")
-)
+_ALL_BLOCKS, _ALL_OPTIMIZERS, _ALL_LINES = (_read(f"{name}.txt") for name in ("blocks", "optimizers", "lines"))
 BLOCKS, HELPERS = (_of_kind(_ALL_BLOCKS, "none", inside) for inside in (False, True))
 OPTIMIZERS, OWN_OPTIMIZERS, GROUPS, SCHEDULERS, AVERAGES = (
     _of_kind(_ALL_OPTIMIZERS, kind) for kind in ("optimizer", "own", "group", "scheduler", "average")

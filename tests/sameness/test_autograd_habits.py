@@ -178,9 +178,7 @@ def derivative_by_a_weight():
 
 def penalty():
     """The gradient penalty of a GAN, by a forward of one's own."""
-    model = nn.Sequential(
-        nn.Linear(6, WIDTH), nn.LeakyReLU(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 4)
-    )
+    model = nn.Sequential(nn.Linear(6, WIDTH), nn.LeakyReLU(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 4))
 
     def forward(prepared):
         def both(data):
@@ -457,9 +455,7 @@ def selective_checkpoints():
 
 def derivative_by_all_weights():
     """A product with the Hessian, by a forward of one's own."""
-    model = nn.Sequential(
-        nn.Linear(6, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 4)
-    )
+    model = nn.Sequential(nn.Linear(6, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 4))
 
     def forward(prepared):
         def both(data):

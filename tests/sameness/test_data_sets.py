@@ -174,9 +174,7 @@ def train(data, *, workers=0, checks="first", world=None):
 @pytest.mark.parametrize("kind", [OwnGenerator, InPlace, Counting, WholeBatch])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_set_that_changes_is_refused_by_name(kind, workers):
-    with pytest.raises(
-        DataError, match=rf"{kind.__name__}\[\d+.*\] gave other values when it was read again"
-    ):
+    with pytest.raises(DataError, match=rf"{kind.__name__}\[\d+.*\] gave other values when it was read again"):
         train(kind(), workers=workers)
 
 
@@ -309,9 +307,7 @@ def test_a_collate_function_that_fills_one_buffer_again_and_again_is_refused(wor
 )
 def test_a_set_that_keeps_what_it_drew_is_refused(draw):
     """It gives the same values again; which ones depends on the epoch in which a process reads the sample first."""
-    with pytest.raises(
-        DataError, match=r"KeepsNoise\[\d+\] drew other random numbers when it was read again"
-    ):
+    with pytest.raises(DataError, match=r"KeepsNoise\[\d+\] drew other random numbers when it was read again"):
         train(KeepsNoise(draw))
     with pytest.raises(DataError, match="drew other random numbers"):
         train(KeepsNoise(draw), workers=1)

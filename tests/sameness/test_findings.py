@@ -98,9 +98,7 @@ def ranks_end():
             id="a group taken out later",
             marks=pytest.mark.slow,
         ),
-        pytest.param(
-            {"shape": "shared_body"}, PIPELINE, "equal", id="a module that has two names, called twice"
-        ),
+        pytest.param({"shape": "shared_body"}, PIPELINE, "equal", id="a module that has two names, called twice"),
         pytest.param(
             {"blocks": ("frozen",), "optimizer": "noisy_sgd"},
             SERVER,
@@ -213,9 +211,7 @@ def loss_fn(output, target):
             r"reads the global variable 'limits'['low'], which was the same on all ranks before",
             id="a threshold",
         ),
-        pytest.param(
-            KEPT_WEIGHTS, "sampler.weights = weights[targets].double()", "choice of samples 1", id="weights"
-        ),
+        pytest.param(KEPT_WEIGHTS, "sampler.weights = weights[targets].double()", "choice of samples 1", id="weights"),
     ],
 )
 def test_what_a_loss_leaves_on_its_rank_is_refused_where_the_loop_gives_it_back(helpers, line, said):
@@ -230,14 +226,9 @@ def test_what_a_loss_leaves_on_its_rank_is_refused_where_the_loop_gives_it_back(
 def test_replicas_that_drift_are_named_where_a_rehearsal_finds_them():
     program = dataclasses.replace(plain_program(), recipe=K8, count=32, epochs=2)
     line = "if steps == 2 and run.world.rank: model[0].weight.data.add_(0.1)"
-    text = text_of(program).replace(
-        "            steps += 1\n", f"            steps += 1\n            {line}\n"
-    )
+    text = text_of(program).replace("            steps += 1\n", f"            steps += 1\n            {line}\n")
     ended = run_trial(text, [DDP])
-    assert (
-        ended.how == "refused"
-        and "the ranks hold different bits in 1 of 6 tensors (0.weight)" in ended.message
-    )
+    assert ended.how == "refused" and "the ranks hold different bits in 1 of 6 tensors (0.weight)" in ended.message
 
 
 @pytest.mark.parametrize(
@@ -298,9 +289,7 @@ def test_a_backward_pass_without_a_step_leaves_the_loss_scale_right(layout):
 )
 def test_gradients_that_no_optimizer_clears_are_kept_over_a_restart(phases):
     """They add up from step to step, and a clip over all parameters counts them."""
-    program = dataclasses.replace(
-        plain_program(), lines=("clip",), epochs=2, count=12, blocks=("linear",) * 2
-    )
+    program = dataclasses.replace(plain_program(), lines=("clip",), epochs=2, count=12, blocks=("linear",) * 2)
     text = text_of(program).replace("SGD(model.parameters()", "SGD(list(model.parameters())[2:]")
     assert "[2:]" in text
     verdict = compare(run_trial(text, [SINGLE]), run_trial(text, phases), phases[-1])

@@ -255,9 +255,7 @@ def data():
 def train(world, odd, make_loss, **options):
     """Trains two steps; the digests of the model, and its loss."""
     loss = F.cross_entropy if make_loss is None else make_loss()
-    run = Run(
-        RunOptions.of(global_batch=8, micro_batches=4, fingerprint_every=0, threads=1, **options), world
-    )
+    run = Run(RunOptions.of(global_batch=8, micro_batches=4, fingerprint_every=0, threads=1, **options), world)
     model = model_with(odd())
     try:
         _, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -114,9 +114,7 @@ def noise_in_forward_after_prepare():
 def kept_in_the_last_stage():
     kept, model = {}, chain()
     model[5].register_forward_hook(lambda module, given, output: kept.update(x=output))
-    return Program(
-        model, loss=lambda output, target: F.cross_entropy(output, target) + kept["x"].pow(2).mean()
-    )
+    return Program(model, loss=lambda output, target: F.cross_entropy(output, target) + kept["x"].pow(2).mean())
 
 
 class Kept:

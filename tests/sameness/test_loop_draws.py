@@ -183,9 +183,7 @@ def train(run, epochs):
 )
 
 
-@pytest.mark.parametrize(
-    "layout", [SINGLE, pytest.param(DDP, marks=pytest.mark.slow)], ids=["single", "ddp 3"]
-)
+@pytest.mark.parametrize("layout", [SINGLE, pytest.param(DDP, marks=pytest.mark.slow)], ids=["single", "ddp 3"])
 def test_a_tensor_that_the_loss_reads_and_the_loop_changes_is_not_resumed_without_its_values(layout):
     text = CENTERED.replace("GIVE_BACK", "pass")
     ended = run_trial(text, [dataclasses.replace(SINGLE, stop=4), layout], 60, WORLDS)
@@ -237,9 +235,7 @@ def train(run, epochs):
     ],
     ids=["a copy of the model", "class weights"],
 )
-def test_a_module_that_the_loss_calls_and_the_loop_changes_is_not_resumed_without_its_values(
-    made, loss, changed
-):
+def test_a_module_that_the_loss_calls_and_the_loop_changes_is_not_resumed_without_its_values(made, loss, changed):
     """It was named in a warning, and the run went on with other bits."""
     text = TAUGHT.replace("MADE", made).replace("LOSS", loss).replace("CHANGED", changed)
     ended = run_trial(text, [dataclasses.replace(SINGLE, stop=4), SINGLE], 60, WORLDS)
@@ -291,9 +287,7 @@ def test_a_tensor_that_is_computed_from_the_model_is_not_resumed_with_other_valu
 
 
 def test_a_computed_tensor_goes_on_from_what_the_script_stores_itself():
-    stored = COMPUTED.replace(
-        "GIVE_BACK", 'center = torch.tensor(run.extra.setdefault("center", center.tolist()))'
-    )
+    stored = COMPUTED.replace("GIVE_BACK", 'center = torch.tensor(run.extra.setdefault("center", center.tolist()))')
     require_equal(alone(stored), stored, [dataclasses.replace(SINGLE, stop=4), TWO])
 
 
@@ -564,14 +558,9 @@ of_places = pytest.mark.parametrize(
 
 def weighted(read, epoch="pass", step="pass", after="pass"):
     text = (
-        WEIGHTED.replace("READ", read)
-        .replace("AT_EPOCH", epoch)
-        .replace("IN_STEP", step)
-        .replace("AFTER_STEP", after)
+        WEIGHTED.replace("READ", read).replace("AT_EPOCH", epoch).replace("IN_STEP", step).replace("AFTER_STEP", after)
     )
-    return text.replace(
-        "global found, weight", "global found, weight" if read == "weight" else "global found"
-    )
+    return text.replace("global found, weight", "global found, weight" if read == "weight" else "global found")
 
 
 @pytest.mark.parametrize("read", PLACES)
@@ -672,9 +661,7 @@ SQUARES = "{name: each.detach() ** 2 for name, each in model.named_parameters()}
 
 def test_what_the_start_of_an_epoch_computes_for_the_loss_is_not_computed_from_other_weights():
     """Fisher information, of which only the loss reads the variable: it was computed anew within the epoch."""
-    text = CONSOLIDATED.replace("AT_EPOCH", f"importance = {SQUARES} if epoch else {{}}").replace(
-        "AFTER_EPOCH", "pass"
-    )
+    text = CONSOLIDATED.replace("AT_EPOCH", f"importance = {SQUARES} if epoch else {{}}").replace("AFTER_EPOCH", "pass")
     ended = run_trial(text, [dataclasses.replace(SINGLE, stop=4), SINGLE], 60, WORLDS)
     assert ended.how == "refused", ended
     assert "The loss or the model reads train: importance['0.weight']" in ended.sentence

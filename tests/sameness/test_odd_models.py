@@ -27,9 +27,7 @@ def tokens(count=20):
     return TensorDataset(torch.randint(11, (count, 4), generator=generator), torch.arange(count) % 3)
 
 
-def train(
-    world, settings, first, data=None, *, optimizer=None, average=None, part=None, loss=None, **options
-):
+def train(world, settings, first, data=None, *, optimizer=None, average=None, part=None, loss=None, **options):
     """Two steps, the second of them ragged, of a model that begins with ``first`` and has eight features after it.
 
     ``average`` is made of the model, or of its part of that number.
@@ -374,9 +372,7 @@ def test_a_quantised_weight_is_refused_where_parameters_are_shared_out(layout):
     one, each = outcomes((quantised,), "single"), outcomes((quantised,), "ddp")
     require_ends((quantised,), one, each, "ddp", {})
     (found,) = outcomes((quantised,), layout)
-    assert re.search(
-        "'0.weight' is a TwoTensor, which keeps its values in tensors of its own.*'ddp'", found.refusal
-    )
+    assert re.search("'0.weight' is a TwoTensor, which keeps its values in tensors of its own.*'ddp'", found.refusal)
 
 
 @pytest.mark.parametrize("layout", ["single", "dp"])

@@ -358,15 +358,11 @@ REFUSED = {
     ),
     "float loss": refused(r"the tensor itself, without item\(\)", loss=loss_without(float)),
     "detached loss": refused("loss has no gradient, though", loss=loss_without(torch.Tensor.detach)),
-    "accuracy": refused(
-        "use no argmax", loss=lambda output, target: (output.argmax(1) == target).float().mean()
-    ),
+    "accuracy": refused("use no argmax", loss=lambda output, target: (output.argmax(1) == target).float().mean()),
     "detached output": refused("neither has the output", model=Detached),
     "no return": refused("a line with return", loss=lambda output, target: None),
     "a dict": refused(r"run\.backward\(batch, f, also=", loss=lambda output, target: {"loss": output.sum()}),
-    "a class": refused(
-        r"Create an instance: run.backward\(batch, CrossEntropyLoss\(\)\)", loss=nn.CrossEntropyLoss
-    ),
+    "a class": refused(r"Create an instance: run.backward\(batch, CrossEntropyLoss\(\)\)", loss=nn.CrossEntropyLoss),
     "frozen": refused("No parameter of the model requires a gradient", model=frozen),
     "a path": refused("was given the path 'data/train'", data="data/train"),
     "a dict of sets": refused("a dict with the keys 'train'", data={"train": ROWS}),

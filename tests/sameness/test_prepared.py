@@ -104,9 +104,7 @@ class Named(Loop):
     def reduced(self, step):
         model = self.model
         facts = {
-            "parameters": [
-                (n, tuple(p.shape), p.numel(), p.requires_grad) for n, p in model.named_parameters()
-            ],
+            "parameters": [(n, tuple(p.shape), p.numel(), p.requires_grad) for n, p in model.named_parameters()],
             "buffers": [(n, tuple(b.shape), b.dtype) for n, b in model.named_buffers()],
             "modules": [(n, type(m).__name__ if n else "", m.training) for n, m in model.named_modules()],
             "decayed": [name for name, p in model.named_parameters() if p.dim() > 1],
@@ -483,9 +481,7 @@ def penalized(world, settings):
     return Penalized().train(world, settings)
 
 
-@pytest.mark.parametrize(
-    "layout", [STAGED[0], *(pytest.param(each, marks=pytest.mark.slow) for each in STAGED[1:])]
-)
+@pytest.mark.parametrize("layout", [STAGED[0], *(pytest.param(each, marks=pytest.mark.slow) for each in STAGED[1:])])
 def test_a_loss_that_uses_parameters_of_other_stages_is_refused(layout):
     """The rank that computes the loss says so; the others are in the middle of their step, and end with it."""
     with pytest.raises(ConfigError, match=ABSENT):

@@ -143,12 +143,8 @@ def test_a_program_ends_as_it_should_and_an_error_of_its_own_is_told_apart():
 
 
 def test_a_rank_that_waits_for_one_that_was_refused_is_not_waited_for():
-    text = text_of(PLAIN).replace(
-        "    trained = model\n", "    trained = model\n    run.rank = run.world.rank\n"
-    )
-    text = text.replace(
-        "            steps += 1", "            if run.rank == 1:\n                run.prepare(model)"
-    )
+    text = text_of(PLAIN).replace("    trained = model\n", "    trained = model\n    run.rank = run.world.rank\n")
+    text = text.replace("            steps += 1", "            if run.rank == 1:\n                run.prepare(model)")
     assert run_trial(text, [DDP]).how == "refused"
 
 

@@ -273,15 +273,11 @@ def saved(body, epoch, layout=SINGLE):
 QUICK = ("optimizer.zero_grad()", "scheduler.step()")
 
 
-@pytest.mark.parametrize(
-    "line", [pytest.param(each, marks=() if each in QUICK else pytest.mark.slow) for each in LATE]
-)
+@pytest.mark.parametrize("line", [pytest.param(each, marks=() if each in QUICK else pytest.mark.slow) for each in LATE])
 def test_what_a_loop_does_after_a_save_in_its_body_is_refused(line):
     """A resumed run does not do it again: it stepped with gradients that had been cleared, or another learning rate."""
     ended = saved(f"{'optimizer.zero_grad(); ' * ('zero' not in line)}run.save(); {line}", "pass")
-    assert (
-        ended.how == "refused" and "came before the end of the body of the loop over batches" in ended.message
-    )
+    assert ended.how == "refused" and "came before the end of the body of the loop over batches" in ended.message
     assert LATE[line] in ended.message, ended.message
 
 
@@ -346,9 +342,7 @@ STARTS = {
 )
 def test_what_a_loop_does_at_the_start_of_an_epoch_is_not_done_twice(start):
     """It enters the epoch again after a stop: a rate that was multiplied there was multiplied once more."""
-    train = TRAIN.replace(
-        "        for batch", "        started(model, optimizer, epoch)\n        for batch", 1
-    )
+    train = TRAIN.replace("        for batch", "        started(model, optimizer, epoch)\n        for batch", 1)
     text = BEGIN + STARTING.replace("START", start) + train
     if "model.train()" in start:
         text = text.replace("            ended(model, step)", "            model[2].eval()")

@@ -49,9 +49,7 @@ class PlainLoop:
         return float(value.detach())
 
     def clip(self, limit):
-        return float(
-            nn.utils.clip_grad_norm_([p for p in self.model.parameters() if p.grad is not None], limit)
-        )
+        return float(nn.utils.clip_grad_norm_([p for p in self.model.parameters() if p.grad is not None], limit))
 
     @torch.no_grad()
     def evaluate(self, metric, model=None):
@@ -276,9 +274,7 @@ def followed(loop):
 
     for _ in loop.epochs(3):
         for batch in loop.batches():
-            yield loop.backward(
-                batch, lambda outputs, _: (2 - 2 * F.cosine_similarity(*outputs)).mean(), both
-            )
+            yield loop.backward(batch, lambda outputs, _: (2 - 2 * F.cosine_similarity(*outputs)).mean(), both)
             optimizer.step()
             optimizer.zero_grad()
             with torch.no_grad():

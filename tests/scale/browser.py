@@ -56,9 +56,7 @@ class Page:
         self._session = {"sessionId": session}
         for domain in ("Page", "Network", "Log", "Runtime"):
             self._call(f"{domain}.enable")
-        self._call(
-            "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False
-        )
+        self._call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
         wanted = [{"name": "prefers-color-scheme", "value": scheme}]
         self._call("Emulation.setEmulatedMedia", features=wanted)
         self._call("Page.navigate", url=url)

@@ -52,9 +52,7 @@ def test_everything_lies_within_the_picture_at_any_scale(seconds):
 def test_svg_is_well_formed_and_says_every_number():
     drawn = ElementTree.fromstring(svg(chart(ROWS, "Epochs of <digits>")))
     words = [each.text for each in drawn.iter("{http://www.w3.org/2000/svg}text")]
-    assert {"Epochs of <digits>", "60", "30", "40", "15", "1", "2", "4", "single", "ddp", "fsdp"} <= set(
-        words
-    )
+    assert {"Epochs of <digits>", "60", "30", "40", "15", "1", "2", "4", "single", "ddp", "fsdp"} <= set(words)
 
 
 def test_png_shows_the_same_bars():

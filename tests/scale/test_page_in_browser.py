@@ -31,9 +31,7 @@ def report():
     messages = {ranks: {1 << power: 1e-9 * (1 << power) for power in (12, 20, 24)} for ranks in (2, 4)}
     here = tuple(CheckedPrediction(f"ddp on {devices}", devices, 31.0, 35.1) for devices in (2, 4))
     forecast = Forecast(ONE, 1e10, messages, here, tuple(worlds))
-    return ScaleReport(
-        "flowers", 20, 3, (*rows, refused), "ddp on 4 reaches 76 %: <exchange>.", forecast=forecast
-    )
+    return ScaleReport("flowers", 20, 3, (*rows, refused), "ddp on 4 reaches 76 %: <exchange>.", forecast=forecast)
 
 
 @pytest.fixture

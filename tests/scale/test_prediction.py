@@ -150,9 +150,7 @@ def test_a_prediction_is_shown_with_its_error():
 def test_worlds_that_need_another_recipe_are_marked_and_explained():
     assert world_table(FORECAST) == [("devices", "ideal"), ("8", "10 (100 %)"), ("16 *", "5 (100 %)")]
     assert "Beyond 8 devices" in FORECAST.note
-    assert "The efficiency is that of full steps." in FORECAST.note, (
-        "64 devices were 24 times as fast, beside 51 %"
-    )
+    assert "The efficiency is that of full steps." in FORECAST.note, "64 devices were 24 times as fast, beside 51 %"
 
 
 def test_the_exchange_alone_is_shown_by_size_and_ranks():

@@ -46,9 +46,7 @@ def test_hosts_of_one_device_are_a_ring_of_devices():
 @pytest.mark.parametrize("ranks", [2, 4, 16])
 def test_with_one_node_per_rank_the_ordered_sum_moves_as_much_as_a_ring(ranks):
     nodes = (1, ranks)
-    assert ordered_seconds(800.0, ranks, FLAT, nodes, NEVER) == pytest.approx(
-        ring_seconds(800.0, ranks, FLAT)
-    )
+    assert ordered_seconds(800.0, ranks, FLAT, nodes, NEVER) == pytest.approx(ring_seconds(800.0, ranks, FLAT))
 
 
 def test_the_ordered_sum_counts_nodes_adds_and_what_leaves_the_host():

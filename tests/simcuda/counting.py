@@ -53,9 +53,7 @@ def ddp(world: World) -> Counted:
     _open(world)
     model, data, device = _job(world)
     model.to(device)
-    wrapped = DistributedDataParallel(
-        model, device_ids=[device.index], init_sync=False, gradient_as_bucket_view=True
-    )
+    wrapped = DistributedDataParallel(model, device_ids=[device.index], init_sync=False, gradient_as_bucket_view=True)
     wrapped.register_comm_hook(None, _average)
     found = _loop(wrapped, model, data, device)
     dist.destroy_process_group()
@@ -96,8 +94,7 @@ def _loop(model: nn.Module, inner: nn.Module, data: TensorDataset, device: torch
     optimizer = torch.optim.SGD(inner.parameters(), lr=0.01, momentum=0.9, foreach=True)
     found = Counted(parameters=_bytes(list(inner.parameters())))
     batches = [
-        tuple(each[at * ROWS : (at + 1) * ROWS].pin_memory() for each in data.tensors)
-        for at in range(WARMUP + STEPS)
+        tuple(each[at * ROWS : (at + 1) * ROWS].pin_memory() for each in data.tensors) for at in range(WARMUP + STEPS)
     ]
     for number, (images, labels) in enumerate(batches):
 
@@ -141,9 +138,7 @@ def _open(world: World) -> None:
     assert world.rendezvous
     os.environ["LOCKSTEP_RENDEZVOUS"] = world.rendezvous
     torch.cuda.set_device(world.local_rank)
-    dist.init_process_group(
-        "nccl", init_method=world.rendezvous, rank=world.rank, world_size=world.world_size
-    )
+    dist.init_process_group("nccl", init_method=world.rendezvous, rank=world.rank, world_size=world.world_size)
 
 
 def _bytes(parameters: list[nn.Parameter]) -> int:

@@ -140,9 +140,7 @@ def _place() -> str:
     """The innermost lines of Lockstep, or else of whoever called."""
     frames = [each for each in traceback.extract_stack() if not each.filename.startswith(_HERE + "/cuda")]
     own = [each for each in frames if "/lockstep/" in each.filename] or frames
-    lines = (
-        f"{each.filename.partition('/src/')[2] or each.filename}:{each.lineno} {each.name}" for each in own
-    )
+    lines = (f"{each.filename.partition('/src/')[2] or each.filename}:{each.lineno} {each.name}" for each in own)
     return " < ".join([*lines][:-4:-1])
 
 
@@ -172,9 +170,7 @@ def _torch_cuda(count: int) -> dict[str, Any]:
             return self.stream_id
 
     class Event(torch.Event):
-        def __new__(
-            cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
-        ) -> Any:
+        def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> Any:
             return super().__new__(cls, device=torch.device(kind, index()), enable_timing=enable_timing)
 
     class Selected:

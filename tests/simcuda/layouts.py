@@ -31,10 +31,7 @@ LAYOUTS = {
     "data x tensor": (4, "hybrid", {"mesh": "data=2,tensor=2"}),
 }
 WIDER = {
-    **{
-        f"{strategy} 1": (1, strategy, {})
-        for strategy in ("ddp", "fsdp", "pipeline", "parameter_server", "tensor")
-    },
+    **{f"{strategy} 1": (1, strategy, {}) for strategy in ("ddp", "fsdp", "pipeline", "parameter_server", "tensor")},
     "dp 1": (1, "dp", {"dp": {"replicas": 1}}),
     "dp 4": (1, "dp", {"dp": {"replicas": 4}}),
     "layers 1": (1, "layers", {"layers": {"devices": 1}}),

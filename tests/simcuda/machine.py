@@ -75,9 +75,7 @@ class Machine:
             from lockstep.runtime.torch_internals import LOST_PEER
 
             # A rank that loses another says so before the end of that one is noticed.
-            _, rank, (error, text) = min(
-                failures, key=lambda failed: (LOST_PEER.is_in(str(failed[2][0])), *failed[:2])
-            )
+            _, rank, (error, text) = min(failures, key=lambda failed: (LOST_PEER.is_in(str(failed[2][0])), *failed[:2]))
             error.add_note(f"raised on rank {rank} of {ranks}:\n{text}")
             raise error
         assert not waiting, f"ranks {waiting} had not ended after {timeout} s"

@@ -118,9 +118,7 @@ def _require_order(number: int, members: list[int]) -> None:
     store, text = c10d._get_default_store(), str(members)
     first = store.compare_set(f"simcuda/group {number}", "", text).decode()
     if first != text:
-        raise RuntimeError(
-            f"Group {number} is opened here with ranks {text}, and elsewhere with {first}: deadlock"
-        )
+        raise RuntimeError(f"Group {number} is opened here with ranks {text}, and elsewhere with {first}: deadlock")
 
 
 def _meet(name: str, ranks: int) -> None:
@@ -214,9 +212,7 @@ def _from_input(name: str, over_gloo: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _in_place(name: str, over_gloo: Callable[..., Any]) -> Callable[..., Any]:
-    def collective(
-        tensor: Tensor, what: Any = None, group: Any = None, async_op: bool = False, **named: Any
-    ) -> Any:
+    def collective(tensor: Tensor, what: Any = None, group: Any = None, async_op: bool = False, **named: Any) -> Any:
         arguments: Sequence[Any] = () if what is None else (what,)
         if "op" in named:
             arguments = (named.pop("op"),)

@@ -113,9 +113,7 @@ def bound_alone(world):
         open_bound(world)
     else:
         torch.cuda.set_device(world.local_rank)
-        dist.init_process_group(
-            "nccl", init_method=world.rendezvous, rank=world.rank, world_size=world.world_size
-        )
+        dist.init_process_group("nccl", init_method=world.rendezvous, rank=world.rank, world_size=world.world_size)
 
 
 def test_a_group_with_a_device_waits_for_the_communicator_of_all_its_ranks(machine):
@@ -149,9 +147,7 @@ def hooked(world):
 
     torch.cuda.set_device(world.local_rank)
     with open_process_group(world, backend="cpu:gloo,cuda:nccl", timeout=20):
-        wrapped = DistributedDataParallel(
-            torch.nn.Linear(3, 2).cuda(), device_ids=[world.local_rank], init_sync=False
-        )
+        wrapped = DistributedDataParallel(torch.nn.Linear(3, 2).cuda(), device_ids=[world.local_rank], init_sync=False)
         wrapped.register_comm_hook(OrderedHookState(), ordered_hook)
         for _ in range(3):
             wrapped(torch.ones(4, 3, device="cuda")).sum().backward()

@@ -35,9 +35,7 @@ def test_a_step_launches_little_besides_forward_and_backward(both, alone):
 
 def test_a_step_on_one_device_launches_nothing_more_for_each_parameter(machine, alone):
     found = machine.run(lockstep, 1, timeout=200)[0]
-    print(
-        f"launches a step, one device: {added(found, alone):.0f} more than {alone.launches.total() / STEPS:.0f}"
-    )
+    print(f"launches a step, one device: {added(found, alone):.0f} more than {alone.launches.total() / STEPS:.0f}")
     assert 0 < added(found, alone) <= 50
 
 

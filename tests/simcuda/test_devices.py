@@ -315,9 +315,7 @@ def test_settings_that_change_the_bits_are_refused_after_init(machine, change, s
 def short_of_memory(world):
     """The warnings of a run in which an operator finds no memory and goes on in another way."""
     said = []
-    logging.getLogger("lockstep.numerics.precision").addFilter(
-        lambda record: said.append(record.getMessage()) or True
-    )
+    logging.getLogger("lockstep.numerics.precision").addFilter(lambda record: said.append(record.getMessage()) or True)
     run = open_run(world, "single")
     for _ in steps_of(run, "perceptron", 2):
         cuda.limit_memory(0, 1 << 20)
@@ -436,9 +434,7 @@ def fused(world, everywhere):
 
 
 @pytest.mark.parametrize("everywhere", [pytest.param(True, marks=pytest.mark.slow), False])
-def test_gradients_are_summed_by_collectives_where_the_fused_kernel_is_not_possible(
-    machine, trained, everywhere
-):
+def test_gradients_are_summed_by_collectives_where_the_fused_kernel_is_not_possible(machine, trained, everywhere):
     first, second = machine.run(fused, 2, everywhere)
     (reference,) = trained("single", "perceptron")
     assert first[0] == second[0] == reference.fingerprint

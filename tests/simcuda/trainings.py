@@ -84,9 +84,7 @@ def _of_tokens(name: str) -> nn.Module:
 
 
 def _perceptron() -> nn.Module:
-    return nn.Sequential(
-        nn.Linear(16, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 5)
-    )
+    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 5))
 
 
 def _tokens(output: Tensor, target: Tensor) -> Tensor:

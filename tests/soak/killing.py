@@ -170,9 +170,7 @@ class Soak:
         return self.hidden() + [name for name in found if not name.startswith("torchinductor_")]
 
     def wait_until_nothing_runs(self):
-        self._wait(
-            lambda: not self.processes(), f"processes {self.processes()} to end", limit=3.0, pause=0.01
-        )
+        self._wait(lambda: not self.processes(), f"processes {self.processes()} to end", limit=3.0, pause=0.01)
 
     def processes(self):
         """All living descendants of the process that starts commands."""
@@ -202,9 +200,7 @@ class Soak:
             return int(text.split()[0])
         alive = set(self.processes())
         beats = [
-            read_beat(directory, rank)
-            for directory in (self.place / "runtime").iterdir()
-            for rank in range(kill.world)
+            read_beat(directory, rank) for directory in (self.place / "runtime").iterdir() for rank in range(kill.world)
         ]
         pids = sorted(beat.pid for beat in beats if beat is not None and beat.pid in alive)
         return pids[int(kill.choice * len(pids))]

@@ -25,9 +25,7 @@ def killed_and_resumed(soak, seeds, undisturbed, killed=Soak.kill, **choices):
 
 @pytest.mark.slow
 @pytest.mark.fault("K1", "P1", "P3")
-def test_three_runs_killed_at_a_random_moment_end_in_the_same_fingerprint_and_leave_nothing(
-    soak, undisturbed
-):
+def test_three_runs_killed_at_a_random_moment_end_in_the_same_fingerprint_and_leave_nothing(soak, undisturbed):
     killed_and_resumed(soak, range(3), undisturbed)
 
 
@@ -50,9 +48,7 @@ def namespaces_are_allowed():
 @pytest.mark.slow
 @pytest.mark.fault("K1", "P3")
 @pytest.mark.skipif(not namespaces_are_allowed(), reason="no process namespaces for this user")
-def test_runs_whose_whole_namespace_was_killed_end_in_the_same_fingerprint_and_leave_nothing(
-    soak, undisturbed
-):
+def test_runs_whose_whole_namespace_was_killed_end_in_the_same_fingerprint_and_leave_nothing(soak, undisturbed):
     """As when a container is killed: no process of it can clean up, and its process ids mean nothing afterwards."""
     cut = killed_and_resumed(soak, range(300, 306), undisturbed, killed=Soak.kill_namespace)
     assert cut > 0, "no kill ever came during a save: the moments test nothing"

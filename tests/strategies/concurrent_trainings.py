@@ -182,9 +182,7 @@ def by_hand(world):
 def apart(found, expected):
     """The distance of all parameters and buffers after the last step, relative to their length."""
     names = [name for name in expected[-1] if not name.startswith("gradient")]
-    mine, theirs = (
-        torch.cat([steps[-1][n].double().flatten() for n in names]) for steps in (found, expected)
-    )
+    mine, theirs = (torch.cat([steps[-1][n].double().flatten() for n in names]) for steps in (found, expected))
     return float((mine - theirs).norm() / theirs.norm())
 
 

@@ -74,9 +74,7 @@ def attention(tied=True):
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
     options = {"global_batch": 8, "micro_batches": 8}
-    return Job(
-        model, torch.optim.AdamW(groups, lr=3e-3), tokens(45), token_loss, token_count, options, clip=0.3
-    )
+    return Job(model, torch.optim.AdamW(groups, lr=3e-3), tokens(45), token_loss, token_count, options, clip=0.3)
 
 
 def attention_untied():

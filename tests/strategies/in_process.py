@@ -21,9 +21,7 @@ def open_run(**options):
     return Run(RunOptions.of(**{**settings, **options}), World())
 
 
-def train(
-    make, data=None, *, loss=None, forward=None, before_prepare=None, before_step=None, epochs=2, **options
-):
+def train(make, data=None, *, loss=None, forward=None, before_prepare=None, before_step=None, epochs=2, **options):
     """Digests of every loss, norm, gradient, parameter, buffer and optimizer tensor of a training.
 
     Args:

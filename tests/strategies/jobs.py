@@ -34,9 +34,7 @@ class Job:
 
 
 def sgd(model, **options):
-    return torch.optim.SGD(
-        model.parameters(), **{"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-4, **options}
-    )
+    return torch.optim.SGD(model.parameters(), **{"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-4, **options})
 
 
 def adamw(model, **options):
@@ -122,9 +120,7 @@ def tokens(count=26, length=7, vocabulary=13):
 
 def token_loss(logits, targets):
     """The sum over the tokens, and their number."""
-    total = F.cross_entropy(
-        logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-100, reduction="sum"
-    )
+    total = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-100, reduction="sum")
     return total, (targets != -100).sum()
 
 
@@ -137,9 +133,7 @@ def attention():
 def recurrent():
     model = lstm(num_classes=3, vocabulary_size=13, hidden_size=12, num_layers=2, dropout=0.2)
     generator = torch.Generator().manual_seed(3)
-    data = TensorDataset(
-        torch.randint(13, (50, 6), generator=generator), torch.randint(3, (50,), generator=generator)
-    )
+    data = TensorDataset(torch.randint(13, (50, 6), generator=generator), torch.randint(3, (50,), generator=generator))
     loss = nn.CrossEntropyLoss(label_smoothing=0.1)
     return Job(model, adamw(model), data, loss, {"global_batch": 16, "micro_batches": 8})
 
@@ -166,9 +160,7 @@ def weighted_rows():
     generator = torch.Generator().manual_seed(4)
     return TensorDataset(
         torch.randn(39, 6, generator=generator),
-        torch.stack(
-            [torch.randint(2, (39,), generator=generator).float(), torch.rand(39, generator=generator)], 1
-        ),
+        torch.stack([torch.randint(2, (39,), generator=generator).float(), torch.rand(39, generator=generator)], 1),
     )
 
 
@@ -218,13 +210,9 @@ def augmented():
 
 def two_threads():
     """Matrices large enough that both threads of a rank take part."""
-    model = nn.Sequential(
-        nn.Linear(64, 512), nn.LayerNorm(512), nn.GELU(), nn.Dropout(0.1), nn.Linear(512, 10)
-    )
+    model = nn.Sequential(nn.Linear(64, 512), nn.LayerNorm(512), nn.GELU(), nn.Dropout(0.1), nn.Linear(512, 10))
     generator = torch.Generator().manual_seed(6)
-    data = TensorDataset(
-        torch.randn(140, 64, generator=generator), torch.randint(10, (140,), generator=generator)
-    )
+    data = TensorDataset(torch.randn(140, 64, generator=generator), torch.randint(10, (140,), generator=generator))
     options = {"global_batch": 96, "micro_batches": 6, "threads": 2}
     return Job(model, sgd(model), data, nn.CrossEntropyLoss(), options, last=4)
 

@@ -46,9 +46,7 @@ def test_fsdp_counts_the_parameters_it_gathers_beside_the_gradients():
 def test_pipeline_counts_activations_and_their_gradients_and_no_losses():
     activations = STEPS * K * ROWS * WIDTH * 4
     for found in run_ranks(sent, 2, "pipeline", {"pipeline": {"split": ["1"]}}):
-        assert activations <= found < activations + STEPS * 2 * K * 8, (
-            "to describe tensors takes little, once"
-        )
+        assert activations <= found < activations + STEPS * 2 * K * 8, "to describe tensors takes little, once"
 
 
 def test_sharded_pipeline_counts_the_parameters_it_gathers_too():

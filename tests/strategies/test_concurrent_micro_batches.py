@@ -199,9 +199,7 @@ class Branches(nn.Module):
 
 
 def test_micro_batches_that_take_different_ways_are_refused():
-    with pytest.raises(
-        ConfigError, match=r"two of them take different ways through the model: one .*'second'"
-    ):
+    with pytest.raises(ConfigError, match=r"two of them take different ways through the model: one .*'second'"):
         first_step(Branches())
 
 
@@ -296,9 +294,7 @@ def test_compilation_is_refused():
 
 @pytest.mark.parametrize("strategy", sorted(set(STRATEGIES) - set(SYNC_BATCH_NORM)))
 def test_other_strategies_are_refused(strategy):
-    with pytest.raises(
-        ConfigError, match=f"strategy '{strategy}' runs one after the other. Use strategy 'ddp'"
-    ):
+    with pytest.raises(ConfigError, match=f"strategy '{strategy}' runs one after the other. Use strategy 'ddp'"):
         RunOptions(global_batch=8, sync_batch_norm=True, strategy=strategy)
 
 

@@ -29,9 +29,7 @@ class Case:
 
     @property
     def name(self):
-        return "-".join(
-            [self.job, *(f"{value}" if key == "precision" else key for key, value in self.options.items())]
-        )
+        return "-".join([self.job, *(f"{value}" if key == "precision" else key for key, value in self.options.items())])
 
 
 CASES = [
@@ -43,9 +41,7 @@ CASES = [
 ]
 """Those of ``make test``; ``PRODUCT`` and ``WIDE`` (``make test-all``) have every job and number of processes."""
 WIDE = [
-    Case(
-        "resnet", (3,), {"sync_batch_norm": True}
-    ),  # in make test: test_concurrent_micro_batches_multiprocess
+    Case("resnet", (3,), {"sync_batch_norm": True}),  # in make test: test_concurrent_micro_batches_multiprocess
     Case("attention", (2,), {"precision": "fp16"}),
     Case("digits", (3,), {"precision": "fp16"}),
     Case("resnet", (2,), {"precision": "bf16", "channels_last": True}),
@@ -63,9 +59,7 @@ PRODUCT = [
     for precision in ("fp32", "bf16", "fp16")
     for layout in (False, True)
 ]
-COLLECTIVES = [
-    Case(job, (3,), {"shared_memory": False}) for job in ("resnet", "experts_accumulating", "mixed")
-]
+COLLECTIVES = [Case(job, (3,), {"shared_memory": False}) for job in ("resnet", "experts_accumulating", "mixed")]
 
 
 def test_every_job_is_in_a_case():
@@ -85,9 +79,7 @@ def test_collectives_give_the_result_of_shared_memory(case):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-@pytest.mark.parametrize(
-    "case", PRODUCT + WIDE, ids=lambda case: f"{case.name}-{case.options.get('channels_last')}"
-)
+@pytest.mark.parametrize("case", PRODUCT + WIDE, ids=lambda case: f"{case.name}-{case.options.get('channels_last')}")
 def test_every_job_in_every_precision_and_layout(case):
     alone = trained(1, (as_tuple(case, 1),))
     for world_size in set(case.worlds) - {1}:

@@ -226,9 +226,7 @@ class Strict(nn.Linear):
 
 def known_to_draw_nothing(monkeypatch, kind):
     """Lets replicas of this class compute at once."""
-    monkeypatch.setattr(
-        "lockstep.numerics.randomness._draws_through_children", lambda module: type(module) is kind
-    )
+    monkeypatch.setattr("lockstep.numerics.randomness._draws_through_children", lambda module: type(module) is kind)
 
 
 def test_an_error_in_a_replica_is_the_users_own_and_no_thread_is_left_at_work(monkeypatch):
@@ -302,9 +300,7 @@ def one_step(replicas, loss=None, forward=None):
     run = open_run(replicas)
     model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     batch = next(iter(run.batches(rows())))
-    run.backward(
-        batch, loss(model) if loss else nn.CrossEntropyLoss(), forward=forward(model) if forward else None
-    )
+    run.backward(batch, loss(model) if loss else nn.CrossEntropyLoss(), forward=forward(model) if forward else None)
     run.close()
 
 
@@ -315,9 +311,7 @@ def decayed(model):
 
 def test_a_loss_that_uses_the_users_model_is_refused_where_there_are_several():
     one_step(1, loss=decayed)
-    with pytest.raises(
-        ConfigError, match=r"The loss uses the parameter '0.weight' of the model itself.*'ddp'"
-    ):
+    with pytest.raises(ConfigError, match=r"The loss uses the parameter '0.weight' of the model itself.*'ddp'"):
         one_step(2, loss=decayed)
 
 

@@ -44,9 +44,7 @@ class Mixed(nn.Module):
 
 
 def batch_of(data, size, k):
-    plan = SamplePlan(
-        samples=len(data), shape=BatchShape(global_batch=size * k, micro_batches=k), shuffle=False
-    )
+    plan = SamplePlan(samples=len(data), shape=BatchShape(global_batch=size * k, micro_batches=k), shuffle=False)
     step = plan.step(0, 0)
     return Batch(step, tuple(MicroBatch(n, part, data[part]) for n, part in enumerate(step.indices)))
 
@@ -79,9 +77,7 @@ def by_hand(model, batch):
     }
 
 
-@pytest.mark.parametrize(
-    ("rows", "size", "k"), [(16, 2, 8), (15, 2, 8), (9, 2, 8), (6, 1, 6), (2, 2, 8), (7, 7, 1)]
-)
+@pytest.mark.parametrize(("rows", "size", "k"), [(16, 2, 8), (15, 2, 8), (9, 2, 8), (6, 1, 6), (2, 2, 8), (7, 7, 1)])
 def test_one_device_gives_the_sum_written_by_hand(rows, size, k):
     torch.manual_seed(0)
     model = Mixed()
@@ -89,9 +85,7 @@ def test_one_device_gives_the_sum_written_by_hand(rows, size, k):
     expected = by_hand(model, batch)
     strategy = Single(CPU, k)
     strategy.setup_model(model)
-    for _ in range(
-        _PASSES_WATCHED + 1
-    ):  # hooks take the gradients of the first ones, later they are collected
+    for _ in range(_PASSES_WATCHED + 1):  # hooks take the gradients of the first ones, later they are collected
         model.zero_grad()
         result = strategy.backward(batch, SquaredOutputs(model), scale=1.0, stop=0)
         for name, parameter in model.named_parameters():
@@ -325,9 +319,7 @@ def test_a_tree_that_is_gone_leaves_gradients_to_autograd():
 
 
 @pytest.mark.parametrize("entry", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize(
-    "kind", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64]
-)
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64])
 def test_a_single_entry_that_is_not_finite_is_seen(kind, entry):
     tensors = [torch.ones(5, dtype=torch.float64), torch.empty(0), torch.ones(3, 4, dtype=kind)]
     assert bool(all_finite(tensors, CPU))

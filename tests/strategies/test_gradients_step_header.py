@@ -25,9 +25,7 @@ def test_losses_come_in_order_of_micro_batches_and_counts_are_added(kind, leaves
         mine = [k for k in share.of(leaves) if k < leaves]
         losses = [torch.tensor(0.1 * k) for k in mine]
         weights = [torch.tensor(float(k + 1)) for k in mine]
-        rows.append(
-            header.pack(losses, weights, [len(mine), 0], torch.tensor([holder]), [holder, 1 - holder])
-        )
+        rows.append(header.pack(losses, weights, [len(mine), 0], torch.tensor([holder]), [holder, 1 - holder]))
         assert rows[-1].shape == (header.size,)
     rows = torch.stack(rows)
     losses, weight, used, advanced = header.unpack(rows, leaves)

@@ -74,9 +74,7 @@ def live_bytes():
     gc.collect()
     tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter)]
     storages = [
-        each.untyped_storage()
-        for each in tensors
-        if each.dtype == torch.float32 and each.dim() and not each.is_meta
+        each.untyped_storage() for each in tensors if each.dtype == torch.float32 and each.dim() and not each.is_meta
     ]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
@@ -132,9 +130,7 @@ def test_a_rank_holds_its_rows_of_its_stage_and_gives_the_whole():
         assert found["names"] == {name: tuple(p.shape) for name, p in reader().named_parameters()}
         assert found["same"], "a parameter that the user has kept is the prepared model's"
         for name in outcome:
-            assert (
-                found[name] == alone[name] if name == "metric" else torch.equal(found[name], alone[name])
-            ), name
+            assert found[name] == alone[name] if name == "metric" else torch.equal(found[name], alone[name]), name
 
 
 class Noisy(torch.optim.SGD):
@@ -198,9 +194,7 @@ def refusal(world, case):
     model = make()
     kind = Noisy if case == "an optimizer" else torch.optim.SGD
     try:
-        run = Run(
-            RunOptions.of(**{"global_batch": 8, "micro_batches": 4, "threads": 1, **MESH, **given}), world
-        )
+        run = Run(RunOptions.of(**{"global_batch": 8, "micro_batches": 4, "threads": 1, **MESH, **given}), world)
         model, _ = run.prepare(model, kind(model.parameters(), lr=0.1))
         run.close()
         model(torch.ones(2, 4))

@@ -79,9 +79,7 @@ def then_fingerprint(run, model, optimizer, data):
 
 def on_all_ranks(run, model, optimizer, data):
     outputs = [call(run, model, everyone=True).detach()]
-    run.evaluate(
-        data, lambda out, pair: F.cross_entropy(out, pair[1]), forward=lambda pair: model(model(pair[0]))
-    )
+    run.evaluate(data, lambda out, pair: F.cross_entropy(out, pair[1]), forward=lambda pair: model(model(pair[0])))
     return torch.stack([*outputs, call(run, model, everyone=True).detach()])
 
 

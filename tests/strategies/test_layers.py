@@ -180,9 +180,7 @@ def test_a_weight_that_would_lie_on_two_devices_is_refused_with_a_split_that_wor
     working = said.value.args[0].partition("['")[2][0]
     assert differing(alone(tied_in_the_middle), train(tied_in_the_middle, **under(2, split=[working]))) == []
     language_model = transformer(vocabulary_size=9, depth=1, width=8, heads=2, tied=True)
-    with pytest.raises(
-        ConfigError, match=r"'head.weight' is also used in 'embed.table'.*Untie it .*, or use"
-    ):
+    with pytest.raises(ConfigError, match=r"'head.weight' is also used in 'embed.table'.*Untie it .*, or use"):
         ModelParallel([CPU] * 2, 8, LayersOptions()).setup_model(language_model)
 
 
@@ -244,9 +242,7 @@ class Named(torch.utils.data.Dataset):
 
 
 def test_what_cannot_be_measured_is_refused():
-    with pytest.raises(
-        ConfigError, match=r"layers.balance='time' is measured by lockstep train. .*measured_split"
-    ):
+    with pytest.raises(ConfigError, match=r"layers.balance='time' is measured by lockstep train. .*measured_split"):
         train(chain_of_layers, **under(2, balance="time"))
     with pytest.raises(ConfigError, match=r"strategy 'layers' needs 9 stages, and the model is a chain of 8"):
         train(chain_of_layers, before_prepare=balance, **under(9, balance="time"))
@@ -256,9 +252,7 @@ def test_what_cannot_be_measured_is_refused():
 
 @pytest.mark.parametrize("options, table", [(LayersOptions, "layers"), (PipelineOptions, "pipeline")])
 def test_a_split_is_either_given_or_found(options, table):
-    with pytest.raises(
-        ConfigError, match=rf"{table}.balance='time' finds where .*, and {table}.split=\['2'\] says it"
-    ):
+    with pytest.raises(ConfigError, match=rf"{table}.balance='time' finds where .*, and {table}.split=\['2'\] says it"):
         options(balance="time", split=("2",))
     with pytest.raises(ConfigError, match=r"balance 'tiem' is not known. Did you mean 'time'"):
         options(balance="tiem")

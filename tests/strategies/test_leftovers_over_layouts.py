@@ -150,9 +150,7 @@ def test_what_a_loop_leaves_goes_on_under_every_layout(tmp_path):
     for number, name in enumerate(CHAIN, 1):
         layout = LAYOUTS[name]
         stop = number * STEPS_EACH
-        found = run_ranks(train_all, layout.world, tmp_path / "changing", layout.settings, stop, timeout=200)[
-            0
-        ]
+        found = run_ranks(train_all, layout.world, tmp_path / "changing", layout.settings, stop, timeout=200)[0]
     for loop, digests in whole.items():
         different = [key for key in {*digests, *found[loop]} if digests.get(key) != found[loop].get(key)]
         assert not different, f"{loop}: {different[:5]}"

@@ -28,9 +28,7 @@ STEPS_EACH = 2
     ids=["some", "all"],
 )
 @pytest.mark.fault("K5")
-def test_a_run_that_changes_its_layout_at_every_checkpoint_ends_as_one_that_never_did(
-    layouts, precisions, tmp_path
-):
+def test_a_run_that_changes_its_layout_at_every_checkpoint_ends_as_one_that_never_did(layouts, precisions, tmp_path):
     """Two steps under each layout, of each job; stops fall inside of epochs and on their ends."""
     last = STEPS_EACH * len(layouts)
     alone = (str(tmp_path / "whole"), {"strategy": "single"}, precisions, last, last)
@@ -43,9 +41,7 @@ def test_a_run_that_changes_its_layout_at_every_checkpoint_ends_as_one_that_neve
     for precision, digests in whole.items():
         assert set(found[0][precision]) == set(digests)
         different = [name for name in digests if found[0][precision][name] != digests[name]]
-        assert not different, (
-            f"{precision}: {len(different)} of {len(digests)} tensors differ: {different[:5]}"
-        )
+        assert not different, f"{precision}: {len(different)} of {len(digests)} tensors differ: {different[:5]}"
 
 
 def go_on(world, directory, options, precisions, stop, last):

@@ -27,9 +27,7 @@ LAYOUTS = {
     "pipeline": (3, {}),
     "tensor": (2, {}),
     "parameter_server": (3, {}),
-    **{
-        mesh: (4, {"strategy": "hybrid", "mesh": mesh}) for mesh in ("data=2,pipeline=2", "fsdp=2,pipeline=2")
-    },
+    **{mesh: (4, {"strategy": "hybrid", "mesh": mesh}) for mesh in ("data=2,pipeline=2", "fsdp=2,pipeline=2")},
     **{mesh: (4, {"strategy": "hybrid", "mesh": mesh}) for mesh in ("data=2,tensor=2",)},
     "data=2,layers=2": (2, {"strategy": "hybrid", "mesh": "data=2,layers=2"}),
 }

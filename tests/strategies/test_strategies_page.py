@@ -44,10 +44,7 @@ def test_every_page_is_linked_and_no_link_is_dead():
 
 
 def test_every_mesh_there_is_has_a_command():
-    found = {
-        tuple(re.findall(r"(\w+)=\d", command.partition("--mesh ")[2]))
-        for command in commands("lockstep train")
-    }
+    found = {tuple(re.findall(r"(\w+)=\d", command.partition("--mesh ")[2])) for command in commands("lockstep train")}
     assert set(HYBRIDS) <= found
 
 

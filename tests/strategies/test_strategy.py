@@ -36,9 +36,7 @@ class Layout:
     @property
     def name(self):
         told = [
-            value
-            for each in self.options.values()
-            for value in (each.values() if isinstance(each, dict) else [each])
+            value for each in self.options.values() for value in (each.values() if isinstance(each, dict) else [each])
         ]
         return "-".join(map(str, [self.strategy, self.world, *told]))
 
@@ -58,21 +56,15 @@ LAYOUTS = [
     ],
     *[Layout("ddp", world, slow=True) for world in (2, 3, 4)],  # of their own: test_ddp_multiprocess
     *[Layout("fsdp", world, slow=True) for world in (2, 3, 4)],  # and fsdp/test_gathering_...
-    *[
-        Layout("pipeline", world, jobs=UNTIED, slow=True) for world in (2, 3, 4)
-    ],  # and pipeline/test_strategy_...
+    *[Layout("pipeline", world, jobs=UNTIED, slow=True) for world in (2, 3, 4)],  # and pipeline/test_strategy_...
     Layout("pipeline", 3, {"pipeline": {"schedule": "gpipe"}}, UNTIED, slow=True),
     Layout("pipeline", 2, {"pipeline": {"schedule": "interleaved"}}, UNTIED, slow=True),
     Layout("tensor", 2, bound=1e-3, slow=True),  # of its own: tensor/test_bound
     Layout("hybrid", 4, {"mesh": "data=2,tensor=2"}, bound=1e-3, slow=True),
     Layout("hybrid", 4, {"mesh": "data=2,pipeline=2"}, UNTIED, slow=True),
-    Layout(
-        "hybrid", 4, {"mesh": "pipeline=2,data=2", "pipeline": {"schedule": "interleaved"}}, UNTIED, slow=True
-    ),
+    Layout("hybrid", 4, {"mesh": "pipeline=2,data=2", "pipeline": {"schedule": "interleaved"}}, UNTIED, slow=True),
     Layout("hybrid", 4, {"mesh": "fsdp=2,pipeline=2"}, UNTIED, slow=True),
-    Layout(
-        "hybrid", 4, {"mesh": "pipeline=2,fsdp=2", "pipeline": {"schedule": "interleaved"}}, UNTIED, slow=True
-    ),
+    Layout("hybrid", 4, {"mesh": "pipeline=2,fsdp=2", "pipeline": {"schedule": "interleaved"}}, UNTIED, slow=True),
     Layout("fsdp", 8, slow=True),
 ]
 
@@ -131,9 +123,7 @@ def cases(jobs, settings):
 
 @cache
 def alone(precision):
-    return run_ranks(train_all, 1, cases(JOBS, {"strategy": "single", "precision": precision}), timeout=300)[
-        0
-    ]
+    return run_ranks(train_all, 1, cases(JOBS, {"strategy": "single", "precision": precision}), timeout=300)[0]
 
 
 @cache

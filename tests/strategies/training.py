@@ -18,9 +18,7 @@ def train_all(world, cases):
     found = {}
     for name, job, options, workers in cases:
         try:
-            found[name] = pickle.dumps(
-                digests_of(world, job, options, workers)
-            )  # runs look at variables of loops
+            found[name] = pickle.dumps(digests_of(world, job, options, workers))  # runs look at variables of loops
         except Exception as error:
             error.add_note(f"in the case {name!r}")
             raise
@@ -38,9 +36,7 @@ def train(world, name, options, workers=0):
     """Trains a job; gives job, model, optimizer, and losses, norms and last gradients by name."""
     torch.manual_seed(world.rank)  # every rank builds another model; rank 0's counts
     job, found, steps = JOBS[name](), {}, 0
-    run = Run(
-        RunOptions.of(**{"seed": 3, "threads": 1, "fingerprint_every": 5, **job.options, **options}), world
-    )
+    run = Run(RunOptions.of(**{"seed": 3, "threads": 1, "fingerprint_every": 5, **job.options, **options}), world)
     schedulers = [job.schedule(job.optimizer)] if job.schedule else []
     model, optimizer, *schedulers = run.prepare(job.model, job.optimizer, *schedulers)
     for _ in run.epochs(job.epochs):
@@ -50,9 +46,7 @@ def train(world, name, options, workers=0):
                 found[f"norm {steps:02}"] = float(run.clip_gradients(job.clip)).hex()
             optimizer.step()
             steps += 1
-            gradients = {
-                f"gradient of {n}": p.grad for n, p in model.named_parameters() if p.grad is not None
-            }
+            gradients = {f"gradient of {n}": p.grad for n, p in model.named_parameters() if p.grad is not None}
             found |= digest_tensors(gradients) if steps == job.last else {}
             optimizer.zero_grad(set_to_none=job.set_to_none)
             for each in schedulers:
@@ -67,9 +61,7 @@ def optimizer_digests(model, optimizer):
     digests = {}
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
-            digests[f"{name} {key}"] = (
-                digest_tensor(value) if isinstance(value, torch.Tensor) else repr(value)
-            )
+            digests[f"{name} {key}"] = digest_tensor(value) if isinstance(value, torch.Tensor) else repr(value)
     return digests
 
 

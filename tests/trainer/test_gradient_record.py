@@ -36,22 +36,16 @@ class Net(nn.Module):
 
 def samples():
     generator = torch.Generator().manual_seed(0)
-    return TensorDataset(
-        torch.randn(22, 3, generator=generator), torch.randint(0, 2, (22,), generator=generator)
-    )
+    return TensorDataset(torch.randn(22, 3, generator=generator), torch.randint(0, 2, (22,), generator=generator))
 
 
 def train(world, folder, *, every, micro_batches=False, epochs=2, resume="", **options):
     """A short training of 3 steps an epoch, the last of them ragged, with checkpoints after steps 2, 3, 4 and 6."""
-    run = Run(
-        RunOptions.of(global_batch=8, micro_batches=4, directory=folder, resume=resume, **options), world
-    )
+    run = Run(RunOptions.of(global_batch=8, micro_batches=4, directory=folder, resume=resume, **options), world)
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer, scheduler = run.prepare(
-        model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)
-    )
+    model, optimizer, scheduler = run.prepare(model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5))
     settings = TrainingConfig(epochs=epochs, clip_norm=0.1)
     parts = TrainingParts(
         model=model,

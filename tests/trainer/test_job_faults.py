@@ -76,9 +76,7 @@ def test_a_run_folder_whose_newest_checkpoint_is_broken_goes_on_from_the_one_bef
 def test_a_checkpoint_of_another_model_is_refused_by_name(jobs):
     assert jobs.train("--devices", "cpu:1", "--epochs", "1").returncode == 0
     path = jobs.checkpoints()[-1]
-    failed = jobs.train(
-        "--devices", "cpu:2", "--resume", str(path), "--set", "model.target=parts:other_model"
-    )
+    failed = jobs.train("--devices", "cpu:2", "--resume", str(path), "--set", "model.target=parts:other_model")
     assert failed.returncode == 2
     assert "1.weight" in failed.stderr
 
@@ -116,9 +114,7 @@ def test_broken_photos_are_named(jobs, damage, status, words):
 @pytest.mark.fault("D5")
 @pytest.mark.slow
 def test_a_label_outside_of_the_classes_stops_before_the_first_step(jobs):
-    failed = jobs.train(
-        "--devices=cpu:2", "--set", 'model={target="lockstep.models:digits_net", num_classes=7}'
-    )
+    failed = jobs.train("--devices=cpu:2", "--set", 'model={target="lockstep.models:digits_net", num_classes=7}')
     assert failed.returncode == 3
     assert "has label" in failed.stderr and "classes" in failed.stderr
 

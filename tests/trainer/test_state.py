@@ -10,9 +10,7 @@ from lockstep.trainer import Accuracy, Progress
 
 def judged(metric, values):
     progress = Progress(metric)
-    return [
-        progress.judge(epoch, 10 * epoch, {metric: value}) for epoch, value in enumerate(values)
-    ], progress
+    return [progress.judge(epoch, 10 * epoch, {metric: value}) for epoch, value in enumerate(values)], progress
 
 
 def test_several_numbers_are_no_accuracy_to_judge_by():

@@ -22,9 +22,7 @@ EPOCHS, STEPS, SAMPLES = 2, 4, 60
 
 def take(meter, losses, weight, right):
     """One step with the loss sums of its micro-batches, and answers of which some are right."""
-    result = SimpleNamespace(
-        losses=torch.tensor(losses).double(), weight=torch.tensor(float(weight)).double()
-    )
+    result = SimpleNamespace(losses=torch.tensor(losses).double(), weight=torch.tensor(float(weight)).double())
     output = torch.eye(2)[[0] * len(right)]
     meter.on_output(None, output, torch.tensor([0 if each else 1 for each in right]))
     meter.on_backward_end(SimpleNamespace(plan=SimpleNamespace(samples=len(right))), result)
@@ -105,11 +103,7 @@ def losses_by_hand(folder):
 
 def logged(folder, kind):
     return [
-        {
-            name: value
-            for name, value in record.items()
-            if name not in ("samples_per_second", "seconds", "kind")
-        }
+        {name: value for name, value in record.items() if name not in ("samples_per_second", "seconds", "kind")}
         for record in records(folder)
         if record["kind"] == kind
     ]

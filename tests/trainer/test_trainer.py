@@ -55,9 +55,7 @@ def trainer(
     model = nn.Linear(3, 2)
     both = [{"params": [model.weight]}, {"params": [model.bias], "lr": lr / 5}]
     optimizer = torch.optim.SGD(both if groups else model.parameters(), lr=lr)
-    model, optimizer, scheduler = run.prepare(
-        model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)
-    )
+    model, optimizer, scheduler = run.prepare(model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5))
     parts = TrainingParts(
         model=model,
         optimizer=optimizer,
@@ -163,9 +161,7 @@ def refused(world, folder, options):
     ("data", "said"),
     [((0, 61), "The training set has 61 samples, and had 60 before"), ((3,), "not what the epoch before")],
 )
-def test_a_run_whose_training_set_has_changed_after_an_epoch_says_so_until_its_end(
-    tmp_path, caplog, data, said
-):
+def test_a_run_whose_training_set_has_changed_after_an_epoch_says_so_until_its_end(tmp_path, caplog, data, said):
     """It said nothing where the number had changed, and named a command that ends in another fingerprint."""
     assert not trainer(World(), tmp_path, epochs=1).fit().has_other_data
     assert trainer(World(), tmp_path, epochs=2, resume="auto", data=data).fit().has_other_data

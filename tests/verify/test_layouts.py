@@ -46,6 +46,4 @@ def test_the_reason_of_a_failed_layout_is_its_error():
         "RuntimeError: batch1 must be a 3D tensor",
         "The data of a micro-batch: (int64 [0]).",
     ]
-    assert reason_of([*noted, "  rank 0: the same error"]).endswith(
-        "pid 1): RuntimeError: batch1 must be a 3D tensor"
-    )
+    assert reason_of([*noted, "  rank 0: the same error"]).endswith("pid 1): RuntimeError: batch1 must be a 3D tensor")

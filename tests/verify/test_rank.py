@@ -108,9 +108,7 @@ def test_passes_over_a_batch_that_was_taken_ahead_are_one_step(watched):
 def test_every_step_is_counted_once_however_the_loop_takes_and_leaves_its_batches(watched):
     """A batch taken ahead counted as two steps and as one less, a step that ends in ``break`` as none."""
     ahead = "ahead(run.batches(Digits('train'))):"
-    taking = (
-        "def ahead(steps, last=None):\n    for each in steps:\n        if last:\n            yield last\n"
-    )
+    taking = "def ahead(steps, last=None):\n    for each in steps:\n        if last:\n            yield last\n"
     taking += "        last = each\n\n\ntorch.manual_seed(0)"
     text = OWN_LOOP.replace("        run.save()\n", "").replace('run.batches(Digits("train")):', ahead)
     leaving = OWN_LOOP.replace("run.save()", "if run.position.step % 2:\n            break")
@@ -138,9 +136,7 @@ def test_settings_are_those_of_the_update_and_shared_weights_are_no_buffers(watc
 def test_what_a_forward_pass_leaves_in_an_attribute_is_not_compared(watched):
     """It is of the last micro-batch of a process: layouts with equal bits were said to differ in it."""
     layer = "class Showing(torch.nn.Linear):\n    def forward(self, x):\n"
-    layer += (
-        "        self.last = super().forward(x).detach().repeat(100, 1)\n        return super().forward(x)\n"
-    )
+    layer += "        self.last = super().forward(x).detach().repeat(100, 1)\n        return super().forward(x)\n"
     text = OWN_LOOP.replace("torch.manual_seed(0)", f"{layer}\ntorch.manual_seed(0)")
     text = text.replace("torch.nn.Linear(64, 10)", "Showing(64, 10)")
     trace = Trace.read(watched(text, "one", steps=2) / "trace.json")
@@ -278,9 +274,7 @@ def test_inputs_change_by_the_unit_of_the_coarsest_type_that_is_computed_in(opti
     assert coarsest_type(RunOptions.of(global_batch=8, **options)) is kind
     model, inputs = nn.Identity(), torch.rand(64) + 0.1
     nudge(model, kind)
-    assert ((model(inputs) - inputs) / inputs).abs().max().item() == pytest.approx(
-        torch.finfo(kind).eps, rel=0.6
-    )
+    assert ((model(inputs) - inputs) / inputs).abs().max().item() == pytest.approx(torch.finfo(kind).eps, rel=0.6)
 
 
 def test_a_model_of_tokens_has_its_parameters_changed_once():

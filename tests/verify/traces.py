@@ -6,9 +6,7 @@ from lockstep.verify import StepTrace, Trace
 
 
 def trace(steps=3, **settings):
-    made = Trace(
-        "ddp on 2", "ddp", 2, "A", context={"threads": "1", "optimizers": "SGD"}, start={"w": "s", "b": "s"}
-    )
+    made = Trace("ddp on 2", "ddp", 2, "A", context={"threads": "1", "optimizers": "SGD"}, start={"w": "s", "b": "s"})
     for key, value in settings.items():
         setattr(made, key, value)
     made.steps = [

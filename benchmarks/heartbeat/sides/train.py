@@ -68,8 +68,7 @@ class Switch:
         """Of each call within a step, the median, less what the clock itself takes."""
         clock = statistics.median(self._clock)
         return {
-            name: (statistics.median(spent) - clock) / 1000 if spent else 0.0
-            for name, spent in self._spent.items()
+            name: (statistics.median(spent) - clock) / 1000 if spent else 0.0 for name, spent in self._spent.items()
         }
 
 

@@ -20,9 +20,7 @@ STEPS = 2
 def partial_sums(strategy: Any) -> list[Tensor]:
     """The nodes of the gradient tree that this rank holds now, of all parameters."""
     if isinstance(strategy, FullyShardedDataParallel):
-        return [
-            node for block in strategy._gathering.blocks for stack in block._stacks.values() for node in stack
-        ]
+        return [node for block in strategy._gathering.blocks for stack in block._stacks.values() for node in stack]
     return [node for slot in strategy._sums.tree.slots for node in slot.stack]
 
 
@@ -30,9 +28,7 @@ def main() -> None:
     given = read_command_line()
     torch.set_num_threads(1)
     workload = WORKLOADS["transformer"]
-    run = lockstep.init(
-        global_batch=workload.global_batch, micro_batches=given.micro_batches, strategy=given.strategy
-    )
+    run = lockstep.init(global_batch=workload.global_batch, micro_batches=given.micro_batches, strategy=given.strategy)
     model = workload.build_model()
     whole = sum(parameter.nbytes for parameter in model.parameters())
     model, optimizer = run.prepare(model, workload.build_optimizer(model))

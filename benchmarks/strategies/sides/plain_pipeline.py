@@ -32,9 +32,7 @@ def build(given: Arguments) -> Step:
 
 def stages(model: nn.Module, count: int) -> list[nn.Module]:
     """The model's layers in consecutive groups with about as many parameters each."""
-    layers = [
-        part for name, child in model.named_children() for part in (child if name == "blocks" else [child])
-    ]
+    layers = [part for name, child in model.named_children() for part in (child if name == "blocks" else [child])]
     sizes = [sum(p.numel() for p in layer.parameters()) for layer in layers]
     groups: list[list[nn.Module]] = [[] for _ in range(count)]
     before, total = 0, sum(sizes)

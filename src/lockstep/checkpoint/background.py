@@ -95,9 +95,7 @@ class BackgroundWriter:
 class _Writing(CriticalThread):
     """The thread of one checkpoint."""
 
-    def __init__(
-        self, order: Order | ShardedOrder, state: CheckpointState, copied: list[torch.cuda.Event]
-    ) -> None:
+    def __init__(self, order: Order | ShardedOrder, state: CheckpointState, copied: list[torch.cuda.Event]) -> None:
         super().__init__(name=f"checkpoint of step {order.step}")
         self._order, self._copied = dataclasses.replace(order, state=state), copied
         self.error: Exception | None = None

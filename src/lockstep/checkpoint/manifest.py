@@ -87,9 +87,7 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor] | None, ordered: b
     )
 
 
-def _encode_mapping(
-    value: Mapping[Any, Any], path: str, tensors: dict[str, Tensor] | None, ordered: bool
-) -> JSON:
+def _encode_mapping(value: Mapping[Any, Any], path: str, tensors: dict[str, Tensor] | None, ordered: bool) -> JSON:
     encoded = {key: _encode(item, f"{path}.{key}", tensors, ordered) for key, item in value.items()}
     looks_reserved = len(encoded) == 1 and next(iter(encoded)) in _RESERVED
     is_plain = all(isinstance(key, str) for key in encoded) and not looks_reserved
@@ -138,9 +136,7 @@ def canonical(value: JSON) -> bytes:
     """A JSON value as bytes; equal values give equal bytes."""
 
     def text(ensure_ascii: bool) -> str:
-        return json.dumps(
-            value, sort_keys=True, allow_nan=False, separators=(",", ":"), ensure_ascii=ensure_ascii
-        )
+        return json.dumps(value, sort_keys=True, allow_nan=False, separators=(",", ":"), ensure_ascii=ensure_ascii)
 
     try:
         return text(False).encode()
@@ -188,9 +184,7 @@ def _joined(name: str, rows: list[Tensor]) -> Tensor:
         return rows[0]
     if len({(part.dtype, part.shape[1:], part.dim() > 0) for part in rows}) > 1 or not rows[0].dim():
         forms = ", ".join(f"{part.dtype} {list(part.shape)}" for part in rows)
-        raise CheckpointError(
-            f"The rows of {name!r} do not make up one tensor: {forms}. Use another checkpoint."
-        )
+        raise CheckpointError(f"The rows of {name!r} do not make up one tensor: {forms}. Use another checkpoint.")
     return JoinedRows(rows)
 
 
@@ -224,9 +218,7 @@ class JoinedRows(Tensor):
         return found[0] if len(found) == 1 else torch.cat(found) if found else self._parts[0][:0]
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         """Answers what needs no values; everything else is asked of an ordinary tensor."""
         if getattr(func, "__self__", func) in _OF_SHAPE:
             with torch._C.DisableTorchFunctionSubclass():
@@ -291,17 +283,13 @@ class Manifest:
             )
         step, files = body.get("step"), body.get("files")
         if not isinstance(step, int) or step < 0 or not isinstance(files, dict):
-            raise CheckpointError(
-                f"{folder / MANIFEST} does not list a step and files. Use another checkpoint."
-            )
+            raise CheckpointError(f"{folder / MANIFEST} does not list a step and files. Use another checkpoint.")
         return cls(step, {name: _entry(folder, name, entry) for name, entry in files.items()})
 
     def verify(self, folder: Path) -> None:
         """Reads all bytes of every file; ``CheckpointError`` names the first that differs from its entry."""
         if tensor_files(self.files) is None:
-            raise CheckpointError(
-                f"{folder / MANIFEST} does not list the files of a checkpoint: {sorted(self.files)}."
-            )
+            raise CheckpointError(f"{folder / MANIFEST} does not list the files of a checkpoint: {sorted(self.files)}.")
         for name, entry in self.files.items():
             path = folder / name
             size = regular_size(path)
@@ -323,9 +311,7 @@ class Manifest:
 
 def _entry(folder: Path, name: str, entry: JSON) -> FileEntry:
     if not _FILE_NAME.fullmatch(name):
-        raise CheckpointError(
-            f"{folder / MANIFEST} lists a file with the invalid name {name!r}; it was not read."
-        )
+        raise CheckpointError(f"{folder / MANIFEST} lists a file with the invalid name {name!r}; it was not read.")
     if isinstance(entry, dict):
         size, sha256 = entry.get("size"), entry.get("sha256")
         if isinstance(size, int) and size >= 0 and isinstance(sha256, str):
@@ -363,9 +349,7 @@ def regular_size(path: Path) -> int:
     try:
         found = path.lstat()
     except FileNotFoundError:
-        raise CheckpointError(
-            f"{path} is missing: the checkpoint is incomplete. Use another checkpoint."
-        ) from None
+        raise CheckpointError(f"{path} is missing: the checkpoint is incomplete. Use another checkpoint.") from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
     if not stat.S_ISREG(found.st_mode):

@@ -40,9 +40,7 @@ def verify(path: Path | str) -> Manifest:
     manifest.verify(path)
     named = step_of(path)
     if named is not None and named[0] != manifest.step:
-        raise CheckpointError(
-            f"{path} holds step {manifest.step}: it was renamed. Give it the name of its step again."
-        )
+        raise CheckpointError(f"{path} holds step {manifest.step}: it was renamed. Give it the name of its step again.")
     return manifest
 
 
@@ -58,9 +56,7 @@ def read(path: Path | str) -> CheckpointState:
         sound = all(isinstance(part, dict) for part in (progress, aliases, records))
         sound = sound and set(aliases.values()) <= set(model)
     except (SafetensorError, ValueError, KeyError, TypeError, RecursionError, OSError) as error:
-        raise CheckpointError(
-            f"{path} is not a checkpoint that Lockstep wrote: {error}. Use another one."
-        ) from error
+        raise CheckpointError(f"{path} is not a checkpoint that Lockstep wrote: {error}. Use another one.") from error
     if not sound:
         raise CheckpointError(f"{path / RECORD} does not hold a progress record. Use another checkpoint.")
     return CheckpointState(model, optimizer, progress, aliases, records)

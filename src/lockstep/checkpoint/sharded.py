@@ -71,9 +71,7 @@ class ShardedOrder:
         if self.order is None:
             return
         with not_written(self.step, self.path.parent):
-            self.order.commit(
-                self.aside, {name: FileEntry(*entry) for each in files for name, entry in each.items()}
-            )
+            self.order.commit(self.aside, {name: FileEntry(*entry) for each in files for name, entry in each.items()})
         self.order.prune()
 
 

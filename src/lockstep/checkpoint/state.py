@@ -62,9 +62,7 @@ def parameter_names(model: nn.Module) -> dict[Tensor, str]:
 def tensor_state(model: nn.Module) -> dict[str, Tensor]:
     """The parameters and persistent buffers of ``model.state_dict(keep_vars=True)``, without extra state."""
     found = model.state_dict(keep_vars=True)
-    return {
-        name: value for name, value in found.items() if name.rpartition(".")[2] != _EXTRA_STATE_KEY_SUFFIX
-    }
+    return {name: value for name, value in found.items() if name.rpartition(".")[2] != _EXTRA_STATE_KEY_SUFFIX}
 
 
 def has_extra_state(module: nn.Module) -> bool:
@@ -201,14 +199,11 @@ def optimizer_state(
     for number, group in enumerate(optimizer.param_groups):
         members = [_name(parameter, names) for parameter in group["params"]]
         hyperparameters = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        groups.append(
-            {"parameters": list(members), "hyperparameters": encode(hyperparameters, f"|{number}", tensors)}
-        )
+        groups.append({"parameters": list(members), "hyperparameters": encode(hyperparameters, f"|{number}", tensors)})
         for name, parameter in zip(members, group["params"], strict=True):
             if parameter in optimizer.state:
                 states[name] = {
-                    key: encode(value, f"{name}|{key}", tensors)
-                    for key, value in optimizer.state[parameter].items()
+                    key: encode(value, f"{name}|{key}", tensors) for key, value in optimizer.state[parameter].items()
                 }
     record: dict[str, Any] = {"class": _class_name(optimizer), "groups": groups, "state": states}
     if others := named_state(optimizer):

@@ -107,9 +107,7 @@ def prepare(
         CheckpointError: the folder cannot be written, or has no room.
     """
     if keep is not None and keep < 1:
-        raise ConfigError(
-            f"keep={keep} checkpoints cannot be kept: the one being written is one. Use 1 or more."
-        )
+        raise ConfigError(f"keep={keep} checkpoints cannot be kept: the one being written is one. Use 1 or more.")
     directory = Path(directory)
     require_dense({**state.model, **state.optimizer})
     needed = state.tensor_bytes if tensor_bytes is None else tensor_bytes
@@ -155,9 +153,7 @@ def require_space(directory: Path, needed: int) -> None:
         )
 
 
-def export(
-    path: Path | str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
-) -> Path:
+def export(path: Path | str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> Path:
     """Writes model weights as one plain safetensors file, replacing an older one atomically.
 
     ``model.load_state_dict(safetensors.torch.load_file(path))`` takes it on the unwrapped model, where a tied tensor
@@ -172,9 +168,7 @@ def export(
             if metadata:
                 _sort_metadata(aside)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"The weights could not be written to {path}: {error}. Choose another file."
-        ) from error
+        raise CheckpointError(f"The weights could not be written to {path}: {error}. Choose another file.") from error
     return path
 
 

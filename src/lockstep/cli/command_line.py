@@ -233,9 +233,7 @@ def _check_current_folder(command_main: Callable[[argparse.Namespace], int]) -> 
         Path.cwd()
     except FileNotFoundError:
         if command_main.__module__ != "lockstep.cli.runs":
-            raise ConfigError(
-                "The current folder of this shell was deleted. Change to one that exists (cd)."
-            ) from None
+            raise ConfigError("The current folder of this shell was deleted. Change to one that exists (cd).") from None
 
 
 def _parser(words: Sequence[str]) -> Parser:

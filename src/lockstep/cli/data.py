@@ -53,8 +53,7 @@ def main(arguments: argparse.Namespace) -> int:
     step = data_report.look_at_step(config, training, len(devices.names), arguments.epoch, arguments.step)
     workers = config.data.loader_processes(config.run.threads, 1)
     found = [
-        data_report.look_at_set(name, each, workers=workers, reads=not arguments.quick)
-        for name, each in sets.items()
+        data_report.look_at_set(name, each, workers=workers, reads=not arguments.quick) for name, each in sets.items()
     ]
     print(printable(data_report.describe(found, step)))
     if arguments.json:

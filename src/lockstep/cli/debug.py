@@ -35,9 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RUN",
         help="write nothing; make rank R of a running run (default: the only one) listen for a debugger",
     )
-    parser.add_argument(
-        "target", nargs="?", metavar="TARGET", help="a script (.py), a job file or a built-in job"
-    )
+    parser.add_argument("target", nargs="?", metavar="TARGET", help="a script (.py), a job file or a built-in job")
     parser.add_argument(
         "arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="all that follows is for the target"
     )

@@ -31,9 +31,7 @@ def number(words: str) -> int:
     try:
         return round(float(plain if unit == 1 else plain[:-1]) * unit)
     except (ValueError, OverflowError) as error:
-        raise ConfigError(
-            f"--parameters {words} is not a number. Use one such as 21797672 or 25M."
-        ) from error
+        raise ConfigError(f"--parameters {words} is not a number. Use one such as 21797672 or 25M.") from error
 
 
 _RANKS = "data-parallel ranks"
@@ -140,9 +138,7 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the runs, their names and the files."""
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run folder, such as runs/digits-001")
     files = ((f"--{name}", "FILE", "", what) for name, what in _FILES.items())
-    add_options(
-        parser, ("--labels", "A,B", "", "names of the runs (default: those of their folders)"), *files
-    )
+    add_options(parser, ("--labels", "A,B", "", "names of the runs (default: those of their folders)"), *files)
 
 
 def _differences(jobs: Mapping[str, Start]) -> dict[str, list[tuple[str, ...]]]:

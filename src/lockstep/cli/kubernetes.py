@@ -175,9 +175,7 @@ def _check(arguments: argparse.Namespace) -> None:
     if arguments.kind not in _KINDS:
         raise ConfigError(f"--kind {arguments.kind!r} is not known. Use trainjob or job.")
     if arguments.runtime and arguments.kind != "trainjob":
-        raise ConfigError(
-            "--runtime was given, and only a TrainJob has one. Leave it out, or use --kind trainjob."
-        )
+        raise ConfigError("--runtime was given, and only a TrainJob has one. Leave it out, or use --kind trainjob.")
     for option, example in (
         ("image", "the one that 'docker build' makes from Lockstep's Dockerfile"),
         ("claim", "a PersistentVolumeClaim that all pods can write to, since their own disks go with them"),
@@ -189,9 +187,7 @@ def _check(arguments: argparse.Namespace) -> None:
     if arguments.restarts < 0 or arguments.gpus_per_node < 0:
         raise ConfigError("--restarts and --gpus-per-node must be 0 or more.")
     if arguments.memory and not _QUANTITY.fullmatch(arguments.memory):
-        raise ConfigError(
-            f"--memory {arguments.memory!r} is not a size. Use a number and a unit, such as 16Gi."
-        )
+        raise ConfigError(f"--memory {arguments.memory!r} is not a size. Use a number and a unit, such as 16Gi.")
     if not re.fullmatch(r"(/[\w.-]+)+", arguments.mount):
         raise ConfigError(f"--mount {arguments.mount!r} is not an absolute path. Use one such as /shared.")
 

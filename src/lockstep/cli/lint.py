@@ -18,9 +18,7 @@ EXIT_FINDINGS = 1
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's arguments."""
-    parser.add_argument(
-        "scripts", nargs="*", metavar="SCRIPT", help="a Python file or a folder; it is read, never run"
-    )
+    parser.add_argument("scripts", nargs="*", metavar="SCRIPT", help="a Python file or a folder; it is read, never run")
     add_options(
         parser,
         ("--json", "", False, "print the findings as JSON"),

@@ -92,9 +92,7 @@ def _name_for(data: Path) -> str:
 def _check_name(name: str) -> None:
     """Raises ``ConfigError`` for a name that Python cannot import, or that would hide another module."""
     if not name.isidentifier() or not name.isascii():
-        raise ConfigError(
-            f"--name {name!r} should be letters, digits and underscores: Python imports {name}.py."
-        )
+        raise ConfigError(f"--name {name!r} should be letters, digits and underscores: Python imports {name}.py.")
     if not Path(f"{name}.py").exists() and importlib.util.find_spec(name) is not None:
         raise ConfigError(f"--name {name}: Python has a module of that name already. Choose another.")
 
@@ -107,9 +105,7 @@ def _write(found: DataSummary, name: str, epochs: int) -> None:
             Path(f"{name}.py"): script_text(found, name, epochs).encode(),
         }
     except UnicodeEncodeError as error:
-        raise ConfigError(
-            "A name in the path of the data is not in UTF-8, as a job file is. Rename it."
-        ) from error
+        raise ConfigError("A name in the path of the data is not in UTF-8, as a job file is. Rename it.") from error
     for path in texts:
         if path.exists() or path.is_symlink():
             raise ConfigError(f"'{path}' exists, and is not written over. Choose another --name.")

@@ -24,9 +24,7 @@ _CHECKS = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's arguments."""
-    parser.add_argument(
-        "script", metavar="SCRIPT", help="the file with the training loop; it is read, never run"
-    )
+    parser.add_argument("script", metavar="SCRIPT", help="the file with the training loop; it is read, never run")
     add_options(parser, ("--json", "", False, "print the changes as JSON"))
 
 

@@ -19,9 +19,7 @@ from lockstep.runtime.output import log_to_terminal
 def add_arguments(parser: Parser) -> None:
     """Declares the command's arguments."""
     parser.add_argument("run", metavar="RUN", help="a run folder, such as runs/digits-001")
-    parser.add_argument(
-        "--step", type=int, required=True, metavar="S", help="optimizer step of the run, from 0"
-    )
+    parser.add_argument("--step", type=int, required=True, metavar="S", help="optimizer step of the run, from 0")
     add_options(
         parser,
         ("--micro-batch", "K", int, "only this micro-batch of the step, counted from 0"),

@@ -56,9 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="restart on the same devices, or on those whose ranks were not lost (default: same)",
     )
     add_launch_arguments(parser)
-    parser.add_argument(
-        "-m", "--module", action="store_true", help="SCRIPT is the name of a module, as for python -m"
-    )
+    parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module, as for python -m")
     parser.add_argument("script", metavar="SCRIPT", help="a Python script")
     rest = "all that follows is for the script"
     more = parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help=rest)
@@ -68,9 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Runs the script and returns the exit status. Raises ``ConfigError`` before anything is started."""
     local_rank = getattr(arguments, "local_rank", None)  # torch.distributed.launch means it for the script
-    words = (
-        arguments.arguments if local_rank is None else [f"--local-rank={local_rank}", *arguments.arguments]
-    )
+    words = arguments.arguments if local_rank is None else [f"--local-rank={local_rank}", *arguments.arguments]
     target = ScriptTarget.from_words([*(["-m"] if arguments.module else []), arguments.script, *words])
     world = take_rendezvous(arguments, take_nodes(arguments, World.from_environment()))
     if world.launcher != "python":

@@ -107,12 +107,10 @@ def _as_dict(run: RunOnHost, processes: list[Process]) -> dict[str, Any]:
         "started": run.started,
         "logs": run.logs,
         "processes": [
-            {"pid": process.pid, "rank": ranks.get(process.pid), "resident": process.resident}
-            for process in processes
+            {"pid": process.pid, "rank": ranks.get(process.pid), "resident": process.resident} for process in processes
         ],
         "beats": {
-            str(rank): {"phase": beat.phase, "epoch": beat.epoch, "step": beat.step}
-            for rank, beat in run.beats.items()
+            str(rank): {"phase": beat.phase, "epoch": beat.epoch, "step": beat.step} for rank, beat in run.beats.items()
         },
     }
 
@@ -135,9 +133,7 @@ def stop(arguments: argparse.Namespace) -> int:
     if run.is_supervised:
         _wait_for(run, 5.0)
     remove_run_directory(run)
-    print(
-        f"{run.run_id} has ended ({plural(count, 'process')}); its last checkpoint stands.", file=sys.stderr
-    )
+    print(f"{run.run_id} has ended ({plural(count, 'process')}); its last checkpoint stands.", file=sys.stderr)
     return EXIT_DONE
 
 
@@ -163,9 +159,7 @@ def clean(arguments: argparse.Namespace) -> int:
     for run in left:
         pids = [str(process.pid) for process in run.processes()]
         if run.is_elsewhere and not pids:
-            print(
-                f"{run.run_id}: is of another process namespace or boot; clean there, or remove {run.directory}"
-            )
+            print(f"{run.run_id}: is of another process namespace or boot; clean there, or remove {run.directory}")
             continue
         if arguments.dry_run:
             ending = f"{plural(len(pids), 'process')} ({', '.join(pids) or 'none'})"

@@ -56,9 +56,7 @@ def add_options(parser: argparse._ActionsContainer, *options: tuple[str, str, An
         else:
             words += f" (default: {default})" if default != "" else ""
             more: Any = {} if flag.startswith("-") else {"nargs": "?"}
-            parser.add_argument(
-                flag, type=type(default), default=default, metavar=metavar, help=words, **more
-            )
+            parser.add_argument(flag, type=type(default), default=default, metavar=metavar, help=words, **more)
 
 
 SET: tuple[str, str, Any, str] = (
@@ -78,15 +76,11 @@ def require_files(arguments: argparse.Namespace, options: Iterable[str]) -> None
             raise ConfigError(f"--{name} {problem}")
         path = Path(given)
         if not path.parent.is_dir():
-            raise ConfigError(
-                f"--{name} {given}: the folder {str(path.parent)!r} does not exist. Create it first."
-            )
+            raise ConfigError(f"--{name} {given}: the folder {str(path.parent)!r} does not exist. Create it first.")
         if path.is_dir():
             raise ConfigError(f"--{name} {given} is a folder. Name a file in it.")
         if not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise ConfigError(
-                f"--{name} {given} cannot be written. Choose a file in a folder that you can write to."
-            )
+            raise ConfigError(f"--{name} {given} cannot be written. Choose a file in a folder that you can write to.")
 
 
 def write_file(path: Path | str, content: str | bytes) -> None:
@@ -204,9 +198,7 @@ def _window(text: str) -> str:
     return text
 
 
-def with_debug_arguments(
-    options: LaunchOptions, arguments: argparse.Namespace, joined: Joined | None
-) -> LaunchOptions:
+def with_debug_arguments(options: LaunchOptions, arguments: argparse.Namespace, joined: Joined | None) -> LaunchOptions:
     """The options of this host, with the debugger that was asked for. Raises ``ConfigError`` where it cannot start."""
     if arguments.debug_rank is None:
         return options
@@ -289,9 +281,7 @@ def take_nodes(arguments: argparse.Namespace, world: World) -> World:
             "'srun --ntasks-per-node=1', with the number of ranks in --devices."
         )
     if arguments.node_rank is not None:
-        raise ConfigError(
-            f"--node-rank {arguments.node_rank} was given; leave it out, because SLURM sets it."
-        )
+        raise ConfigError(f"--node-rank {arguments.node_rank} was given; leave it out, because SLURM sets it.")
     arguments.nnodes, arguments.shares_terminal = world.nodes, True
     if world.nodes > 1:
         arguments.node_rank = world.node
@@ -363,9 +353,7 @@ def take_rendezvous(arguments: argparse.Namespace, world: World) -> World:
             "torchrun, SLURM or MPI, or leave it out: Lockstep's own launcher connects its ranks by itself."
         )
     if not _RENDEZVOUS.fullmatch(asked):
-        raise ConfigError(
-            f"--rendezvous {asked!r} is not valid. Use env://, tcp://HOST:PORT or file:///ABSOLUTE/PATH."
-        )
+        raise ConfigError(f"--rendezvous {asked!r} is not valid. Use env://, tcp://HOST:PORT or file:///ABSOLUTE/PATH.")
     os.environ[RENDEZVOUS] = asked
     return dataclasses.replace(world, rendezvous=asked)
 

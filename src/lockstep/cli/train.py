@@ -93,9 +93,7 @@ def main(arguments: argparse.Namespace) -> int:
             say(f"{line}.")
         if changed := [text for text in arguments.set if text.startswith(("data.", "model."))]:
             say(f"--set changes that: {shorten(changed, 5)}.")
-        say(
-            f"To change this: lockstep new {shlex.quote(arguments.job)} writes it as a job file and a script."
-        )
+        say(f"To change this: lockstep new {shlex.quote(arguments.job)} writes it as a job file and a script.")
     if world.launcher != "python" and not arguments.dry_run:
         refuse_hosts(arguments, world.launcher)
         count = world.world_size * devices_per_process(config.training.mesh)
@@ -161,9 +159,7 @@ def _train_on_ray(arguments: argparse.Namespace) -> int:
     refuse(machine_problems(config, int(found[2] or found[1]), is_here=not arguments.ray))
     storage, name = config.run.directory if "://" in config.run.directory else "", config.run.name
     if storage and not name:
-        raise ConfigError(
-            f"run.directory is {config.run.directory}. Give the run a name: --set run.name=NAME."
-        )
+        raise ConfigError(f"run.directory is {config.run.directory}. Give the run a name: --set run.name=NAME.")
     if importlib.util.find_spec("ray") is None:
         raise ConfigError(
             "--ray was given, and the package ray is not installed. Install it: pip install 'lockstep-train[ray]'"
@@ -367,9 +363,7 @@ def device_counts(text: str) -> list[int]:
     """Parses ``--devices 1,2,4``; empty if it was not given. Raises ``ConfigError`` for anything else."""
     words = comma_separated(text)
     if any(not word.isdecimal() or int(word) < 1 for word in words):
-        raise ConfigError(
-            f"--devices {text!r} is not a list of numbers from 1 on. Use for example --devices 1,2,4."
-        )
+        raise ConfigError(f"--devices {text!r} is not a list of numbers from 1 on. Use for example --devices 1,2,4.")
     return [int(word) for word in words]
 
 

@@ -144,9 +144,7 @@ def _verify_micro_batches(arguments: argparse.Namespace) -> int:
     given = arguments.micro_batches
     counts = sorted({int(word) for word in comma_separated(given) if word.isdecimal()})
     if len(counts) != len(comma_separated(given)) or len(counts) < 2 or counts[0] < 1:
-        raise ConfigError(
-            f"--micro-batches {given!r} is not a list of two or more numbers: use for example 1,8."
-        )
+        raise ConfigError(f"--micro-batches {given!r} is not a list of two or more numbers: use for example 1,8.")
     for name in ("devices", "strategies"):
         if getattr(arguments, name):
             raise ConfigError(f"--micro-batches computes one step on one device; leave out --{name}.")
@@ -171,9 +169,7 @@ def _verify_micro_batches(arguments: argparse.Namespace) -> int:
         write_file(arguments.json, micro_batches.as_json(findings))
     ran = [each for each in findings if not each.step.refused]
     if len(ran) < 2 and not any(each.step.in_training for each in findings):
-        raise ConfigError(
-            "There was nothing to compare: fewer than two numbers of micro-batches were computed."
-        )
+        raise ConfigError("There was nothing to compare: fewer than two numbers of micro-batches were computed.")
     return EXIT_DIFFERENT if any(each.is_mistake for each in findings) else EXIT_DONE
 
 
@@ -327,22 +323,16 @@ def _resumed(
 
 def _run_job(config: JobConfig, steps: int, layout: Layout, folder: Path, how: How) -> Ran:
     trace, resume = folder / "trace.json", str(how.resume or "")
-    reason = run_layout(
-        layout, config, ENTRY, folder, resume=resume, steps=steps, label=layout.label, **how.payload
-    )
+    reason = run_layout(layout, config, ENTRY, folder, resume=resume, steps=steps, label=layout.label, **how.payload)
     if not reason and trace.exists():
         return Ran(Trace.read(trace), folder)
     sentence = refusal(folder) if folder.exists() else ""
     reason = sentence or reason or "its ranks recorded no step"
-    refused = Trace(
-        layout.label, layout.strategy, layout.ranks, "", refused=reason, in_training=bool(sentence)
-    )
+    refused = Trace(layout.label, layout.strategy, layout.ranks, "", refused=reason, in_training=bool(sentence))
     return Ran(refused, folder)
 
 
-def _run_script(
-    target: ScriptTarget, steps: int, threads: int | None, count: int, folder: Path, how: How
-) -> Ran:
+def _run_script(target: ScriptTarget, steps: int, threads: int | None, count: int, folder: Path, how: How) -> Ran:
     folder.mkdir()
     label = plural(count, "process")
     payload = {

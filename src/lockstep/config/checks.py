@@ -243,9 +243,7 @@ def from_plain(kind: Any, value: Any) -> Any:
     origin, options = typing.get_origin(kind), typing.get_args(kind)
     if dataclasses.is_dataclass(kind):
         types = field_types(typing.cast(Hashable, kind))
-        return typing.cast(type, kind)(
-            **{name: from_plain(types[name], each) for name, each in value.items()}
-        )
+        return typing.cast(type, kind)(**{name: from_plain(types[name], each) for name, each in value.items()})
     if isinstance(kind, UnionType) and type(None) in options:
         return None if value is None else from_plain(options[0], value)
     if origin is tuple and Ellipsis not in options:

@@ -74,9 +74,7 @@ def preflight(components: Iterable[tuple[KeyPath, Component]], folders: Sequence
         folders: those of the user's own modules.
     """
     names = StaticNames(folders)
-    return [
-        problem for path, part in components for problem in _component(names, part.target, part.args, path)
-    ]
+    return [problem for path, part in components for problem in _component(names, part.target, part.args, path)]
 
 
 def _component(names: StaticNames, target: str, args: Mapping[str, Any], path: KeyPath) -> Iterator[Problem]:
@@ -155,9 +153,7 @@ def _is_called_its_own_way(names: StaticNames, found: Definition, depth: int = 0
     node = found.node
     if not isinstance(node, ast.ClassDef) or depth > _DEEPEST:
         return True
-    if _methods(node, "__new__") or any(
-        not ast.unparse(item.value).endswith("ABCMeta") for item in node.keywords
-    ):
+    if _methods(node, "__new__") or any(not ast.unparse(item.value).endswith("ABCMeta") for item in node.keywords):
         return True
     return any(_is_called_its_own_way(names, base, depth + 1) for base in _bases(names, found))
 
@@ -277,9 +273,7 @@ def _boolean_as_text(value: Any, default: Any) -> str | None:
     if value not in ("True", "False") and not (is_flag and value.lower() in spelled):
         return None
     meant = "true" if value.lower() in ("true", "yes", "on") else "false"
-    return (
-        f"is the text {value!r}, which Python takes as true. Write {meant}, in lower case and without quotes."
-    )
+    return f"is the text {value!r}, which Python takes as true. Write {meant}, in lower case and without quotes."
 
 
 def _absence(absent: Absent) -> str:
@@ -375,9 +369,7 @@ class StaticNames:
             return None
         return Absent(module, name, tuple(sorted(known)))
 
-    def _bound(
-        self, nodes: list[ast.AST], module: str, spec: ModuleSpec, name: str, depth: int
-    ) -> Definition | None:
+    def _bound(self, nodes: list[ast.AST], module: str, spec: ModuleSpec, name: str, depth: int) -> Definition | None:
         node = nodes[0]
         if len(nodes) > 1:
             return None

@@ -150,17 +150,13 @@ def _load(
     problems = problems or job_problems(config, devices)
     if imports:
         found = {problem.path for problem in problems}
-        problems += [
-            problem for problem in preflight(config.components(), config.code) if problem.path not in found
-        ]
+        problems += [problem for problem in preflight(config.components(), config.code) if problem.path not in found]
     if problems:
         raise _report(problems, origin)
     return config
 
 
-def _of_components(
-    table: dict[str, Any], problems: Sequence[Problem], file: JobFile, origin: _Origin
-) -> list[Problem]:
+def _of_components(table: dict[str, Any], problems: Sequence[Problem], file: JobFile, origin: _Origin) -> list[Problem]:
     """The mistakes in components of a job that has others, whose settings are taken out of ``table``."""
     for *above, last in (problem.path for problem in problems if problem.path):
         inner: Any = table
@@ -246,9 +242,7 @@ def parse_set(text: str) -> Override:
     key, equals, value = text.partition("=")
     parts = tuple(part.strip() for part in key.split("."))
     if not equals or not all(parts):
-        raise ConfigError(
-            f"--set {text}: should be a key, '=' and a value, for example --set optimizer.lr=0.1."
-        )
+        raise ConfigError(f"--set {text}: should be a key, '=' and a value, for example --set optimizer.lr=0.1.")
     value = value.strip()
     return Override(path=parts, value=None if value == "none" else toml_value(value), origin=f"--set {text}")
 
@@ -315,9 +309,7 @@ def resolve_placeholders(
     return dataclasses.replace(config, **parts), fill.remarks(config)
 
 
-def _absolute(
-    config: JobConfig, folder: Path | None, from_command_line: Callable[[KeyPath], bool]
-) -> JobConfig:
+def _absolute(config: JobConfig, folder: Path | None, from_command_line: Callable[[KeyPath], bool]) -> JobConfig:
     """The job with absolute paths, and the folders of the user's own modules."""
 
     def place(value: str, *path: str) -> str:

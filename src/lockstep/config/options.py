@@ -131,9 +131,7 @@ class RunOptions(RunSettings):
         if self.resume == "auto" and self.directory is None:
             raise ConfigError("resume='auto' needs the run folder to look in: give directory=....")
         if self.profile and self.directory is None:
-            raise ConfigError(
-                f"profile={self.profile!r} needs the run folder to write to: give directory=...."
-            )
+            raise ConfigError(f"profile={self.profile!r} needs the run folder to write to: give directory=....")
 
     @property
     def shape(self) -> BatchShape:
@@ -177,9 +175,7 @@ def _read(name: str, value: Any) -> Any:
     if name in ("resume", "profile") and value is None:
         return ""  # what argparse gives for an option that was left out
     if name == "directory" and value == "":
-        raise ConfigError(
-            "directory='' was given. Give a folder, such as 'runs/one' or '.', or leave it out."
-        )
+        raise ConfigError("directory='' was given. Give a folder, such as 'runs/one' or '.', or leave it out.")
     if name in ("directory", "resume") and isinstance(value, str | Path):
         is_of_home = str(value).startswith("~") and file_path(value) is None
         value = Path(value).expanduser() if is_of_home else value
@@ -233,8 +229,6 @@ def unused_options(options: RunSettings) -> list[str]:
 def mention_unused_options(options: RunSettings) -> None:
     """Logs one warning that names them, if there are any; the main process calls this."""
     if unused := unused_options(options):
-        logger.warning(
-            "Strategy %r does not use what is set for others: %s.", options.strategy, ", ".join(unused)
-        )
+        logger.warning("Strategy %r does not use what is set for others: %s.", options.strategy, ", ".join(unused))
     if options.reduce != "powersgd" and options.powersgd_rank != RunSettings.powersgd_rank:
         logger.warning("reduce %r does not use powersgd_rank.", options.reduce)

@@ -129,9 +129,7 @@ class _TableReader:
                 sound = sound and value is not None and not problem
             elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
                 sound = False
-                self._problems.append(
-                    Problem(here, f"is missing: a job needs {_missing(known[field.name], here)}")
-                )
+                self._problems.append(Problem(here, f"is missing: a job needs {_missing(known[field.name], here)}"))
         return cls(**values) if sound else None
 
     def value(self, kind: Any, value: Any, path: KeyPath) -> Any:
@@ -171,9 +169,7 @@ class _TableReader:
             return None
         before = len(self._problems)
         if "target" not in table:
-            self._problems.append(
-                Problem((*path, "target"), "is missing: give an import path 'package.module:name'.")
-            )
+            self._problems.append(Problem((*path, "target"), "is missing: give an import path 'package.module:name'."))
         self._arguments(table, path)
         if len(self._problems) > before:
             return None

@@ -131,9 +131,7 @@ def _of_job(rule: SettingsRule[JobConfig], job: JobConfig, machine: AvailableDev
         yield f"leads to {error.filename!r}, which cannot be read: {error.strerror}."
 
 
-def machine_problems(
-    job: JobConfig, count: int | None, kind: str = "", *, is_here: bool = True
-) -> list[Problem]:
+def machine_problems(job: JobConfig, count: int | None, kind: str = "", *, is_here: bool = True) -> list[Problem]:
     """Problems of a job that breaks no rule with the ``count`` devices it would get.
 
     ``kind`` is ``cpu`` or ``cuda``; None and empty where they are not known yet. ``is_here`` is as in
@@ -496,9 +494,7 @@ def _data_exists(job: JobConfig, machine: AvailableDevices) -> Iterator[str]:
 @_rule(JOB_RULES, "runs are no class of photos", "run.directory")
 def _runs_are_no_class(job: JobConfig, machine: AvailableDevices) -> Iterator[str]:
     root = job.data.train.args.get("root")
-    if job.data.train.target != "lockstep.data:ImageFolder" or not (
-        machine.is_here and isinstance(root, str)
-    ):
+    if job.data.train.target != "lockstep.data:ImageFolder" or not (machine.is_here and isinstance(root, str)):
         return
     photos, runs = Path(root).resolve(), Path(job.run.directory).expanduser().resolve()
     has_splits = any((photos / name).is_dir() for name in TRAINING_FOLDERS)

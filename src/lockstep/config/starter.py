@@ -249,9 +249,7 @@ def _read_table(data: Path) -> tuple[dict[str, list[str]], str]:
         raise ConfigError(f"'{data}' needs a first line that names at least two columns, each once.")
     uneven = next((number for number, row in enumerate(rows, 1) if len(row) != len(header)), None)
     if uneven is not None:
-        raise ConfigError(
-            f"'{data}', row {uneven}: {len(rows[uneven - 1])} values for {len(header)} columns."
-        )
+        raise ConfigError(f"'{data}', row {uneven}: {len(rows[uneven - 1])} values for {len(header)} columns.")
     return {name: [row[place].strip() for row in rows[1:]] for place, name in enumerate(header)}, delimiter
 
 
@@ -308,9 +306,7 @@ def _goal_of(texts: Sequence[str]) -> str:
     if not all(map(_is_number, texts)):
         return "classes"
     different = {float(text) for text in texts}
-    return (
-        "classes" if len(different) <= _MOST_CLASSES and all(map(float.is_integer, different)) else "numbers"
-    )
+    return "classes" if len(different) <= _MOST_CLASSES and all(map(float.is_integer, different)) else "numbers"
 
 
 def _is_number(text: str) -> bool:
@@ -322,9 +318,7 @@ def _is_number(text: str) -> bool:
 
 def _look_at_text(data: Path, target: str, goal: str) -> DataSummary:
     if goal == "numbers":
-        raise ConfigError(
-            "A model of text predicts the next byte, which is one of 256 classes. Leave --goal out."
-        )
+        raise ConfigError("A model of text predicts the next byte, which is one of 256 classes. Leave --goal out.")
     files = [data] if data.is_file() else [path for path in _files(data) if path.suffix.lower() in _TEXTS]
     size = sum(path.stat().st_size + 1 for path in files)
     return DataSummary(
@@ -366,9 +360,7 @@ def _require_names(held: Any) -> None:
     """Raises ``ValueError`` with what a file holds, where that is not x and y by name."""
     if not isinstance(held, Mapping) or not {"x", "y"} <= held.keys():
         found = shorten(held) if isinstance(held, Mapping) else f"a {type(held).__name__}"
-        raise ValueError(
-            f"it holds {found or 'nothing'}. Save both under these names, in a .pt file as a dict."
-        )
+        raise ValueError(f"it holds {found or 'nothing'}. Save both under these names, in a .pt file as a dict.")
 
 
 def _require_finite(name: str, values: Any) -> None:

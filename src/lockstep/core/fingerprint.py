@@ -162,9 +162,7 @@ class Context:
             if not (mine[name] and other.get(name)):
                 del mine[name]
         return [
-            f"{name}: {other.get(name)!r} there, {mine[name]!r} here"
-            for name in mine
-            if mine[name] != other.get(name)
+            f"{name}: {other.get(name)!r} there, {mine[name]!r} here" for name in mine if mine[name] != other.get(name)
         ]
 
     def as_dict(self) -> dict[str, object]:

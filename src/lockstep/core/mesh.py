@@ -37,9 +37,7 @@ class Mesh:
     def parse(cls, text: str) -> Mesh:
         """Reads ``data=2,pipeline=2``; ``ConfigError`` says what is wrong with any other text."""
         if not isinstance(text, str):
-            raise ConfigError(
-                f"mesh is {text!r}; write its axes as text, for example mesh='data=2,pipeline=2'."
-            )
+            raise ConfigError(f"mesh is {text!r}; write its axes as text, for example mesh='data=2,pipeline=2'.")
         axes: list[tuple[str, int]] = []
         for part in text.split(","):
             name, _, size = (word.strip() for word in part.partition("="))

@@ -151,9 +151,7 @@ def merges_after_nodes(nodes: Iterable[Node], leaves: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=256)
-def merges_by_level(
-    nodes: tuple[Node, ...], leaves: int
-) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+def merges_by_level(nodes: tuple[Node, ...], leaves: int) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
     """For whoever holds all nodes that tile the tree, left to right: what merges at once, level by level.
 
     Returns:

@@ -183,9 +183,7 @@ def inside_object(value: Any, leave_out: Iterable[str] = ()) -> list[Part]:
     """The attributes of an object, without the entries of a container."""
     held = attributes_of(value)
     found = [Part(ATTRIBUTE, held, key, each) for key, each in copied(held.items()) if key not in leave_out]
-    return found + [
-        Part(ATTRIBUTE, value, *each) for each in slots_of(value).items() if each[0] not in leave_out
-    ]
+    return found + [Part(ATTRIBUTE, value, *each) for each in slots_of(value).items() if each[0] not in leave_out]
 
 
 def stored_in(container: Any) -> Any:
@@ -412,9 +410,7 @@ def is_closed(value: Any) -> bool:
 
 def is_users_object(value: Any) -> bool:
     """True for an object of a class of the user's own, or of a namespace of Python's, whose attributes are his."""
-    return issubclass(type(value), NAMESPACES) or (
-        is_users_module(type(value).__module__) and not is_closed(value)
-    )
+    return issubclass(type(value), NAMESPACES) or (is_users_module(type(value).__module__) and not is_closed(value))
 
 
 def attributes_of(value: Any) -> dict[str, Any]:

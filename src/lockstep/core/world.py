@@ -192,9 +192,7 @@ class World:
         if "RANK" in variables:
             world_size = read.size("WORLD_SIZE")
             told = "LOCAL_WORLD_SIZE" in variables
-            local_world_size = (
-                read.size("LOCAL_WORLD_SIZE") if told else _processes_of_this_host(variables, world_size)
-            )
+            local_world_size = read.size("LOCAL_WORLD_SIZE") if told else _processes_of_this_host(variables, world_size)
             return cls(
                 rank=read.number("RANK"),
                 world_size=world_size,
@@ -248,9 +246,7 @@ class _Reader:
         text = self.variables.get(name)
         if text is None:
             if default is None:
-                raise ConfigError(
-                    f"The environment names a rank but not {name}. Start all ranks with one launcher."
-                )
+                raise ConfigError(f"The environment names a rank but not {name}. Start all ranks with one launcher.")
             return default
         if not re.fullmatch(r"\d+", text):
             raise ConfigError(f"The environment variable {name} should be a number and is {text!r}.")
@@ -279,8 +275,7 @@ def _from_open_mpi(variables: Mapping[str, str], read: _Reader) -> World:
         node=rank // local_world_size,
         nodes=-(-world_size // local_world_size),
         launcher="mpi",
-        rendezvous=variables.get(RENDEZVOUS)
-        or (f"file://{folder}/lockstep-rendezvous" if folder else "env://"),
+        rendezvous=variables.get(RENDEZVOUS) or (f"file://{folder}/lockstep-rendezvous" if folder else "env://"),
     )
 
 

@@ -269,9 +269,7 @@ class SideBySide(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         """Refused: a place means samples only within an epoch."""
-        raise ConfigError(
-            "Several data sets are read together in micro-batches of an epoch, by run.batches alone."
-        )
+        raise ConfigError("Several data sets are read together in micro-batches of an epoch, by run.batches alone.")
 
     def get_batch(self, indices: Indices, keys: SampleKeys) -> Any:
         """One micro-batch of each set."""

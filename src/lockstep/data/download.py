@@ -100,9 +100,7 @@ def download_archive(
     """
     url = archive.url if mirror is None else f"{mirror.rstrip('/')}/{archive.name}"
     if not url.startswith(("https://", "http://")):
-        raise ConfigError(
-            f"--mirror {mirror} is not the address of a web server. Give one with https:// or http://."
-        )
+        raise ConfigError(f"--mirror {mirror} is not the address of a web server. Give one with https:// or http://.")
     target = folder / archive.name
     if _is_there(target, archive, tell):
         return target

@@ -217,9 +217,7 @@ class Rereading:
         self._held: list[tuple[str, Any, list[str]]] = []
         self._drew_once: list[str] = []
 
-    def require_equal(
-        self, name: str, read: Callable[[], Any], seed: int | None = None, times: int = 2
-    ) -> None:
+    def require_equal(self, name: str, read: Callable[[], Any], seed: int | None = None, times: int = 2) -> None:
         """Reads samples, and again.
 
         Args:

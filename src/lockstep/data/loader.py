@@ -130,13 +130,9 @@ class StepLoader(_Prefetching[tuple[int, int], tuple[Iterator[_Held], Iterator[A
         self._plan, self._share, self._planner = plan, share, Planner(plan)
         self._wrapped = dataset if isinstance(dataset, Wrapping) else None
         count, rows = len(share.of(plan.shape.micro_batches)), plan.shape.micro_batch_size
-        super().__init__(
-            open_reading(dataset, prefetch=prefetch * count, per_step=max(1, count), rows=rows, **options)
-        )
+        super().__init__(open_reading(dataset, prefetch=prefetch * count, per_step=max(1, count), rows=rows, **options))
 
-    def batches(
-        self, epoch: int, first: int = 0, at_end: Callable[[], None] | None = None
-    ) -> Iterator[Batch]:
+    def batches(self, epoch: int, first: int = 0, at_end: Callable[[], None] | None = None) -> Iterator[Batch]:
         """Yields the steps of ``epoch`` from position ``first``, one ``Batch`` each.
 
         Leaving the loop early is fine; beginning another iteration ends this one.

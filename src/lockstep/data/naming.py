@@ -86,9 +86,7 @@ def uncollatable(names: Sequence[str], samples: Sequence[Any], place: str = "") 
     for name, form in zip(names, forms):
         if form != forms[0]:
             arrays = isinstance(samples[0], torch.Tensor | np.ndarray)
-            even = (
-                "a transform that makes all samples of one shape" if arrays else "the same for every sample"
-            )
+            even = "a transform that makes all samples of one shape" if arrays else "the same for every sample"
             remedy = f"Give {even}, {_OWN_COLLATE.format('pads them')}"
             return f"{names[0]} is {forms[0]}{where}, and {name} is {form}. {remedy}"
     first = samples[0]
@@ -163,9 +161,7 @@ def class_names(classes: int | Sequence[str]) -> tuple[str, ...]:
     else:
         names = tuple(classes)
     if not names or not all(isinstance(name, str) for name in names):
-        raise ConfigError(
-            f"classes={classes!r:.60} was given. Give their number, from 1 on, or a list of their names."
-        )
+        raise ConfigError(f"classes={classes!r:.60} was given. Give their number, from 1 on, or a list of their names.")
     return names
 
 
@@ -224,9 +220,7 @@ def require_map_style(dataset: Any, user: str) -> None:
     So it does for what has both and is not a data set: a path, a dict of data sets, a tuple of tensors.
     """
     if isinstance(dataset, type):
-        raise ConfigError(
-            f"{user} was given the class {dataset.__name__}. Create a data set: {dataset.__name__}(...)."
-        )
+        raise ConfigError(f"{user} was given the class {dataset.__name__}. Create a data set: {dataset.__name__}(...).")
     if isinstance(dataset, str | bytes | PurePath):
         raise ConfigError(
             f"{user} was given the path {str(dataset)!r}, not a data set. Open it first, for example with "

@@ -249,9 +249,7 @@ def batch_read(dataset: Any) -> Callable[[Indices, SampleKeys], Any] | None:
     with suppress(TypeError, ValueError):  # not known
         given = list(inspect.signature(read).parameters.values())
         required = [each for each in given if each.default is each.empty]
-        if len(required) != 2 and not any(
-            each.name == "keys" or each.kind is each.VAR_POSITIONAL for each in given
-        ):
+        if len(required) != 2 and not any(each.name == "keys" or each.kind is each.VAR_POSITIONAL for each in given):
             return None
     return cast(Callable[[Indices, SampleKeys], Any] | None, read)
 
@@ -379,13 +377,9 @@ class SampleReader:
             reader = SampleReader(dataset, seed=keys.seed, collate=collate)
             reader._require_repeatable(replace(keys, indices=keys.indices % len(dataset)))
         is_stream = getattr(self._dataset, "is_compared", True) is False
-        if self._read == self._read_tensors or (
-            self._collate is None and _is_ours(self._dataset) and not is_stream
-        ):
+        if self._read == self._read_tensors or (self._collate is None and _is_ours(self._dataset) and not is_stream):
             return
-        compared = Rereading(
-            {type(self._dataset).__name__: self._given, "the collate function": self._collate}
-        )
+        compared = Rereading({type(self._dataset).__name__: self._given, "the collate function": self._collate})
         if is_stream:  # reading its first samples again restarts it
             self._dataset.is_compared = True
             first = replace(keys, indices=np.arange(min(_MOST_COMPARED, len(self._dataset))))
@@ -393,9 +387,7 @@ class SampleReader:
             return
         # More than a small micro-batch has: others say whether they change the first, or are kept.
         more = (keys.indices[-1] + np.arange(1, _FEW)) % len(self._given)
-        singles = np.array(
-            [*dict.fromkeys([*keys.indices.tolist(), *more.tolist()])][: max(_FEW, len(keys.indices))]
-        )
+        singles = np.array([*dict.fromkeys([*keys.indices.tolist(), *more.tolist()])][: max(_FEW, len(keys.indices))])
         parts = [replace(keys, indices=singles[n : n + 1]) for n in range(len(singles))]
         end = time.perf_counter() + _LONGEST
         for number, part in enumerate(parts):
@@ -509,9 +501,7 @@ class InlineReading:
 
     sound = True
 
-    def __init__(
-        self, reader: SampleReader, *, per_step: int = 1, steps: int = 1, pin_memory: bool = False
-    ) -> None:
+    def __init__(self, reader: SampleReader, *, per_step: int = 1, steps: int = 1, pin_memory: bool = False) -> None:
         self._reader = reader
         self._per_step = per_step
         self.at_a_time = per_step * steps

@@ -67,9 +67,7 @@ class WorkerStacks:
         for number, worker in enumerate(workers):
             stack = _wait_for_text(self._files[number], starts[number], deadline) if worker in asked else ""
             if not stack:
-                told += (
-                    f"\nWorker {number} (pid {worker.pid}) does not respond; it may be waiting for a device."
-                )
+                told += f"\nWorker {number} (pid {worker.pid}) does not respond; it may be waiting for a device."
             elif has_mark(stack, Mark.READS_SAMPLES):
                 told += f"\nWorker {number} (pid {worker.pid}) reads; {stack.strip()}"
         return told

@@ -178,9 +178,7 @@ class _Requests(Sampler[Request]):
 
     def check(self, iteration_id: int) -> None:
         if iteration_id != self.iteration_id:
-            raise RuntimeError(
-                "This iteration has ended, because the same loader was iterated again or closed."
-            )
+            raise RuntimeError("This iteration has ended, because the same loader was iterated again or closed.")
 
     def __iter__(self) -> Iterator[Request]:
         for request in self.requests:
@@ -193,9 +191,7 @@ def _hints_silenced() -> Iterator[None]:
     """Hides general advice of torch and Python about starting processes."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=MANY_WORKERS.texts[0])
-        warnings.filterwarnings(
-            "ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning
-        )
+        warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
         yield
 
 
@@ -242,9 +238,7 @@ def open_reading(
     checks = options.get("checks", False)
     reader = SampleReader(dataset, seed=seed, collate=collate, trace=trace, checks=checks)
     if workers == 0 or reader.in_memory:
-        return InlineReading(
-            reader, per_step=per_step, steps=_steps(reader, per_step * rows), pin_memory=bool(gpus)
-        )
+        return InlineReading(reader, per_step=per_step, steps=_steps(reader, per_step * rows), pin_memory=bool(gpus))
     # Each worker answers once a step
     at_a_time = -(-per_step // workers) if reader.rows_independent else 1
     return WorkerReading(

@@ -217,9 +217,7 @@ def check_peers(group: dist.ProcessGroup | None = None, limit: float = ARRIVAL_L
         return torch.frombuffer(bytearray(signed), dtype=torch.uint8).view(ranks, PROOF_BYTES)
 
     received = torch.zeros(ranks, PROOF_BYTES, dtype=torch.uint8)
-    sent = dist.all_to_all_single(
-        received, proofs((me, peer) for peer in range(ranks)), group=group, async_op=True
-    )
+    sent = dist.all_to_all_single(received, proofs((me, peer) for peer in range(ranks)), group=group, async_op=True)
     begin = time.monotonic()
     try:
         sent.wait(timedelta(seconds=limit))
@@ -286,9 +284,7 @@ class Groups:
     ``world`` is the group of all ranks; None for a world of one. ``axes`` has the group of this rank along each axis.
     """
 
-    def __init__(
-        self, mesh: Mesh, world: dist.ProcessGroup | None, axes: dict[str, dist.ProcessGroup]
-    ) -> None:
+    def __init__(self, mesh: Mesh, world: dist.ProcessGroup | None, axes: dict[str, dist.ProcessGroup]) -> None:
         self.mesh, self.world, self._axes = mesh, world, axes
         self.rank = dist.get_rank(world) if world is not None else 0
 

@@ -40,9 +40,7 @@ def open_store(world: World, limit: float) -> Store:
         served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         return PrefixStore(f"lockstep/{attempt}", _tcp_store(host, port, world, limit, served=served))
-    raise ConfigError(
-        f"The rendezvous {world.rendezvous!r} is not known. Use file://PATH, tcp://HOST:PORT or env://."
-    )
+    raise ConfigError(f"The rendezvous {world.rendezvous!r} is not known. Use file://PATH, tcp://HOST:PORT or env://.")
 
 
 def meeting_address(world: World) -> tuple[str, int] | None:
@@ -76,9 +74,7 @@ def _from_environment() -> tuple[str, int]:
     return host, int(port)
 
 
-_NO_SUCH_NAME = (
-    "Set MASTER_ADDR, or --rendezvous tcp://HOST:PORT, to an address of rank 0's host that all ranks know."
-)
+_NO_SUCH_NAME = "Set MASTER_ADDR, or --rendezvous tcp://HOST:PORT, to an address of rank 0's host that all ranks know."
 
 
 @stack_marker(Mark.WAITS_FOR_RENDEZVOUS)

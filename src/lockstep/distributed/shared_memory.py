@@ -87,9 +87,7 @@ class Word:
             if time.monotonic() > deadline:
                 return False
             limit = _TimeSpec(0, int(_SLEEP_SECONDS * 1e9))
-            self._call(
-                self._number, self._address, _WAIT, ctypes.c_uint32(seen), ctypes.byref(limit), None, 0
-            )
+            self._call(self._number, self._address, _WAIT, ctypes.c_uint32(seen), ctypes.byref(limit), None, 0)
         return True
 
 

@@ -117,15 +117,11 @@ def read_logs(folders: Sequence[Path], labels: Sequence[str] = ()) -> list[RunLo
         ConfigError: a folder has no log, or an empty one, or there are more or fewer labels than folders.
     """
     if labels and len(labels) != len(folders):
-        raise ConfigError(
-            f"--labels gives {len(labels)} names, and there are {len(folders)} runs. Give one for each."
-        )
+        raise ConfigError(f"--labels gives {len(labels)} names, and there are {len(folders)} runs. Give one for each.")
     alike = len({folder.name for folder in folders}) < len(folders)
     names = labels or [str(folder) if alike else folder.resolve().name for folder in folders]
     if len(set(names)) < len(names):
-        raise ConfigError(
-            f"Two runs have the same name: {', '.join(names)}. Give each its own with --labels A,B."
-        )
+        raise ConfigError(f"Two runs have the same name: {', '.join(names)}. Give each its own with --labels A,B.")
     logs = []
     for name, folder in zip(names, folders, strict=True):
         require_run_folder(folder)
@@ -150,9 +146,7 @@ def metrics_of(logs: Sequence[RunLog]) -> list[str]:
     return [name for name in names if any(name in record for log in logs for record in log.records)]
 
 
-def final_table(
-    logs: Sequence[RunLog], fingerprints: Mapping[str, str] | None = None
-) -> list[tuple[str, ...]]:
+def final_table(logs: Sequence[RunLog], fingerprints: Mapping[str, str] | None = None) -> list[tuple[str, ...]]:
     """A head, and a row for each run: epochs, time, each metric of the last epoch, and the best accuracy.
 
     ``fingerprints`` are those in which runs ended, by their names; the first digits are shown.
@@ -216,9 +210,7 @@ def chart(logs: Sequence[RunLog], also: Sequence[str] = ()) -> Chart:
     colours = {log.name: COLOURS[number % len(COLOURS)] for number, log in enumerate(logs)}
     metrics = [name for name in (*metrics_of(logs), *also) if any(log.values(name) for log in logs)]
     axes = [
-        axis
-        for axis in ("epochs", "seconds")
-        if any(log.points(metric, axis) for log in logs for metric in metrics)
+        axis for axis in ("epochs", "seconds") if any(log.points(metric, axis) for log in logs for metric in metrics)
     ]
     if not axes:
         raise ConfigError("The runs have nothing to draw: none has finished an epoch, or logged a loss.")

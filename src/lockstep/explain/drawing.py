@@ -119,9 +119,7 @@ class Drawing:
         """The greatest x and the lowest y in use."""
         self.text(0, 8, title, "title", size=16)
 
-    def text(
-        self, x: float, y: float, words: str, style: str = "word", *, size: int = 13, at: str = "start"
-    ) -> None:
+    def text(self, x: float, y: float, words: str, style: str = "word", *, size: int = 13, at: str = "start") -> None:
         """One line of text, centred at height ``y``; ``x`` is its ``start``, ``middle`` or ``end``, as ``at`` says.
 
         Styles are ``word``, ``soft`` (less important), ``title`` and ``strong``.
@@ -145,9 +143,7 @@ class Drawing:
         if words:
             self.text(x + width / 2, y + height / 2, words, size=12, at="middle")
 
-    def line(
-        self, points: Sequence[tuple[float, float]], style: str = "edge", *, arrow: bool = False
-    ) -> None:
+    def line(self, points: Sequence[tuple[float, float]], style: str = "edge", *, arrow: bool = False) -> None:
         """A line through (x, y) points; the style is ``edge``, ``strong-edge`` or ``dashed``."""
         for x, y in points:
             self._reach(x, y)

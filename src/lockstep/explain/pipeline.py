@@ -178,9 +178,7 @@ def _picture(facts: PipelineFacts, times: ScheduleTimeline) -> list[str]:
     ranks = facts.ranks
     names = ranks.names("rank")
     lead = max(map(len, names)) + 2
-    labels = [
-        [pass_words(span.action, ranks.total, times.stages_per_rank) for span in mine] for mine in times.spans
-    ]
+    labels = [[pass_words(span.action, ranks.total, times.stages_per_rank) for span in mine] for mine in times.spans]
     cell = max(len(label) for mine in labels for label in mine) + 1
     lines = []
     for mine, words in zip(times.spans, labels):
@@ -196,8 +194,7 @@ def _picture(facts: PipelineFacts, times: ScheduleTimeline) -> list[str]:
     for first in blocks[:_MOST_BLOCKS]:
         found += [f"from unit {first} of {times.length}:"] if first else []
         found += [
-            f"{name:<{lead}}{''.join(units[first : first + width])}".rstrip()
-            for name, units in zip(names, lines)
+            f"{name:<{lead}}{''.join(units[first : first + width])}".rstrip() for name, units in zip(names, lines)
         ]
     late = f"units {_MOST_BLOCKS * width} to {times.length - 1} of {times.length}"
     return [*found, *left_out(ranks.left_out("rank"), late if len(blocks) > _MOST_BLOCKS else "")]

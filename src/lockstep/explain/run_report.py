@@ -231,9 +231,7 @@ def _wrong_samples(found: Answers) -> str:
     for index in found.wrong[:_MOST_WRONG]:
         picture = found.pictures.get(index)
         image = f'<img src="{picture}" alt="" width="112" height="112">' if picture else ""
-        true, predicted = (
-            escape(found.classes[int(each[index])]) for each in (found.labels, found.predicted)
-        )
+        true, predicted = (escape(found.classes[int(each[index])]) for each in (found.labels, found.predicted))
         certain = f"({percent(float(found.certainty[index]), 1)})"
         words = f"{escape(found.names[index])}<br>true <b>{true}</b>, predicted <b>{predicted}</b> {certain}"
         cells.append(f"<div>{image}<p>{words}</p></div>")

@@ -144,9 +144,7 @@ def _ours(plan: SamplePlan, epoch: int, ranks: Chosen) -> Scheme:
     return Scheme(steps, cells, tuple(step.samples for step in plans), 0, plan.dropped_samples)
 
 
-def _classic_orders(
-    samples: int, ranks: int, shuffle: bool, seed: int, epoch: int, drop_last: bool
-) -> list[list[int]]:
+def _classic_orders(samples: int, ranks: int, shuffle: bool, seed: int, epoch: int, drop_last: bool) -> list[list[int]]:
     """The samples that torch's own sampler gives each rank; none for too large a set."""
     if max(samples, ranks) * ranks > MOST_CLASSIC:
         return []
@@ -179,10 +177,7 @@ def _classic(orders: Sequence[Sequence[int]], samples: int, batch: int, ranks: C
     steps = Chosen.of(-(-length // batch), MOST_STEPS)
     starts = [step * batch for step in steps.shown]
     cells = tuple(
-        tuple(
-            (SampleGroup(None, tuple(orders[r][i : i + batch]), tuple(again[r][i : i + batch])),)
-            for i in starts
-        )
+        tuple((SampleGroup(None, tuple(orders[r][i : i + batch]), tuple(again[r][i : i + batch])),) for i in starts)
         for r in ranks.shown
     )
     sizes = tuple(len(orders) * len(orders[0][i : i + batch]) for i in starts)
@@ -248,9 +243,7 @@ def our_verdict(facts: SamplesFacts) -> str:
     """The effect of the sample plan on the epoch."""
     words = "Every sample is read exactly once."
     if facts.ours.never_read:
-        words = (
-            f"No sample is read twice; {plural(facts.ours.never_read, 'sample')} of the last step left out."
-        )
+        words = f"No sample is read twice; {plural(facts.ours.never_read, 'sample')} of the last step left out."
     global_batch, last = facts.ranks.total * facts.batch, facts.ours.step_samples[-1]
     if last < global_batch:
         words += f" The last step has {plural(last, 'sample')}, and its mean is over {last:,}."
@@ -325,9 +318,7 @@ def _scheme(drawing: Drawing, name: str, facts: SamplesFacts, scheme: Scheme) ->
             drawing.text(0, y - 7, "...", "soft")
 
 
-def _cell(
-    drawing: Drawing, left: float, y: float, rank: int, parts: tuple[SampleGroup, ...], box: float
-) -> float:
+def _cell(drawing: Drawing, left: float, y: float, rank: int, parts: tuple[SampleGroup, ...], box: float) -> float:
     """Draws the reads of a rank in a step; returns the width."""
     x = left
     for part in parts[:2]:
@@ -341,9 +332,7 @@ def _cell(
             drawing.box(x, y, box, _HEIGHT, style, str(sample))
             x += box + 2
         if part.micro_batch is not None:
-            drawing.text(
-                (start + x - 2) / 2, y + _HEIGHT + 8, f"k{part.micro_batch}", "soft", size=11, at="middle"
-            )
+            drawing.text((start + x - 2) / 2, y + _HEIGHT + 8, f"k{part.micro_batch}", "soft", size=11, at="middle")
         x += 8
     if len(parts) > 2:
         drawing.text(x, y + _HEIGHT / 2, f"+ {len(parts) - 2}", "soft")

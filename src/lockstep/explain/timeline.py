@@ -92,11 +92,7 @@ def explain_timeline(path: Path) -> TimelineFacts:
 
 def _rank(events: Sequence[Event], rank: int, origin: float) -> RankLanes:
     own = [event for event in events if event["pid"] == rank]
-    names = {
-        (event["name"], event["tid"]): event["args"]["name"]
-        for event in own
-        if event["name"].endswith("_name")
-    }
+    names = {(event["name"], event["tid"]): event["args"]["name"] for event in own if event["name"].endswith("_name")}
     lanes = []
     for lane in sorted({event["tid"] for event in own if event["ph"] == "X"}):
         boxes = []

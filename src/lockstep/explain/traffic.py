@@ -162,10 +162,7 @@ def _ordered(nodes: list[int], parameters: int) -> Way:
     piece = -(-parameters // ranks) * NUMBER_BYTES
     shown = Chosen.of(ranks, MOST_ENDS)
     pairs = [(a, b) for a in shown.shown for b in shown.shown if a != b]
-    to_all = [
-        Transfer(a, b, f"the receiver's piece of {plural(nodes[a], 'node')}", nodes[a] * piece)
-        for a, b in pairs
-    ]
+    to_all = [Transfer(a, b, f"the receiver's piece of {plural(nodes[a], 'node')}", nodes[a] * piece) for a, b in pairs]
     gather = [Transfer(a, b, f"sum of piece {a}", piece) for a, b in pairs]
     moments = (Moment("all_to_all", tuple(to_all)), Moment("fold", ()), Moment("all_gather", tuple(gather)))
     return Way(
@@ -336,9 +333,7 @@ def _way(drawing: Drawing, way: Way) -> None:
         drawing.text(left - box, top + 18, moment.title, "soft", size=11)
         drawing.text(left - box, top + 33, f"{sizes(moment)} each", "soft", size=11)
         for message in moment.messages:
-            drawing.line(
-                [(left, rows[message.sender]), (left + step - box - 2, rows[message.receiver])], arrow=True
-            )
+            drawing.line([(left, rows[message.sender]), (left + step - box - 2, rows[message.receiver])], arrow=True)
     sent, received = loads(way)
     which = " The box says which piece a rank sends." if any(pieces) else ""
     summary = f"{way.how}{which} In a step {way.formula}. Most sent: {sent}. Most received: {received}."

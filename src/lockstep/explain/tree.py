@@ -118,15 +118,11 @@ def explain_tree(*, micro_batches: int | None = None, ranks: int = 2, leaves: in
     micro_batches = max(8, ranks) if micro_batches is None else micro_batches
     at_least_one(micro_batches=micro_batches, ranks=ranks)
     if micro_batches > MOST_MICRO_BATCHES:
-        raise ConfigError(
-            f"--micro-batches={micro_batches} is too many to draw. Use at most {MOST_MICRO_BATCHES}."
-        )
+        raise ConfigError(f"--micro-batches={micro_batches} is too many to draw. Use at most {MOST_MICRO_BATCHES}.")
     BatchShape(global_batch=micro_batches, micro_batches=micro_batches).check_holders(ranks)
     count = micro_batches if leaves is None else leaves
     if not 1 <= count <= micro_batches:
-        raise ConfigError(
-            f"--leaves={count} does not fit --micro-batches={micro_batches}. Use 1 to {micro_batches}."
-        )
+        raise ConfigError(f"--leaves={count} does not fit --micro-batches={micro_batches}. Use 1 to {micro_batches}.")
     parts = [share(count, ranks, rank) for rank in range(ranks)]
     holders = [
         RankShare(rank, part.start, part.stop, tuple(nodes_within(part.start, part.stop, count)))
@@ -200,9 +196,7 @@ def verdict(facts: TreeFacts) -> str:
         f"same bits on any number of ranks up to {facts.micro_batches:,}."
     )
     if facts.most_nodes > 1:
-        words += (
-            f" A rank hands over up to {facts.most_nodes} nodes here: its micro-batches are not one node."
-        )
+        words += f" A rank hands over up to {facts.most_nodes} nodes here: its micro-batches are not one node."
     return words
 
 
@@ -285,9 +279,7 @@ def tree_svg(facts: TreeFacts) -> str:
         if row.rank is not None and row.rank != previous:
             drawing.text(0, _TOP + number * _ROW + _HEIGHT / 2, f"rank {row.rank}")
             previous = row.rank
-    drawing.caption(
-        "A colour is a rank, which adds up those nodes alone; thick lines are values that are handed over."
-    )
+    drawing.caption("A colour is a rank, which adds up those nodes alone; thick lines are values that are handed over.")
     drawing.caption(verdict(facts))
     drawing.caption(*([f"sum = {facts.sum}"] if facts.sum else []), *left_out(*not_drawn(facts)))
     return drawing.svg()

@@ -158,9 +158,7 @@ class Accelerator:
         among them, and is part of a checkpoint then.
         """
         given = [each for each in objects if not isinstance(each, DataLoader)]
-        models = [
-            each for each in given if isinstance(each, nn.Module) and not isinstance(each, AveragedModel)
-        ]
+        models = [each for each in given if isinstance(each, nn.Module) and not isinstance(each, AveragedModel)]
         if len(models) != 1 and (given or not objects):
             raise ConfigError(
                 "accelerator.prepare takes one model, all optimizers and schedulers in one call, and DataLoaders in "
@@ -246,9 +244,7 @@ class Accelerator:
         values, rows = self.gather(values), self.rows_of_last_batch
         if use_gather_object:
             return values[:rows]
-        return map_leaves(
-            values, lambda leaf: leaf[:rows] if isinstance(leaf, Tensor) and leaf.dim() else leaf
-        )
+        return map_leaves(values, lambda leaf: leaf[:rows] if isinstance(leaf, Tensor) and leaf.dim() else leaf)
 
     def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True) -> nn.Module:
         """The model."""

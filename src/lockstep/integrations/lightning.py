@@ -76,9 +76,7 @@ _REMEDIES = {
     **dict.fromkeys(("accelerator", "devices"), "lockstep run --devices says where to train."),
     "num_nodes": "lockstep run says on which hosts to train.",
     "max_steps": "Stop with trainer.should_stop = True in on_train_epoch_end.",
-    **dict.fromkeys(
-        ("enable_checkpointing", "default_root_dir"), "Give directory= and, to go on, resume='auto'."
-    ),
+    **dict.fromkeys(("enable_checkpointing", "default_root_dir"), "Give directory= and, to go on, resume='auto'."),
     "gradient_clip_algorithm": "gradient_clip_val is the largest norm of all gradients.",
 }
 
@@ -306,8 +304,7 @@ class LightningTrainer:
         function = getattr(module, step)
         kinds = [each.kind for each in inspect.signature(function).parameters.values()]
         takes_index = (
-            kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD) > 1
-            or inspect.Parameter.VAR_POSITIONAL in kinds
+            kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD) > 1 or inspect.Parameter.VAR_POSITIONAL in kinds
         )
 
         def forward(data: Any) -> tuple[Any, dict[str, Logged]]:

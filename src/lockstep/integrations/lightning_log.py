@@ -103,9 +103,7 @@ class ModuleLog:
                 "times the number of samples."
             )
         if name in entries:
-            raise ConfigError(
-                f"{hook} logged {name!r} twice in one call. Give the second value another name."
-            )
+            raise ConfigError(f"{hook} logged {name!r} twice in one call. Give the second value another name.")
         weight = None if batch_size is None else float(batch_size)
         entries[name] = Logged(value, weight, on_step, on_epoch)
 
@@ -198,9 +196,7 @@ def gathered(step: str, values: Values, reasons: Mapping[str, str], strategy: St
     return averages
 
 
-def unequal_means(
-    logged: Callable[[slice], Mapping[str, Logged]], samples: int, most: float
-) -> dict[str, str]:
+def unequal_means(logged: Callable[[slice], Mapping[str, Logged]], samples: int, most: float) -> dict[str, str]:
     """The kinds of the logged values that are not means over the rows of a micro-batch; see ``deviation_over``."""
     found: dict[str, str] = {}
     for name in logged(slice(None)):

@@ -137,9 +137,7 @@ class LockstepTrainer(DataParallelTrainer):  # type: ignore[misc]  # Ray has no 
         return super()._initialize_and_run_controller(**given)
 
 
-def train_on_cluster(
-    config: JobConfig, address: str, workers: int | tuple[int, int], storage: str, name: str
-) -> str:
+def train_on_cluster(config: JobConfig, address: str, workers: int | tuple[int, int], storage: str, name: str) -> str:
     """Trains a job on a Ray cluster, on GPUs if it has any; returns the report.
 
     Args:
@@ -209,9 +207,7 @@ def _end(rank: int, error: BaseException) -> RankEnd:
         membership=Membership.JOINED,
         samples=record.samples,
     )
-    return RankEnd(
-        rank=rank, pid=record.pid, code=record.exit_code, time=record.time, beat=beat, record=record
-    )
+    return RankEnd(rank=rank, pid=record.pid, code=record.exit_code, time=record.time, beat=beat, record=record)
 
 
 def _report(failures: Mapping[int, BaseException], storage: Path) -> list[str]:
@@ -292,9 +288,7 @@ def _snapshots(workers: Sequence[Any], limit: float) -> list[dict[str, Any]]:
     """The answer of the first worker of a node that gives one; nothing if none does."""
     for worker in workers:
         with suppress(GetTimeoutError, RayError):
-            found: list[dict[str, Any]] = ray.get(
-                worker.execute_async(_look_for_stall, limit), timeout=_ANSWER_WITHIN
-            )
+            found: list[dict[str, Any]] = ray.get(worker.execute_async(_look_for_stall, limit), timeout=_ANSWER_WITHIN)
             return found
     return []
 
@@ -339,9 +333,7 @@ class LockstepBackend(Backend):  # type: ignore[misc]
         for node in range(nodes):
             here = [number for number, each in enumerate(places) if each["GROUP_RANK"] == node]
             ranks = range(here[0], here[-1] + 1)
-            directory = worker_group.execute_single(
-                here[0], ray_worker.make_run_directory, ranks, run_id, token
-            )
+            directory = worker_group.execute_single(here[0], ray_worker.make_run_directory, ranks, run_id, token)
             for number in here:
                 variables = {**common, **places[number], "LOCKSTEP_RUN_DIRECTORY": directory}
                 waiting.append(worker_group.execute_single_async(number, ray_worker.take_place, variables))

@@ -141,9 +141,7 @@ class RunPlace:
     def options(self, options: RunOptions) -> RunOptions:
         """The options of the worker's run, with this place. Which checkpoints stay is for Ray to say."""
         resume = self.resume or options.resume
-        return dataclasses.replace(
-            options, directory=self.folder, resume=resume, save_in_background=False, keep=None
-        )
+        return dataclasses.replace(options, directory=self.folder, resume=resume, save_in_background=False, keep=None)
 
     @property
     def shown(self) -> str:

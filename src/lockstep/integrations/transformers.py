@@ -194,9 +194,7 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
             self._load_best()
         self.control = events.on_train_end(args, state, self.control)
         speed = speed_metrics("train", started, num_samples=samples, num_steps=done)
-        return TrainOutput(
-            state.global_step, metrics["train_loss"], {**speed, **metrics, "epoch": state.epoch}
-        )
+        return TrainOutput(state.global_step, metrics["train_loss"], {**speed, **metrics, "epoch": state.epoch})
 
     def _train_step(self, batch: Any, steps_by_metric: bool) -> Tensor:
         """Updates the model with one batch, and returns its loss."""
@@ -237,9 +235,7 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return dict(metrics)
 
-    def predict(
-        self, test_dataset: Any, ignore_keys: Any = None, metric_key_prefix: str = "test"
-    ) -> PredictionOutput:
+    def predict(self, test_dataset: Any, ignore_keys: Any = None, metric_key_prefix: str = "test") -> PredictionOutput:
         """The outputs for all samples in their order, their labels, and metrics as those of ``evaluate``. Collective.
 
         Returns:
@@ -274,9 +270,7 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
         steps = run.steps_per_epoch(loader, model=self.model)
         total = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * steps)
         self.create_optimizer_and_scheduler(total)
-        self.model, self.optimizer, self.lr_scheduler = run.prepare(
-            self.model, self.optimizer, self.lr_scheduler
-        )
+        self.model, self.optimizer, self.lr_scheduler = run.prepare(self.model, self.optimizer, self.lr_scheduler)
         events.model, events.optimizer, events.lr_scheduler = self.model, self.optimizer, self.lr_scheduler
         events.train_dataloader = loader
         self._try_items(loader)
@@ -382,9 +376,7 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
         self._load_best_model()
         self.run.fingerprint()
 
-    def _predicted(
-        self, data: Any, ignore_keys: Any, prefix: str, *, needs_outputs: bool
-    ) -> PredictionOutput:
+    def _predicted(self, data: Any, ignore_keys: Any, prefix: str, *, needs_outputs: bool) -> PredictionOutput:
         """The metrics of a data set; outputs and labels, where they are needed. Collective."""
         self._prepare()
         run, group = self.run, self.run._session.group

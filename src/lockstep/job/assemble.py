@@ -320,9 +320,7 @@ def _scheduler(config: JobConfig, optimizer: torch.optim.Optimizer, steps_per_ep
                 "Make it shorter, or the run longer."
             )
         return LambdaLR(optimizer, schedule.factor)
-    component = with_lengths(
-        config.schedule, epochs=training.epochs, steps=steps, steps_per_epoch=steps_per_epoch
-    )
+    component = with_lengths(config.schedule, epochs=training.epochs, steps=steps, steps_per_epoch=steps_per_epoch)
     given = [group["lr"] for group in optimizer.param_groups]
     scheduler = instantiate(component, optimizer, name="schedule")
     if (total := getattr(scheduler, "total_steps", steps)) < steps:

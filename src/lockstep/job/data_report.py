@@ -102,9 +102,7 @@ def unreadable(data_set: Any, workers: int) -> list[str]:
     data_set = _stored(data_set)
     if isinstance(data_set, Stream):
         return _unreadable_in_order(data_set)
-    loader = EvaluationLoader(
-        _Tried(data_set), micro_batch_size=_AT_ONCE, workers=workers, collate=lambda said: said
-    )
+    loader = EvaluationLoader(_Tried(data_set), micro_batch_size=_AT_ONCE, workers=workers, collate=lambda said: said)
     try:
         return [said for part in loader for said in part.data if said]
     finally:
@@ -157,9 +155,7 @@ def look_at_step(config: JobConfig, data_set: Any, devices: int, epoch: int, pos
             f"--step {position} does not exist: the steps of an epoch are 0 to {plan.steps_per_epoch - 1}."
         )
     step, named = plan.step(epoch, position), SkipBroken(adopt(data_set).dataset).named
-    names = [
-        [named(plan.seed, epoch, i).removeprefix("sample ") for i in part.tolist()] for part in step.indices
-    ]
+    names = [[named(plan.seed, epoch, i).removeprefix("sample ") for i in part.tolist()] for part in step.indices]
     return StepFacts(
         epoch=epoch,
         position=position,
@@ -195,9 +191,7 @@ def sheet(batch: Sequence[Any], classes: Sequence[str]) -> Image.Image:
     """
     shown = [data[:2] if isinstance(data, tuple | list) and len(data) > 1 else (None, None) for data in batch]
     if not all(isinstance(pictures, Tensor) and pictures.dim() == 4 for pictures, _ in shown):
-        raise ConfigError(
-            "The samples of this job are not pairs of a picture and a label, so there is no sheet."
-        )
+        raise ConfigError("The samples of this job are not pairs of a picture and a label, so there is no sheet.")
     pixels = torch.cat([pictures for pictures, _ in shown])[:_MOST_TILES]
     if pixels.shape[1] not in (1, 3):
         raise ConfigError(f"The pictures of this job have {pixels.shape[1]} channels; a sheet needs 1 or 3.")
@@ -247,9 +241,7 @@ def describe(sets: Sequence[SetFacts], step: StepFacts) -> str:
             lines += [f"  unreadable: {found}"]
             lines += [f"    {sentence}" for sentence in at_most(_MOST_BROKEN, each.unreadable)]
         lines.append("")
-    lines.append(
-        f"step {step.position} of {step.steps_per_epoch:,} in epoch {step.epoch}, both counted from 0"
-    )
+    lines.append(f"step {step.position} of {step.steps_per_epoch:,} in epoch {step.epoch}, both counted from 0")
     # Ranks that read the same, such as the stages of one pipeline, share their lines.
     alike: dict[tuple[int, ...], list[int]] = {}
     for rank, reads in enumerate(step.reads):
@@ -271,8 +263,7 @@ def _histogram(classes: dict[str, int] | None) -> list[str]:
         return ["  no class labels found"]
     width, most = max(map(len, classes), default=0), max([*classes.values(), 1])
     rows = [
-        f"  {name:<{width}} {count:>9,}  {'#' * round(_BAR * count / most)}".rstrip()
-        for name, count in classes.items()
+        f"  {name:<{width}} {count:>9,}  {'#' * round(_BAR * count / most)}".rstrip() for name, count in classes.items()
     ]
     rest = len(rows) - _MOST_CLASSES
     return rows[:_MOST_CLASSES] + ([f"  and {rest:,} more classes"] if rest > 0 else [])

@@ -93,17 +93,13 @@ def build(value: Any, where: str, argument: str = "") -> Any:
         return instantiate(Component(target=value["target"], args=inner), name=where)
     if isinstance(value, Mapping) and "object" in value:
         if len(value) > 1:
-            raise ConfigError(
-                f"{where}: a table with 'object' stands for the object itself and has no other key."
-            )
+            raise ConfigError(f"{where}: a table with 'object' stands for the object itself and has no other key.")
         return find_object(value["object"], where)
     if isinstance(value, Mapping):
         return {key: build(item, f"{where}.{key}") for key, item in value.items()}
     if isinstance(value, list | tuple):
         items = [build(item, f"{where}.{number}") for number, item in enumerate(value)]
-        made = items and all(
-            isinstance(item, Mapping) and {"target", "object"} & item.keys() for item in value
-        )
+        made = items and all(isinstance(item, Mapping) and {"target", "object"} & item.keys() for item in value)
         if made and argument in _TRANSFORM_ARGUMENTS:
             alone = [type(item).__name__ for item in items if not callable(item)]
             if len(items) > 1 and alone:
@@ -152,9 +148,7 @@ def _import_module(module_name: str, path: str, where: str) -> Any:
         except ModuleNotFoundError as error:
             absent = error.name or module_name
             if module_name != absent and not module_name.startswith(absent + "."):
-                raise ConfigError(
-                    f"{where}: '{path}' needs the module {absent!r}, which is not installed."
-                ) from error
+                raise ConfigError(f"{where}: '{path}' needs the module {absent!r}, which is not installed.") from error
             parent, _, last = absent.rpartition(".")
             folders = getattr(sys.modules.get(parent), "__path__", []) if parent else None
             known = [module.name for module in pkgutil.iter_modules(folders)]

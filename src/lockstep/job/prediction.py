@@ -210,9 +210,7 @@ def table(outputs: Tensor, data_set: Any, loss: Any, classes: Sequence[str] = ()
     scores = rows.double()
     probabilities = (scores.exp() if is_of_log_probabilities(loss) else scores.softmax(1)).float().numpy()
     has_nan = scores.isnan().any(1).tolist()
-    columns["class"] = [
-        "NaN" if unknown else names[label] for label, unknown in zip(rows.argmax(1).tolist(), has_nan)
-    ]
+    columns["class"] = ["NaN" if unknown else names[label] for label, unknown in zip(rows.argmax(1).tolist(), has_nan)]
     return columns | {f"probability_{name}": probabilities[:, label] for label, name in enumerate(names)}
 
 

@@ -208,9 +208,7 @@ def report(outcome: TrainingOutcome, proof: str) -> str:
     if outcome.weights is not None:
         path, here = outcome.weights, Path.cwd()
         rows.append(("weights", str(path.relative_to(here) if path.is_relative_to(here) else path)))
-    where = (
-        "   (on every x86-64 CPU with AVX2)" if outcome.is_portable and outcome.level is Level.BITWISE else ""
-    )
+    where = "   (on every x86-64 CPU with AVX2)" if outcome.is_portable and outcome.level is Level.BITWISE else ""
     rows.append(("fingerprint", outcome.fingerprint + where))
     if proof:
         rows.append(("prove it", f"{proof}   (ends in the same fingerprint)"))

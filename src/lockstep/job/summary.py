@@ -137,9 +137,7 @@ def _learning_rate(config: JobConfig, plan: SamplePlan) -> list[str]:
     schedule = config.schedule.schedule(steps=steps, steps_per_epoch=plan.steps_per_epoch)
     given = config.optimizer.args.get("lr")
     base = float(given) if isinstance(given, int | float) else 1.0
-    title = (
-        "learning rate" if given is not None else "learning rate, as a factor of the optimizer's own default"
-    )
+    title = "learning rate" if given is not None else "learning rate, as a factor of the optimizer's own default"
     shown = min(_PLOT_WIDTH, steps)
     rates = [base * schedule.factor(position * (steps - 1) // max(1, shown - 1)) for position in range(shown)]
     return [f"{title} over {plural(steps, 'step')} ({config.schedule.kind}):", *plot(rates)]

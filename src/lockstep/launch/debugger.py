@@ -72,9 +72,7 @@ def check_rank_and_port(rank: int, ranks: int, port: int) -> None:
             "with --devices."
         )
     if not 0 <= port <= _MOST_PORT:
-        raise ConfigError(
-            f"The port {port} was given; use a number from 1 to {_MOST_PORT}, or 0 for any free port."
-        )
+        raise ConfigError(f"The port {port} was given; use a number from 1 to {_MOST_PORT}, or 0 for any free port.")
 
 
 def take_part_in_debugging(world: World, rank: int, port: int) -> World:

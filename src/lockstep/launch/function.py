@@ -45,9 +45,7 @@ def launch(
     if problem := file_path(log_directory):
         raise ConfigError(f"log_directory {problem}")
     target = FunctionTarget.from_function(function, args, kwargs)
-    options = LaunchOptions(
-        devices=parse_devices(devices), threads=threads, log_directory=os.fspath(log_directory)
-    )
+    options = LaunchOptions(devices=parse_devices(devices), threads=threads, log_directory=os.fspath(log_directory))
     outcome = run_world(target, options)
     if outcome.code == EXIT_DONE:
         return list(outcome.results)

@@ -294,9 +294,7 @@ class Watch:
             return
         self._stopped_since = min(self._stopped_since, time.monotonic())
         if 0 < self._options.stall_limit < time.monotonic() - self._stopped_since and not self._server.closed:
-            say(
-                f"all ranks have ended, and their parent process (pid {self._server.pid}) is stopped by a signal."
-            )
+            say(f"all ranks have ended, and their parent process (pid {self._server.pid}) is stopped by a signal.")
             self._server.kill()
 
     def _send_due_signals(self) -> None:

@@ -71,9 +71,7 @@ class Devices:
         return ",".join(str(once.index(name)) for name in self.names) if is_shared else ""
 
 
-def parse_devices(
-    text: str | int, *, gpus: tuple[str, ...] | None = None, cores: int | None = None
-) -> Devices:
+def parse_devices(text: str | int, *, gpus: tuple[str, ...] | None = None, cores: int | None = None) -> Devices:
     """Reads a ``--devices`` value; the visible GPUs and usable cores are found on this host if they are not given."""
     asked = device_request(text)
     if isinstance(asked, str):
@@ -209,9 +207,7 @@ class LaunchOptions:
         if self.threads is not None and threads(self.threads):
             raise ConfigError(f"threads={self.threads} was given; a rank needs at least 1, and at most 4096.")
         if not 0 <= self.stall_limit <= LONGEST:
-            raise ConfigError(
-                f"stall_limit={self.stall_limit:g} was given; it must be 0 (never) or more seconds."
-            )
+            raise ConfigError(f"stall_limit={self.stall_limit:g} was given; it must be 0 (never) or more seconds.")
         if not 0 <= self.grace <= LONGEST:
             raise ConfigError(f"grace={self.grace:g} was given; it must be 0 or more seconds.")
 

@@ -128,9 +128,7 @@ def judge(ends: Sequence[RankEnd], reason: StopReason) -> Verdict:
     failed = [end for end in unasked if not end.ended_by_us and not end.was_independent]
     own = [end for end in failed if not end.is_consequence]
     stopped = [end for end in ends if end.code in asked - {EXIT_DONE}]
-    if reason is not StopReason.NONE and not (
-        own and all(_first(own).moment < end.moment for end in stopped)
-    ):
+    if reason is not StopReason.NONE and not (own and all(_first(own).moment < end.moment for end in stopped)):
         finished = all(end.code == EXIT_DONE for end in ends) and reason is StopReason.PREEMPTED
         return Verdict(code=EXIT_DONE if finished else int(reason))
     if own:

@@ -221,10 +221,7 @@ def choose_run(name: str | None) -> RunOnHost:
     meant = [
         run
         for run in runs
-        if not name
-        or run.run_id.startswith(name)
-        or run.run_id.endswith(name)
-        or Path(run.logs).parent == folder
+        if not name or run.run_id.startswith(name) or run.run_id.endswith(name) or Path(run.logs).parent == folder
     ]
     if len(meant) == 1:
         return meant[0]
@@ -316,9 +313,7 @@ def _all_pids() -> list[int]:
 
 
 def _without_descriptors(error: OSError) -> ConfigError:
-    return ConfigError(
-        f"Processes cannot be looked at: {error.strerror}. Raise the limit of open files (ulimit -n)."
-    )
+    return ConfigError(f"Processes cannot be looked at: {error.strerror}. Raise the limit of open files (ulimit -n).")
 
 
 def _handles(run_id: str, pids: Sequence[int]) -> Iterator[tuple[int, ProcessHandle]]:

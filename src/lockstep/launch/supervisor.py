@@ -185,9 +185,7 @@ def _order(target: Target, options: LaunchOptions, layout: HostLayout, logs: Pat
     return {**order, "log_directory": str(logs), "ranks": ranks}
 
 
-def _outcome(
-    watch: Watch, server: ServerProcess, control: Control, directory: Path, logs: Path
-) -> WorldOutcome:
+def _outcome(watch: Watch, server: ServerProcess, control: Control, directory: Path, logs: Path) -> WorldOutcome:
     if watch.broken:
         return WorldOutcome(code=EXIT_CONFIG, lines=tuple(watch.broken.splitlines()))
     if watch.stall is not None:

@@ -32,15 +32,11 @@ class ScriptTarget:
     def __post_init__(self) -> None:
         if not Path(self.path).is_file() or self.path.startswith(("/dev/", "/proc/")):  # each rank reads it
             advice = (
-                " Leave that word out."
-                if self.path.startswith("python") and self.arguments
-                else " Check the path."
+                " Leave that word out." if self.path.startswith("python") and self.arguments else " Check the path."
             )
             raise ConfigError(f"The script {self.path!r} is not a file.{near_path(self.path) or advice}")
         if Path(self.path).suffix == ".toml":
-            raise ConfigError(
-                f"{self.path!r} is a job, not a script. To train it: lockstep train {self.path}."
-            )
+            raise ConfigError(f"{self.path!r} is a job, not a script. To train it: lockstep train {self.path}.")
         with suppress(OSError), Path(self.path).open("rb") as file:
             if b"\0" in file.read(4096) or Path(self.path).suffix == ".ipynb":
                 raise ConfigError(
@@ -112,9 +108,7 @@ class FunctionTarget:
 
 
 Target = ScriptTarget | EntryTarget | FunctionTarget
-_KINDS: dict[str, type[Target]] = {
-    kind.__name__: kind for kind in (ScriptTarget, EntryTarget, FunctionTarget)
-}
+_KINDS: dict[str, type[Target]] = {kind.__name__: kind for kind in (ScriptTarget, EntryTarget, FunctionTarget)}
 
 
 def to_json(target: Target) -> dict[str, Any]:

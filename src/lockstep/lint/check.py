@@ -93,9 +93,7 @@ def _named(text: str, option: str) -> set[LintRule]:
         if not meant or word.upper() == "L":
             known = [rule.number for rule in RULES] + [rule.name for rule in RULES]
             close = nearest(word, known).partition(" Known:")[0]
-            raise ConfigError(
-                f"{option} {word}: no rule has this number or name.{close} See 'lockstep lint --rules'."
-            )
+            raise ConfigError(f"{option} {word}: no rule has this number or name.{close} See 'lockstep lint --rules'.")
         found.update(meant)
     return found
 

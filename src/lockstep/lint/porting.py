@@ -88,15 +88,11 @@ _PROCESSES = re.compile(r"world|n_?gpu|num_(gpu|proc|dev)|nproc|replicas", re.IG
 _MOVE = re.compile(r"^\w+(\.(to|cuda)\([^()]*(\([^()]*\))?[^()]*\))?$|\bfor\b")
 """Texts of what moves a batch to a device or takes it apart, and does not change it."""
 
-_SETTING = (
-    "leave out: bits depend on it; lockstep.init has the options threads=, precision= and deterministic="
-)
+_SETTING = "leave out: bits depend on it; lockstep.init has the options threads=, precision= and deterministic="
 _VALUES_OF_ALL = (
     "leave out, and a division by the number of processes: run.backward and run.evaluate return means of all"
 )
-_FOR_LOGS = (
-    "for logs only: run.world.world_size, run.world.rank, run.is_main; the recipe must not depend on them"
-)
+_FOR_LOGS = "for logs only: run.world.world_size, run.world.rank, run.is_main; the recipe must not depend on them"
 _SAMPLER = (
     "leave out the sampler, with its set_epoch, and give the DataLoader shuffle=True. Its batch size was that of one "
     "process; global_batch is that of all N"
@@ -110,9 +106,7 @@ _RESUME = (
     "above run.prepare"
 )
 _LAUNCHER = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE")
-_WITH_FORWARD = (
-    "loss_fn, forward=forward), where forward(data) returns the output and loss_fn(output, data) the loss"
-)
+_WITH_FORWARD = "loss_fn, forward=forward), where forward(data) returns the output and loss_fn(output, data) the loss"
 _DATA_OF_THE_LOOP = (
     "; make a data set of what the loop takes its batches from, such as TensorDataset(x, y), without a permutation; "
     "where that is all of it, (batch,) = run.batches(data), with global_batch its size or the next multiple of 8"
@@ -122,15 +116,9 @@ _NOT_IN_LOOP = (
     ', which the loop does not have any more: loss, more = run.backward(..., also={"accuracy": accuracy}), the mean of '
     "accuracy(output, target) over the step"
 )
-_PHASES = (
-    "take the phases apart: the steps of training, then run.evaluate(loader, metrics) instead of the others"
-)
-_ABOVE = (
-    "make it above the loop, give it to run.prepare with the others, and choose in each epoch which one steps"
-)
-_ENTERED_AGAIN = (
-    "under if not run.position.done:, since a resumed run may go on within an epoch, and comes here again"
-)
+_PHASES = "take the phases apart: the steps of training, then run.evaluate(loader, metrics) instead of the others"
+_ABOVE = "make it above the loop, give it to run.prepare with the others, and choose in each epoch which one steps"
+_ENTERED_AGAIN = "under if not run.position.done:, since a resumed run may go on within an epoch, and comes here again"
 _GROUP = "leave out: lockstep.init opens the process group and chooses the device"
 _TORCH_CALLS = {
     "Setup": {
@@ -205,8 +193,7 @@ def changes(text: str, path: str = "script.py") -> list[Change]:
                 places.setdefault(advice, []).append(node.lineno)
         found = [(tuple(sorted(set(at))), advice) for advice, at in places.items()]
         made += [
-            Change(section, at, lines[at[0] - 1].strip(), advice)
-            for at, advice in sorted(found, key=itemgetter(0))
+            Change(section, at, lines[at[0] - 1].strip(), advice) for at, advice in sorted(found, key=itemgetter(0))
         ]
     return made
 
@@ -223,9 +210,7 @@ def _adapters(script: Script) -> Iterator[_Found]:
 
 def _preparation(script: Script) -> Iterator[_Found]:
     """The import, and below the last optimizer or scheduler the beginning of the run."""
-    imports = [
-        node for node in script.find(ast.Import, ast.ImportFrom) if "__future__" not in script.text(node)
-    ]
+    imports = [node for node in script.find(ast.Import, ast.ImportFrom) if "__future__" not in script.text(node)]
     first = min(imports, key=lambda node: node.lineno, default=script.tree.body[-1])
     split = " and random_split" if "random_split" in script.calls_by_name else ""
     seed = "" if script.torch_calls("manual_seed") else f"; and torch.manual_seed(0) above the model{split}"
@@ -294,10 +279,7 @@ def _batch_size(script: Script, begin: ast.AST) -> str:
     sizes += [argument(call, "batch_size") for call in script.calls]  # make_loader(batch_size=32)
     sizes += [each for each in script.find(ast.Name, ast.Attribute) if last_name(each) == "batch_size"]
     found: list[ast.expr] = [each for each in sizes if each is not None]
-    given = {
-        each: parameters(scope) if isinstance(scope := script.scope(each), FUNCTIONS) else ()
-        for each in found
-    }
+    given = {each: parameters(scope) if isinstance(scope := script.scope(each), FUNCTIONS) else () for each in found}
     known = [each for each in found if script.scope(each) is here or names_in(each).isdisjoint(given[each])]
     found = known or found or [ast.Name("B")]
     for each in (found[0], *script.values(found[0])):  # batch // world_size, of each process
@@ -460,9 +442,7 @@ def _numbers(script: Script) -> Iterator[_Found]:
         if loop is None or not isinstance(loss, ast.Call) or not script.same_function(loop, call):
             continue
         nodes = [each for part in loop.body for each in ast.walk(part)]
-        made = [
-            (names_in(each), node) for node in nodes if isinstance(node, ast.Assign) for each in node.targets
-        ]
+        made = [(names_in(each), node) for node in nodes if isinstance(node, ast.Assign) for each in node.targets]
         above = [pair for pair in made if script.follows(loss, pair[1]) and not script.holds(pair[1], loss)]
         names = names_in(loss) & set().union(*(each for each, _ in made)) - names_in(loop.target)
         names = names.union(*(each for each, node in above if names & names_in(node.value)))
@@ -476,11 +456,7 @@ def _by_inputs(script: Script, loop: ast.For, inputs: dict[str, str], loss: ast.
     parts = set(inputs)
     sets = [each for part in loop.body for each in ast.walk(part) if isinstance(each, ast.Assign)]
     set_here = {name for node in sets for target in node.targets for name in names_in(target)} - parts
-    used = [
-        node
-        for node in sets
-        if names_in(node.targets[0]) & set_here & names_in(loss) and node.value is not loss
-    ]
+    used = [node for node in sets if names_in(node.targets[0]) & set_here & names_in(loss) and node.value is not loss]
     inner = [each for each in ast.walk(loss) if isinstance(each, ast.Call) and each is not loss]
     found = [node.value for node in used] or [each for each in inner if names_in(each) & parts][:1]
     into = [(target, value) for node in sets for target, value in bindings(node) if names_in(target) & parts]
@@ -552,9 +528,7 @@ def _sizes(script: Script) -> Iterator[_Found]:
 def _evaluations(script: Script) -> Iterator[_Found]:
     """Loops over data in which gradients are off."""
     for node in script.find(ast.With, *FUNCTIONS):
-        contexts = (
-            [each.context_expr for each in node.items] if isinstance(node, ast.With) else node.decorator_list
-        )
+        contexts = [each.context_expr for each in node.items] if isinstance(node, ast.With) else node.decorator_list
         names = [last_name(each.func if isinstance(each, ast.Call) else each) for each in contexts]
         if not {"no_grad", "inference_mode"} & set(names):
             continue

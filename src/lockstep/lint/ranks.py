@@ -57,9 +57,7 @@ def proved_rank(script: Script, node: ast.expr | None, depth: int = 4) -> str:
     if isinstance(node, ast.Name | ast.Attribute) and depth:
         # A plain number or None says 'one process'.
         plain = ast.Constant | ast.UnaryOp
-        values = [
-            v for v in script.values(node) if not isinstance(v, plain) or _number(v) not in (None, 0, -1)
-        ]
+        values = [v for v in script.values(node) if not isinstance(v, plain) or _number(v) not in (None, 0, -1)]
         kinds = {proved_rank(script, value, depth - 1) for value in values}
         return kinds.pop() if len(kinds) == 1 else ""
     return ""

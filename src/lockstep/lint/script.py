@@ -202,9 +202,7 @@ class Script:
             yield parent, child
             child, parent = parent, self._parents.get(parent)
 
-    def around(
-        self, node: ast.AST, kinds: type[N] | tuple[type[N], ...], within_function: bool = False
-    ) -> Iterator[N]:
+    def around(self, node: ast.AST, kinds: type[N] | tuple[type[N], ...], within_function: bool = False) -> Iterator[N]:
         """The ancestors of some kinds, from the inside out; ``within_function`` ends at the first function."""
         for ancestor, _ in self.ancestors(node):
             if within_function and isinstance(ancestor, Function):
@@ -269,9 +267,7 @@ class Script:
                     break
         return [None] if found and len(found) > _MOST_VALUES else found or []
 
-    def sources(
-        self, node: ast.expr | None, depth: int = 4, seen: set[ast.AST] | None = None
-    ) -> Iterator[ast.expr]:
+    def sources(self, node: ast.expr | None, depth: int = 4, seen: set[ast.AST] | None = None) -> Iterator[ast.expr]:
         """The expression, its parts, and the parts of what its names were set to, ``depth`` steps back."""
         seen = set() if seen is None else seen
         for part in ast.walk(node) if node is not None else ():
@@ -400,10 +396,7 @@ def bindings(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr | None]]:
         case ast.Assign(targets=targets, value=value):
             for target in targets:
                 yield from _pairs(target, value)
-        case (
-            ast.AnnAssign(target=target, value=ast.expr() as value)
-            | ast.NamedExpr(target=target, value=value)
-        ):
+        case ast.AnnAssign(target=target, value=ast.expr() as value) | ast.NamedExpr(target=target, value=value):
             yield target, value
         case ast.AugAssign(target=target, op=op, value=value):
             yield target, ast.copy_location(ast.BinOp(target, op, value), node)

@@ -9,9 +9,7 @@ from lockstep.lint.ranks import loops_around, places_of
 from lockstep.lint.script import Loop, Script, argument, last_name, method, names_in, range_of, receiver
 
 DDP, DP, FSDP = "DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"
-_AVERAGES = (
-    *("AveragedModel", "ModelEmaV2", "ModelEmaV3", "ExponentialMovingAverage", "EMAModel", "ema_pytorch.EMA"),
-)
+_AVERAGES = (*("AveragedModel", "ModelEmaV2", "ModelEmaV3", "ExponentialMovingAverage", "EMAModel", "ema_pytorch.EMA"),)
 """Moving averages of the weights, which are prepared with the model."""
 _ROOTS = ("torch", "apex")
 # fmt: off
@@ -68,9 +66,7 @@ def runs_of(script: Script) -> list[str]:
     begun = script.calls_of("lockstep.init")
     named = {node.value: script.text(node.targets[0]) for node in script.find(ast.Assign)}
     named |= {
-        each.context_expr: script.text(each.optional_vars)
-        for each in script.find(ast.withitem)
-        if each.optional_vars
+        each.context_expr: script.text(each.optional_vars) for each in script.find(ast.withitem) if each.optional_vars
     }
     return [named.get(call, "run") for call in begun]
 
@@ -106,9 +102,7 @@ def optimizers_of(script: Script) -> list[ast.Call]:
         is_made = bool(names & cleared) and names <= cleared | stepped  # optimizer, schedule = make(model)
         of_torch = name.startswith("torch.optim.")
         of_others = last_name(call.func)[:1].isupper() and bool(models_of(script, call))
-        is_schedule = target in stepped and any(
-            target_of(script, each) == script.text(first) for each in made if first
-        )
+        is_schedule = target in stepped and any(target_of(script, each) == script.text(first) for each in made if first)
         if target and (of_torch or of_others or is_made or is_schedule or name.endswith(_AVERAGES)):
             made.append(call)
     return made
@@ -163,9 +157,7 @@ def may_be_model(script: Script, node: ast.AST, inputs: set[str]) -> bool:
     name = script.name(node) if isinstance(node, ast.Call) else ""
     first, last = name.partition(".")[0], name.rpartition(".")[2]
     return (
-        bool(name)
-        and first not in {"torch", *inputs}
-        and not (first == last and last[0].isupper() and len(last) > 1)
+        bool(name) and first not in {"torch", *inputs} and not (first == last and last[0].isupper() and len(last) > 1)
     )
 
 

@@ -113,9 +113,7 @@ class ResNet(nn.Module):
         return logits
 
 
-def resnet18(
-    *, num_classes: int = 1000, zero_init_residual: bool = False, small_images: bool = False
-) -> ResNet:
+def resnet18(*, num_classes: int = 1000, zero_init_residual: bool = False, small_images: bool = False) -> ResNet:
     """ResNet-18 (see ``ResNet``); ``small_images=True`` fits CIFAR-10."""
     return ResNet(
         BasicBlock,
@@ -126,9 +124,7 @@ def resnet18(
     )
 
 
-def resnet34(
-    *, num_classes: int = 1000, zero_init_residual: bool = False, small_images: bool = False
-) -> ResNet:
+def resnet34(*, num_classes: int = 1000, zero_init_residual: bool = False, small_images: bool = False) -> ResNet:
     """ResNet-34 (see ``ResNet``)."""
     return ResNet(
         BasicBlock,
@@ -139,9 +135,7 @@ def resnet34(
     )
 
 
-def resnet50(
-    *, num_classes: int = 1000, zero_init_residual: bool = False, small_images: bool = False
-) -> ResNet:
+def resnet50(*, num_classes: int = 1000, zero_init_residual: bool = False, small_images: bool = False) -> ResNet:
     """ResNet-50 (see ``ResNet``), with the stride in the 3x3 convolution (known as V1.5)."""
     return ResNet(
         Bottleneck,

@@ -53,9 +53,7 @@ def perceptron(
     """
     sizes = [in_features, *hidden]
     if min(*sizes, num_classes) < 1:
-        raise ConfigError(
-            f"A perceptron of sizes {[*sizes, num_classes]} cannot be made: each must be 1 or more."
-        )
+        raise ConfigError(f"A perceptron of sizes {[*sizes, num_classes]} cannot be made: each must be 1 or more.")
     layers: list[nn.Module] = [nn.Flatten()]
     for inputs, outputs in pairwise(sizes):
         layers += [nn.Linear(inputs, outputs), nn.ReLU()]
@@ -100,9 +98,7 @@ def lstm(
         dropout: share of activations left out in training, between the layers and before the logits.
     """
     if (vocabulary_size is None) == (in_features is None):
-        raise ConfigError(
-            "An LSTM needs vocabulary_size (for tokens) or in_features (for vectors), and not both."
-        )
+        raise ConfigError("An LSTM needs vocabulary_size (for tokens) or in_features (for vectors), and not both.")
     layers: list[tuple[str, nn.Module]] = []
     if vocabulary_size is not None:
         layers.append(("embed", nn.Embedding(vocabulary_size, hidden_size)))

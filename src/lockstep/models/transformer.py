@@ -111,9 +111,7 @@ def transformer(
     if width % heads:
         raise ConfigError(f"width={width} cannot be split over heads={heads}. Choose a multiple of {heads}.")
     if tied and num_classes is not None:
-        raise ConfigError(
-            "tied=true needs an output over the vocabulary, and num_classes asks for another. Use one."
-        )
+        raise ConfigError("tied=true needs an output over the vocabulary, and num_classes asks for another. Use one.")
     embedding = TokenEmbedding(vocabulary_size, width, max_length)
     blocks = [Block(width, heads, dropout, causal=num_classes is None) for _ in range(depth)]
     head = nn.Linear(width, num_classes or vocabulary_size, bias=num_classes is not None)

@@ -57,9 +57,7 @@ def compare(given: Mapping[str, Tensor], wanted: Mapping[str, Tensor], *, dtypes
     return Differences(
         missing=tuple(name for name in wanted if name not in given),
         unexpected=tuple(name for name in given if name not in wanted),
-        reshaped=tuple(
-            f"{name} {list(given[name].shape)} instead of {list(wanted[name].shape)}" for name in reshaped
-        ),
+        reshaped=tuple(f"{name} {list(given[name].shape)} instead of {list(wanted[name].shape)}" for name in reshaped),
         retyped=tuple(
             f"{name} {given[name].dtype} instead of {wanted[name].dtype}"
             for name in equal_shape
@@ -92,9 +90,7 @@ def freeze(model: nn.Module, patterns: Sequence[str], *, freeze_statistics: bool
                 parameter.requires_grad_(thaw)
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     if not trained:
-        raise ConfigError(
-            f"freeze={list(patterns)} leaves nothing to train. Thaw a part, for example with '!fc'."
-        )
+        raise ConfigError(f"freeze={list(patterns)} leaves nothing to train. Thaw a part, for example with '!fc'.")
     if freeze_statistics:
         for module in model.modules():
             own = list(module.parameters(recurse=False))
@@ -161,9 +157,7 @@ def _nothing_matched(model: nn.Module, pattern: str) -> str:
     names |= {name for name, module in model.named_modules() if name and [*module.parameters()]}
     close = difflib.get_close_matches(pattern.removeprefix("!"), sorted(names), n=1, cutoff=0.5)
     hint = f" Did you mean {'!' * pattern.startswith('!') + close[0]!r}?" if close else ""
-    top = shorten(
-        f"{name} ({type(module).__name__})" for name, module in model.named_children() if name in names
-    )
+    top = shorten(f"{name} ({type(module).__name__})" for name, module in model.named_children() if name in names)
     found = f"freeze: the pattern {pattern!r} matches no parameter or module."
     return f"{found}{hint} The model's parameters are in: {top}."
 
@@ -291,9 +285,7 @@ def load_weights(model: nn.Module, path: Path | str, *, strict_head: bool = Fals
     return WeightsReport(path, len(body), tuple(head), classes)
 
 
-def _other_head(
-    model: nn.Module, given: Mapping[str, Tensor], wanted: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
+def _other_head(model: nn.Module, given: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors that differ in the number of classes only; empty where other shapes differ as well.
 
     A layer in the middle cannot look like a head: the next one would differ too, in its number of inputs.
@@ -353,11 +345,7 @@ def _tensors(path: Path, content: Any) -> dict[str, Tensor]:
         raise CheckpointError(
             f"{path} holds a {type(content).__name__} instead of a dict of tensors. Save model.state_dict()."
         )
-    odd = [
-        f"{name} ({type(value).__name__})" for name, value in content.items() if not isinstance(value, Tensor)
-    ]
+    odd = [f"{name} ({type(value).__name__})" for name, value in content.items() if not isinstance(value, Tensor)]
     if odd:
-        raise CheckpointError(
-            f"{path} holds more than weights: {shorten(odd)}. Save model.state_dict() alone."
-        )
+        raise CheckpointError(f"{path} holds more than weights: {shorten(odd)}. Save model.state_dict() alone.")
     return {str(name): value for name, value in content.items()}

@@ -64,9 +64,7 @@ def explain_compiler(error: Exception) -> None:
     compiler: Any = sys.modules.get(_COMPILER)
     if compiler is None:
         return
-    if isinstance(error, compiler.exc.InternalTorchDynamoError) and isinstance(
-        error.__context__, LockstepError
-    ):
+    if isinstance(error, compiler.exc.InternalTorchDynamoError) and isinstance(error.__context__, LockstepError):
         raise error.__context__ from None
     if not isinstance(error, compiler.exc.FailOnRecompileLimitHit):
         return

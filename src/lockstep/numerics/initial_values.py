@@ -319,9 +319,7 @@ def _memory_of(tensor: Tensor) -> int:
 
 
 def _view_of(tensor: Tensor) -> _View:
-    return _View(
-        _memory_of(tensor), tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset())
-    )
+    return _View(_memory_of(tensor), tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
 
 def _kept(value: Any) -> Any:

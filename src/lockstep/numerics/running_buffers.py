@@ -62,9 +62,7 @@ def has_batch_norm(model: nn.Module) -> bool:
     return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
 
 
-def explain_single_values(
-    model: nn.Module, global_batch: int, micro_batches: int, *, in_training: bool
-) -> None:
+def explain_single_values(model: nn.Module, global_batch: int, micro_batches: int, *, in_training: bool) -> None:
     """Lets BatchNorm say what is wrong with the recipe where a batch of one row gives it no variance.
 
     Rows of images and sequences hold several values of each channel, so a row is enough for some models. One without
@@ -176,9 +174,7 @@ def _known_buffers(model: nn.Module, buffers: Mapping[str, BufferLocation]) -> F
         if isinstance(module, _NormBase) and mean is not None and variance is not None:
             if counter is not None:
                 found.counters.append(counter)
-            found.groups.append(
-                BufferGroup([mean, variance], counter if type(module).forward in _COUNTING else None)
-            )
+            found.groups.append(BufferGroup([mean, variance], counter if type(module).forward in _COUNTING else None))
         iterated = [buffers[path + key] for key in _power_iteration(module) if path + key in buffers]
         if iterated:
             found.groups.append(BufferGroup(iterated))
@@ -231,9 +227,7 @@ class RunningBuffers:
     _others: dict[str, str] | None = None
     _others_stayed = 0
 
-    def __init__(
-        self, model: nn.Module, declared: Sequence[str] = (), on: torch.device | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, declared: Sequence[str] = (), on: torch.device | None = None) -> None:
         self._model = model
         found = find(model, declared)
         self._known = found.names
@@ -253,9 +247,7 @@ class RunningBuffers:
         of_group = torch.tensor([signal[id(group)] for group in groups], dtype=torch.int64)
         self._signal_of = torch.repeat_interleave(of_group, sizes).to(self._flat.device)
         ends = sizes.cumsum(0).tolist()
-        self._compared = [
-            slice(end - group.numel, end) for group, end in zip(groups, ends) if group.counter is None
-        ]
+        self._compared = [slice(end - group.numel, end) for group, end in zip(groups, ends) if group.counter is None]
         self.numel: int = self._flat.numel() + sum(before.numel() for before in self._old_summed)
         """Number of values that are averaged or added up."""
         self.counters: int = self._counts.numel() + len(self._compared)

@@ -37,9 +37,7 @@ from lockstep.runtime.devices import is_gpu
 from lockstep.runtime.events import Callback, CallbackHandle
 
 
-def read_spans(
-    traces: Sequence[ReadTrace], used: Sequence[TraceSpan], began: int, ended: int
-) -> list[TraceSpan]:
+def read_spans(traces: Sequence[ReadTrace], used: Sequence[TraceSpan], began: int, ended: int) -> list[TraceSpan]:
     """The reads of loaders between two moments in nanoseconds, one lane for each process.
 
     ``used`` are the spans of the rank; those of micro-batches carry ``epoch`` and ``first``, by which reads are named.
@@ -231,9 +229,7 @@ class Timeline(Callback):
             self.handle.remove()
         if not recorded:
             if self._rank == 0:
-                logger.warning(
-                    "The timeline is empty: the run ended before step %d of this start.", self._window.first
-                )
+                logger.warning("The timeline is empty: the run ended before step %d of this start.", self._window.first)
             return
         self._recorder.close(now)
         self._write(now)

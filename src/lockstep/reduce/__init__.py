@@ -77,9 +77,7 @@ def open_reducer(
     return _fused(ordered, group, device, timeout) if may_fuse and is_gpu(device) else ordered
 
 
-def _fused(
-    ordered: OrderedReducer, group: dist.ProcessGroup, device: torch.device, timeout: float
-) -> OrderedReducer:
+def _fused(ordered: OrderedReducer, group: dist.ProcessGroup, device: torch.device, timeout: float) -> OrderedReducer:
     """The fused kernel, if it is turned on; ``ordered`` where it is not possible or not equal, with a line in the log.
 
     Collective.

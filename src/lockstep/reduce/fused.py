@@ -80,13 +80,10 @@ class SymmetricMemory:
         self.own = symmetric.empty(size, dtype=torch.uint8, device=device)
         self._handle = symmetric.rendezvous(self.own, group)
         self.addresses = [
-            self._handle.get_buffer(rank, (size,), torch.uint8).data_ptr()
-            for rank in range(dist.get_world_size(group))
+            self._handle.get_buffer(rank, (size,), torch.uint8).data_ptr() for rank in range(dist.get_world_size(group))
         ]
         if self.addresses[dist.get_rank(group)] != self.own.data_ptr():
-            raise RuntimeError(
-                "torch gives another address of this rank's own symmetric memory than the tensor's"
-            )
+            raise RuntimeError("torch gives another address of this rank's own symmetric memory than the tensor's")
         self._milliseconds = int(min(timeout, _LONGEST_SECONDS) * 1000)
 
     def barrier(self) -> None:
@@ -129,9 +126,7 @@ class FusedReducer(OrderedReducer):
 class FusedBucket(OrderedBucket):
     """A bucket whose nodes lie in memory of peers, from the byte ``place`` on."""
 
-    def __init__(
-        self, shape: BucketShape, rank: int, ranks: int, slots: int, memory: PeerMemory, place: int
-    ) -> None:
+    def __init__(self, shape: BucketShape, rank: int, ranks: int, slots: int, memory: PeerMemory, place: int) -> None:
         self._numel, self._rank, self._ranks, self._memory = shape.numel, rank, ranks, memory
         self._edges = [shard_edge(shape.numel, ranks, edge) for edge in (rank, rank + 1)]
         self._shard = -(-shape.numel // ranks)
@@ -195,9 +190,7 @@ def shard_edge(numel: int, ranks: int, edge: int) -> int:
     return numel if edge == ranks else min(numel, -(-numel // (16 * ranks)) * 16 * edge)
 
 
-def add_shard(
-    table: Tensor, merges: tuple[int, ...], ranks: int, edges: Sequence[int], dtype: torch.dtype
-) -> None:
+def add_shard(table: Tensor, merges: tuple[int, ...], ranks: int, edges: Sequence[int], dtype: torch.dtype) -> None:
     """Adds numbers ``edges[0] <= i < edges[1]`` of all nodes, and stores the sums on every rank.
 
     Args:
@@ -270,9 +263,7 @@ def open_fused(
         if reason:
             logger.warning("Gradients are summed by collectives, not by the fused kernel: %s.", reason)
         else:
-            logger.info(
-                "Gradients are summed by the fused kernel, after its sums were those of the collectives."
-            )
+            logger.info("Gradients are summed by the fused kernel, after its sums were those of the collectives.")
     if reason:
         return ordered
     return FusedReducer(group, device, lambda size: open_memory(size, group, device, timeout))
@@ -280,14 +271,10 @@ def open_fused(
 
 def _why_not(group: dist.ProcessGroup) -> str:
     ranks = dist.get_world_size(group)
-    return (
-        f"it was made for at most {_MOST_RANKS} ranks, and there are {ranks}" if ranks > _MOST_RANKS else ""
-    )
+    return f"it was made for at most {_MOST_RANKS} ranks, and there are {ranks}" if ranks > _MOST_RANKS else ""
 
 
-def _trial(
-    ordered: OrderedReducer, group: dist.ProcessGroup, device: torch.device, open_memory: OpenMemory
-) -> str:
+def _trial(ordered: OrderedReducer, group: dist.ProcessGroup, device: torch.device, open_memory: OpenMemory) -> str:
     """Sums the same numbers in both ways; returns what was wrong, or nothing. Collective."""
     ranks = dist.get_world_size(group)
     shapes = [BucketShape(numel, dtype) for dtype in _KINDS for numel in _TRIAL_NUMBERS]

@@ -35,9 +35,7 @@ class OrderedReducer(Reducer):
 
     level = Level.BITWISE
 
-    def __init__(
-        self, group: dist.ProcessGroup, gather_group: dist.ProcessGroup, device: torch.device
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, gather_group: dist.ProcessGroup, device: torch.device) -> None:
         self._group, self._gather_group, self._device = group, gather_group, device
         self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
         self._side_stream = new_stream(device)
@@ -63,9 +61,7 @@ class OrderedReducer(Reducer):
     def start(self, bucket: int) -> None:
         """See ``Reducer.start``."""
         self._send(bucket)
-        while self._folded < bucket and (
-            self._side_stream is not None or self._buckets[self._folded].has_arrived()
-        ):
+        while self._folded < bucket and (self._side_stream is not None or self._buckets[self._folded].has_arrived()):
             self._fold_next()
 
     @stack_marker(Mark.WAITS_FOR_GRADIENTS)
@@ -113,9 +109,7 @@ class OrderedBucket:
         self._shard = -(-shape.numel // ranks)
         padded = self._shard * ranks
         self._outgoing = torch.zeros(slots, padded, dtype=shape.dtype, device=device)
-        self._by_receiver = (
-            torch.zeros(slots * padded, dtype=shape.dtype, device=device) if slots > 1 else None
-        )
+        self._by_receiver = torch.zeros(slots * padded, dtype=shape.dtype, device=device) if slots > 1 else None
         self._incoming = torch.zeros(slots * padded, dtype=shape.dtype, device=device)
         self._gathered = self._outgoing[0]  # what was sent has arrived everywhere when the sums come
         self.total = self._gathered[: self._numel]

@@ -70,8 +70,7 @@ class SharedMemoryReducer(Reducer):
             memory, dtype=torch.float64, count=2 * self._ranks * header, offset=headers
         ).view(2, self._ranks, header)
         self._buckets = [
-            _SharedBucket(shape, self._rank, self._ranks, slots, memory, place)
-            for shape, place in zip(buckets, places)
+            _SharedBucket(shape, self._rank, self._ranks, slots, memory, place) for shape, place in zip(buckets, places)
         ]
         self._sharded = [bucket for bucket in self._buckets if bucket.sharded]
         dist.barrier(group=self._group)
@@ -92,9 +91,7 @@ class SharedMemoryReducer(Reducer):
         self._started += 1
         self._written[self._rank].advance()
         self.bytes_sent += self._buckets[bucket].bytes_sent(len(self._layout.ranks[self._rank]))
-        while self._folded < bucket and all(
-            word.value > self._before + self._folded for word in self._written
-        ):
+        while self._folded < bucket and all(word.value > self._before + self._folded for word in self._written):
             self._fold_next()
 
     def finish(self, header: Tensor) -> Tensor:
@@ -132,9 +129,7 @@ class SharedMemoryReducer(Reducer):
     def _wait(self, words: list[Word], deadline: float) -> None:
         """Waits until every rank's counter has come to the current step."""
         for rank, word in enumerate(words):
-            if word.value < self._steps and not word.wait_until(
-                self._steps, deadline, stay_awake=self._stay_awake
-            ):
+            if word.value < self._steps and not word.wait_until(self._steps, deadline, stay_awake=self._stay_awake):
                 missing = [other for other, counter in enumerate(words) if counter.value < self._steps]
                 raise StallError(
                     f"Rank {self._rank} timed out after {self._timeout:.0f} s waiting for the gradients of rank "
@@ -145,9 +140,7 @@ class SharedMemoryReducer(Reducer):
 class _SharedBucket:
     """The shared memory of one bucket: slots[turn, rank, node, numel], then result[numel] where it is sharded."""
 
-    def __init__(
-        self, shape: BucketShape, rank: int, ranks: int, slots: int, memory: mmap.mmap, place: int
-    ) -> None:
+    def __init__(self, shape: BucketShape, rank: int, ranks: int, slots: int, memory: mmap.mmap, place: int) -> None:
         self.sharded = _is_sharded(shape, ranks)
         turns = 1 if self.sharded else 2
         held = turns * ranks * slots * shape.numel

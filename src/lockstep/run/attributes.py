@@ -91,8 +91,7 @@ _MISSING = object()
 _ATTRIBUTE = re.compile(r"(?:the attribute '\w+' of )*(the attribute '\w+' of [^\[\]]*)(?:\[.*)?")
 """The name of an attribute of a module, or of what it holds."""
 _CONTAINER_TYPES: dict[str, Callable[..., Any]] = {
-    each.__name__: each
-    for each in (list, tuple, dict, set, frozenset, deque, OrderedDict, Counter, torch.Size)
+    each.__name__: each for each in (list, tuple, dict, set, frozenset, deque, OrderedDict, Counter, torch.Size)
 }
 
 
@@ -102,9 +101,7 @@ class Values:
     ``first`` gives by path the objects that there were at first: one that has taken another's place is marked as new.
     """
 
-    def __init__(
-        self, holders: Mapping[str, Any], first: Mapping[str, Callable[[], Any]] | None = None
-    ) -> None:
+    def __init__(self, holders: Mapping[str, Any], first: Mapping[str, Callable[[], Any]] | None = None) -> None:
         self.found: dict[Place, JSON] = {}
         self.tensors: dict[str, Tensor] = {}
         """Tensors of more numbers than are held as text, by path."""
@@ -410,9 +407,7 @@ class Attributes:
         idle = sorted({words_of(*place) for place in changed} & set(self._idle))
         return {"held": found, "idle": idle} if found else {}
 
-    def restore(
-        self, stored: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device
-    ) -> list[str]:
+    def restore(self, stored: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device) -> list[str]:
         """Sets what ``capture`` gave; returns what has no counterpart here, in words.
 
         Tensors without a counterpart here go to ``device``, unless they were on the CPU.

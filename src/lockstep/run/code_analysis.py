@@ -203,9 +203,7 @@ def _given_away(code: CodeType) -> list[tuple[int, frozenset[str]]]:
             if not is_held and body.co_name not in _AT_ONCE:
                 found.append((number, _read_by(body)))
         elif "PUSH_NULL" not in (opnames[number], opnames[number + 2]) and not _makes_closure(each, code):
-            found += [
-                (number, inner[name]) for kind, name in accesses[number] if kind == "LOAD" and name in inner
-            ]
+            found += [(number, inner[name]) for kind, name in accesses[number] if kind == "LOAD" and name in inner]
     return [(number, names.union(*(inner.get(each, ()) for each in names))) for number, names in found]
 
 
@@ -216,9 +214,7 @@ def _makes_closure(instruction: dis.Instruction, code: CodeType) -> bool:
 
 
 @functools.cache
-def _live_around(
-    code: CodeType, begun: int | None = None
-) -> tuple[list[frozenset[str]], list[frozenset[str]]]:
+def _live_around(code: CodeType, begun: int | None = None) -> tuple[list[frozenset[str]], list[frozenset[str]]]:
     """The names that are live before each instruction, and those after it, by backward data flow (Kildall 1973).
 
     The ``for`` whose iterable is made at ``begun`` makes a pass.
@@ -373,9 +369,7 @@ def carried_names(parts: _Parts, functions: _Functions) -> set[Carried]:
     return {each for each in found if each.what == "own" or each.name not in anew}
 
 
-def _effects_of(
-    parts: _Parts, functions: _Functions, *, of_functions: bool = False
-) -> Iterator[tuple[_Effects, bool]]:
+def _effects_of(parts: _Parts, functions: _Functions, *, of_functions: bool = False) -> Iterator[tuple[_Effects, bool]]:
     """The effects of code and of the functions that it calls; True where local variables of that code count."""
     parts = list(parts)
     running = set() if of_functions else {code for code, _, _ in parts}

@@ -194,9 +194,7 @@ class EpochLoop:
     def epochs(self, count: int, at_end: Callable[[], None] = lambda: None) -> Iterator[int]:
         """The epochs from where the run stands up to ``count``; ``at_end`` is called at the end of the loop's body."""
         if not isinstance(count, Integral) or count < 0:
-            raise ConfigError(
-                f"run.epochs takes the number of epochs, 0 or more, and was given {count!r:.60}."
-            )
+            raise ConfigError(f"run.epochs takes the number of epochs, 0 or more, and was given {count!r:.60}.")
         if count <= self.position.epoch and self._walk is not None:
             logger.warning(
                 "run.epochs(%d) has nothing to do: it counts from the beginning of the run, which has done %s. For "

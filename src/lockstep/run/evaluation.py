@@ -70,9 +70,7 @@ class EvaluationStop:
         torch.zeros(1, device=self._strategy.device).item()  # the device may be behind, and its time counts
         seconds = (time.monotonic() - self._since) / (round_number - self._last)
         said = [float(self._heartbeat.stop_reason), seconds]
-        row = self._strategy.all_reduce_max(
-            torch.tensor(said, dtype=torch.float64, device=self._strategy.device)
-        )
+        row = self._strategy.all_reduce_max(torch.tensor(said, dtype=torch.float64, device=self._strategy.device))
         reason, slowest = self._strategy.gather(row).amax(0).tolist()
         if reason:
             raise EvaluationStopped(StopReason(int(reason)))
@@ -218,9 +216,7 @@ def _can_repeat(run: Run) -> bool:
     return run.options.directory is None or (run._loop.can_go_back and not gradients.anywhere())
 
 
-def predict_in_order(
-    opened: OpenEvaluation, keep: Callable[[Any], Any] | None, *, everywhere: bool
-) -> Tensor | None:
+def predict_in_order(opened: OpenEvaluation, keep: Callable[[Any], Any] | None, *, everywhere: bool) -> Tensor | None:
     """As ``predict``, with the rows in the order of the samples' numbers. Collective.
 
     Raises:

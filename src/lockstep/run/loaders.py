@@ -217,9 +217,7 @@ class LoaderCache:
                 **self._reading(known, workers, "loader (evaluation)"),
             )
             for trained in [each.source.dataset for each in self._by_id.values() if each.training]:
-                self._warn(
-                    told_other_columns(trained, source.dataset), told_other_classes(trained, source.dataset)
-                )
+                self._warn(told_other_columns(trained, source.dataset), told_other_classes(trained, source.dataset))
         return known.evaluation[key]
 
     def read_ahead(self, loader: StepLoader, next_epoch: int | None) -> None:
@@ -300,9 +298,7 @@ def counting_skipped(read: Read, dataset: Any, strategy: Strategy, seed: int, *,
     if not isinstance(inner, SkipBroken):
         return read
     if numbers is not None:
-        raise ConfigError(
-            "SkipBroken belongs around Subset, not inside it: SkipBroken(Subset(dataset, ...))."
-        )
+        raise ConfigError("SkipBroken belongs around Subset, not inside it: SkipBroken(Subset(dataset, ...)).")
 
     def steps(epoch: int, first: int) -> Iterator[Batch]:
         found: set[int] = set()

@@ -336,9 +336,7 @@ class LoopState:
         return {
             name
             for name in names
-            if by_loop.isdisjoint(
-                {_words(name)[0][-1], *others.get(name, ()), *others.get(name.partition("[")[0], ())}
-            )
+            if by_loop.isdisjoint({_words(name)[0][-1], *others.get(name, ()), *others.get(name.partition("[")[0], ())})
         }
 
     def _give_without_epochs(self, found: Variables) -> None:
@@ -468,9 +466,7 @@ class LoopState:
             if any(id(p) in self._known for group in each.param_groups for p in group["params"])
         ]
         self._note_data(found)
-        names = (
-            found.live - self._by_reading - self._not_by_loop(found.perhaps_read - self._set_in_data, found)
-        )
+        names = found.live - self._by_reading - self._not_by_loop(found.perhaps_read - self._set_in_data, found)
         noted = {name: found.texts[name] for name in names if self._is_noted(name, found)}
         # A thread, or a function that has ended, may have had the others.
         generators = {**self._generators, **found.generators}

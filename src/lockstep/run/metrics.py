@@ -95,9 +95,7 @@ def evaluate(
     return values.get(name, {key.removeprefix(f"{name}_"): value for key, value in values.items()})
 
 
-def evaluate_means(
-    opened: OpenEvaluation, metrics: Mapping[str, Metric], unchecked: set[str]
-) -> dict[str, float]:
+def evaluate_means(opened: OpenEvaluation, metrics: Mapping[str, Metric], unchecked: set[str]) -> dict[str, float]:
     """The mean of each metric over all samples, equal on every rank. Collective.
 
     Unless checks are off, looks for metrics that are not means: among the new ones, and among those that give one
@@ -164,9 +162,7 @@ class _MetricMeans:
                     raise
             if isinstance(value, Tensor) and value.dim() == 0:
                 self._checked.add(name)
-                if name in unchecked and not (
-                    self._strategy.replicated or has_rows((output, target), samples)
-                ):
+                if name in unchecked and not (self._strategy.replicated or has_rows((output, target), samples)):
                     self._reasons[name] = Deviation.WITHOUT_ROWS.reason
                 self._forward_pass.tell_other_mean(metric, value, output, target, micro_batch)
             self._sums.put(place, name, sum_and_weight(value, samples))
@@ -227,9 +223,7 @@ class _SumsAndWeights:
         return {name: ordered[:, column] for name, column in self._columns.items()}
 
 
-def evaluate_set_metrics(
-    opened: OpenEvaluation, metrics: Mapping[str, SetMetric]
-) -> dict[str, dict[str, float]]:
+def evaluate_set_metrics(opened: OpenEvaluation, metrics: Mapping[str, SetMetric]) -> dict[str, dict[str, float]]:
     """The values of each metric over the outputs and targets of the whole set, equal on every rank. Collective.
 
     The main process updates the metrics, with one micro-batch after the other in the order of the data set.
@@ -390,9 +384,7 @@ class StepMetrics:
         if isinstance(also, Mapping):
             return cls(also, new(also))
         if not isinstance(also, Collection):
-            raise ConfigError(
-                f"also={also!r:.60} was given. Give functions by name: also={{'accuracy': accuracy}}."
-            )
+            raise ConfigError(f"also={also!r:.60} was given. Give functions by name: also={{'accuracy': accuracy}}.")
         names = [also] if isinstance(also, str) else list(also)
         unchecked = set(names) if new({"loss": loss}) else set()
         return cls(LossEntries(loss, names), unchecked, of_batch=whole_batch)

@@ -111,9 +111,7 @@ class GradientState:
     def _waits_for(self, in_turn: Collection[int] = ()) -> bool:
         late = [o for o in self._held if id(o) not in self._stepped]
         used = {p for o in self._optimizers if late and id(o) in self._stepped for p in _members(o)}
-        return any(
-            p.grad is not None and (id(o) in in_turn or p not in used) for o in late for p in _members(o)
-        )
+        return any(p.grad is not None and (id(o) in in_turn or p not in used) for o in late for p in _members(o))
 
     def anywhere(self, in_body: bool = False) -> bool:
         """As ``bool``, for the optimizers of all ranks, which hold different parameters in a pipeline. Collective.
@@ -196,9 +194,7 @@ class GradientState:
         if self._scaler is None:
             return
         if not self._optimizers:
-            raise ConfigError(
-                "precision fp16 needs the optimizer: model, optimizer = run.prepare(model, optimizer)."
-            )
+            raise ConfigError("precision fp16 needs the optimizer: model, optimizer = run.prepare(model, optimizer).")
         if any(map(has_gradients, self._held)):
             raise ConfigError(
                 "With precision fp16 a second run.backward before optimizer.step() would add gradients of two loss "
@@ -228,9 +224,7 @@ class GradientState:
         """Raises ``ConfigError`` where there is no gradient that ``run.backward`` has computed."""
         if not self._reduced and not self._holding:
             others = any(has_gradients(each) for each in self._optimizers)
-            why = (
-                "and gradients from loss.backward() do not count" if others else "so there is no gradient yet"
-            )
+            why = "and gradients from loss.backward() do not count" if others else "so there is no gradient yet"
             raise ConfigError(
                 f"{user} was called before run.backward(batch, loss), {why}. Call it between run.backward and "
                 "optimizer.step()."
@@ -275,10 +269,7 @@ class GradientState:
             )
         limits, self._limits = [float(each) for each in self._limits], []
         digest = hashlib.sha256(repr(limits).encode()).hexdigest()
-        steps = {
-            f"<calls of step of optimizer {n}>": str(self._steps[id(o)])
-            for n, o in enumerate(self._optimizers)
-        }
+        steps = {f"<calls of step of optimizer {n}>": str(self._steps[id(o)]) for n, o in enumerate(self._optimizers)}
         return steps | ({"<max_norm of run.clip_gradients>": f"{limits[-1]:.4g} {digest}"} if limits else {})
 
     def tell_if_never_stepped(self) -> None:
@@ -442,9 +433,7 @@ class PreparedOptimizer(Optimizer):
         shared: the groups as the user sees them, where the optimizer itself holds parts; None where it has them all.
     """
 
-    def __init__(
-        self, optimizer: Optimizer, gradients: GradientState, shared: SharedGroups | None = None
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, gradients: GradientState, shared: SharedGroups | None = None) -> None:
         self.wrapped = optimizer
         self._gradients, self._shared = gradients, shared
         self._needs_closure = needs_closure(optimizer)

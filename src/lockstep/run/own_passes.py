@@ -94,9 +94,7 @@ class OwnPasses:
         """The mean loss over the global batch, float64, 0-dim, equal on every rank; None before the last one."""
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        self._pass = self._stack.enter_context(
-            self._run.backward_pass(self._batch, _given_by_the_loop, rehearse=False)
-        )
+        self._pass = self._stack.enter_context(self._run.backward_pass(self._batch, _given_by_the_loop, rehearse=False))
         gradients = self._run.require_prepared().gradients
         gradients.is_divided = True
         self._stack.callback(setattr, gradients, "is_divided", False)

@@ -64,9 +64,7 @@ class Parts:
     """Digest of how the values of a model without values will be made; empty where the model has some."""
 
     @classmethod
-    def of(
-        cls, model: Any, others: Sequence[Any], initial_values: InitialValues, *, keep_empty: bool = False
-    ) -> Parts:
+    def of(cls, model: Any, others: Sequence[Any], initial_values: InitialValues, *, keep_empty: bool = False) -> Parts:
         """The arguments of ``run.prepare``, sorted by kind; ``ConfigError`` names an argument of any other kind.
 
         A model that was built without values gets them here, unless the strategy does it: ``keep_empty``.
@@ -90,9 +88,7 @@ class Parts:
                 if any(isinstance(part, Optimizer) for part in getattr(each, "__dict__", {}).values()):
                     remedy = f"Give it the optimizer that this steps, and make the {name} of the one that it returns."
                 elif hasattr(each, "__next__"):
-                    remedy = (
-                        "Make it of the DataLoader afterwards: batches = cycle(accelerator.prepare(loader))."
-                    )
+                    remedy = "Make it of the DataLoader afterwards: batches = cycle(accelerator.prepare(loader))."
                 raise ConfigError(
                     "run.prepare takes a model, optimizers, schedulers, and modules to keep beside the model; a "
                     f"{name} is none of them. {remedy}"
@@ -414,8 +410,7 @@ def prepare_model(
     whole, aliases = model_state(model)
     tensors = {name: without_values(tensor) for name, tensor in whole.items()}
     members = [
-        [[names[p] for p in group["params"]] for group in optimizer.param_groups]
-        for optimizer in parts.optimizers
+        [[names[p] for p in group["params"]] for group in optimizer.param_groups] for optimizer in parts.optimizers
     ]
     precision.prepare(model)
     if options.compile:
@@ -453,9 +448,7 @@ def _averages_to_keep(parts: Parts, strategy: Strategy) -> list[AveragedModel]:
     return [module for module in parts.modules if isinstance(module, AveragedModel)]
 
 
-def _try_optimizer(
-    optimizer: Optimizer, names: Mapping[Tensor, str], strategy: Strategy, micro_batches: int
-) -> None:
+def _try_optimizer(optimizer: Optimizer, names: Mapping[Tensor, str], strategy: Strategy, micro_batches: int) -> None:
     """Finds out what an optimizer needs of the strategy; ``ConfigError`` where it does not have that."""
     is_whole = micro_batches == 1 and strategy.replicated and len(strategy.devices) < 2
     methods = [each for kind in type(optimizer).__mro__ for each in vars(kind).values() if isfunction(each)]
@@ -476,9 +469,7 @@ def _try_optimizer(
         if trial.unit > strategy.largest_unit:
             if not strategy.keeps_whole or trial.unit is Unit.MODEL:
                 raise refused_optimizer(optimizer, trial, strategy.name)
-            strategy.whole_parameters |= {
-                names[p] for group in optimizer.param_groups for p in group["params"]
-            }
+            strategy.whole_parameters |= {names[p] for group in optimizer.param_groups for p in group["params"]}
     elif is_apart:
         strategy.draws_in_step |= try_optimizer(optimizer, strategy.device).draws
 
@@ -487,16 +478,13 @@ def _set_parameters(optimizer: Optimizer, members: list[list[str]], strategy: St
     """Replaces the parameters in each group of an optimizer by what the strategy holds of them in this process."""
     held = strategy.trainable()
     for group, group_names in zip(optimizer.param_groups, members):
-        if strategy.replicated and all(
-            held.get(name, p) is p for name, p in zip(group_names, group["params"])
-        ):
+        if strategy.replicated and all(held.get(name, p) is p for name, p in zip(group_names, group["params"])):
             continue
         for name, parameter in zip(group_names, group["params"]):
             state = optimizer.state.pop(parameter, {})
             if state and name in held:
                 optimizer.state[held[name]] = {
-                    key: _local_shard(name, value, held[name], parameter, strategy)
-                    for key, value in state.items()
+                    key: _local_shard(name, value, held[name], parameter, strategy) for key, value in state.items()
                 }
         group["params"] = [held[name] for name in group_names if name in held]
 
@@ -573,9 +561,7 @@ def implementation(optimizer: Optimizer) -> str:
 def held_objects(parts: Parts, prepared: PreparedModel) -> dict[int, str]:
     """The names of the objects whose values are in checkpoints, by their ids."""
     models = [(0, parts.model), (0, prepared.module), *enumerate(parts.modules, 1)]
-    models += [
-        (number, prepared.averages.get(id(each), each)) for number, each in enumerate(parts.modules, 1)
-    ]
+    models += [(number, prepared.averages.get(id(each), each)) for number, each in enumerate(parts.modules, 1)]
     found: list[tuple[object, str]] = [
         (each, f"{name or 'the model'!r} of model {number}")
         for number, model in models

@@ -177,9 +177,7 @@ def _held(run: RunState, loop: EpochLoop) -> dict[str, str]:
         "parameters": str([parameter._version for parameter in parameters]),
         "buffers": _bits(buffers),
         # Versions are read quickly; the bits of a buffer may be set back by an evaluation.
-        "modules beside the model": str(
-            [t._version if isinstance(t, nn.Parameter) else _bits([t]) for t in beside]
-        ),
+        "modules beside the model": str([t._version if isinstance(t, nn.Parameter) else _bits([t]) for t in beside]),
         "run.extra": str(run.extra),
         "which parameters are frozen": str(frozen_parameters(run.model.module)),
         **hyperparameters(parts.optimizers),
@@ -198,8 +196,7 @@ def _tensors(run: RunState) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         [each for module in modules for each in (*module.parameters(), *module.buffers())],
     )
     parameters, buffers, beside = (
-        [*{id(each): each for each in tensors if not isinstance(each, AbsentTensor)}.values()]
-        for tensors in held
+        [*{id(each): each for each in tensors if not isinstance(each, AbsentTensor)}.values()] for tensors in held
     )
     return parameters, buffers, beside
 

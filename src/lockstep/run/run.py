@@ -86,9 +86,7 @@ class Run:
         group = self._session.group
         agreement.require_equal_settings(options.as_text(), group, self.device)
         if options.directory is not None:  # from here on the script may go to another folder
-            self.options = replace(
-                self.options, directory=save.require_readable(Path(options.directory).absolute())
-            )
+            self.options = replace(self.options, directory=save.require_readable(Path(options.directory).absolute()))
         self._precision = Precision.of(options, self.device)
         self._precision.configure_backend()
         self.is_portable = make_portable(options, world, self.device)
@@ -185,15 +183,11 @@ class Run:
         self.strategy.initial_values = self._initial_values
         conditions = context, agreement.made_with(parts.model)
         placed = prepare_model(parts, self.options, self.strategy, self._precision, self.device)
-        state = RunState(
-            parts, placed, self.strategy, self._precision, self.position, *conditions, self.world.run_id
-        )
+        state = RunState(parts, placed, self.strategy, self._precision, self.position, *conditions, self.world.run_id)
         forward_pass = ForwardPass(
             placed.module, self._precision, self.device, self.options.channels_last, self._events
         )
-        gradients = GradientState(
-            parts.optimizers, self.strategy, self._precision, placed.parameters, parts.frozen
-        )
+        gradients = GradientState(parts.optimizers, self.strategy, self._precision, placed.parameters, parts.frozen)
         wrapped = gradients.wrap(placed.members, placed.parameters)
         state.add_group = [each.add_param_group for each in wrapped.values()]
         state.loop.events = self._events
@@ -517,9 +511,7 @@ class Run:
         prepared, of_all = self.require_prepared(), self.strategy.share.holders == self.world.world_size
         calls = prepared.gradients.calls()
         with self.span("fingerprint"):
-            return agreement.compared_replicas(
-                prepared.state, digests, self.device, of_all_modules=of_all, more=calls
-            )
+            return agreement.compared_replicas(prepared.state, digests, self.device, of_all_modules=of_all, more=calls)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Copies of the whole model on the CPU, by name, on the main process; empty elsewhere. Collective."""

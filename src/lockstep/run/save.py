@@ -320,9 +320,7 @@ def _mention_resumed(path: Path, position: Position, changed: Sequence[str], *, 
         )
 
 
-def _restore(
-    state: RunState, path: Path, stored: CheckpointState, force_context: bool, restarted: bool
-) -> str:
+def _restore(state: RunState, path: Path, stored: CheckpointState, force_context: bool, restarted: bool) -> str:
     """As ``RunState.restore``; a record that passes its checksums and is not one of a run is refused as a whole."""
     try:
         return state.restore(stored, force_context, restarted=restarted)

@@ -179,9 +179,7 @@ class RunSession:
     def require_open(self) -> None:
         """Raises ``ConfigError`` after ``close``: a process alone would continue with its own part of the work."""
         if self.is_closed:
-            raise ConfigError(
-                "The run was ended by run.close(). Call that last, or begin another: lockstep.init(...)."
-            )
+            raise ConfigError("The run was ended by run.close(). Call that last, or begin another: lockstep.init(...).")
 
     def close(self) -> None:
         """Leaves the process group in agreement with the other ranks. Collective."""
@@ -218,11 +216,7 @@ def _explain(
     """Prints an uncaught error; of a lost connection a line, since without a supervisor all ranks share a terminal."""
     if about := about_own_backward(error, None):
         error.add_note(about)
-    if (
-        isinstance(error, RuntimeError)
-        and not isinstance(error, LockstepError)
-        and LOST_PEER.is_in(str(error))
-    ):
+    if isinstance(error, RuntimeError) and not isinstance(error, LockstepError) and LOST_PEER.is_in(str(error)):
         logger.error(_LOST_PEER, rank)
     else:
         former(kind, error, trace)

@@ -212,9 +212,7 @@ class RunState:
         beside = (*self.parts.schedulers, *self.parts.modules)
         parts = [part for each in beside for part in (each, *getattr(each, "_schedulers", ()))]
         held = [value for part in parts for value in getattr(part, "__dict__", {}).values()]
-        called = [
-            each for value in (*hooks, *held) for each in (value if isinstance(value, list) else [value])
-        ]
+        called = [each for value in (*hooks, *held) for each in (value if isinstance(value, list) else [value])]
         return [getattr(each, "func", each) for each in called if callable(each)]
 
     def _settings_now(self) -> set[float]:
@@ -248,9 +246,7 @@ class RunState:
                 "force_context=True (--force-context)."
             )
 
-    def capture(
-        self, fingerprint: str, *, keep: bool, rows: Mapping[str, Tensor] | None = None
-    ) -> CheckpointState:
+    def capture(self, fingerprint: str, *, keep: bool, rows: Mapping[str, Tensor] | None = None) -> CheckpointState:
         """The state as it stands; shares memory with the run where it is not gathered. Collective.
 
         Args:
@@ -321,9 +317,7 @@ class RunState:
         first = further_names(held)
         return {(name, first.get(name), each.shape, each.dtype) for name, each in held.items()}
 
-    def _capture_gradients(
-        self, state: CheckpointState, keep: bool, rows: Mapping[str, Tensor] | None
-    ) -> None:
+    def _capture_gradients(self, state: CheckpointState, keep: bool, rows: Mapping[str, Tensor] | None) -> None:
         """Adds the gradients that the loop has not cleared, and which of them are zeros. Collective; see ``capture``.
 
         They are added to by the next backward pass.
@@ -452,9 +446,7 @@ class RunState:
                 parameter.has_gradient = True  # in another process; one with rows here shows theirs
             elif type(parameter) is nn.Parameter:
                 whole = kept.get(name)
-                parameter.grad = (
-                    torch.zeros_like(parameter) if whole is None else whole.to(parameter.device, copy=True)
-                )
+                parameter.grad = torch.zeros_like(parameter) if whole is None else whole.to(parameter.device, copy=True)
 
     def _without_tensors(self, fingerprint: str) -> CheckpointState:
         if not isinstance(self.extra, dict):
@@ -505,9 +497,7 @@ class RunState:
                     f"The checkpoint's optimizer state {key!r} has the shape {list(tensor.shape)} and its parameter "
                     f"{list(parameter.shape)}. Use another checkpoint."
                 )
-            part = (
-                self.strategy.local_shard(name, tensor) if fits and not self.strategy.replicated else tensor
-            )
+            part = self.strategy.local_shard(name, tensor) if fits and not self.strategy.replicated else tensor
             if part is not None:
                 held[key] = part
         if not self.strategy.replicated:
@@ -527,8 +517,7 @@ class RunState:
         others = [
             f"{key}: {short_text(stored[key])} in the checkpoint's run, {short_text(here)} here"
             for key, here in changed.items()
-            if not key.startswith("_")
-            or owners[key] not in explained  # a private one follows from the others
+            if not key.startswith("_") or owners[key] not in explained  # a private one follows from the others
         ]
         if not others:
             return

@@ -242,9 +242,7 @@ def wide(value: Tensor) -> Tensor:
         ConfigError: the numbers are complex.
     """
     if value.is_complex():
-        raise ConfigError(
-            "A loss or metric function returned a complex number. Return a real one, such as its abs()."
-        )
+        raise ConfigError("A loss or metric function returned a complex number. Return a real one, such as its abs().")
     return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
 
 
@@ -285,9 +283,7 @@ class ForwardPass:
         self.other_mean = ""
         """The warning of ``tell_other_mean``, once this process or another has given it."""
 
-    def tell_other_mean(
-        self, function: Any, value: Any, output: Any, target: Any, micro_batch: MicroBatch
-    ) -> None:
+    def tell_other_mean(self, function: Any, value: Any, output: Any, target: Any, micro_batch: MicroBatch) -> None:
         """Warns once of a mean over fewer values than samples were read, in whichever step that happens first.
 
         A collate function may leave samples out, and torch's ``cross_entropy`` leaves out targets of -100.

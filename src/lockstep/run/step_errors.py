@@ -197,18 +197,14 @@ def no_value(value: Any) -> ConfigError:
             "It returned a dict without 'loss'. Give this name to the entry that is trained, or return it alone. If "
             f"f is that function: run.backward(batch, lambda output, target: f(output, target)[{first}])."
         )
-    return ConfigError(
-        f"A loss or metric function should return a tensor or the pair (sum, weight). {remedy}"
-    )
+    return ConfigError(f"A loss or metric function should return a tensor or the pair (sum, weight). {remedy}")
 
 
 def other_on_ranks(
     everyone: Sequence[Mapping[str, str]], remedy: str, *, what: str = "The loss of one micro-batch"
 ) -> ConfigError:
     """The error of a loss that depends on the process. ``everyone``: by rank, what the loss and the model use."""
-    names = [
-        name for name, text in everyone[0].items() if any(each.get(name, text) != text for each in everyone)
-    ]
+    names = [name for name, text in everyone[0].items() if any(each.get(name, text) != text for each in everyone)]
     cause = ", so the forward pass or the loss depends on the process: its rank, environment, id or machine"
     if names:
         cause = f": {shorten(names, 3)} {'is' if len(names) == 1 else 'are'} not the same on all of them"
@@ -252,9 +248,7 @@ def _wrong_classes(output: Any, target: Any) -> str:
     classes, given = output.shape[1], shown(target)
     whole = not target.is_floating_point()
     if not output.is_floating_point() and target.is_floating_point():
-        return (
-            f"Output ({shown(output)}) and target ({given}) seem to be swapped: it is loss(output, target)."
-        )
+        return f"Output ({shown(output)}) and target ({given}) seem to be swapped: it is loss(output, target)."
     if target.dim() == output.dim() - 1:
         if not whole or target.dtype not in (torch.int64, torch.uint8):
             return f"The target is {given}, and class numbers have to be int64: target.long(), best in the data set."

@@ -106,9 +106,7 @@ class SurrogateCompute(StepCompute):
         return product - product.detach() + total, torch.full((), weight, device=product.device)
 
 
-def surrogate(
-    compute: StepCompute, batch: Batch, strategy: Strategy, *, looks: bool = False
-) -> SurrogateCompute:
+def surrogate(compute: StepCompute, batch: Batch, strategy: Strategy, *, looks: bool = False) -> SurrogateCompute:
     """Runs the model on this process's micro-batches without gradients, and the loss on all outputs. Collective.
 
     If it ``looks``, a loss that returns a pair is called for half of the batch as well.
@@ -226,9 +224,7 @@ def _gathered(
     """Each tensor of the outputs of all processes, with the rows of all samples in order; the same on every process."""
     numbers = [torch.Size(shape).numel() for _, _, shape in form]
     widths = [count * (sizes[0] if has_rows else 1) for count, (_, has_rows, _) in zip(numbers, form)]
-    rows = torch.zeros(
-        strategy.share.longest(plan.leaves), sum(widths), dtype=torch.float64, device=strategy.device
-    )
+    rows = torch.zeros(strategy.share.longest(plan.leaves), sum(widths), dtype=torch.float64, device=strategy.device)
     for row, output in zip(rows, outputs):
         for place, tensor in zip(torch.split(row, widths), output.tensors):
             place[: tensor.numel()] = tensor.detach().reshape(-1)

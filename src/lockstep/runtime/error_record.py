@@ -116,9 +116,7 @@ def about_own_backward(error: BaseException, beat: Beat | None) -> str:
         is_in_loop = not any(frame.filename.startswith(PACKAGE) for frame in frames)
     else:
         is_in_loop = beat.phase == "update"
-    is_of_autograd = (
-        bool(frames) and kind_of_frame(frames[-1].filename, frames[-1].name) is FrameKind.AUTOGRAD
-    )
+    is_of_autograd = bool(frames) and kind_of_frame(frames[-1].filename, frames[-1].name) is FrameKind.AUTOGRAD
     is_known = is_of_autograd or NO_SCALE.is_in(str(error))
     if not (is_in_loop and is_known) or isinstance(error, LockstepError):
         return ""
@@ -138,9 +136,7 @@ class _UsersStack(traceback.StackSummary):
         self._rows: dict[int, int] = {}
         """The length of each row by its first frame, and 0 for its other frames."""
         row: list[traceback.FrameSummary] = []
-        called: list[
-            traceback.FrameSummary
-        ] = []  # of Python and packages, part of the row if they call Lockstep again
+        called: list[traceback.FrameSummary] = []  # of Python and packages, part of the row if they call Lockstep again
         for frame in self:
             if frame.filename.startswith(PACKAGE):
                 row += [*called, frame]

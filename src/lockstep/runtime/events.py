@@ -260,15 +260,11 @@ class StepEvents:
 
 class _NoEvents(StepEvents):
     def add(self, callback: Callback) -> CallbackHandle:
-        raise ConfigError(
-            "Cannot add a callback to an object that belongs to no run. Use run.add_callback(callback)."
-        )
+        raise ConfigError("Cannot add a callback to an object that belongs to no run. Use run.add_callback(callback).")
 
 
 @contextmanager
-def observe_new_runs(
-    callback: Callback, *, options: Callable[[_Options], _Options] | None = None
-) -> Iterator[None]:
+def observe_new_runs(callback: Callback, *, options: Callable[[_Options], _Options] | None = None) -> Iterator[None]:
     """Adds a callback to every run that is created inside the block, before the run does anything else.
 
     ``options`` changes the ``RunOptions`` of these runs.

@@ -256,9 +256,7 @@ class Heartbeat:
         self._step = -1
         self._length = self._size = -1
         self._meter = StepTimer()
-        self._packed = memoryview(bytearray(SIZE) if beat is None else beat).cast("q")[
-            PACKED_PHASE : PACKED_PHASE + 1
-        ]
+        self._packed = memoryview(bytearray(SIZE) if beat is None else beat).cast("q")[PACKED_PHASE : PACKED_PHASE + 1]
         self._base = 0
         self._epoch = self._entered = -1
         self.note_thread()

@@ -102,9 +102,7 @@ def _belonging(run_directory: str, session: int) -> Iterator[ProcessHandle]:
 
 def tie_to_launcher(world: World) -> None:
     """Ties a rank to the torchrun or mpirun that started it; other launchers kill their ranks themselves."""
-    if world.launcher == "torchrun" or (
-        world.launcher == "mpi" and world.local_world_size < _MPI_FORKS_IN_THREADS
-    ):
+    if world.launcher == "torchrun" or (world.launcher == "mpi" and world.local_world_size < _MPI_FORKS_IN_THREADS):
         arm(os.getppid())
 
 

@@ -116,9 +116,7 @@ FRAMES = (
     TorchFrame(FrameKind.AUTOGRAD, "torch/autograd/graph.py"),
     TorchFrame(FrameKind.AUTOGRAD, "torch/autograd/__init__.py"),
     TorchFrame(FrameKind.AUTOGRAD, "torch/nn/parallel/"),
-    TorchFrame(
-        Mark.WAITS_FOR_WORKER, "torch/utils/data/dataloader.py", ("_next_data", "_get_data", "_try_get_data")
-    ),
+    TorchFrame(Mark.WAITS_FOR_WORKER, "torch/utils/data/dataloader.py", ("_next_data", "_get_data", "_try_get_data")),
     TorchFrame(Mark.READS_SAMPLES, "torch/utils/data/_utils/fetch.py", ("fetch",)),
 )
 

@@ -122,9 +122,7 @@ class Round:
     @classmethod
     def read(cls, folder: Path, ranks: int) -> Round:
         """Reads the files of all ranks."""
-        found: list[dict[str, Any]] = [
-            json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)
-        ]
+        found: list[dict[str, Any]] = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
         first = found[0]
         steps = max(1, len(first["steps"]))
         return cls(

@@ -108,9 +108,7 @@ def ring_seconds(size: float, ranks: int, by: Interconnect) -> float:
     return within + 2 * (hosts - 1) * (by.between.latency + size / (hosts * by.between.rate))
 
 
-def ordered_seconds(
-    size: float, ranks: int, by: Interconnect, nodes: tuple[int, int], adding: float
-) -> float:
+def ordered_seconds(size: float, ranks: int, by: Interconnect, nodes: tuple[int, int], adding: float) -> float:
     """An ordered all-reduce of ``size`` bytes.
 
     ``nodes`` are those of ``tree_nodes``, ``adding`` the bytes that a device adds to others in a second.
@@ -230,9 +228,7 @@ def predict(one: OneDevice, devices: int, by: Interconnect, adding: float) -> Pr
     nodes = tree_nodes(k, devices)
     size = one.gradient_bytes * _BYTES_OF_FP32[one.reduce]
     buckets = [
-        ring_seconds(each, devices, by)
-        if one.reduce == "ring"
-        else ordered_seconds(each, devices, by, nodes, adding)
+        ring_seconds(each, devices, by) if one.reduce == "ring" else ordered_seconds(each, devices, by, nodes, adding)
         for each in bucket_sizes(round(size))
     ]
     return _prediction(one, devices, by.name, k, exposed_seconds(buckets, one.backward))
@@ -256,9 +252,7 @@ def require_formula(reduce: str) -> None:
         )
 
 
-def _prediction(
-    one: OneDevice, devices: int, name: str, k: int, exchange: float, busy: float = 1.0
-) -> Prediction:
+def _prediction(one: OneDevice, devices: int, name: str, k: int, exchange: float, busy: float = 1.0) -> Prediction:
     rounds = -(-k // devices)
     scale = k / one.micro_batches
     step = busy * (rounds * one.micro_batch + one.rest) + one.data * scale / devices + exchange
@@ -346,8 +340,7 @@ def forecast(
         for row in compared
     ]
     checked = (
-        CheckedPrediction(row.label, row.devices, each.epoch, row.epoch.median)
-        for row, each in zip(compared, here)
+        CheckedPrediction(row.label, row.devices, each.epoch, row.epoch.median) for row, each in zip(compared, here)
     )
     worlds = (predict(one, devices, link, adding) for link in links for devices in WORLDS)
     return Forecast(one, adding, messages, tuple(checked), tuple(worlds))

@@ -297,11 +297,7 @@ def page(report: ScaleReport) -> str:
         f'<figure class="scroll">{svg(chart(ran, "Seconds per epoch over devices"))}</figure>',
         "<h2>Layouts</h2>",
         table(layout_table(report.rows)),
-        *(
-            f"<p>{escape(f'{row.label} did not run: {row.refused}')}</p>"
-            for row in report.rows
-            if row.refused
-        ),
+        *(f"<p>{escape(f'{row.label} did not run: {row.refused}')}</p>" for row in report.rows if row.refused),
         "<h2>Where a step goes</h2>",
         _steps(ran),
         "<h2>The same in milliseconds</h2>",

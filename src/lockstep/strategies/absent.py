@@ -245,9 +245,7 @@ class AbsentParameter(AbsentTensor, nn.Parameter):
             return AbsentGradient(self) if has_one else None
         if asked in ("set grad", "delete grad") and (len(args) < 2 or args[1] is None):
             # Of the run's own change nothing is noted, so that the host need not wait for the flag.
-            if not self.absence.is_set_by_run and (
-                self.has_gradient if rows is None else rows.grad is not None
-            ):
+            if not self.absence.is_set_by_run and (self.has_gradient if rows is None else rows.grad is not None):
                 self.absence.note_change(gradient_of(self.parameter_name))
             self.has_gradient = False
             if rows is not None:

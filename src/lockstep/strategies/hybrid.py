@@ -130,9 +130,7 @@ class ShardedPipeline(Pipeline):
         rows = [self._specs[name].shape[0] for name in self._trainable]
         return dict(zip(self._trainable, squares_of_rows(gradients, rows, self.device, self._line)))
 
-    def _make_sums(
-        self, stage: Stage, local: int, held: Mapping[str, nn.Parameter] | None = None
-    ) -> StepSums:
+    def _make_sums(self, stage: Stage, local: int, held: Mapping[str, nn.Parameter] | None = None) -> StepSums:
         absence = Absence(self.name, "no process holds it whole")
         self.absences.append(absence)
         ranks, rank = self._between_holders.ranks, self._between_holders.rank

@@ -70,9 +70,7 @@ class ModelParallel(Replicated):
             if called:  # only functions compute where their input is
                 called[0].register_forward_pre_hook(partial(_move_inputs, device), with_kwargs=True)
         model.register_forward_hook(partial(_move_output, self.device))
-        begins = ", ".join(
-            f"{part[0].name or 'model'} on {device}" for part, device in zip(parts, self.devices)
-        )
+        begins = ", ".join(f"{part[0].name or 'model'} on {device}" for part, device in zip(parts, self.devices))
         logger.info("Layers begin with: %s.", begins)
         return super().setup_model(model)
 

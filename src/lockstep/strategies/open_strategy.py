@@ -180,9 +180,7 @@ def _open_tensor(options: RunOptions, groups: Groups, device: torch.device) -> S
     return TensorParallel(device, options.micro_batches, groups, between, options.tensor, reducer)
 
 
-def _open_exchange(
-    options: RunOptions, group: torch.distributed.ProcessGroup, device: torch.device
-) -> RankExchange:
+def _open_exchange(options: RunOptions, group: torch.distributed.ProcessGroup, device: torch.device) -> RankExchange:
     return open_exchange(group, device, options.timeout, options.shared_memory)
 
 

@@ -83,9 +83,7 @@ def try_optimizer(
     """
     inner = next((each for each in vars(optimizer).values() if isinstance(each, Optimizer)), None)
     if inner is not None:  # as Lookahead does
-        return Trial(
-            Unit.MODEL, f"wraps another one ({type(inner).__name__}), whose parameters are the whole ones"
-        )
+        return Trial(Unit.MODEL, f"wraps another one ({type(inner).__name__}), whose parameters are the whole ones")
     given = members if members is not None else [group["params"] for group in optimizer.param_groups]
     groups = [list(_examples(parameters, device)) for parameters in given]
     with _own_randomness() as draws:
@@ -141,9 +139,7 @@ def refused_optimizer(optimizer: Optimizer, trial: Trial, strategy: str) -> Conf
     )
 
 
-def _in_parts(
-    optimizer: Optimizer, groups: Sequence[Sequence[_Example]], whole: _Copy, ranks: int, dim: int
-) -> Trial:
+def _in_parts(optimizer: Optimizer, groups: Sequence[Sequence[_Example]], whole: _Copy, ranks: int, dim: int) -> Trial:
     """The outcome of the same steps on parts along a dimension, as ``ranks`` processes have them."""
     cut = [[each.cut(ranks, rank, dim) for each in members for rank in range(ranks)] for members in groups]
     parts = _Copy(optimizer, cut)  # all in one copy: that it steps each parameter alone is known by now
@@ -246,9 +242,7 @@ class _Copy:
                 if name not in ("param_groups", "state", "step"):  # a scheduler wraps the step of the object
                     is_hooks = name.endswith("_hooks")
                     vars(made)[name] = OrderedDict() if is_hooks else copy.deepcopy(value, memo)
-            made.param_groups = [
-                _group(group, members) for group, members in zip(optimizer.param_groups, self._groups)
-            ]
+            made.param_groups = [_group(group, members) for group, members in zip(optimizer.param_groups, self._groups)]
             made.state = defaultdict(dict)
             made.state.update({k: copy.deepcopy(v) for k, v in optimizer.state.items() if isinstance(k, str)})
             for each, parameter in (pair for members in self._groups for pair in members):
@@ -282,18 +276,14 @@ class _Copy:
 
 
 def _group(group: Mapping[str, Any], members: Sequence[tuple[_Example, nn.Parameter]]) -> dict[str, Any]:
-    values = {
-        key: copy.deepcopy(value) for key, value in group.items() if key not in ("params", "param_names")
-    }
+    values = {key: copy.deepcopy(value) for key, value in group.items() if key not in ("params", "param_names")}
     if isinstance(rate := values.get("lr"), float | int | Tensor):
         values["lr"] = rate.clamp(min=_RATE) if isinstance(rate, Tensor) else max(rate, _RATE)
     names = {"param_names": [str(number) for number in range(len(members))]} if "param_names" in group else {}
     return {"params": [own for _, own in members], **values, **names}
 
 
-def _agree(
-    parts: Sequence[Sequence[Tensor]], whole: Sequence[Tensor], dim: int = 0, *, nearly: bool = False
-) -> bool:
+def _agree(parts: Sequence[Sequence[Tensor]], whole: Sequence[Tensor], dim: int = 0, *, nearly: bool = False) -> bool:
     """Returns whether parameters and state in parts have the bits of the whole, or nearly their values."""
     if any(len(part) != len(whole) for part in parts):
         return False

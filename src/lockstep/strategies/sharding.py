@@ -250,9 +250,7 @@ class GatheredParameter:
 class GatheredBlock:
     """The parameters that are gathered together."""
 
-    def __init__(
-        self, parameters: Sequence[GatheredParameter], exchange: RankExchange, device: torch.device
-    ) -> None:
+    def __init__(self, parameters: Sequence[GatheredParameter], exchange: RankExchange, device: torch.device) -> None:
         self.parameters = parameters
         self._exchange, self._device = exchange, device
         self._all = by_dtype(parameters)

@@ -398,9 +398,7 @@ class IndependentStrategy(Strategy):
         """Brings all processes to the same values, and shares samples out over those that are left. Collective."""
 
 
-def called_by_some(
-    strategy: str, calls: Sequence[bool], went: str = "the next collective call"
-) -> ConfigError:
+def called_by_some(strategy: str, calls: Sequence[bool], went: str = "the next collective call") -> ConfigError:
     """The refusal where some ranks call the model outside of a step, and others do not.
 
     Args:

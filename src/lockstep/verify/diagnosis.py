@@ -28,9 +28,7 @@ class Cause(Enum):
     OPTIMIZER = "another optimizer, implementation or hyperparameter"
     LEARNING_RATE = "the learning rate is multiplied by the number of ranks"
     DATA_ORDER = "other samples in a step: the order of the data depends on the layout"
-    AUGMENTATION = (
-        "the same samples were prepared differently: augmentation or input randomness depends on the layout"
-    )
+    AUGMENTATION = "the same samples were prepared differently: augmentation or input randomness depends on the layout"
     SAME_DRAWS = "every rank draws the same random numbers to prepare its samples"
     TARGETS = "samples have other targets"
     MODEL_RANDOMNESS = "the model drew other random numbers, in dropout for example"
@@ -39,9 +37,7 @@ class Cause(Enum):
     MODE = "modules are in another mode, train() or eval()"
     HIDDEN_STATE = "the model keeps state of its own, which depends on how often a rank calls it"
     LOSS_STATE = "the loss keeps state of its own, which depends on what a rank has computed"
-    CLASS_WEIGHTS = (
-        "the loss has other class weights, as where every rank counts the classes of its own share"
-    )
+    CLASS_WEIGHTS = "the loss has other class weights, as where every rank counts the classes of its own share"
     FORWARD = "the forward pass or the loss depends on the layout"
     OUTPUT = "the output of the model differs for the same input"
     LOSS = "the loss differs for the same output of the model"
@@ -49,9 +45,7 @@ class Cause(Enum):
     GRADIENT_SCALE = "gradients are scaled differently: divided or summed once too often"
     LEFT_OUT = "some parameters are left out of the reduction"
     REDUCED_TWICE = "some parameters are summed over the ranks twice"
-    REDUCED_AGAIN = (
-        "gradients are summed over the ranks after each micro-batch, and those of earlier ones again"
-    )
+    REDUCED_AGAIN = "gradients are summed over the ranks after each micro-batch, and those of earlier ones again"
     COMPRESSED = "gradients are rounded to a coarser type for the reduction"
     CARRIED = "gradients of the step before are still in them: they were not set to zero"
     OVERFLOW = "a gradient that is not finite was treated on its rank alone"
@@ -184,9 +178,7 @@ def _context(reference: Trace, other: Trace) -> Diagnosis | None:
     return None
 
 
-def _step(
-    mine: StepTrace, theirs: StepTrace, reference: Trace, other: Trace, repeats: bool | None
-) -> Diagnosis | None:
+def _step(mine: StepTrace, theirs: StepTrace, reference: Trace, other: Trace, repeats: bool | None) -> Diagnosis | None:
     step = mine.step
     if setting := _first_difference(mine.settings, theirs.settings):
         detail = f"{mine.settings.get(setting)} and {theirs.settings.get(setting)}"

@@ -80,9 +80,7 @@ def layouts(
             if strategy == "parameter_server":
                 found.append(Layout(strategy, count, mode="asynchronous"))
         if count >= 4 and count % 2 == 0 and (not strategies or "hybrid" in strategies):
-            found += [
-                Layout("hybrid", count, f"{first}=2,{second}={count // 2}") for first, second in HYBRIDS
-            ]
+            found += [Layout("hybrid", count, f"{first}=2,{second}={count // 2}") for first, second in HYBRIDS]
     return found
 
 

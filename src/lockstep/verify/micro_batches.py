@@ -81,8 +81,7 @@ def _difference(one: Pass, other: Pass) -> Difference:
     if mine.keys() != theirs.keys():
         return Difference(math.inf, math.inf)
     first, second = (
-        np.concatenate([np.zeros(1), *(held[name].ravel() for name in sorted(held))])
-        for held in (mine, theirs)
+        np.concatenate([np.zeros(1), *(held[name].ravel() for name in sorted(held))]) for held in (mine, theirs)
     )
     size, product = float(first @ first), float(first @ second)
     factor = product / size if size else 1.0
@@ -121,9 +120,7 @@ def compared(steps: Sequence[FirstStep], again: Callable[[int, str], FirstStep])
     return [_found(reference, each, again) for each in steps]
 
 
-def _found(
-    reference: FirstStep | None, step: FirstStep, again: Callable[[int, str], FirstStep]
-) -> StepComparison:
+def _found(reference: FirstStep | None, step: FirstStep, again: Callable[[int, str], FirstStep]) -> StepComparison:
     if step.refused:
         return StepComparison(step, cause="refused", text=step.refused)
     if reference is None or reference is step:
@@ -139,9 +136,7 @@ def _found(
     if reference.batch_norm and without(WITHOUT_BATCH_NORM) <= tolerance:
         return StepComparison(step, gap, "batch_norm", _BATCH_NORM)
     if deviations := reference.deviations or step.deviations:
-        return StepComparison(
-            step, gap, "loss", " ".join(f"The loss {name} {why}" for name, why in deviations.items())
-        )
+        return StepComparison(step, gap, "loss", " ".join(f"The loss {name} {why}" for name, why in deviations.items()))
     if without(EVALUATING) <= tolerance:
         return StepComparison(step, gap, "random", _RANDOM)
     if reference.shapes != step.shapes:

@@ -513,9 +513,7 @@ class _FirstStepWatch(Callback):
         """Switches off what the variant does without, and notes how the batch is cut."""
         self._switch_off()
         self.found.samples = len(batch.plan.indices[0])
-        shapes = {
-            str(tuple(tensor.shape[1:])) for part in batch.micro_batches for tensor in tensors_in(part.data)
-        }
+        shapes = {str(tuple(tensor.shape[1:])) for part in batch.micro_batches for tensor in tensors_in(part.data)}
         self.found.shapes = sorted(shapes)
 
     def on_backward_begin(self, batch: Batch, scale: float) -> None:

@@ -127,9 +127,7 @@ def table(comparisons: Sequence[Comparison]) -> str:
     lines = [*aligned([_HEAD, *map(_row, comparisons)]), ""]
     reference, *others = comparisons
     ran = [each for each in others if not each.trace.refused or each.trace.in_training]
-    lines += [
-        f"{each.trace.label} differs since {each.diagnosis.text}." for each in comparisons if each.diagnosis
-    ]
+    lines += [f"{each.trace.label} differs since {each.diagnosis.text}." for each in comparisons if each.diagnosis]
     lines += [_beyond_bound(each) for each in comparisons if each.sensitivity is not None]
     lines += [
         f"{each.trace.label}{': refused while it trained' if each.trace.in_training else ' did not run'}: "
@@ -146,9 +144,7 @@ def table(comparisons: Sequence[Comparison]) -> str:
     if reference.trace.refused:
         return "\n".join([*lines, "No layout was compared."])
     if further := reference.trace.further_runs:
-        lines.append(
-            f"The script begins {1 + further} runs with lockstep.init; the first alone was compared."
-        )
+        lines.append(f"The script begins {1 + further} runs with lockstep.init; the first alone was compared.")
     steps, last = len(reference.trace.steps), float.fromhex(reference.trace.steps[-1].loss)
     if not ran:
         return "\n".join([*lines, f"No other layout was compared. The loss of the last step is {last:.6g}."])
@@ -194,9 +190,7 @@ def _cause(each: Comparison) -> str:
 def _beyond_bound(each: Comparison) -> str:
     explained = "rounding alone does not explain it."
     if each.reached == "~":
-        explained = (
-            "this model enlarges rounding that much. Compare fewer steps to see the layout within the bound."
-        )
+        explained = "this model enlarges rounding that much. Compare fewer steps to see the layout within the bound."
     return (
         f"{each.trace.label} differs by {each.difference:.1e}, more than the bound of level B, {BOUND:g}. One device "
         "whose inputs and layers change by one unit in the last place differs by up to "

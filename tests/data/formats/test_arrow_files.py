@@ -53,9 +53,7 @@ def test_rows_of_several_files_are_read_by_number(tmp_path, suffix):
     assert torch.equal(inputs, torch.tensor([[n, n + 0.5] for n in (31, 0, 26, 4, 13, 24)]))
     assert labels.tolist() == [3, 0, 2, 0, 1, 0]
     assert (
-        len(rows) == 32
-        and rows.sample_path(26) == f"b{suffix}, row 1"
-        and rows.sample_path(24) == f"a{suffix}, row 24"
+        len(rows) == 32 and rows.sample_path(26) == f"b{suffix}, row 1" and rows.sample_path(24) == f"a{suffix}, row 24"
     )
     with pytest.raises(IndexError):
         rows[32]
@@ -92,9 +90,7 @@ def test_an_empty_cell_is_named(tmp_path):
     path = write(tmp_path / "a.arrow", content)
     reader = SampleReader(ArrowFiles(path, "x", "label"), seed=0)
     for index, why in ((1, "the cell is empty"), (2, "contains a null")):
-        with pytest.raises(
-            DataError, match=rf"Sample {index} \(a\.arrow, row {index}\) cannot be read: .*{why}"
-        ):
+        with pytest.raises(DataError, match=rf"Sample {index} \(a\.arrow, row {index}\) cannot be read: .*{why}"):
             reader.read(0, np.array([index]))
     with pytest.raises(DataError, match="has empty cells"):
         ArrowFiles(path, "x", "label", classes=2)
@@ -127,9 +123,7 @@ def test_one_sentence_where_pyarrow_is_missing(tmp_path, monkeypatch):
 
 def test_an_integer_that_int64_cannot_hold_is_refused(tmp_path):
     """It became negative, and a list with one floats of seven digits, in silence."""
-    content = pa.table(
-        {"x": pa.array([[1, 2], [1 << 63, 2], [1 << 63]], pa.list_(pa.uint64())), "label": [0, 1, 1]}
-    )
+    content = pa.table({"x": pa.array([[1, 2], [1 << 63, 2], [1 << 63]], pa.list_(pa.uint64())), "label": [0, 1, 1]})
     reader = SampleReader(ArrowFiles(write(tmp_path / "a.arrow", content), "x", "label"), seed=0)
     assert reader.read(0, np.array([0]))[0].tolist() == [[1, 2]]
     for index in (1, 2):

@@ -94,9 +94,7 @@ def test_a_shape_that_lies_about_the_bytes_is_refused():
         load_arrays(lie, "file")
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"no pickle", pickle.dumps({"data": IMAGES}, 2)[:-20], pickle.dumps([1])]
-)
+@pytest.mark.parametrize("content", [b"", b"no pickle", pickle.dumps({"data": IMAGES}, 2)[:-20], pickle.dumps([1])])
 def test_anything_else_is_refused(content):
     with pytest.raises(DataError, match="file "):
         load_arrays(content, "file")

@@ -74,9 +74,7 @@ def test_what_is_wrong_is_named_with_its_line(tmp_path, text, message):
 def test_names_that_are_numbers_are_not_mixed_with_the_numbers_of_classes(tmp_path):
     """Of the labels 0, 1 and 2 with the classes "1", "2" and "3", the 1 was taken for the first class, as the 0 was."""
     text = "a,kind\n5,0\n6,1\n7,2\n"
-    with pytest.raises(
-        DataError, match=r"line 3 by the name .* in line 2 by its number, and class 0 has the name '1'"
-    ):
+    with pytest.raises(DataError, match=r"line 3 by the name .* in line 2 by its number, and class 0 has the name '1'"):
         table(tmp_path, text, classes=["1", "2", "3"])
     assert table(tmp_path, text.replace("0", "3"), classes=["1", "2", "3"]).targets.tolist() == [2, 0, 1]
     assert table(tmp_path, text.replace("1", "1.0"), classes=3).targets.tolist() == [0, 1, 2]

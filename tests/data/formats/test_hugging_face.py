@@ -44,9 +44,9 @@ def test_a_set_of_the_script_and_one_on_the_disk_are_the_same(tmp_path):
 
 
 def test_pictures_reach_our_transforms_undecoded_and_others_as_pictures():
-    pictures, labels = SampleReader(
-        HuggingFace(rows(), "photo", "label", transform=CenterCrop(8)), seed=0
-    ).read(0, np.array([9, 2]))
+    pictures, labels = SampleReader(HuggingFace(rows(), "photo", "label", transform=CenterCrop(8)), seed=0).read(
+        0, np.array([9, 2])
+    )
     assert pictures[:, :, 4, 4].tolist() == [[9, 18, 27], [2, 4, 6]] and labels.tolist() == [0, 2]
     assert HuggingFace(rows(), "photo", "label", transform=lambda picture: picture.size)[0] == ((10, 12), 0)
 
@@ -59,9 +59,7 @@ def test_a_set_goes_to_a_run_as_it_is():
 
 def test_a_transform_of_the_set_is_not_left_out_in_silence():
     given = rows().with_transform(lambda batch: {**batch, "x": [[0.0] for _ in batch["x"]]})
-    with pytest.raises(
-        ConfigError, match=r"a transform of its own .* Give the function of the input as transform="
-    ):
+    with pytest.raises(ConfigError, match=r"a transform of its own .* Give the function of the input as transform="):
         HuggingFace(given, "x", "label")
 
 
@@ -84,7 +82,5 @@ def test_what_does_not_fit_is_named(tmp_path):
 
 def test_one_sentence_where_datasets_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(
-        ConfigError, match=r"HuggingFace needs datasets, .* Install it: pip install datasets\."
-    ):
+    with pytest.raises(ConfigError, match=r"HuggingFace needs datasets, .* Install it: pip install datasets\."):
         HuggingFace(torch.zeros(3), "x", "label")

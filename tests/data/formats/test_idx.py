@@ -31,17 +31,13 @@ def test_images_and_labels_are_read_plain_and_compressed(tmp_path, end, dot):
     write(tmp_path, end=end, dot=dot)
     write(tmp_path, end=end, dot=dot, prefix="t10k", labels=idx(LABELS[::-1].copy()))
     train, validation = IDX(tmp_path), IDX(tmp_path, "validation")
-    assert (
-        torch.equal(train.images[:, 0], torch.from_numpy(IMAGES)) and train.labels.tolist() == LABELS.tolist()
-    )
+    assert torch.equal(train.images[:, 0], torch.from_numpy(IMAGES)) and train.labels.tolist() == LABELS.tolist()
     assert validation.labels.tolist() == LABELS[::-1].tolist()
     assert train[3][0].dtype == torch.uint8 and train[3][0].shape == (1, 6, 5)
     assert torch.allclose(train.device_transform(train.images), train.images / 255)
 
 
-@pytest.mark.parametrize(
-    ("code", "dtype"), [(0x09, ">i1"), (0x0B, ">i2"), (0x0C, ">i4"), (0x0D, ">f4"), (0x0E, ">f8")]
-)
+@pytest.mark.parametrize(("code", "dtype"), [(0x09, ">i1"), (0x0B, ">i2"), (0x0C, ">i4"), (0x0D, ">f4"), (0x0E, ">f8")])
 def test_every_type_of_number_is_read(tmp_path, code, dtype):
     array = np.arange(-3, 9).reshape(3, 4).astype(dtype)
     (tmp_path / "numbers").write_bytes(idx(array, code))

@@ -28,9 +28,7 @@ def test_rows_are_read_from_each_kind_of_file(tmp_path):
         NumpyArrays(tmp_path / "small.npz", "kinds", input_name="photos"),
     ]
     for dataset in sets:
-        inputs, targets = SampleReader(pickle.loads(pickle.dumps(dataset)), seed=0).read(
-            0, np.array([5, 0, 11])
-        )
+        inputs, targets = SampleReader(pickle.loads(pickle.dumps(dataset)), seed=0).read(0, np.array([5, 0, 11]))
         assert torch.equal(inputs, torch.from_numpy(INPUTS[[5, 0, 11]]))
         assert targets.dtype == torch.int64 and targets.tolist() == [2, 0, 2]
         assert torch.equal(dataset[4][0], torch.from_numpy(INPUTS[4])) and dataset[4][1].item() == 1

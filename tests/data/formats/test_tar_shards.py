@@ -84,9 +84,7 @@ def test_the_index_is_built_once_and_again_only_where_a_shard_has_changed(tmp_pa
     assert (tmp_path / INDEX_NAME).stat().st_mode & 0o777 == 0o644
     scanned = []
     members = tar_index_file._members
-    monkeypatch.setattr(
-        tar_index_file, "_members", lambda shard: scanned.append(shard.name) or members(shard)
-    )
+    monkeypatch.setattr(tar_index_file, "_members", lambda shard: scanned.append(shard.name) or members(shard))
     assert len(TarShards(tmp_path)) == 10 and scanned == []
     pack(tmp_path / "s-1.tar", sample(40))
     assert len(TarShards(tmp_path)) == 6 and scanned == ["s-0.tar", "s-1.tar"]
@@ -157,9 +155,7 @@ def test_samples_that_are_not_whole_are_named(tmp_path, members, message):
 def test_a_picture_that_cannot_be_decoded_is_named(tmp_path):
     pack(tmp_path / "a.tar", [*sample(0), ("train/x.png", b"no picture"), ("train/x.cls", b"1")])
     reader = SampleReader(TarShards(tmp_path, transform=CenterCrop(8)), seed=0)
-    with pytest.raises(
-        DataError, match=r"Sample 1 \(a\.tar, train/x\) cannot be read: UnidentifiedImageError"
-    ):
+    with pytest.raises(DataError, match=r"Sample 1 \(a\.tar, train/x\) cannot be read: UnidentifiedImageError"):
         reader.read(0, np.array([0, 1]))
 
 

@@ -3,9 +3,7 @@ import pytest
 from lockstep.data.images.decoding import reduced, reduction
 
 
-@pytest.mark.parametrize(
-    ("spare", "factor"), [(0, 1), (1, 1), (2, 2), (3, 2), (4, 4), (7, 4), (8, 8), (100, 8)]
-)
+@pytest.mark.parametrize(("spare", "factor"), [(0, 1), (1, 1), (2, 2), (3, 2), (4, 4), (7, 4), (8, 8), (100, 8)])
 def test_a_photo_is_reduced_by_the_largest_scale_that_leaves_enough(spare, factor):
     assert reduction(4000, 3000, spare) == factor
 

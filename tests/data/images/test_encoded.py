@@ -66,9 +66,7 @@ def write_hugging_face(folder, contents):
     datasets = pytest.importorskip("datasets")
     rows = [{"bytes": content, "path": None} for content in contents]
     features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
-    found = datasets.Dataset.from_dict(
-        {"image": rows, "label": [n % 2 for n in range(COUNT)]}, features=features
-    )
+    found = datasets.Dataset.from_dict({"image": rows, "label": [n % 2 for n in range(COUNT)]}, features=features)
     found.save_to_disk(str(folder))
     return lambda transform: HuggingFace(folder, "image", "label", transform=transform)
 
@@ -81,9 +79,7 @@ def pictures(dataset, workers=0):
     """All micro-batches of an epoch, the broken photo replaced."""
     plan = SamplePlan(samples=len(dataset), shape=BatchShape(global_batch=6, micro_batches=2))
     loader = StepLoader(SkipBroken(dataset, most=0.5), plan, seed=4, workers=workers)
-    found = [
-        tuple(map(torch.clone, part.data)) for batch in loader.batches(2) for part in batch.micro_batches
-    ]
+    found = [tuple(map(torch.clone, part.data)) for batch in loader.batches(2) for part in batch.micro_batches]
     loader.close()
     return found
 

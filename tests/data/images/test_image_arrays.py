@@ -60,31 +60,25 @@ def test_augmentation_does_not_depend_on_the_micro_batch(dtype):
 def test_a_transform_of_single_images_gets_pictures_and_equal_bits_from_workers(torchvision):
     from torchvision import transforms
 
-    dataset = arrays(
-        transform=transforms.Compose([transforms.RandomCrop(8, padding=2), transforms.ToTensor()])
-    )
+    dataset = arrays(transform=transforms.Compose([transforms.RandomCrop(8, padding=2), transforms.ToTensor()]))
     assert dataset.get_batch is None
     here, there = bits(dataset), bits(dataset, workers=2)
     assert all(torch.equal(here[index], there[index]) for index in here)
 
 
 def test_a_label_outside_the_classes_is_refused_on_opening():
-    with pytest.raises(
-        DataError, match=r"labels are 0 to 3; sample 2 has label 4\. 1 more labels are wrong too"
-    ):
+    with pytest.raises(DataError, match=r"labels are 0 to 3; sample 2 has label 4\. 1 more labels are wrong too"):
         ImageArrays(torch.zeros(4, 1, 2, 2), torch.tensor([0, 3, 4, -1]), classes="abcd", name="x")
 
 
 def test_normalisation_is_that_of_torchvision_up_to_rounding():
     images = arrays().images
     finish = Normalize((0.4, 0.5, 0.6), (0.2, 0.25, 0.3))
-    wanted = (images.double() / 255 - torch.tensor([0.4, 0.5, 0.6])[:, None, None]) / torch.tensor(
-        [0.2, 0.25, 0.3]
-    )[:, None, None]
+    wanted = (images.double() / 255 - torch.tensor([0.4, 0.5, 0.6])[:, None, None]) / torch.tensor([0.2, 0.25, 0.3])[
+        :, None, None
+    ]
     got = finish(images)
-    assert (
-        got.dtype == torch.float32 and got.is_contiguous() and torch.allclose(got.double(), wanted, atol=2e-6)
-    )
+    assert got.dtype == torch.float32 and got.is_contiguous() and torch.allclose(got.double(), wanted, atol=2e-6)
 
 
 @pytest.mark.parametrize(

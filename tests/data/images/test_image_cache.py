@@ -86,9 +86,7 @@ def test_large_photos_are_kept_at_every_scale_that_is_asked_for(photos, tmp_path
     dataset = ImageFolder(photos, transform=RandomResizedCrop(16)).use_cache(tmp_path)
     asked = []
     read = image_cache.read_photo
-    monkeypatch.setattr(
-        image_cache, "read_photo", lambda path, most: asked.append(Path(path).name) or read(path, most)
-    )
+    monkeypatch.setattr(image_cache, "read_photo", lambda path, most: asked.append(Path(path).name) or read(path, most))
     for epoch in range(3):
         pictures(dataset, epoch=epoch)
     assert set(asked) == {"broken.jpg"}
@@ -149,9 +147,7 @@ def test_a_changed_photo_makes_the_cache_anew_and_a_touched_one_does_not(photos,
 
     def open_again():
         told.clear()
-        return ImageFolder(photos, transform=Resize(24)).use_cache(
-            folder, tell=lambda done, _: told.append(done)
-        )
+        return ImageFolder(photos, transform=Resize(24)).use_cache(folder, tell=lambda done, _: told.append(done))
 
     open_again()
     os.utime(photos / "a" / "1.jpg", ns=(1, 1))
@@ -191,9 +187,7 @@ def test_a_kept_set_can_be_sent_to_another_process(photos, tmp_path):
 def test_a_disk_that_would_be_full_is_named_before_it_is(photos, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)._replace(total=10**6, free=60_000)
     monkeypatch.setattr(image_cache.shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(
-        ConfigError, match=r"15 decoded photos would take about .* MB free, of which .* are reserved"
-    ):
+    with pytest.raises(ConfigError, match=r"15 decoded photos would take about .* MB free, of which .* are reserved"):
         ImageFolder(photos).use_cache(tmp_path / "kept")
     assert files(tmp_path / "kept") == []
 

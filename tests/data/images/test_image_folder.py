@@ -26,9 +26,7 @@ def flowers(tmp_path):
 
 
 def real_photos():
-    data = (
-        Path(os.environ.get("LOCKSTEP_DATA", Path(__file__).parents[3] / "shared" / "data")) / "flower_photos"
-    )
+    data = Path(os.environ.get("LOCKSTEP_DATA", Path(__file__).parents[3] / "shared" / "data")) / "flower_photos"
     if not data.is_dir():
         pytest.skip("needs flower_photos below $LOCKSTEP_DATA or ../shared/data")
     return data
@@ -180,9 +178,7 @@ def test_the_largest_file_of_a_photo_is_a_setting(flowers, tmp_path):
     small = ImageFolder(flowers, transform=transform, max_file_size=size - 1)
     largest = next(i for i in range(len(small)) if (flowers / small.sample_path(i)).stat().st_size == size)
     for dataset in (small, small.use_cache(folder)):
-        with pytest.raises(
-            DataError, match=f"has {size:,} bytes, more than the {size - 1:,} .* max_file_size"
-        ):
+        with pytest.raises(DataError, match=f"has {size:,} bytes, more than the {size - 1:,} .* max_file_size"):
             dataset[largest]
     assert torch.equal(enough[largest][0], enough.use_cache(tmp_path / "another")[largest][0])
     with pytest.raises(ConfigError, match="max_file_size=0 was given"):
@@ -244,9 +240,9 @@ def test_any_transform_of_torchvision_can_be_used(flowers, torchvision):
 def test_pixels_are_left_to_be_normalised_on_the_device(flowers):
     dataset = ImageFolder(flowers, size=8)
     picture = torch.stack([dataset[0][0]])
-    wanted = (picture / 255 - torch.tensor([0.485, 0.456, 0.406])[:, None, None]) / torch.tensor(
-        [0.229, 0.224, 0.225]
-    )[:, None, None]
+    wanted = (picture / 255 - torch.tensor([0.485, 0.456, 0.406])[:, None, None]) / torch.tensor([0.229, 0.224, 0.225])[
+        :, None, None
+    ]
     assert torch.allclose(dataset.device_transform(picture), wanted, atol=1e-6)
 
 

@@ -14,9 +14,7 @@ from lockstep.errors import DataError
 def photo(width=60, height=40, seed=0):
     """A smooth picture, whose colours survive compression."""
     x, y = np.meshgrid(np.linspace(0, 1, width), np.linspace(0, 1, height))
-    return Image.fromarray(
-        np.stack([255 * x, 255 * y, 127 + 120 * np.sin(9 * x * y + seed)], axis=2).astype(np.uint8)
-    )
+    return Image.fromarray(np.stack([255 * x, 255 * y, 127 + 120 * np.sin(9 * x * y + seed)], axis=2).astype(np.uint8))
 
 
 def stored(image, kind="PNG", **options):

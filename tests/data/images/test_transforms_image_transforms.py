@@ -24,16 +24,12 @@ def test_parts_are_distributed_as_torchvisions(torchvision):
 
     photo = torch.zeros(3, 160, 240)
     torch.manual_seed(0)
-    theirs = np.array(
-        [Reference.get_params(photo, [0.08, 1.0], [3 / 4, 4 / 3]) for _ in range(4000)], dtype=float
-    )
+    theirs = np.array([Reference.get_params(photo, [0.08, 1.0], [3 / 4, 4 / 3]) for _ in range(4000)], dtype=float)
     boxes = np.array([cut.box for cut in cuts(RandomResizedCrop(224), 240, 160)], dtype=float)
     ours = np.stack([boxes[:, 1], boxes[:, 0], boxes[:, 3] - boxes[:, 1], boxes[:, 2] - boxes[:, 0]], axis=1)
     for column in range(4):  # top, left, height, width: two-sample Kolmogorov-Smirnov distance
         values = np.sort(np.concatenate([ours[:, column], theirs[:, column]]))
-        below = [
-            np.searchsorted(np.sort(part[:, column]), values, side="right") / 4000 for part in (ours, theirs)
-        ]
+        below = [np.searchsorted(np.sort(part[:, column]), values, side="right") / 4000 for part in (ours, theirs)]
         assert np.abs(below[0] - below[1]).max() < 0.045  # p about 0.0006
 
 

@@ -94,9 +94,7 @@ def test_a_run_does_not_shuffle_it_again():
 def test_a_broken_sample_is_named_by_its_own_number():
     dataset = Bucketed(Sequences(broken={40}), LENGTHS, 8)
     place = dataset.sample_at(0, 0, np.arange(205)).tolist().index(40)
-    with pytest.raises(
-        DataError, match=rf"Sample {place} cannot be read: Sample 40 cannot be read: OSError: torn"
-    ):
+    with pytest.raises(DataError, match=rf"Sample {place} cannot be read: Sample 40 cannot be read: OSError: torn"):
         SampleReader(dataset, seed=0).read(0, np.array([place]))
 
 

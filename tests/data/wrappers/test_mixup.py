@@ -108,10 +108,7 @@ def test_erasing_is_a_transform_of_image_arrays_too():
 
 def test_it_keeps_finish_and_memory_of_the_set():
     assert Mixed(ARRAYS, 3).device_transform is ARRAYS.device_transform
-    assert (
-        SampleReader(Mixed(ARRAYS, 3), seed=0).in_memory
-        and not SampleReader(Mixed(Each(), 3), seed=0).in_memory
-    )
+    assert SampleReader(Mixed(ARRAYS, 3), seed=0).in_memory and not SampleReader(Mixed(Each(), 3), seed=0).in_memory
     assert len(Mixed(Digits(), 10)) == len(Digits())
 
 

@@ -93,9 +93,7 @@ def test_what_workers_skip_is_known_where_they_were_started():
 
 def test_a_set_of_which_nothing_can_be_read_ends_in_an_error_that_names_the_sample():
     for kind in (Each, Whole):
-        with pytest.raises(
-            DataError, match=r"sample 6 \(6\.jpg\) cannot be read, and neither can the 7 samples"
-        ):
+        with pytest.raises(DataError, match=r"sample 6 \(6\.jpg\) cannot be read, and neither can the 7 samples"):
             read(SkipBroken(kind(broken=range(100))), [6])
 
 

@@ -90,9 +90,7 @@ class Hosts:
         """Starts ``lockstep COMMAND WORDS`` on every host."""
         for node, host in enumerate(self.hosts):
             options = self.options(node, *more, devices=devices[node] if devices else "cpu:1")
-            host.begin_command(
-                [command, *words, *options] if command == "train" else [command, *options, *words]
-            )
+            host.begin_command([command, *words, *options] if command == "train" else [command, *options, *words])
         return self
 
     def end(self, timeout=60):

@@ -62,9 +62,7 @@ class TwoHostNetwork:
         try:
             for space in self.spaces:
                 _ip("netns", "add", space)
-            ends = [
-                ("name", end, "netns", space) for end, space in zip(self.interfaces, self.spaces, strict=True)
-            ]
+            ends = [("name", end, "netns", space) for end, space in zip(self.interfaces, self.spaces, strict=True)]
             _ip("link", "add", *ends[0], "type", "veth", "peer", *ends[1])
             for space, interface, address in zip(self.spaces, self.interfaces, self.addresses, strict=True):
                 _ip("-n", space, "addr", "add", f"{address}/24", "dev", interface)

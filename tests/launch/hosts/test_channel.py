@@ -89,13 +89,7 @@ def test_whoever_does_not_speak_as_lockstep_is_cut_off(pair, line):
 
 def test_ten_thousand_changed_greetings_and_lines_never_pass_and_never_raise():
     draw = random.Random(20)
-    good = (
-        b'{"hello": "lockstep 1", "nonce": "'
-        + b"0" * 64
-        + b'"}\n{"proof": "'
-        + b"1" * 64
-        + b'"}\n{"stop": true}\n'
-    )
+    good = b'{"hello": "lockstep 1", "nonce": "' + b"0" * 64 + b'"}\n{"proof": "' + b"1" * 64 + b'"}\n{"stop": true}\n'
     for number in range(10_000):
         words = bytearray(made_up(draw) if number % 2 else good)
         for _ in range(draw.randrange(4)):
@@ -120,9 +114,7 @@ def json_value(draw, depth):
     """Text of every kind of JSON value, of the numbers and strings that Python takes and of some that it does not."""
     kind = draw.randrange(6 if depth else 4)
     if kind == 0:
-        return draw.choice(
-            ["null", "true", "NaN", "-Infinity", "1e999", "-0", "9" * 500, "0.1", "1E-400", "[" * 300]
-        )
+        return draw.choice(["null", "true", "NaN", "-Infinity", "1e999", "-0", "9" * 500, "0.1", "1E-400", "[" * 300])
     if kind < 4:
         parts = [
             "\\ud800",
@@ -139,11 +131,7 @@ def json_value(draw, depth):
         ]
         return '"' + "".join(draw.choices(parts, k=draw.randrange(4))) + '"'
     inner = [json_value(draw, depth - 1) for _ in range(draw.randrange(3))]
-    return (
-        f"[{', '.join(inner)}]"
-        if kind == 4
-        else "{" + ", ".join(f'"{n}": {v}' for n, v in enumerate(inner)) + "}"
-    )
+    return f"[{', '.join(inner)}]" if kind == 4 else "{" + ", ".join(f'"{n}": {v}' for n, v in enumerate(inner)) + "}"
 
 
 class Said:
@@ -228,9 +216,7 @@ def test_an_overheard_session_cannot_be_sent_to_another_connection(pair):
     first, second = socket.socketpair()
     with first, second:
         other = HostChannel(first, TOKEN, "hub")
-        second.sendall(
-            json.dumps({"hello": "lockstep 1", "nonce": member._handshake.nonce.hex()}).encode() + b"\n"
-        )
+        second.sendall(json.dumps({"hello": "lockstep 1", "nonce": member._handshake.nonce.hex()}).encode() + b"\n")
         proof = member._handshake.proof(hub._handshake.nonce).hex()
         second.sendall(json.dumps({"proof": proof}).encode() + b"\n")
         assert other.receive() == []

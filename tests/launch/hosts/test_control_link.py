@@ -133,9 +133,7 @@ def test_a_host_of_a_former_run_is_refused_and_ends_itself():
     member = ControlClient(options, replace(hello, node=1, instance="two"), str)
     with closing(member):
         first = ControlServer(options, "127.0.0.1", hello, str)
-        exchange(
-            member, first, {"plan": {**plan, "run_id": first.run_id}}, lambda: "plan" in member.peer.state
-        )
+        exchange(member, first, {"plan": {**plan, "run_id": first.run_id}}, lambda: "plan" in member.peer.state)
         assert member.wait_for_plan()["run_id"] == first.run_id
         assert first.peers
         first.close()

@@ -83,9 +83,7 @@ def test_a_rank_that_fails_under_open_mpi_ends_the_job(tmp_path):
         "if os.environ['OMPI_COMM_WORLD_RANK'] == '1':\n    raise SystemExit(7)\n"
         "import time; time.sleep(600)\n"
     )
-    done = subprocess.run(
-        [*mpirun(2), *LOCKSTEP, "run", str(script)], capture_output=True, text=True, timeout=60
-    )
+    done = subprocess.run([*mpirun(2), *LOCKSTEP, "run", str(script)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 7
 
 
@@ -127,9 +125,7 @@ def test_torchrun_with_an_elastic_rendezvous_is_joined_on_two_nodes(tmp_path, al
 
 @pytest.mark.slow
 def test_torchrun_s_restart_goes_on_from_the_checkpoint_to_the_same_fingerprint(tmp_path):
-    host = Host(
-        tmp_path, 0, (*TORCHRUN, "--standalone", "--nproc-per-node=2", "--max-restarts=2", "--no-python")
-    )
+    host = Host(tmp_path, 0, (*TORCHRUN, "--standalone", "--nproc-per-node=2", "--max-restarts=2", "--no-python"))
     words = job(tmp_path, "checkpoint.every_steps=5", "run.name=one", epochs=8)
     host.begin_command(["train", *words, "--resume", "auto"], {"OMP_NUM_THREADS": "1"})
     try:
@@ -186,9 +182,7 @@ def on_two_nodes(options, folder):
             )
         )
     try:
-        ends = [
-            subprocess.CompletedProcess(agent.args, 0, *agent.communicate(timeout=150)) for agent in agents
-        ]
+        ends = [subprocess.CompletedProcess(agent.args, 0, *agent.communicate(timeout=150)) for agent in agents]
     finally:
         for agent in agents:
             agent.kill()

@@ -53,12 +53,8 @@ def test_a_synchronous_parameter_server_over_two_hosts_gives_the_fingerprint_of_
 def test_a_killed_worker_of_another_host_ends_no_asynchronous_run(wired_hosts, tmp_path):
     words = ("--strategy", "parameter_server", "--set", "parameter_server.mode=asynchronous")
     wired_hosts.start("train", *job(tmp_path, epochs=15), *words, devices=("cpu:2", "cpu:1"))
-    directory = wait_until(
-        lambda: next(wired_hosts[1].folder.rglob("heartbeat-002"), None), 30, "a heartbeat"
-    )
-    beat = wait_until(
-        lambda: (found := read_beat(directory.parent, 2)) and found.step > 5 and found, 60, "a few steps"
-    )
+    directory = wait_until(lambda: next(wired_hosts[1].folder.rglob("heartbeat-002"), None), 30, "a heartbeat")
+    beat = wait_until(lambda: (found := read_beat(directory.parent, 2)) and found.step > 5 and found, 60, "a few steps")
     os.kill(beat.pid, signal.SIGKILL)
     assert [code for code, _ in wired_hosts.end(120)] == [0, 0], wired_hosts[0].stderr
     assert "The worker on rank 2 ended after update" in wired_hosts[0].stdout + wired_hosts[0].stderr
@@ -78,9 +74,7 @@ def test_pods_of_a_kubeflow_train_job_give_the_fingerprint_of_one_process(wired_
 
 
 @pytest.mark.slow
-def test_pods_of_a_pytorch_job_with_plain_python_give_the_fingerprint_of_one_process(
-    wired_hosts, tmp_path, alone
-):
+def test_pods_of_a_pytorch_job_with_plain_python_give_the_fingerprint_of_one_process(wired_hosts, tmp_path, alone):
     """Refused or stuck before: both ranks were taken for ranks of one host, whose data goes over loopback."""
     for node, host in enumerate(wired_hosts.hosts):
         pod = {
@@ -133,9 +127,7 @@ def test_a_cut_cable_ends_the_run_on_both_sides_and_names_the_other_host(wired_h
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", [5, 10])
 @pytest.mark.fault("N2")
-def test_a_cable_that_is_put_back_within_ten_seconds_costs_nothing_but_the_time(
-    wired_hosts, network, seconds
-):
+def test_a_cable_that_is_put_back_within_ten_seconds_costs_nothing_but_the_time(wired_hosts, network, seconds):
     wired_hosts.loop()
     wired_hosts[0].wait_for_mark("running", 2)
     network.cut()

@@ -236,9 +236,7 @@ def test_the_token_is_not_shown():
     assert "secret" not in repr(options)
 
 
-@pytest.mark.parametrize(
-    "place", ["env://", "tcp://10.0.0.1:29500", "tcp://[fd00::1]:1", "file:///tmp/meeting"]
-)
+@pytest.mark.parametrize("place", ["env://", "tcp://10.0.0.1:29500", "tcp://[fd00::1]:1", "file:///tmp/meeting"])
 def test_ranks_of_another_launcher_meet_where_they_are_told_to(place):
     world = World(rank=1, world_size=2, local_rank=1, local_world_size=2, launcher="mpi", rendezvous="env://")
     assert take_rendezvous(argparse.Namespace(rendezvous=place), world).rendezvous == place
@@ -249,9 +247,7 @@ def test_ranks_of_another_launcher_meet_where_they_are_told_to(place):
 @pytest.mark.parametrize("place", ["10.0.0.1:29500", "tcp://10.0.0.1", "file://meeting", "udp://a:1", "env"])
 def test_a_place_that_is_none_is_refused(place):
     world = World(rank=1, world_size=2, local_rank=1, local_world_size=2, launcher="mpi", rendezvous="env://")
-    with pytest.raises(
-        ConfigError, match=r"is not valid\. Use env://, tcp://HOST:PORT or file:///ABSOLUTE/PATH"
-    ):
+    with pytest.raises(ConfigError, match=r"is not valid\. Use env://, tcp://HOST:PORT or file:///ABSOLUTE/PATH"):
         take_rendezvous(argparse.Namespace(rendezvous=place), world)
 
 

@@ -30,9 +30,8 @@ def test_every_setting_that_differs_is_named_with_its_hosts():
     }
     with pytest.raises(ConfigError) as caught:
         compare(hosts)
-    assert (
-        "lr is 0.1 on hosts 0, 1, not set on host 2; torch is 2.13.0 on hosts 0, 2, 2.12.1 on host 1."
-        in str(caught.value)
+    assert "lr is 0.1 on hosts 0, 1, not set on host 2; torch is 2.13.0 on hosts 0, 2, 2.12.1 on host 1." in str(
+        caught.value
     )
     assert "threads" not in str(caught.value)
 

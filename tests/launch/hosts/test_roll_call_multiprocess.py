@@ -64,9 +64,7 @@ def test_without_host_0_the_others_say_where_they_looked(two_hosts, script):
     begin(two_hosts, 1, script, "--start-limit", "1")
     code, lines = two_hosts[1].end()
     assert code == 4
-    assert (
-        f"host 0 was not reached at {LOOPBACK}:{two_hosts.port} within 1 s: Connection refused." in lines[-1]
-    )
+    assert f"host 0 was not reached at {LOOPBACK}:{two_hosts.port} within 1 s: Connection refused." in lines[-1]
 
 
 @pytest.mark.fault("S5")
@@ -133,9 +131,7 @@ def test_a_stranger_neither_holds_up_the_run_nor_ends_it(two_hosts, script):
         assert code == 2
         assert "threads is 1 on host 0, 2 on host 1" in lines[-1]  # so both have come
     refusals = [line for line in two_hosts[0].stderr.splitlines() if "refused" in line]
-    assert refusals == [
-        f"lockstep: refused a connection from {LOOPBACK}: it does not speak the Lockstep protocol."
-    ]
+    assert refusals == [f"lockstep: refused a connection from {LOOPBACK}: it does not speak the Lockstep protocol."]
     for connection in strangers:
         connection.close()
 

@@ -52,9 +52,7 @@ def test_without_a_token_the_way_to_make_one_is_told(tmp_path, monkeypatch):
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o660])
 def test_a_file_that_others_may_read_is_refused(file, mode):
     file.chmod(mode)
-    with pytest.raises(
-        ConfigError, match=f"has mode 0{mode:o}, so other users may read it. Run `chmod 600 {file}`"
-    ):
+    with pytest.raises(ConfigError, match=f"has mode 0{mode:o}, so other users may read it. Run `chmod 600 {file}`"):
         read_token(str(file), {})
 
 
@@ -65,9 +63,7 @@ def test_a_missing_file_is_named(tmp_path):
 
 @pytest.mark.parametrize("text", ["", "short", "a" * 31, "two words " * 5, "a" * 513])
 def test_what_could_be_guessed_or_mistyped_is_refused(text):
-    with pytest.raises(
-        ConfigError, match=r"LOCKSTEP_TOKEN has \d+ characters; it must be one line of 32 to 512"
-    ):
+    with pytest.raises(ConfigError, match=r"LOCKSTEP_TOKEN has \d+ characters; it must be one line of 32 to 512"):
         read_token("", {"LOCKSTEP_TOKEN": text})
 
 

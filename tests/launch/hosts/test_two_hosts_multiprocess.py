@@ -86,9 +86,7 @@ def test_a_killed_rank_ends_both_hosts_within_ten_seconds(two_hosts, node):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75), (signal.SIGUSR1, 75)]
-)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75), (signal.SIGUSR1, 75)])
 @pytest.mark.parametrize("node", [0, 1])
 @pytest.mark.fault("P5")
 def test_a_stop_signal_to_one_host_stops_all_ranks_at_the_same_step(two_hosts, number, code, node):

@@ -102,9 +102,7 @@ def test_parts_of_different_sizes_are_no_other_collective():
 def test_ranks_that_are_all_alike_wait_for_the_network():
     verdict = judge_stall([snapshot(rank, collectives=(called(8),)) for rank in range(4)])
     assert (verdict.kind, verdict.culprits) == (StallKind.NETWORK, ())
-    assert (
-        "the connection between them is cut or very slow" in describe(verdict, [snapshot(0), snapshot(1)])[0]
-    )
+    assert "the connection between them is cut or very slow" in describe(verdict, [snapshot(0), snapshot(1)])[0]
 
 
 def test_a_report_of_many_ranks_stays_short():
@@ -155,6 +153,5 @@ def test_the_report_comes_where_its_file_cannot_be_written(tmp_path):
     lines = report_stall(judge_stall(ranks), ranks, tmp_path / "absent")
     assert "the others wait for rank 1" in lines[0]
     assert (
-        lines[-1]
-        == f"Its file {tmp_path / 'absent' / 'stall.json'} could not be written: No such file or directory."
+        lines[-1] == f"Its file {tmp_path / 'absent' / 'stall.json'} could not be written: No such file or directory."
     )

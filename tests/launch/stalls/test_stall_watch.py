@@ -16,9 +16,7 @@ WAITING = (
     Frame("/x/site-packages/torch/distributed/distributed_c10d.py", 4000, "all_reduce"),
     Frame("/home/u/train.py", 30, "step"),
 )
-BEAT = Beat(
-    phase="data", epoch=0, step=1, micro_batch=0, time=0.0, pid=1, membership=Membership.JOINED, samples=()
-)
+BEAT = Beat(phase="data", epoch=0, step=1, micro_batch=0, time=0.0, pid=1, membership=Membership.JOINED, samples=())
 
 
 class Clock:
@@ -41,8 +39,7 @@ def clock(monkeypatch):
 def ranks(tmp_path, monkeypatch, clock):
     """Two ranks whose stacks the test sets: ``ranks.stacks[rank] = ...``."""
     beats = [
-        Heartbeat.open(World(rank=n, world_size=2, rendezvous="file://x", run_directory=str(tmp_path)))
-        for n in (0, 1)
+        Heartbeat.open(World(rank=n, world_size=2, rendezvous="file://x", run_directory=str(tmp_path))) for n in (0, 1)
     ]
     asked = []
     stacks = {0: WAITING, 1: WORKING}
@@ -118,9 +115,7 @@ def test_a_slow_run_is_mentioned_once_for_each_place(ranks, clock):
 
 
 @pytest.mark.parametrize("phase", ["evaluate", "prepare", "update"])
-def test_ranks_that_wait_at_different_lines_are_a_stall_after_the_limit_in_slow_phases_too(
-    ranks, clock, phase
-):
+def test_ranks_that_wait_at_different_lines_are_a_stall_after_the_limit_in_slow_phases_too(ranks, clock, phase):
     for beat in ranks.beats:
         beat.mark(phase, step=0)
         beat.set_membership(Membership.JOINED)
@@ -136,9 +131,7 @@ def test_ranks_that_wait_at_different_lines_are_a_stall_after_the_limit_in_slow_
     assert {each.limit for each in found.snapshots} == {10.0}
 
 
-def test_a_script_without_heartbeats_stands_still_only_where_it_is_seen_at_the_same_place_for_the_limit(
-    ranks, clock
-):
+def test_a_script_without_heartbeats_stands_still_only_where_it_is_seen_at_the_same_place_for_the_limit(ranks, clock):
     for beat in ranks.beats:
         beat.mark("start")
     clock.now += 10.5

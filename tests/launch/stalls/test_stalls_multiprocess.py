@@ -44,10 +44,7 @@ def test_a_rank_stuck_in_its_loader_is_named_with_the_line_of_the_data_set(comma
 @pytest.mark.fault("P10", "C1")
 def test_a_collective_under_a_rank_condition_is_named(command, exchange):
     lines = hang(command, LOOP, "condition", 0, exchange)
-    assert (
-        f"rank 0 waits in another collective than the others at {LOOP}:{line_of(LOOP, '# only rank 0')}"
-        in lines[0]
-    )
+    assert f"rank 0 waits in another collective than the others at {LOOP}:{line_of(LOOP, '# only rank 0')}" in lines[0]
     assert silence(lines) <= 3 * LIMIT
 
 

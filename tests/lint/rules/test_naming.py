@@ -22,9 +22,7 @@ def test_the_rule_leaves_a_good_script_alone(number, script):
 
 @pytest.mark.parametrize("name", naming.KEYWORDS)
 def test_the_keywords_are_those_of_the_installed_torch(name):
-    home = {"init_process_group": torch.distributed, "DataLoader": torch.utils.data}.get(
-        name, torch.nn.parallel
-    )
+    home = {"init_process_group": torch.distributed, "DataLoader": torch.utils.data}.get(name, torch.nn.parallel)
     home = torch.utils.data.distributed if name == "DistributedSampler" else home
     found = inspect.signature(getattr(home, name)).parameters
     known = naming.KEYWORDS[name].split()

@@ -187,9 +187,7 @@ def test_other_code_on_a_rank_is_refused_and_named_on_every_rank(tmp_path):
             assert "do not run the same code" in told[what]
             assert said in told[what]
             assert ("register_buffer" in told[what]) == (what in ("listed", "tensor"))
-        assert told["nothing"] == told["one rank"] == "nothing", (
-            "devices, paths and modules of one rank alone"
-        )
+        assert told["nothing"] == told["one rank"] == "nothing", "devices, paths and modules of one rank alone"
 
 
 SCRIPT = """\
@@ -386,9 +384,7 @@ def unseeded(world, evaluated, checks):
     import lockstep
 
     torch.manual_seed(world.rank)  # as unseeded processes have other random numbers
-    own, common = (
-        TensorDataset(x, torch.zeros(9, dtype=torch.long)) for x in (torch.randn(9, 6), torch.ones(9, 6))
-    )
+    own, common = (TensorDataset(x, torch.zeros(9, dtype=torch.long)) for x in (torch.randn(9, 6), torch.ones(9, 6)))
     run = lockstep.init(global_batch=8, micro_batches=4, checks=checks)
     model, _ = run.prepare(model := nn.Linear(6, 3), torch.optim.SGD(model.parameters(), lr=0.1))
     try:
@@ -407,10 +403,7 @@ def unseeded(world, evaluated, checks):
 @pytest.mark.parametrize("evaluated", [False, True])
 def test_ranks_with_other_samples_are_refused(evaluated):
     for found in run_ranks(unseeded, 2, evaluated, "first"):
-        assert (
-            found.startswith("The ranks hold different data: sample 0 of the data set")
-            and "init(seed" in found
-        )
+        assert found.startswith("The ranks hold different data: sample 0 of the data set") and "init(seed" in found
     assert run_ranks(unseeded, 2, evaluated, "off") == ["", ""]
 
 

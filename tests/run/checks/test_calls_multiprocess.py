@@ -151,9 +151,7 @@ def listened():
     return said
 
 
-def train(
-    world, strategy, loss=F.cross_entropy, layer=None, change=None, also=None, metric=None, evaluated=None
-):
+def train(world, strategy, loss=F.cross_entropy, layer=None, change=None, also=None, metric=None, evaluated=None):
     """The warnings."""
     postpone_compiler()
     said = listened()
@@ -244,9 +242,7 @@ def train_all(world, strategy, programs):
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_what_asks_for_the_number_of_processes_is_told_once_and_ordinary_programs_hear_nothing(strategy):
     asking = [({name: value}, words) for name, value, *words in ASKING]
-    everyone = run_ranks(
-        train_all, 2, strategy, [*(program for program, _ in asking), *ORDINARY], timeout=300
-    )
+    everyone = run_ranks(train_all, 2, strategy, [*(program for program, _ in asking), *ORDINARY], timeout=300)
     asked = [[[each for each in said if " asks " in each] for said in found] for found in everyone]
     assert not any(asked[1]), "rank 0 speaks for all"
     for (program, words), told in zip(asking, asked[0], strict=False):
@@ -265,9 +261,7 @@ def test_a_stage_that_asks_for_its_rank_is_told():
 def test_an_exchange_in_a_loss_a_model_or_a_metric_is_refused_before_it_waits(strategy):
     """Three micro-batches on two processes: one has more than the other, which would wait for ever."""
     for program in ({"loss": boxes}, {"layer": scaled_by_mean}, {"metric": boxes}, {"evaluated": mean_logit}):
-        with pytest.raises(
-            ConfigError, match=r"all_reduce is called in .* \(test_calls_multiprocess\.py:\d+\)"
-        ):
+        with pytest.raises(ConfigError, match=r"all_reduce is called in .* \(test_calls_multiprocess\.py:\d+\)"):
             run_ranks(train_all, 2, strategy, [program])
 
 
@@ -415,9 +409,7 @@ def test_a_tool_in_the_place_of_a_collective_is_not_taken_for_the_users_code():
 def test_a_call_that_waits_in_a_finally_tells_of_the_error_behind_it(monkeypatch, caplog, is_handling):
     """``finally: run.save()`` after an error of one rank was told as a stall, a minute later, without the error."""
     monkeypatch.setattr(calls, "_PATIENCE", 0.01)
-    monkeypatch.setattr(
-        calls, "gather_json", lambda mine, *_: [time.sleep(0.3), [*mine[:2], 1], [*mine[:2], 2]][1:]
-    )
+    monkeypatch.setattr(calls, "gather_json", lambda mine, *_: [time.sleep(0.3), [*mine[:2], 1], [*mine[:2], 2]][1:])
     with suppress(ValueError):
         try:
             if is_handling:

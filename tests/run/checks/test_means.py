@@ -121,10 +121,7 @@ def test_rounding_is_no_deviation(dtype):
     assert deviation(cross_entropy, output.to(dtype), target, 512) is NONE
     assert deviation(lambda output, target: output.float().mean(), output.to(dtype), target, 512) is NONE
     for rest in (1.0, 0.1):
-        assert (
-            deviation(lambda output, target, rest=rest: (output > rest).to(dtype).mean(), *rows(512), 512)
-            is NONE
-        )
+        assert deviation(lambda output, target, rest=rest: (output > rest).to(dtype).mean(), *rows(512), 512) is NONE
     assert deviation(lambda output, target: (output > 0).to(dtype).sum(), *rows(512), 512) is SUM
 
 

@@ -53,9 +53,7 @@ def begin(world, strategy="ddp", **options):
     run = Run(RunOptions.of(strategy=strategy, **recipe), world)
     model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     generator = torch.Generator().manual_seed(1)
-    data = TensorDataset(
-        torch.randn(100, 4, generator=generator), torch.randint(0, 2, (100,), generator=generator)
-    )
+    data = TensorDataset(torch.randn(100, 4, generator=generator), torch.randint(0, 2, (100,), generator=generator))
     return run, model, optimizer, data
 
 
@@ -131,9 +129,7 @@ def test_a_metric_that_is_no_mean_is_refused_on_every_rank_and_side_effects_are_
     (alone, samples), others = run_ranks(refused, 1)[0], run_ranks(refused, 2)
     assert samples == 100 == sum(count for _, count in others), "a list that a metric fills"
     for found in (alone, *(each for each, _ in others)):
-        assert (
-            found["f1"].startswith("The metric 'f1' is not a mean over samples") and "update(" in found["f1"]
-        )
+        assert found["f1"].startswith("The metric 'f1' is not a mean over samples") and "update(" in found["f1"]
         assert found["hits"].startswith("The metric 'hits' is a sum over the samples")
         assert found["noted"] == alone["noted"]
 
@@ -169,16 +165,12 @@ def found_later(world, is_sorted, first):
     return said
 
 
-@pytest.mark.parametrize(
-    ("ranks", "is_sorted", "first"), [(1, False, 2), (2, False, 2), (1, True, 0), (2, True, 0)]
-)
+@pytest.mark.parametrize(("ranks", "is_sorted", "first"), [(1, False, 2), (2, False, 2), (1, True, 0), (2, True, 0)])
 def test_a_metric_that_is_no_mean_is_found_when_its_rows_show_it(ranks, is_sorted, first):
     """A recall of 0 looks like a mean, and so does one over rows of one class."""
     for said in run_ranks(found_later, ranks, is_sorted, first):
         assert said[:first] == [""] * first
-        assert said[-1].startswith("The metric 'metric' is "), (
-            said
-        )  # no mean, or, over one class and the other, a sum
+        assert said[-1].startswith("The metric 'metric' is "), said  # no mean, or, over one class and the other, a sum
 
 
 def losses(world, **options):
@@ -402,9 +394,7 @@ def one_left_out(world):
     logging.getLogger("lockstep").addHandler(handler)
     last = data[len(data) - 1][0]
     kept = partial(filter, lambda sample: not torch.equal(sample[0], last))
-    loader = DataLoader(
-        data, 4, collate_fn=lambda samples: torch.utils.data.default_collate([*kept(samples)])
-    )
+    loader = DataLoader(data, 4, collate_fn=lambda samples: torch.utils.data.default_collate([*kept(samples)]))
     for _ in range(2):
         run.evaluate(loader, F.cross_entropy)
     run.close()

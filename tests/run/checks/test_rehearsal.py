@@ -247,9 +247,7 @@ def test_a_count_that_passes_a_threshold_between_rehearsals_is_found(kept):
 
 def test_a_count_that_passes_a_threshold_just_before_the_end_is_found():
     trained = FromSomeCallOn("number", 73)
-    with pytest.raises(
-        ConfigError, match=r"has other bits the second time.*'kept' of the model \(from 0 to 76\)"
-    ):
+    with pytest.raises(ConfigError, match=r"has other bits the second time.*'kept' of the model \(from 0 to 76\)"):
         train(trained, epochs=5)
 
 
@@ -342,9 +340,7 @@ def test_a_layer_that_the_first_forward_pass_makes_is_refused_by_its_name():
 
 def test_a_model_that_the_loop_converts_is_refused_by_its_types():
     trained = model()
-    with pytest.raises(
-        ConfigError, match=r"'0.weight' was torch.float32 at run.prepare and is torch.float64 now"
-    ):
+    with pytest.raises(ConfigError, match=r"'0.weight' was torch.float32 at run.prepare and is torch.float64 now"):
         train(trained, epochs=2, end=lambda epoch: trained.double())
 
 
@@ -462,9 +458,7 @@ def test_an_optimizer_that_a_hook_steps_is_refused_by_its_name():
     trained = model()
     inner = torch.optim.SGD([trained[0].weight], lr=0.1)
     trained[0].weight.register_post_accumulate_grad_hook(lambda _: inner.step())
-    with pytest.raises(
-        ConfigError, match=r"'0.weight'.*a hook of the backward pass steps an optimizer.*in the loop"
-    ):
+    with pytest.raises(ConfigError, match=r"'0.weight'.*a hook of the backward pass steps an optimizer.*in the loop"):
         train(trained)
 
 
@@ -694,9 +688,7 @@ def test_a_run_that_resumes_for_its_evaluation_only_gets_the_same(made, tmp_path
 
 def test_an_evaluation_that_needs_what_no_checkpoint_holds_is_refused_in_a_resumed_run(tmp_path):
     evaluated(NoisyByItsClass, tmp_path, trains=True)
-    with pytest.raises(
-        ConfigError, match=r"forward pass of the evaluation keeps .*'drawn'.*does not hold it"
-    ):
+    with pytest.raises(ConfigError, match=r"forward pass of the evaluation keeps .*'drawn'.*does not hold it"):
         evaluated(NoisyByItsClass, tmp_path, trains=False)
 
 

@@ -79,12 +79,8 @@ class UsedBoth(Model):
 class Recomputed(Model):
     def between(self, x, _):
         for block in self.blocks[:2]:
-            x = checkpoint(
-                lambda value, block=block: torch.relu(block(value)) * value, x, use_reentrant=False
-            )
-        return checkpoint(
-            lambda value: self.blocks[0](torch.sigmoid(self.blocks[2](value))), x, use_reentrant=False
-        )
+            x = checkpoint(lambda value, block=block: torch.relu(block(value)) * value, x, use_reentrant=False)
+        return checkpoint(lambda value: self.blocks[0](torch.sigmoid(self.blocks[2](value))), x, use_reentrant=False)
 
 
 class RecomputedInPart(Model):
@@ -321,9 +317,7 @@ def test_however_blocks_are_called_the_bits_are_those_of_one_device(ranks, names
     for found in run_ranks(train_all, ranks, "fsdp", names, timeout=170):
         for name in expected:
             different = [key for key in expected[name] if found[name].get(key) != expected[name][key]]
-            assert not different, (
-                f"{name}: {len(different)} of {len(expected[name])} differ, first {different[:4]}"
-            )
+            assert not different, f"{name}: {len(different)} of {len(expected[name])} differ, first {different[:4]}"
 
 
 class Exported(Model):

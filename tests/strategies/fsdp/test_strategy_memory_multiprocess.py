@@ -95,9 +95,7 @@ def measure_save(world, folder):
     torch.manual_seed(0)
     model = nn.Sequential(Rows(), *[nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS)])
     optimizer, seen = torch.optim.AdamW(model.parameters()), []
-    run = Run(
-        RunOptions.of(global_batch=8, micro_batches=4, threads=1, strategy="fsdp", directory=folder), world
-    )
+    run = Run(RunOptions.of(global_batch=8, micro_batches=4, threads=1, strategy="fsdp", directory=folder), world)
     model, optimizer = run.prepare(model, optimizer)
     genuine = safetensors.torch.save_file
 

@@ -181,21 +181,15 @@ def refused(world):
     postpone_compiler()
     with pytest.raises(ConfigError, match=r"precision is 'fp16', .*Use bf16"):
         begin(wide(), **asynchronous(precision="fp16"))
-    with pytest.raises(
-        ConfigError, match=r"servers is 2, which leaves no worker among 2 processes\. Use at most 1"
-    ):
+    with pytest.raises(ConfigError, match=r"servers is 2, which leaves no worker among 2 processes\. Use at most 1"):
         begin(wide(), **asynchronous(servers=2))
     model = wide()
     made = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model[0], model[3])]
-    with pytest.raises(
-        ConfigError, match=r"got several optimizers\. Put their parameters into groups of one"
-    ):
+    with pytest.raises(ConfigError, match=r"got several optimizers\. Put their parameters into groups of one"):
         lockstep.init(global_batch=24, **asynchronous()).prepare(model, *made)
     elsewhere = lockstep.init(global_batch=24, **asynchronous())
     elsewhere.world = replace(elsewhere.world, nodes=2)  # started by a launcher that has no token
-    with pytest.raises(
-        ConfigError, match=r"asked for on 2 hosts, .*Start the run on each host with --nnodes"
-    ):
+    with pytest.raises(ConfigError, match=r"asked for on 2 hosts, .*Start the run on each host with --nnodes"):
         elsewhere.prepare(model, made[0])
     return True
 

@@ -195,9 +195,7 @@ def test_a_stranger_is_refused_and_one_that_says_nothing_holds_up_nobody(transpo
             connect(transport.address, TransportSettings(1, b"f" * 32, timeout=5))
         with joined(transport, 2) as worker:
             worker.send(ServerMessage("pull"))
-            assert transport.get(5) == (2, ServerMessage("pull")), (
-                "the stranger's messages are not among these"
-            )
+            assert transport.get(5) == (2, ServerMessage("pull")), "the stranger's messages are not among these"
 
 
 @pytest.mark.fault("X2")
@@ -313,7 +311,5 @@ def test_who_sends_what_is_no_message_is_cut_off(transport, caplog):
     with joined(transport, 4) as worker, caplog.at_level(logging.WARNING):
         worker.connection.sendall(frame(b"{}", body_size=1 << 40))
         assert transport.get(5) == (4, None)
-    assert (
-        "Disconnected rank 4 from the parameter server: a message of 2 + 1099511627776 bytes" in caplog.text
-    )
+    assert "Disconnected rank 4 from the parameter server: a message of 2 + 1099511627776 bytes" in caplog.text
     assert not transport.send(4, ServerMessage("values"))

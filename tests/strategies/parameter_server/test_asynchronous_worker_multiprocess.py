@@ -62,6 +62,4 @@ def test_a_run_that_has_lost_all_workers_ends_and_says_so(command):
     command.start(LOOP, command.folder, EPOCHS, "1:14", devices="cpu:2")
     code, lines = command.end(timeout=120)
     assert code == 4
-    assert any(
-        "All workers of the parameter server have ended (rank 1 after update 14)" in line for line in lines
-    )
+    assert any("All workers of the parameter server have ended (rank 1 after update 14)" in line for line in lines)

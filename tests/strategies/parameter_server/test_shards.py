@@ -50,11 +50,7 @@ def test_every_row_is_held_once_and_by_no_server_twice(servers):
     held = spread(sizes, servers)
     for name, size in sizes.items():
         rows = [
-            row
-            for keys in held
-            for key in keys
-            if key.name == name
-            for row in range(*(key.rows or (0, size.rows)))
+            row for keys in held for key in keys if key.name == name for row in range(*(key.rows or (0, size.rows)))
         ]
         assert sorted(rows) == list(range(size.rows))
     for keys in held:

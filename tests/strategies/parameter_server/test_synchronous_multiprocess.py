@@ -154,9 +154,7 @@ def test_a_model_without_trained_parameters_is_refused():
 
 
 def refused(world):
-    with pytest.raises(
-        ConfigError, match=r"servers is 2, which leaves no worker among 2 processes\. Use at most 1"
-    ):
+    with pytest.raises(ConfigError, match=r"servers is 2, which leaves no worker among 2 processes\. Use at most 1"):
         begin(strategy="parameter_server", parameter_server={"servers": 2})
     return True
 

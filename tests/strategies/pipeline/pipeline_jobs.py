@@ -135,9 +135,7 @@ def recurrent():
     """An LSTM, whose last output has holes between its rows."""
     model = lstm(num_classes=3, vocabulary_size=13, hidden_size=12, num_layers=2, dropout=0.2)
     generator = torch.Generator().manual_seed(3)
-    data = TensorDataset(
-        torch.randint(13, (50, 6), generator=generator), torch.randint(3, (50,), generator=generator)
-    )
+    data = TensorDataset(torch.randint(13, (50, 6), generator=generator), torch.randint(3, (50,), generator=generator))
     options = {"global_batch": 18, "micro_batches": 9, "pipeline": {"split": ("lstm", "dropout")}}
     return Job(model, data, nn.CrossEntropyLoss(), options)
 
@@ -165,14 +163,9 @@ def views():
 
 def few_rows():
     """An epoch of less than one batch: two micro-batches for a pipeline of three ranks."""
-    model = nn.Sequential(
-        nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Dropout(0.2), nn.Tanh(), nn.Linear(8, 2)
-    )
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Dropout(0.2), nn.Tanh(), nn.Linear(8, 2))
     data = torch.utils.data.Subset(weighted_rows(), range(5))
     return Job(model, data, weighted_loss, {"global_batch": 18, "micro_batches": 6})
 
 
-JOBS = {
-    job.__name__: job
-    for job in (recomputed, in_place, nested, frozen_start, images, recurrent, views, few_rows)
-}
+JOBS = {job.__name__: job for job in (recomputed, in_place, nested, frozen_start, images, recurrent, views, few_rows)}

@@ -72,10 +72,7 @@ def test_a_closure_a_variable_of_it_and_an_argument():
 
     assert changes(loss, lambda: kept.append(ONES)) == "kept"
     assert changes(loss, rebind) == "last"
-    assert (
-        changes(partial(lambda found, output, target: output + found[0], kept), lambda: kept.append(ONES))
-        == "(0)"
-    )
+    assert changes(partial(lambda found, output, target: output + found[0], kept), lambda: kept.append(ONES)) == "(0)"
     assert changes(lambda output, target, found=kept: found, lambda: kept.append(1)) == "found"
     assert changes(lambda output, target: (lambda: kept)(), lambda: kept.append(1)) == "kept"
 
@@ -85,10 +82,7 @@ def test_attributes_that_the_code_mentions():
     assert changes(owner.loss, lambda: owner.used.append(ONES)) == "self.used"
     assert changes(owner.loss, lambda: setattr(owner.nested, "count", 2)) == "self.nested.count"
     assert changes(owner.loss, lambda: owner.unused.append(ONES)) is None
-    assert (
-        changes(lambda output, target: owner.loss(output, target), lambda: owner.used.append(1))
-        == "owner.used"
-    )
+    assert changes(lambda output, target: owner.loss(output, target), lambda: owner.used.append(1)) == "owner.used"
 
 
 def test_a_loss_module():
@@ -127,9 +121,7 @@ def test_an_object_that_holds_itself_ends():
 def test_the_sentence_names_the_stage_and_the_remedy():
     reads = LossReads(of_global)
     KEPT["y"] = 1
-    with pytest.raises(
-        ConfigError, match=r"The loss reads 'KEPT'.*begins with 'layer2.0'.*strategy 'ddp' or 'fsdp'"
-    ):
+    with pytest.raises(ConfigError, match=r"The loss reads 'KEPT'.*begins with 'layer2.0'.*strategy 'ddp' or 'fsdp'"):
         reads.require_unchanged("layer2.0")
 
 
@@ -167,9 +159,7 @@ def test_what_a_hook_of_another_stage_reads_by_name_is_refused_where_it_changes(
         reads = StagesRead({"3": module})
         reads.require_unchanged("0")
         change()
-        with pytest.raises(
-            ConfigError, match=f"changes 'scale' of '{name}' in the stage that begins with '0'"
-        ):
+        with pytest.raises(ConfigError, match=f"changes 'scale' of '{name}' in the stage that begins with '0'"):
             reads.require_unchanged("0")
 
 
@@ -266,9 +256,7 @@ def test_hooks_that_are_methods_objects_or_partial_and_those_of_gradients_are_lo
     def pop(module, given, found):
         return found + skips.pop()
 
-    assert (
-        changed_by(lambda m: m.register_forward_hook(pop), lambda: skips.append(1)) == "the variable 'skips'"
-    )
+    assert changed_by(lambda m: m.register_forward_hook(pop), lambda: skips.append(1)) == "the variable 'skips'"
 
 
 HOOKS = """
@@ -301,9 +289,7 @@ def test_hooks_that_set_entries_of_what_they_are_given_are_looked_at():
     exec(HOOKS, names)
     grow = lambda: names["kept"].update(scale=names["kept"]["scale"] + 1)  # noqa: E731  a change that is handed over
     for hook in ("whole", "masked", "through_data", "into", "by_another"):
-        assert (
-            changed_by(lambda m, hook=hook: m.register_forward_hook(names[hook]), grow) == "'scale' of 'kept'"
-        ), hook
+        assert changed_by(lambda m, hook=hook: m.register_forward_hook(names[hook]), grow) == "'scale' of 'kept'", hook
     assert changed_by(lambda m: m.register_forward_pre_hook(names["first"]), grow) == "'scale' of 'kept'"
     for hook in ("note", "note_by_another"):
         assert changed_by(lambda m, hook=hook: m.register_forward_hook(names[hook]), grow) is None, hook

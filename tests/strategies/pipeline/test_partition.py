@@ -76,9 +76,7 @@ def test_points_that_cannot_be_are_refused(points, words):
 
 
 def test_a_model_with_too_few_parts_is_refused():
-    with pytest.raises(
-        ConfigError, match=r"needs 3 stages, and the model is a chain of 2 modules: 0, 1.*fewer stages"
-    ):
+    with pytest.raises(ConfigError, match=r"needs 3 stages, and the model is a chain of 2 modules: 0, 1.*fewer stages"):
         split(chain(nn.Sequential(nn.Linear(2, 2), nn.ReLU())), 3)
 
 
@@ -149,8 +147,7 @@ def test_tables_that_are_made_last_and_several_embeddings_are_for_the_first_bloc
         split(chain(nn.ModuleDict({"inner": model})), 2)
     said = str(refused.value)
     assert (
-        "self.embed, self.positions, self.table = model.inner.embed, model.inner.positions, model.inner.table"
-        in said
+        "self.embed, self.positions, self.table = model.inner.embed, model.inner.positions, model.inner.table" in said
     )
     assert "return ...  # what the first Residual takes" in said and "return self.norm(x)" in said
 
@@ -164,9 +161,7 @@ def test_blocks_that_are_lists_themselves_are_not_called():
 
 
 def test_a_weight_tied_across_a_named_cut_is_refused_with_a_cut_that_works():
-    with pytest.raises(
-        ConfigError, match=r"'3.weight' is also used in '1'.*stages 0 and 1.*Split at \['4'\]"
-    ) as error:
+    with pytest.raises(ConfigError, match=r"'3.weight' is also used in '1'.*stages 0 and 1.*Split at \['4'\]") as error:
         split(chain(tied()), 2, ["2"])
     assert "'4'" in str(error.value)
     assert firsts(tied(), 2, ["4"]) == ["4"]

@@ -24,9 +24,7 @@ def test_micro_batches_that_do_not_fill_the_pipeline_are_refused_with_a_number_t
     one_by_one, interleaved = PipelineOptions(), PipelineOptions(schedule="interleaved")
     one_by_one.check_micro_batches(8, 2, 4)
     interleaved.check_micro_batches(8, 2, 2)
-    with pytest.raises(
-        ConfigError, match=r"4 stages is not filled by micro_batches=6 over 2.*micro_batches=8"
-    ):
+    with pytest.raises(ConfigError, match=r"4 stages is not filled by micro_batches=6 over 2.*micro_batches=8"):
         one_by_one.check_micro_batches(6, 2, 4)
     with pytest.raises(ConfigError, match=r"rounds of 3.*multiple of 3, for example micro_batches=9"):
         interleaved.check_micro_batches(8, 1, 3)
@@ -43,9 +41,7 @@ def test_only_the_interleaved_schedule_has_several_stages_per_rank():
 
 
 def options(**given):
-    return RunOptions.of(
-        **{"global_batch": 8, "micro_batches": 4, "threads": 1, "strategy": "pipeline", **given}
-    )
+    return RunOptions.of(**{"global_batch": 8, "micro_batches": 4, "threads": 1, "strategy": "pipeline", **given})
 
 
 def layers():
@@ -168,9 +164,7 @@ def scaled_by_seen():
 
 
 def shared(kept, sets=True):
-    return nn.Sequential(
-        nn.Linear(4, 4), Shared(kept, sets), nn.Linear(4, 4), Shared(kept, False), nn.Linear(4, 2)
-    )
+    return nn.Sequential(nn.Linear(4, 4), Shared(kept, sets), nn.Linear(4, 4), Shared(kept, False), nn.Linear(4, 2))
 
 
 class Auxiliary(nn.Module):
@@ -366,9 +360,7 @@ LATE = (
 """Found by one rank in its first step, which ends there; all others are found by every rank before it."""
 
 
-@pytest.mark.parametrize(
-    "case", [LATE[0], *(pytest.param(each, marks=pytest.mark.slow) for each in LATE[1:])]
-)
+@pytest.mark.parametrize("case", [LATE[0], *(pytest.param(each, marks=pytest.mark.slow) for each in LATE[1:])])
 def test_what_shows_in_the_first_step_is_refused(case):
     with pytest.raises(ConfigError, match=REFUSED[case][2]):
         run_ranks(one_step, 2, case, timeout=30)
@@ -458,9 +450,7 @@ def test_a_rank_holds_its_stages_and_gives_the_whole():
     whole = layers()
     expected = {name: tensor.clone() for name, tensor in whole.state_dict().items()}
     for rank, found in enumerate(run_ranks(hold, 2, timeout=60)):
-        assert found["held"] == (
-            ["0.bias", "0.weight"] if rank == 0 else ["2.bias", "2.weight", "3.bias", "3.weight"]
-        )
+        assert found["held"] == (["0.bias", "0.weight"] if rank == 0 else ["2.bias", "2.weight", "3.bias", "3.weight"])
         assert found["optimized"] == len(found["held"])
         assert found["elsewhere"] == (4 if rank == 0 else 2)
         assert list(found["state"]) == list(expected)
@@ -491,9 +481,7 @@ def hold(world):
         "cast": in_bf16(model),
         "right": run.evaluate(rows(), lambda output, target: output.argmax(1) == target),
     }
-    with pytest.raises(
-        ConfigError, match=r"so no process has its graph\. Call run\.backward\(batch, loss_fn\)"
-    ):
+    with pytest.raises(ConfigError, match=r"so no process has its graph\. Call run\.backward\(batch, loss_fn\)"):
         model(rows().tensors[0][:3]).sum().backward()
     whole = torch.arange(1200.0).view(300, 4)
     part = run.strategy.local_shard("0.weight", whole)
@@ -538,9 +526,7 @@ def calls_with_other_sizes(world):
     else:
         model(images[:, 1:])
     for go_on in (partial(model, images), lambda: next(iter(run.batches(rows())))):
-        with pytest.raises(
-            ConfigError, match=r"^A call of the model raised RuntimeError .* which was caught\. The"
-        ):
+        with pytest.raises(ConfigError, match=r"^A call of the model raised RuntimeError .* which was caught\. The"):
             go_on()
     raise ConfigError("all done")
 

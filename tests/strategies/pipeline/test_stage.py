@@ -62,9 +62,7 @@ def test_the_gradient_of_a_pipelined_output_by_an_input_or_a_parameter_is_refuse
         torch.autograd.grad(output.sum(), x, allow_unused=True)
     weight = nn.Parameter(torch.ones(1))
     with pytest.raises(ConfigError, match=r"torch\.autograd\.grad was called on the output"):
-        torch.autograd.grad(
-            refusing_backward(torch.ones(2), parameters=[weight]).sum(), weight, allow_unused=True
-        )
+        torch.autograd.grad(refusing_backward(torch.ones(2), parameters=[weight]).sum(), weight, allow_unused=True)
 
 
 def test_a_stage_without_neighbours_is_the_last_one():

@@ -38,18 +38,14 @@ def test_twelve_steps_in_float32_stay_within_the_bound():
     world, options = LAYOUTS["tensor 4"]
     jobs = ("features", "blocks")
     expected = run_ranks(train_jobs, 1, {"strategy": "single"}, torch.float32, jobs, timeout=120)[0]
-    compare(
-        expected, run_ranks(train_jobs, world, options, torch.float32, jobs, timeout=120)[0], torch.float32
-    )
+    compare(expected, run_ranks(train_jobs, world, options, torch.float32, jobs, timeout=120)[0], torch.float32)
 
 
 @pytest.mark.slow
 def test_fp16_skips_the_same_steps_and_trains():
     """A loss scale that begins too high overflows on parts of layers: all ranks must skip the step."""
     options = {"strategy": "tensor", "precision": "fp16"}
-    expected = run_ranks(
-        train_jobs, 1, {**options, "strategy": "single"}, torch.float32, ("steep",), timeout=120
-    )[0]
+    expected = run_ranks(train_jobs, 1, {**options, "strategy": "single"}, torch.float32, ("steep",), timeout=120)[0]
     found = run_ranks(train_jobs, 2, options, torch.float32, ("steep",), timeout=120)[0]
     assert int(found["steep"]["skipped"]) > 0
     assert int(found["steep"]["skipped"]) == int(expected["steep"]["skipped"])

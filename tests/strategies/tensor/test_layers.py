@@ -34,10 +34,7 @@ def test_a_model_whose_named_parameters_takes_no_remove_duplicate_is_split():
         def named_parameters(self, prefix="", recurse=True):
             return super().named_parameters(prefix, recurse)
 
-    cuts = [
-        split(kind(nn.Linear(12, 48), nn.ReLU(), nn.Linear(48, 12)), Ranks(3, 1))
-        for kind in (nn.Sequential, Own)
-    ]
+    cuts = [split(kind(nn.Linear(12, 48), nn.ReLU(), nn.Linear(48, 12)), Ranks(3, 1)) for kind in (nn.Sequential, Own)]
     assert list(cuts[0]) == list(cuts[1]) != []
 
 

@@ -14,17 +14,12 @@ def sums(world, shared):
     """The sum of twelve different tensors, by ``Exchange``, forward and backward."""
     import torch.distributed as dist
 
-    between = (
-        open_exchange(dist.group.WORLD, torch.device("cpu"), 60.0, shared) if world.world_size > 1 else None
-    )
+    between = open_exchange(dist.group.WORLD, torch.device("cpu"), 60.0, shared) if world.world_size > 1 else None
     exchange, found = Exchange(between, SHARDS), []
     held = range(exchange.first, exchange.first + exchange.held)
     for shape in [(1,), (7, 3), (4, 5, 6)]:
         for dtype in (torch.float32, torch.bfloat16):
-            values = [
-                torch.randn(shape, generator=torch.Generator().manual_seed(n)).to(dtype)
-                for n in range(SHARDS)
-            ]
+            values = [torch.randn(shape, generator=torch.Generator().manual_seed(n)).to(dtype) for n in range(SHARDS)]
             total = exchange.sum([values[n] for n in held])
             exact = torch.stack(values).double().sum(0)
             found.append((total.tolist(), bool(torch.allclose(total.double(), exact, rtol=1e-2, atol=5e-2))))

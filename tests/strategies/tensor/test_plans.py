@@ -133,9 +133,7 @@ def test_layers_with_something_between_that_needs_all_features_are_no_pair(model
 
 
 def test_a_model_without_a_plan_is_told_what_would_work():
-    with pytest.raises(
-        ConfigError, match=r"tensor\.plan, such as .*fc1=column.* or use strategy 'fsdp' or 'ddp'"
-    ):
+    with pytest.raises(ConfigError, match=r"tensor\.plan, such as .*fc1=column.* or use strategy 'fsdp' or 'ddp'"):
         plan_of(lstm(num_classes=3, in_features=4), ())
 
 

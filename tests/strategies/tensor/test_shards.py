@@ -81,7 +81,5 @@ def test_an_optimizer_that_rounds_by_place_is_refused_with_shards_alone():
         )
 
     begin_in(0)
-    with pytest.raises(
-        ConfigError, match=r"AdamW rounds an element with fused=True.* 'ddp' without tensor\.shards"
-    ):
+    with pytest.raises(ConfigError, match=r"AdamW rounds an element with fused=True.* 'ddp' without tensor\.shards"):
         begin_in(2)

@@ -86,9 +86,7 @@ def call_twice(world, options):
     model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for batch in run.batches(data):
         forward = lambda part: model(part[0]) + model(part[0].flip(0))  # noqa: E731  # short
-        run.backward(
-            batch, lambda output, part: nn.functional.cross_entropy(output, part[1]), forward=forward
-        )
+        run.backward(batch, lambda output, part: nn.functional.cross_entropy(output, part[1]), forward=forward)
         optimizer.step()
         optimizer.zero_grad()
     digests = digest_tensors(run.state_dict())

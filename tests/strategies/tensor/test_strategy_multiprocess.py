@@ -64,9 +64,7 @@ def holdings(world):
     replicated = []
     for _ in steps(run, optimizer, job.data):
         cuts = run.strategy._shards
-        replicated.append(
-            {n: digest_tensor(p.grad) for n, p in run.strategy.trainable().items() if n not in cuts}
-        )
+        replicated.append({n: digest_tensor(p.grad) for n, p in run.strategy.trainable().items() if n not in cuts})
     sizes = {name: tuple(p.shape) for name, p in run.strategy.trainable().items()}
     momentum = sum(state["exp_avg"].numel() for state in optimizer.wrapped.state.values())
     run.close()
@@ -77,9 +75,7 @@ def test_layers_and_their_optimizer_state_are_shared_out_and_the_rest_has_equal_
     held = run_ranks(holdings, 3, timeout=120)
     whole = JOBS["channels"](torch.float32).model
     names = [name for name, p in whole.named_parameters() if held[0][0][name] != tuple(p.shape)]
-    assert {"2.weight", "3.weight", "6.weight", "12.weight", "12.bias", "15.weight"} == set(names) - {
-        "3.bias"
-    }
+    assert {"2.weight", "3.weight", "6.weight", "12.weight", "12.bias", "15.weight"} == set(names) - {"3.bias"}
     assert sum(p.numel() for p in whole.parameters()) > 2.5 * held[0][1]
     for sizes, momentum, replicated in held[1:]:
         assert (sizes, momentum) == held[0][:2]
@@ -91,9 +87,7 @@ def write_and_read(world, directory, epochs, options):
     postpone_compiler()
     job = JOBS["heads"](torch.float64)
     logging.getLogger("lockstep").setLevel(logging.ERROR)
-    run = Run(
-        RunOptions.of(**{**TENSOR, **job.options, **options}, directory=directory, resume="auto"), world
-    )
+    run = Run(RunOptions.of(**{**TENSOR, **job.options, **options}, directory=directory, resume="auto"), world)
     _, optimizer = run.prepare(job.model, job.optimizer)
     for _ in run.epochs(epochs):
         for batch in run.batches(job.data):
@@ -317,9 +311,7 @@ def test_mistakes_end_in_one_sentence_on_every_rank():
     }
     for rank, said in enumerate(everyone):
         for name, sentence in expected.items():
-            assert sentence in said[name] and bool(sentence) == bool(said[name]), (
-                f"rank {rank}, {name}: {said[name]!r}"
-            )
+            assert sentence in said[name] and bool(sentence) == bool(said[name]), f"rank {rank}, {name}: {said[name]!r}"
 
 
 def drift(world):
@@ -379,9 +371,7 @@ def loop_uses(world):
     model = TwoLayers()
     weight = model.first.weight
     start_values = weight.detach().clone()
-    run, optimizer = start(
-        world, model, partial(torch.optim.SGD), tensor={"plan": ["first=column", "second=row"]}
-    )
+    run, optimizer = start(world, model, partial(torch.optim.SGD), tensor={"plan": ["first=column", "second=row"]})
     found = {"same object": model.first.weight is weight, "shape": tuple(weight.shape)}
     uses = {
         "norm of the gradient": lambda: weight.grad.norm(),
@@ -390,9 +380,7 @@ def loop_uses(world):
         "own gradient": lambda: setattr(weight, "grad", torch.ones(12, 6)),
         "copy": lambda: deepcopy(model),
         "pickled": lambda: torch.save(model, io.BytesIO()),
-        "autograd.grad": lambda: torch.autograd.grad(
-            model(torch.ones(2, 6)).sum(), weight, allow_unused=True
-        ),
+        "autograd.grad": lambda: torch.autograd.grad(model(torch.ones(2, 6)).sum(), weight, allow_unused=True),
     }
     for _ in steps(run, optimizer, TensorDataset(*(tensor[:16] for tensor in rows().tensors))):
         for name, use in uses.items():
@@ -420,6 +408,4 @@ def test_a_loop_sees_whole_shapes_and_no_values_of_split_parameters():
             if name in ("copy", "pickled"):
                 assert "The model was copied or pickled, and under strategy 'tensor'" in said, name
                 continue
-            assert (
-                "'first.weight'" in said and "under strategy 'tensor' each rank has a part of it" in said
-            ), name
+            assert "'first.weight'" in said and "under strategy 'tensor' each rank has a part of it" in said, name

@@ -15,9 +15,7 @@ def other_update(step, rank):
 CASES = {
     "another update": (other_update, Cause.UPDATE),
     "a parameter that one rank has for itself": (
-        on_rank_1(
-            lambda s: s.values.update(first=Measure("own", s.values["first"].norm, s.values["first"].sketch))
-        ),
+        on_rank_1(lambda s: s.values.update(first=Measure("own", s.values["first"].norm, s.values["first"].sketch))),
         Cause.REPLICAS,
     ),
     "a learning rate that never was": (lambda s, r: s.settings.update(lr="0.5"), Cause.OPTIMIZER),

@@ -30,7 +30,5 @@ def test_a_line_that_was_cut_off_is_ignored(tmp_path):
 def test_a_rank_that_is_missing_is_named(tmp_path):
     write(tmp_path, recording(3))
     (tmp_path / "rank-001.jsonl").unlink()
-    with pytest.raises(
-        ConfigError, match=r"holds rank 0 of 3, rank 2 of 3\. Create a Recorder on every rank"
-    ):
+    with pytest.raises(ConfigError, match=r"holds rank 0 of 3, rank 2 of 3\. Create a Recorder on every rank"):
         Recording.read(tmp_path)

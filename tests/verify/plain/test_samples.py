@@ -101,9 +101,7 @@ def test_targets_of_other_samples_are_named():
     assert found.detail == f"7 on rank 1, and {batch.samples[2] % 2} in the reference"
 
 
-@pytest.mark.parametrize(
-    ("name", "cause"), [("1.calls", Cause.HIDDEN_STATE), ("loss.mean", Cause.LOSS_STATE)]
-)
+@pytest.mark.parametrize(("name", "cause"), [("1.calls", Cause.HIDDEN_STATE), ("loss.mean", Cause.LOSS_STATE)])
 def test_state_of_the_model_or_the_loss_is_named_where_losses_differ_and_only_there(name, cause):
     reference, other = pair(*[with_outputs] * (cause is Cause.LOSS_STATE))
     for rank in other.ranks:

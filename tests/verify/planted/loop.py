@@ -55,9 +55,7 @@ class Loop:
         torch.manual_seed(SEED)
 
     def build(self):
-        return nn.Sequential(
-            nn.Linear(FEATURES, 16), nn.ReLU(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, CLASSES)
-        )
+        return nn.Sequential(nn.Linear(FEATURES, 16), nn.ReLU(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, CLASSES))
 
     def load(self):
         """For weights from a file."""

@@ -35,9 +35,7 @@ def results(tmp_path_factory):
 
 def test_every_fault_is_found_and_nearly_all_causes_are_right(results):
     missed = [each.fault.loop.__name__ for each in results if not each.is_found]
-    wrong = {
-        each.fault.loop.__name__: each.found.text for each in results if each.found and not each.is_right
-    }
+    wrong = {each.fault.loop.__name__: each.found.text for each in results if each.found and not each.is_right}
     assert not missed
     assert len(wrong) <= 2, wrong
 

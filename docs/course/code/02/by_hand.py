@@ -26,8 +26,5 @@ for epoch in range(5):
         count += len(labels)
     model.eval()
     with torch.no_grad():
-        right = sum(
-            (model(images).argmax(1) == labels).sum()
-            for images, labels in DataLoader(test_set, batch_size=64)
-        )
+        right = sum((model(images).argmax(1) == labels).sum() for images, labels in DataLoader(test_set, batch_size=64))
     print(f"epoch {epoch}  loss {total / count:.3f}  accuracy {right / len(test_set):.3f}")

@@ -42,9 +42,7 @@ print("gather    outputs", [list(output.shape) for output in outputs], "->", lis
 
 loss = nn.functional.cross_entropy(gathered, targets)  # on device 0, of the whole batch
 loss.backward()  # back through the gather, into the gradients of every replica
-for parameter, *copies in zip(
-    model.parameters(), *(replica.parameters() for replica in replicas), strict=True
-):
+for parameter, *copies in zip(model.parameters(), *(replica.parameters() for replica in replicas), strict=True):
     parameter.grad = torch.stack([each.grad.to(devices[0]) for each in copies]).sum(0)
 print("reduce    gradients of", len(replicas), "replicas -> their sum on device 0")
 

@@ -8,9 +8,7 @@ import torch.multiprocessing as mp
 
 def train(local_rank: int, args: argparse.Namespace) -> None:
     rank = args.nodes * args.gpus + local_rank
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://{args.master}", rank=rank, world_size=args.nodes * args.gpus
-    )
+    dist.init_process_group("gloo", init_method=f"tcp://{args.master}", rank=rank, world_size=args.nodes * args.gpus)
     dist.destroy_process_group()
 
 

@@ -8,6 +8,4 @@ for samples in (11, 100, 1797):
         read = [len(DistributedSampler(data, ranks, rank)) for rank in range(ranks)]
         kept = [len(DistributedSampler(data, ranks, rank, drop_last=True)) for rank in range(ranks)]
         twice, left_out = sum(read) - samples, samples - sum(kept)
-        print(
-            f"{samples:5} samples on {ranks} ranks: {twice} read twice, or {left_out} left out with drop_last"
-        )
+        print(f"{samples:5} samples on {ranks} ranks: {twice} read twice, or {left_out} left out with drop_last")

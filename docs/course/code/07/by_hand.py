@@ -15,9 +15,7 @@ for rank, own in enumerate(ranks):
 print("all rows have the mean   ", [round(value, 4) for value in rows.mean(0).tolist()])
 
 # Forward. Each rank sends count, mean and squared deviations of its rows; no row leaves its rank.
-messages = [
-    (len(rows[own]), rows[own].mean(0), (rows[own] - rows[own].mean(0)).square().sum(0)) for own in ranks
-]
+messages = [(len(rows[own]), rows[own].mean(0), (rows[own] - rows[own].mean(0)).square().sum(0)) for own in ranks]
 count, mean, squares = messages[0]
 for other_count, other_mean, other_squares in messages[1:]:
     total, shift = count + other_count, other_mean - mean
@@ -39,9 +37,7 @@ whole = rows.clone().requires_grad_()
 expected = plain(whole)
 expected.backward(upstream)
 for what, own, reference in (("output", outputs, expected), ("gradient", gradients, whole.grad)):
-    print(
-        f"{what:8} equals one BatchNorm over all rows:", torch.allclose(torch.cat(own), reference, atol=1e-6)
-    )
+    print(f"{what:8} equals one BatchNorm over all rows:", torch.allclose(torch.cat(own), reference, atol=1e-6))
 
 alone = torch.cat([nn.BatchNorm1d(3, affine=False)(rows[own]) for own in ranks])
 print("largest difference of BatchNorm on each rank alone:", f"{(alone - expected).abs().max().item():.2f}")

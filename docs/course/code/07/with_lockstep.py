@@ -22,6 +22,4 @@ for _ in run.epochs(1):
         loss = run.backward(batch, nn.functional.cross_entropy)
         optimizer.step()
         optimizer.zero_grad()
-run.print(
-    f"BatchNorm sees {48 if sync else 4} rows  last loss {loss:.4f}  fingerprint {run.fingerprint()[:16]}"
-)
+run.print(f"BatchNorm sees {48 if sync else 4} rows  last loss {loss:.4f}  fingerprint {run.fingerprint()[:16]}")

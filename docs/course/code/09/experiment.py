@@ -19,9 +19,7 @@ class Slow(Dataset[torch.Tensor]):
 
 
 if __name__ == "__main__":
-    warnings.filterwarnings(
-        "ignore", "This DataLoader will create"
-    )  # more workers than cores: they only wait
+    warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than cores: they only wait
     for workers in (0, 1, 2, 4, 8):
         loader = iter(DataLoader(Slow(), batch_size=16, num_workers=workers))
         next(loader)  # the processes have started

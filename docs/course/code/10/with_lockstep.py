@@ -13,9 +13,7 @@ parser.add_argument("--strategy", default="single")
 strategy = parser.parse_args().strategy
 
 torch.manual_seed(0)
-model = nn.Sequential(
-    nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)
-)
+model = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 run = lockstep.init(global_batch=64, micro_batches=8, strategy=strategy)
 model, optimizer = run.prepare(model, optimizer)

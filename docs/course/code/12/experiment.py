@@ -24,6 +24,4 @@ for fault in ("none", "hang", "die"):
         except OSError:  # it has just ended, or belongs to somebody else
             continue
     report = run.stderr.splitlines() or ["(no report)"]
-    print(
-        f"{fault}: exit code {run.returncode} after {seconds:.0f} s, processes left: {left}\n    {report[0]}"
-    )
+    print(f"{fault}: exit code {run.returncode} after {seconds:.0f} s, processes left: {left}\n    {report[0]}")

@@ -30,9 +30,7 @@ def optional_module(name: str, what: str) -> Any:
         ) from error
 
 
-def files_of_kind(
-    path: str | Path | Sequence[str | Path], suffixes: Sequence[str], hint: str = ""
-) -> list[Path]:
+def files_of_kind(path: str | Path | Sequence[str | Path], suffixes: Sequence[str], hint: str = "") -> list[Path]:
     """The files of a list, the one file, or those of a folder with one of the suffixes, in the order of their names.
 
     ``DataError`` with the hint where there are none.
@@ -144,9 +142,7 @@ class ArrowFiles(EncodedPairs):
         if classes is not None:
             self.classes = class_names(classes)
             places = range(len(self._ends))
-            parts = [
-                whole_numbers(self._column(n, label), f"{self._name(n)}, column {label!r}") for n in places
-            ]
+            parts = [whole_numbers(self._column(n, label), f"{self._name(n)}, column {label!r}") for n in places]
             self.labels = np.concatenate(parts)
             check_labels(self, len(self.classes))
 

@@ -156,9 +156,7 @@ def _array(record: _Array, name: str) -> npt.NDArray[np.uint8]:
     if not isinstance(shape, tuple) or not all(isinstance(size, int) and size >= 0 for size in shape):
         raise DataError(f"{name} holds an array of unknown shape. Nothing of it was used.")
     if math.prod(shape) != len(body):
-        raise DataError(
-            f"{name} holds an array of shape {shape} with {len(body)} bytes. Nothing of it was used."
-        )
+        raise DataError(f"{name} holds an array of shape {shape} with {len(body)} bytes. Nothing of it was used.")
     return np.frombuffer(bytearray(body), dtype=np.uint8).reshape(shape, order="F" if fortran else "C")
 
 
@@ -223,16 +221,12 @@ class CIFAR10(ImageArrays):
 
     def _load(self, root: Path, split: str, images_per_file: int | None) -> Arrays:
         files = {str(path): content for path, content in files_of(root, lambda path: _is_wanted(path, split))}
-        published = {
-            PurePosixPath(path).name.removesuffix(".bin"): path for path in files if not _is_photo(path)
-        }
+        published = {PurePosixPath(path).name.removesuffix(".bin"): path for path in files if not _is_photo(path)}
         if not published:
             return self._load_photos(root, split, files)
         missing = [name for name in _FILES[split] if name not in published]
         if missing:
-            raise DataError(
-                f"{root} has {', '.join(published)} but not {', '.join(missing)}. Download it again."
-            )
+            raise DataError(f"{root} has {', '.join(published)} but not {', '.join(missing)}. Download it again.")
         parts = []
         for path in (published[name] for name in _FILES[split]):
             images, labels = (_binary if path.endswith(".bin") else _pickled)(files[path], path)

@@ -57,9 +57,7 @@ class CSVTable(TensorDataset):
         self.classes: tuple[str, ...] = () if classes is None else class_names(classes)
         self._numbers = {name: float(label) for label, name in enumerate(self.classes)}
         if len(self._numbers) < len(self.classes):
-            raise ConfigError(
-                f"CSVTable was given classes={list(self.classes)}, two of one name. Name each once."
-            )
+            raise ConfigError(f"CSVTable was given classes={list(self.classes)}, two of one name. Name each once.")
         self._by_name: dict[bool, int] = {}
         """The first lines whose labels are given by name, and by number."""
         try:
@@ -80,9 +78,7 @@ class CSVTable(TensorDataset):
             check_labels(self, len(self.classes))
 
     def __repr__(self) -> str:
-        return (
-            f"CSVTable {self.path.name}: {len(self):,} rows, {len(self.columns)} columns, target {self.label}"
-        )
+        return f"CSVTable {self.path.name}: {len(self):,} rows, {len(self.columns)} columns, target {self.label}"
 
     @property
     def feature_names(self) -> tuple[str, ...]:

@@ -58,9 +58,7 @@ class IDX(ImageArrays):
         images, labels = read_idx(image_file, dims=3), read_idx(label_file, dims=1)
         for file, array in ((image_file, images), (label_file, labels)):
             if array.dtype != np.uint8:
-                raise DataError(
-                    f"{file} holds values of type {array.dtype}; images and labels must be bytes."
-                )
+                raise DataError(f"{file} holds values of type {array.dtype}; images and labels must be bytes.")
         if len(images) != len(labels):
             raise DataError(
                 f"{image_file} holds {len(images)} images and {label_file.name} {len(labels)} labels. "
@@ -104,13 +102,10 @@ def _read(stream: IO[bytes] | gzip.GzipFile, path: Path, dims: int | None) -> np
     magic = stream.read(4)
     if len(magic) < 4 or magic[:2] != b"\0\0" or magic[2] not in _TYPES or magic[3] == 0:
         raise DataError(
-            f"{path} is not an IDX file: it begins with {magic.hex(' ') or 'nothing'}, "
-            "not with 00 00 and a known type."
+            f"{path} is not an IDX file: it begins with {magic.hex(' ') or 'nothing'}, not with 00 00 and a known type."
         )
     if dims is not None and magic[3] != dims:
-        raise DataError(
-            f"{path} has {magic[3]} dimensions, and {dims} are needed. Images have 3, labels have 1."
-        )
+        raise DataError(f"{path} has {magic[3]} dimensions, and {dims} are needed. Images have 3, labels have 1.")
     header = stream.read(4 * magic[3])
     if len(header) < 4 * magic[3]:
         raise DataError(f"{path} is truncated within its header. Download it again.")

@@ -131,9 +131,7 @@ def _unpacked(path: Path, *names: str) -> tuple[npt.NDArray[Any], npt.NDArray[An
         with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
             for name in names:
                 if name not in archive.files:
-                    raise DataError(
-                        f"{path} has no array {name!r}; it holds {', '.join(sorted(archive.files))}."
-                    )
+                    raise DataError(f"{path} has no array {name!r}; it holds {', '.join(sorted(archive.files))}.")
             first, second = (_numbers(archive[name], f"{name} in {path}") for name in names)
             return first, second
     except (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error, AttributeError) as error:

@@ -210,9 +210,7 @@ class TarShards(EncodedPairs):
         index: str | Path | None = None,
     ) -> None:
         if decode is not None and transform is not None:
-            raise ConfigError(
-                "TarShards was given decode and transform. decode makes the whole sample; leave one out."
-            )
+            raise ConfigError("TarShards was given decode and transform. decode makes the whole sample; leave one out.")
         super().__init__(transform)
         self.shards = files_of_kind(path, [".tar"], "Unpack .tar.gz shards to .tar: they are read by place.")
         self.decode = decode
@@ -237,9 +235,7 @@ class TarShards(EncodedPairs):
             return super().__getitem__(index)
         kinds = self._index.kinds
         members = range(int(self._index.first[index]), int(self._index.first[index + 1]))
-        return self.decode(
-            {str(kinds[self._index.kind[each]]): self._content(index, each) for each in members}
-        )
+        return self.decode({str(kinds[self._index.kind[each]]): self._content(index, each) for each in members})
 
     def __repr__(self) -> str:
         return f"TarShards: {len(self):,} samples in {len(self.shards)} shards"

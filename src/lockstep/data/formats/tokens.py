@@ -56,9 +56,7 @@ class TokenFiles(Dataset[Any]):
     ) -> None:
         self.length, self.stride = length, length if stride is None else stride
         if self.length < 1 or self.stride < 1:
-            raise ConfigError(
-                f"TokenFiles has length={length} and stride={self.stride}; both must be at least 1."
-            )
+            raise ConfigError(f"TokenFiles has length={length} and stride={self.stride}; both must be at least 1.")
         if dtype not in ("uint16", "uint32"):
             raise ConfigError(f"TokenFiles has no dtype {dtype!r}. Known: uint16, uint32.")
         self.files = [Path(files)] if isinstance(files, (str, Path)) else [Path(file) for file in files]

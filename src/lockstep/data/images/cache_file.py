@@ -61,9 +61,7 @@ class RecordFile:
             if size < _FOOTER.size:
                 raise ValueError(f"{path} is not a photo cache file")
             # private and writable, since torch takes no read-only memory without a warning; nobody writes to it
-            self._bytes: Bytes = np.frombuffer(
-                mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY), dtype=np.uint8
-            )
+            self._bytes: Bytes = np.frombuffer(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY), dtype=np.uint8)
         self.arrays, self._starts, self._sums = _index(self._bytes, path)
         """The arrays given to ``RecordWriter.finish``."""
         self._is_verified = np.zeros(len(self), dtype=bool)
@@ -104,9 +102,7 @@ class RecordWriter:
     def append(self, content: Bytes, sizes: list[int]) -> None:
         """Appends ``len(sizes)`` records that lie in ``content`` one after the other."""
         if sum(sizes) != len(content) or any(size % ALIGNMENT for size in sizes):
-            raise ValueError(
-                f"records of {sizes} bytes do not fill {len(content)} bytes in steps of {ALIGNMENT}"
-            )
+            raise ValueError(f"records of {sizes} bytes do not fill {len(content)} bytes in steps of {ALIGNMENT}")
         self._file.write(content.data)
         first = 0
         for size in sizes:
@@ -140,9 +136,7 @@ def writing(path: Path, *, alone: bool = True) -> Iterator[RecordWriter]:
             aside.unlink()
 
 
-def _index(
-    content: Bytes, path: Path
-) -> tuple[dict[str, npt.NDArray[Any]], npt.NDArray[Any], npt.NDArray[Any]]:
+def _index(content: Bytes, path: Path) -> tuple[dict[str, npt.NDArray[Any]], npt.NDArray[Any], npt.NDArray[Any]]:
     """The given arrays, and where records start and their checksums, which files of earlier versions do not have."""
     start, size, digest, mark = _FOOTER.unpack(content[-_FOOTER.size :].tobytes())
     index = content[start : start + size].tobytes()

@@ -119,9 +119,7 @@ class EncodedPairs(FinishAlias, Dataset[Any], ABC):
             return Path(value["path"])
         if isinstance(value, bytes):
             return value
-        raise DataError(
-            f"the input is a {type(value).__name__}, not an encoded picture; use another transform"
-        )
+        raise DataError(f"the input is a {type(value).__name__}, not an encoded picture; use another transform")
 
     def _read_batch(self, indices: Indices, keys: SampleKeys) -> tuple[Tensor, Tensor]:
         assert isinstance(self.transform, ImageTransform)

@@ -37,13 +37,9 @@ def _find_photos(
     with different classes.
     """
     if split not in ("train", "validation", "all"):
-        raise ConfigError(
-            f"ImageFolder has no split {split!r}.{nearest(split, ['train', 'validation', 'all'])}"
-        )
+        raise ConfigError(f"ImageFolder has no split {split!r}.{nearest(split, ['train', 'validation', 'all'])}")
     if not root.is_dir():
-        raise DataError(
-            f"The data folder {root} does not exist. Give a folder with one subfolder for each class."
-        )
+        raise DataError(f"The data folder {root} does not exist. Give a folder with one subfolder for each class.")
     if split_by not in (known := ("auto", "folders", "seed")):
         raise ConfigError(f"split_by={split_by!r} is not known.{nearest(str(split_by), known)}")
     folders = _split_folders(root) if split_by != "seed" else {}
@@ -61,9 +57,7 @@ def _find_photos(
         parts = [found[name] for name in folders if split in (name, "all")]
     else:
         parts = [_divided(found["all"], split, fraction, seed)]
-    return names, sorted(
-        (path, names.index(name)) for part in parts for name, paths in part.items() for path in paths
-    )
+    return names, sorted((path, names.index(name)) for part in parts for name, paths in part.items() for path in paths)
 
 
 def _split_folders(root: Path) -> dict[str, str]:
@@ -97,20 +91,14 @@ def _class_names(root: Path, found: set[str], asked: Sequence[str] | str | Path 
     """The names that were asked for, else those of the folders that were found."""
     if asked is None:
         if not found:
-            raise DataError(
-                f"{root} has no subfolders. It needs one for each class, with the class's photos in it."
-            )
+            raise DataError(f"{root} has no subfolders. It needs one for each class, with the class's photos in it.")
         return tuple(sorted(found))
     names = _read_names(Path(asked)) if isinstance(asked, (str, Path)) else class_names(asked)
     if len(set(names)) < len(names) or not names:
-        raise DataError(
-            f"The classes of {root} must be named once each, and there are {len(names)} names: {names}."
-        )
+        raise DataError(f"The classes of {root} must be named once each, and there are {len(names)} names: {names}.")
     unknown = sorted(found - set(names))
     if unknown:
-        raise DataError(
-            f"{root} has folders that are not classes: {', '.join(unknown)}. Classes: {', '.join(names)}."
-        )
+        raise DataError(f"{root} has folders that are not classes: {', '.join(unknown)}. Classes: {', '.join(names)}.")
     return names
 
 
@@ -180,9 +168,7 @@ class PhotoFiles(EncodedPairs):
             self.root, paths = self.root.parent, [self.root.name]
         self.paths = sorted(_photos_below(self.root, self.root)) if paths is None else list(paths)
         if not self.paths:
-            raise DataError(
-                f"{root} is not a folder with photos in it. Photos end in {', '.join(sorted(SUFFIXES))}."
-            )
+            raise DataError(f"{root} is not a folder with photos in it. Photos end in {', '.join(sorted(SUFFIXES))}.")
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -258,9 +244,7 @@ class ImageFolder(PhotoFiles):
         self.split = split
 
     def __repr__(self) -> str:
-        return (
-            f"ImageFolder {self.root.name}, {self.split}: {len(self):,} photos, {len(self.classes)} classes"
-        )
+        return f"ImageFolder {self.root.name}, {self.split}: {len(self):,} photos, {len(self.classes)} classes"
 
     def _target(self, index: int) -> int:
         return int(self.labels[index])

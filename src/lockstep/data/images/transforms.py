@@ -114,9 +114,7 @@ class Normalize:
 
 
 @lru_cache
-def _factors(
-    mean: tuple[float, ...], std: tuple[float, ...], device: torch.device, dtype: torch.dtype
-) -> Tensor:
+def _factors(mean: tuple[float, ...], std: tuple[float, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
     """The factor and the summand for pixels; kept, as a host waits for what it copies to a device."""
     scale = [1.0 / (255.0 * each) for each in std]
     shift = [-centre / each for centre, each in zip(mean, std, strict=True)]
@@ -291,9 +289,7 @@ def decode_rgb(source: bytes | str | Path) -> Image.Image:
     return photo.image() if isinstance(photo, PillowPhoto) else Image.fromarray(photo.pixels())
 
 
-def decode_into(
-    source: bytes | str | Path, transform: ImageTransform, uniforms: Uniforms, out: Tensor
-) -> None:
+def decode_into(source: bytes | str | Path, transform: ImageTransform, uniforms: Uniforms, out: Tensor) -> None:
     """Decodes what ``transform`` cuts out of the photo into ``out``, uint8 of shape (3, size, size).
 
     A JPEG is decoded at 1/2, 1/4 or 1/8 where the part stays at least as large as it is resized to.

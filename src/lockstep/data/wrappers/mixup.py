@@ -147,9 +147,7 @@ class Mixed(Wrapping):
             )
 
 
-def _cut(
-    images: Tensor, partner: Tensor, area: float, place: npt.NDArray[np.float64]
-) -> tuple[Tensor, float]:
+def _cut(images: Tensor, partner: Tensor, area: float, place: npt.NDArray[np.float64]) -> tuple[Tensor, float]:
     """Images with a box of their partners, and the part of the area that is still their own."""
     height, width = images.shape[2:]
     h, w = round(height * math.sqrt(area)), round(width * math.sqrt(area))

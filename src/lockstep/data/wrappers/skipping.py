@@ -45,9 +45,7 @@ class SkipBroken(Wrapping):
     def __init__(self, dataset: Any, most: float = MOST_SKIPPED) -> None:
         super().__init__(dataset)
         if not 0 <= most < 1:
-            raise ConfigError(
-                f"SkipBroken has most={most:g}; it must be a fraction of at least 0 and below 1."
-            )
+            raise ConfigError(f"SkipBroken has most={most:g}; it must be a fraction of at least 0 and below 1.")
         self.most = most
         self._forget()
 

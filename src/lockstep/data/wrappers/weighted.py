@@ -91,9 +91,7 @@ def class_weights(dataset: Any, classes: int) -> Tensor:
     empty = np.flatnonzero(counts[:classes] == 0)
     if len(empty) or len(counts) > classes:
         what = f"class {empty[0]} has no sample" if len(empty) else f"there is a label {len(counts) - 1}"
-        raise DataError(
-            f"Class weights were asked for {classes} classes, and {what}. Give the classes that occur."
-        )
+        raise DataError(f"Class weights were asked for {classes} classes, and {what}. Give the classes that occur.")
     return torch.from_numpy(len(labels) / (classes * counts)).to(torch.float32)
 
 

@@ -40,8 +40,7 @@ def read_token(file: str, environment: Mapping[str, str]) -> bytes:
         if Path(default).expanduser().exists():
             return _checked(_from_file(Path(default).expanduser()), default)
     raise ConfigError(
-        "Several hosts need a shared token to authenticate each other, and none was found. "
-        f"{how_to_make_one(default)}"
+        f"Several hosts need a shared token to authenticate each other, and none was found. {how_to_make_one(default)}"
     )
 
 
@@ -112,9 +111,7 @@ class HostOptions:
                 f"node-rank {self.node} was given; {self.nodes} hosts have the numbers 0 to {self.nodes - 1}."
             )
         if self.start_limit <= 0:
-            raise ConfigError(
-                f"start_limit={self.start_limit:g} was given; it must be a number of seconds above 0."
-            )
+            raise ConfigError(f"start_limit={self.start_limit:g} was given; it must be a number of seconds above 0.")
         if not 1 <= self.port <= _LARGEST_PORT:
             raise ConfigError(
                 f"--master {self.master} names port {self.port}; use one from 1 to {_LARGEST_PORT}. "

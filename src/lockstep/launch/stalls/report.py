@@ -96,9 +96,7 @@ _STATES = {
 }
 
 
-def describe(
-    verdict: StallVerdict, snapshots: Sequence[RankSnapshot], bundle: Path | None = None
-) -> list[str]:
+def describe(verdict: StallVerdict, snapshots: Sequence[RankSnapshot], bundle: Path | None = None) -> list[str]:
     """Returns the lines for the terminal, at most 25; ``bundle`` is the file with all snapshots."""
     lines = list(_headline(verdict, snapshots))
     shown = sorted(snapshots, key=lambda snapshot: (snapshot.rank not in verdict.culprits, snapshot.rank))

@@ -230,9 +230,7 @@ class StallWatch:
         if not waits or len({snapshot.frame for snapshot in snapshots}) < 2:
             return snapshots
         usual = {_SLOW * self._limit: self._limit}
-        return tuple(
-            replace(snapshot, limit=usual.get(snapshot.limit, snapshot.limit)) for snapshot in snapshots
-        )
+        return tuple(replace(snapshot, limit=usual.get(snapshot.limit, snapshot.limit)) for snapshot in snapshots)
 
     def _without_beats(self, snapshot: RankSnapshot) -> RankSnapshot:
         """Measures the silence of a script without heartbeats by how long its snapshot stays the same."""

@@ -252,9 +252,7 @@ def step_on_some_ranks(script: Script) -> Iterator[Hit]:
                 break
 
 
-@rule(
-    "LS023", "ReduceLROnPlateau is stepped with each rank's own metric: the learning rates of the ranks part."
-)
+@rule("LS023", "ReduceLROnPlateau is stepped with each rank's own metric: the learning rates of the ranks part.")
 def plateau_on_local_metric(script: Script) -> Iterator[Hit]:
     """Only where nothing in the file brings values of several ranks together."""
     if not wraps(script, DDP) or is_managed(script) or reduces(script):

@@ -79,9 +79,7 @@ def global_rank_as_device(script: Script) -> Iterator[Hit]:
             )
 
 
-@rule(
-    "LS013", "The local rank is given where the global one belongs: on two hosts two processes have the same."
-)
+@rule("LS013", "The local rank is given where the global one belongs: on two hosts two processes have the same.")
 def local_rank_as_global(script: Script) -> Iterator[Hit]:
     """In DistributedSampler and init_process_group."""
     for call in script.torch_calls("DistributedSampler", "init_process_group"):
@@ -286,9 +284,7 @@ def rank_beyond_world(script: Script) -> Iterator[Hit]:
             )
 
 
-@rule(
-    "LS066", "The number of processes is set to something that depends on the rank: no two ranks agree on it."
-)
+@rule("LS066", "The number of processes is set to something that depends on the rank: no two ranks agree on it.")
 def world_size_by_rank(script: Script) -> Iterator[Hit]:
     """WORLD_SIZE, and world_size or num_replicas of torch's functions."""
     sizes = [node.value for node in _sets_variable(script, "WORLD_SIZE")]
@@ -310,9 +306,7 @@ COUNTS = re.compile(
     re.IGNORECASE,
 )
 """Names of a number of processes or devices, and of what splits by them or sums over them."""
-_COMPUTING = re.compile(
-    "int|float|round|abs|min|max|pow|sqrt|log|ceil|floor|get|getenv|range|list|islice|enumerate"
-)
+_COMPUTING = re.compile("int|float|round|abs|min|max|pow|sqrt|log|ceil|floor|get|getenv|range|list|islice|enumerate")
 _MEANS = re.compile("AVG|MAX|MIN")
 """Operations of a reduction that leave equal numbers as they are."""
 _SEEDS = ("manual_seed", "manual_seed_all", "seed", "default_rng", "RandomState")
@@ -383,9 +377,7 @@ def _steps(script: Script) -> Iterator[tuple[ast.expr, str, ast.expr]]:
     for node in [*script.method_calls("backward", "step"), *stops]:
         around = script.around(node, (ast.For, ast.While), within_function=True)
         loops = [each for each in around if any(script.holds(each, one) for one in passes)]
-        tests = [
-            test for test in script.tests_around(node) if any(script.holds(each, test) for each in loops)
-        ]
+        tests = [test for test in script.tests_around(node) if any(script.holds(each, test) for each in loops)]
         tests += [getattr(each, "iter" if isinstance(each, ast.For) else "test") for each in loops]
         name = method(node) if isinstance(node, ast.Call) else "break"
         yield from ((each, name, each) for each in tests if not _of_rank(script, each))
@@ -403,8 +395,7 @@ def loss_of_all_combined(script: Script) -> Iterator[Hit]:
     summed = [(call, call.args[0]) for call in sums]
     divided = [(node, whole) for node, whole, by in _divisions(script) if _counted(script, by) is not None]
     combined = [
-        [node for node, loss in pairs if not passes.isdisjoint(script.sources(loss))]
-        for pairs in (summed, divided)
+        [node for node, loss in pairs if not passes.isdisjoint(script.sources(loss))] for pairs in (summed, divided)
     ]
     for here, there in (combined, combined[::-1]):
         balanced = {script.scope(node) for node in there}

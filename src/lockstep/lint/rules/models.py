@@ -225,9 +225,7 @@ def attribute_behind_wrapper(script: Script) -> Iterator[Hit]:
                 )
 
 
-@rule(
-    "LS045", "The trained model is set to eval() and never back to train(): dropout and BatchNorm stay off."
-)
+@rule("LS045", "The trained model is set to eval() and never back to train(): dropout and BatchNorm stay off.")
 def eval_without_train(script: Script) -> Iterator[Hit]:
     """Only where eval() comes again and again in the loop that trains, and the file has no train() at all."""
     switched = script.method_calls("train") or script.mentions("set_grad_enabled", "set_training")

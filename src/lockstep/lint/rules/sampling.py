@@ -74,9 +74,7 @@ def sampler_without_set_epoch(script: Script) -> Iterator[Hit]:
             )
 
 
-@rule(
-    "LS002", "A DataLoader gets a sampler together with an argument that excludes it, such as shuffle=True."
-)
+@rule("LS002", "A DataLoader gets a sampler together with an argument that excludes it, such as shuffle=True.")
 def sampler_and_shuffle(script: Script) -> Iterator[Hit]:
     """torch raises ValueError for these; here it is said before the data are read."""
     for call in script.torch_calls("DataLoader"):
@@ -380,9 +378,7 @@ def _shares_by_rank(script: Script) -> Iterator[ast.expr]:
     own = {script.scope(each) for each in passes if not each.args}  # a loop that trains on such shares itself
     for loop in (each for each in _loops(script) if last_name(each.iter) == "micro_batches"):
         body = script.parent(loop) if isinstance(loop, ast.comprehension) else loop
-        if any(
-            isinstance(each, ast.Call) and script.text(each.func) in models for each in ast.walk(body or loop)
-        ):
+        if any(isinstance(each, ast.Call) and script.text(each.func) in models for each in ast.walk(body or loop)):
             yield loop.iter
     for function in (each for each in script.functions if each.name == "on_output"):  # of a Callback
         yield from [each.target for each in ast.walk(function) if isinstance(each, ast.AugAssign)][:1]
@@ -456,7 +452,6 @@ def _is_set(script: Script, value: ast.expr) -> bool:
     """Returns True for a set that is made here, or whatever a name is ever set to."""
     found = script.values(value) if isinstance(value, ast.Name | ast.Attribute) else [value]
     return bool(found) and all(
-        isinstance(each, ast.SetComp)
-        or (isinstance(each, ast.Call) and script.name(each) in ("set", "frozenset"))
+        isinstance(each, ast.SetComp) or (isinstance(each, ast.Call) and script.name(each) in ("set", "frozenset"))
         for each in found
     )

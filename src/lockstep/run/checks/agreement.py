@@ -77,22 +77,16 @@ def agree(
         share_start(module, group_of_ranks, device, expected=values_from_main)
 
 
-def require_equal_settings(
-    settings: Mapping[str, Any], group: dist.ProcessGroup | None, device: torch.device
-) -> None:
+def require_equal_settings(settings: Mapping[str, Any], group: dist.ProcessGroup | None, device: torch.device) -> None:
     """Raises ``ConfigError`` on every rank where ranks were told different things. Collective."""
     found = _differences(settings, group, device, absent=None)
     lines = [f"  {key}: {by_rank(found[key])}" for key in sorted(found)]
     if lines:
-        lines.append(
-            "Give all ranks one value, which follows from neither the rank, nor the clock, nor the process."
-        )
+        lines.append("Give all ranks one value, which follows from neither the rank, nor the clock, nor the process.")
         raise ConfigError("The ranks were started with different settings:\n" + "\n".join(lines))
 
 
-def require_equal_data(
-    digests: Mapping[str, str], group: dist.ProcessGroup | None, device: torch.device
-) -> None:
+def require_equal_data(digests: Mapping[str, str], group: dist.ProcessGroup | None, device: torch.device) -> None:
     """Raises ``ConfigError`` on every rank where samples, given by digests, are not the same everywhere. Collective."""
     for name, values in _differences(digests, group, device).items():
         remedy = (
@@ -269,9 +263,7 @@ def _text(value: Any, shared: Set[int], depth: int = 4) -> str:
     if depth and isinstance(value, partial):
         return f"partial({inner(value.func)}, {inner(value.args)}, {inner(value.keywords)})"
     if depth and is_dataclass(value) and not isinstance(value, type):
-        return _name_of(type(value)) + inner(
-            {each.name: getattr(value, each.name, None) for each in fields(value)}
-        )
+        return _name_of(type(value)) + inner({each.name: getattr(value, each.name, None) for each in fields(value)})
     return _name_of(value if hasattr(value, "__qualname__") else type(value))
 
 
@@ -461,9 +453,7 @@ class AgreedData:
         self.digests = {name: each for name, each in digests.items() if name not in self._evaluated}
         self._resumed_digests = dict(self.digests)
 
-    def require(
-        self, plan: SamplePlan, photos: str, number: int, digests: Digests, *, has_changed: bool
-    ) -> None:
+    def require(self, plan: SamplePlan, photos: str, number: int, digests: Digests, *, has_changed: bool) -> None:
         """Raises where a checkpoint within an epoch, or another rank, is about another data set. Collective.
 
         Args:
@@ -518,8 +508,7 @@ class AgreedData:
         names = sorted(
             name
             for name in {*stored, *self.digests}
-            if stored.get(name) != self.digests.get(name)
-            and (name in stored or name not in (*_HOW, BEGINNING))
+            if stored.get(name) != self.digests.get(name) and (name in stored or name not in (*_HOW, BEGINNING))
         )
         self.found_others = bool(names and stored and self.digests)
         if not self.found_others or self._options.force_context:

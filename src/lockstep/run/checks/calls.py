@@ -57,9 +57,7 @@ def gather_agreed(mine: object, group: dist.ProcessGroup | None, device: torch.d
     call = _call()
     with _telling_of_error("".join(call)):
         everyone = gather_json([*call, mine], group, device)
-    known = [
-        each if isinstance(each, list) and len(each) == 3 else ["another call", "", each] for each in everyone
-    ]
+    known = [each if isinstance(each, list) and len(each) == 3 else ["another call", "", each] for each in everyone]
     if len({name for name, _, _ in known}) > 1:
         raise ConfigError(
             f"The ranks make different calls of the run: {by_rank([name + place for name, place, _ in known])}. Each "
@@ -211,9 +209,7 @@ def watching_calls(
         elif code.co_name in functions and (place := _place(frame)):
             found.append(f"{place}: torch.distributed.{code.co_name}()")
         elif _EXCHANGES.match(code.co_name) and (place := _place(frame, installed=True)):
-            raise ConfigError(
-                f"torch.distributed.{code.co_name} is called in {where} ({place}){no_exchange} {OFF}"
-            )
+            raise ConfigError(f"torch.distributed.{code.co_name} is called in {where} ({place}){no_exchange} {OFF}")
 
     if sys.getprofile() is not None or not dist.is_initialized():
         yield

@@ -142,9 +142,7 @@ class Rehearsals:
         is_first, self._replicas_are_new = self._replicas_are_new, False
         return is_first
 
-    def new_metrics(
-        self, functions: Mapping[str, Callable[..., Any]], *, evaluated: bool = False
-    ) -> set[str]:
+    def new_metrics(self, functions: Mapping[str, Callable[..., Any]], *, evaluated: bool = False) -> set[str]:
         """The names of the metrics that should be checked and were not, or not with a result.
 
         Functions that one line makes, such as lambdas in a loop, count as one. ``evaluated``: they are metrics of
@@ -157,9 +155,7 @@ class Rehearsals:
         """Notes metrics that need not be checked again."""
         self._seen |= {(code_of(each), evaluated) for each in metrics}
 
-    def is_new_evaluation(
-        self, model: nn.Module, forward: Callable[..., Any] | None, *, resumed: bool = False
-    ) -> bool:
+    def is_new_evaluation(self, model: nn.Module, forward: Callable[..., Any] | None, *, resumed: bool = False) -> bool:
         """True for an evaluation that should be rehearsed, the first time that it is asked about."""
         code = type(model), code_of(forward)
         if code in self._seen or not (self.is_on or (self._is_for_resume and resumed)):
@@ -304,9 +300,7 @@ class Rehearsals:
         short, rehearsal = shortened(batch, compute, strategy.share, 2 if self._are_concurrent else 1)
         judging = replace(rehearsal, judged=None if compute.function is stand_in else [])
         compute_again = partial(self._pass, short, rehearsal, scale)
-        asking = watching_calls(
-            findings.asked, "the forward pass or the loss", ranks=strategy.share.holders == 1
-        )
+        asking = watching_calls(findings.asked, "the forward pass or the loss", ranks=strategy.share.holders == 1)
         with put_back(strategy, watched, self._events):
             with noting_mistakes(prepared, watched, strategy, findings), asking:
                 first = self._first_pass(compute_again, compute.randomness)
@@ -402,9 +396,7 @@ class Rehearsals:
             result = compute()
         return result
 
-    def _further_passes(
-        self, compute: Callable[[], _Result], buffers: Buffers, is_counting: bool
-    ) -> list[_Result]:
+    def _further_passes(self, compute: Callable[[], _Result], buffers: Buffers, is_counting: bool) -> list[_Result]:
         """More computations where every call changes something: the effect of one may be as small as rounding."""
         if not any(self._strategy.gather_records(is_counting)):
             return []
@@ -546,11 +538,7 @@ class _Result:
 
     def other_gradients(self, *others: _Result) -> list[str]:
         """The parameters whose gradients differ in any of these passes."""
-        return [
-            name
-            for name, bits in self.gradients.items()
-            if any(each.gradients[name] != bits for each in others)
-        ]
+        return [name for name, bits in self.gradients.items() if any(each.gradients[name] != bits for each in others)]
 
     def differs(self, other: _Result) -> bool:
         return self.losses != other.losses or self.gradients != other.gradients

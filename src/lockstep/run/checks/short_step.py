@@ -75,8 +75,7 @@ class RehearsalCompute(StepCompute):
         """The kinds of mean that the loss is, as far as ``judged`` tells."""
         with self.autocast():
             return [
-                Deviation.WITHOUT_ROWS if part is None else checked(self.function, *part)
-                for part in self.judged or ()
+                Deviation.WITHOUT_ROWS if part is None else checked(self.function, *part) for part in self.judged or ()
             ]
 
 
@@ -191,9 +190,7 @@ class Findings:
         begin = f"The {what} of one micro-batch, computed twice under the same keys, has other bits the second time"
         if self.changed:
             of_loss = any("of the loss" in name for name in self.changed)
-            once = (
-                "; or call the loss once for all samples of a step, with whole_batch=True" if of_loss else ""
-            )
+            once = "; or call the loss once for all samples of a step, with whole_batch=True" if of_loss else ""
             raise ConfigError(
                 f"{begin}, since the forward pass or the loss keeps something from one call to the next. It changed "
                 f"{told(self.changed, _MOST)}. The result would depend on the number of processes. Set it in the loop "
@@ -323,17 +320,12 @@ def shortened(batch: Batch, compute: StepCompute, share: Share, most: int) -> tu
     firsts = [share.of(plan.leaves, holder)[:most] for holder in range(min(share.holders, plan.leaves))]
     first = [k for held in firsts for k in held]
     short = replace(plan, indices=tuple(plan.indices[k] for k in first))
-    own = tuple(
-        replace(each, k=k)
-        for each, k in zip(batch.micro_batches[:most], share.of(short.leaves), strict=False)
-    )
+    own = tuple(replace(each, k=k) for each, k in zip(batch.micro_batches[:most], share.of(short.leaves), strict=False))
     numbers = dict(enumerate(first))
     return Batch(short, own), RehearsalCompute.taking(compute, plan=short, metrics=None, numbers=numbers)
 
 
-def on_all_ranks(
-    batch: Batch, compute: RehearsalCompute, strategy: Strategy
-) -> tuple[Batch, RehearsalCompute] | None:
+def on_all_ranks(batch: Batch, compute: RehearsalCompute, strategy: Strategy) -> tuple[Batch, RehearsalCompute] | None:
     """The short step with rank 0's first micro-batch in place of every one, under the same keys. Collective.
 
     None where the data are not tensors, or not of one structure on all ranks that have some.
@@ -342,9 +334,7 @@ def on_all_ranks(
     data = [each.data for each in batch.micro_batches]
     structure = repr(map_leaves(data, leaves.append))
     sendable = all(type(leaf) is Tensor and leaf.layout is torch.strided for leaf in leaves)
-    kinds = (
-        [[list(leaf.shape), str(leaf.dtype).removeprefix("torch.")] for leaf in leaves] if sendable else None
-    )
+    kinds = [[list(leaf.shape), str(leaf.dtype).removeprefix("torch.")] for leaf in leaves] if sendable else None
     everyone = strategy.gather_records([structure, kinds])
     structures = {each for each, kinds in everyone if kinds != []}
     if len(structures) != 1 or not everyone[0][1] or None in (kinds for _, kinds in everyone):
@@ -415,9 +405,7 @@ def parameter_values(model: nn.Module) -> dict[str, tuple[int, int]]:
 
 
 @contextmanager
-def noting_mistakes(
-    prepared: PreparedRun, watched: Watched, strategy: Strategy, findings: Findings
-) -> Iterator[None]:
+def noting_mistakes(prepared: PreparedRun, watched: Watched, strategy: Strategy, findings: Findings) -> Iterator[None]:
     """Notes what calls in the block do to modules and parameters that makes a step wrong on any layout."""
     model, called = prepared.state.parts.model, CalledModules(prepared, watched, strategy)
     values = parameter_values(model)

@@ -97,9 +97,7 @@ class Gathering:
                 initial_values.fill([(name, parameter)], device)
             else:
                 parameter.data = parameter.detach().clone()  # in memory of its own, which is given back
-            each = ShardedParameter(
-                name, parameter, rows, exchange.rank, absence, self._dtype, options.cpu_offload
-            )
+            each = ShardedParameter(name, parameter, rows, exchange.rank, absence, self._dtype, options.cpu_offload)
             each.free()
             self.parameters.append(each)
             members[next((block for block in modules if name.startswith(f"{block}.")), "")].append(each)
@@ -460,9 +458,7 @@ class _Pack:
         return "tensor", tensor, tensor._version
 
 
-def _unpack(
-    need: Callable[[ShardedBlock], None], outer: Sequence[Any], packed: tuple[str, Any, Any]
-) -> Tensor:
+def _unpack(need: Callable[[ShardedBlock], None], outer: Sequence[Any], packed: tuple[str, Any, Any]) -> Tensor:
     """Gives back what ``_Pack`` saved."""
     kind, saved, more = packed
     if kind == "parameter":

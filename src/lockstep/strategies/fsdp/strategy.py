@@ -102,9 +102,7 @@ class FullyShardedDataParallel(Strategy):
         """By each of their names."""
         self._names = list(tensor_state(model))
         self._trained = [each for each in found.values() if each.held.requires_grad]
-        self._header = StepHeader(
-            self.share, self._micro_batches, len(self._trained), self._buffers.counters, flags=2
-        )
+        self._header = StepHeader(self.share, self._micro_batches, len(self._trained), self._buffers.counters, flags=2)
         return model
 
     def backward(self, batch: Batch, compute: Compute, *, scale: float, stop: int) -> StepResult:
@@ -211,8 +209,7 @@ class FullyShardedDataParallel(Strategy):
         """This rank's rows of each parameter of the model's state, and its buffers, by all their names."""
         buffers = dict(self._model.named_buffers(remove_duplicate=False))
         return {
-            name: self._parameters[name].held if name in self._parameters else buffers[name]
-            for name in self._names
+            name: self._parameters[name].held if name in self._parameters else buffers[name] for name in self._names
         }
 
     def gather_full(self, name: str, part: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -353,9 +353,7 @@ class GradientAccumulator:
         statistics_type: of those values.
     """
 
-    def __init__(
-        self, shards: ParameterShards, statistics: int, counters: int, statistics_type: torch.dtype
-    ) -> None:
+    def __init__(self, shards: ParameterShards, statistics: int, counters: int, statistics_type: torch.dtype) -> None:
         self._shards, self._statistics_type = shards, statistics_type
         self._numel = shards.numel(shards.server)
         self._total = torch.zeros(self._numel, dtype=shards.dtype, device=shards.device)
@@ -377,9 +375,7 @@ class GradientAccumulator:
         if len(push.body) != (size if content["leaves"] else 0):
             raise Refused(f"the push has {len(push.body)} bytes, expected {size}")
         if self.statistics.numel() and len(content["counters"]) != self.counters.numel():
-            raise Refused(
-                f"the push counts {len(content['counters'])} buffers, expected {self.counters.numel()}"
-            )
+            raise Refused(f"the push counts {len(content['counters'])} buffers, expected {self.counters.numel()}")
         self.pushes += 1
         if not content["leaves"]:
             return

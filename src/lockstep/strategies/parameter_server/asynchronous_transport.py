@@ -234,9 +234,7 @@ class ServerTransport:
         """Where the others connect."""
         selector = selectors.DefaultSelector()
         selector.register(self._listener, selectors.EVENT_READ)
-        threading.Thread(
-            target=self._accept, args=(selector,), daemon=True, name="parameter server: accept"
-        ).start()
+        threading.Thread(target=self._accept, args=(selector,), daemon=True, name="parameter server: accept").start()
 
     def join(self, rank: int, address: tuple[str, int]) -> None:
         """Connects to another server's transport; both sides may then send."""

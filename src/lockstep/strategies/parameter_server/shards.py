@@ -182,9 +182,7 @@ def _stored_as(held: Tensor, values: Tensor) -> Tensor:
 
 def _require_storable(parameters: Sequence[nn.Parameter]) -> None:
     if not parameters:
-        raise ConfigError(
-            "Strategy 'parameter_server' needs parameters to train, but all are frozen. Unfreeze some."
-        )
+        raise ConfigError("Strategy 'parameter_server' needs parameters to train, but all are frozen. Unfreeze some.")
     types = {parameter.dtype for parameter in parameters}
     if len(types) > 1:
         raise ConfigError(

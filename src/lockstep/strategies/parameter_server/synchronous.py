@@ -47,9 +47,7 @@ class ParameterServer(Strategy):
     largest_unit = Unit.ELEMENT
     keeps_whole = True
 
-    def __init__(
-        self, device: torch.device, micro_batches: int, group: dist.ProcessGroup, servers: int
-    ) -> None:
+    def __init__(self, device: torch.device, micro_batches: int, group: dist.ProcessGroup, servers: int) -> None:
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
         self.device, self._group, self._servers = device, group, servers
         self.model_group = group
@@ -81,9 +79,7 @@ class ParameterServer(Strategy):
         for key in self._shards.own_keys:
             self._elsewhere[key.name].part_of = key.of
         self._tree = GradientTree({} if self.share.holder is None else self._shards.parameters, None)
-        self._header = StepHeader(
-            self.share, self._micro_batches, len(self._names), self._buffers.counters, flags=1
-        )
+        self._header = StepHeader(self.share, self._micro_batches, len(self._names), self._buffers.counters, flags=1)
         return self._model
 
     def backward(self, batch: Batch, compute: Compute, *, scale: float, stop: int) -> StepResult:

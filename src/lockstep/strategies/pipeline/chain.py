@@ -58,9 +58,7 @@ class ChainLink:
 class FunctionLink(nn.Module):
     """A function between two children of a forward, such as ``torch.flatten(x, 1)``; holds no tensors."""
 
-    def __init__(
-        self, function: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]
-    ) -> None:
+    def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         super().__init__()
         self._function, self._arguments, self._named = function, arguments, named
 
@@ -231,9 +229,7 @@ class _OwnTensors(TorchFunctionMode):
         self.calls = 0
         """1 inside a call that it lets through, when torch has taken it off the stack of modes; otherwise 0."""
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Makes a call on stand-ins, or one that looks at no values."""
         kwargs = kwargs or {}
         is_allowed = func in _WITHOUT_VALUES or getattr(func, "__name__", "") == "__get__"

@@ -87,9 +87,7 @@ def _as_dict(value: Any) -> Any:
         return value
     cls = type(value)
     if _class_of(key := f"{_CLASS}{cls.__module__}:{cls.__qualname__}") is not cls:
-        raise _CannotSend(
-            cls.__name__, " whose class is defined within a function (move it to the top of its file)"
-        )
+        raise _CannotSend(cls.__name__, " whose class is defined within a function (move it to the top of its file)")
     names = getattr(cls, "_fields", None) or [each.name for each in fields(value)]
     return {key: {name: _as_dicts(getattr(value, name)) for name in names}}
 
@@ -140,16 +138,10 @@ class TensorSpec:
     def of(cls, tensor: Tensor) -> TensorSpec:
         """The form of a tensor."""
         if tensor.layout is not torch.strided or tensor.is_conj():
-            kind = (
-                "conjugate" if tensor.layout is torch.strided else str(tensor.layout).removeprefix("torch.")
-            )
-            raise _CannotSend(
-                "Tensor", f" that is {kind} (resolve_conj() or to_dense() makes an ordinary one)"
-            )
+            kind = "conjugate" if tensor.layout is torch.strided else str(tensor.layout).removeprefix("torch.")
+            raise _CannotSend("Tensor", f" that is {kind} (resolve_conj() or to_dense() makes an ordinary one)")
         if type(tensor) not in (Tensor, nn.Parameter):
-            raise _CannotSend(
-                type(tensor).__name__, " that is a class of tensors (as_subclass(torch.Tensor))"
-            )
+            raise _CannotSend(type(tensor).__name__, " that is a class of tensors (as_subclass(torch.Tensor))")
         dtype = str(tensor.dtype).removeprefix("torch.")
         offset = tensor.data_ptr() % ALIGNMENT // tensor.element_size()
         return cls(tuple(tensor.shape), tensor.stride(), dtype, tensor.requires_grad, offset)
@@ -271,8 +263,7 @@ class Description:
         """From JSON."""
         structure, leaves, overlapping = json.loads(data)
         specs = tuple(
-            leaf if isinstance(leaf, str) else TensorSpec(tuple(leaf[0]), tuple(leaf[1]), *leaf[2:])
-            for leaf in leaves
+            leaf if isinstance(leaf, str) else TensorSpec(tuple(leaf[0]), tuple(leaf[1]), *leaf[2:]) for leaf in leaves
         )
         return cls(structure, specs, tuple(overlapping))
 

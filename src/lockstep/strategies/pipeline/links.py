@@ -88,9 +88,7 @@ class SharedMemoryLink:
         stay_awake: see ``Word.wait_until``.
     """
 
-    def __init__(
-        self, memory: memoryview, beside: GroupLink, peer: int, timeout: float, *, stay_awake: bool
-    ) -> None:
+    def __init__(self, memory: memoryview, beside: GroupLink, peer: int, timeout: float, *, stay_awake: bool) -> None:
         self._written, self._read = (Word(memory[place : place + 4]) for place in (0, CACHE_LINE))
         self._places = memory[2 * CACHE_LINE : _HEAD_BYTES].cast("q")
         self._room = torch.frombuffer(memory, dtype=torch.uint8, offset=_HEAD_BYTES)
@@ -123,9 +121,7 @@ class SharedMemoryLink:
 
     def _take(self, tensor: Tensor, number: int) -> None:
         """Waits for message ``number`` and fills ``tensor`` with it; ``ConfigError`` if its size differs."""
-        assert number == self._count + 1, (
-            "messages are waited for in another order than they were expected in"
-        )
+        assert number == self._count + 1, "messages are waited for in another order than they were expected in"
         at = 2 * (self._count % _PLACES)
         self._wait(self._written, self._count + 1)
         self._count += 1

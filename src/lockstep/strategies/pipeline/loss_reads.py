@@ -270,9 +270,7 @@ def _read_by(function: FunctionType, names: set[str]) -> list[tuple[str, Any]]:
         return []
     mentioned = set(names_in(function.__code__))
     names |= mentioned  # and those of getattr
-    names |= {
-        text for code in codes_in(function.__code__) for text in code.co_consts if isinstance(text, str)
-    }
+    names |= {text for code in codes_in(function.__code__) for text in code.co_consts if isinstance(text, str)}
     found = []
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
         try:

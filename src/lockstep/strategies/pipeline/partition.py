@@ -306,9 +306,7 @@ def measured_split(
     parts = [1000 * sum(weights[a:b]) for a, b in pairwise([0, *starts, len(links)])]
     points = tuple(links[start].name for start in starts)
     shown = ", ".join(f"{part:.2g}" for part in parts)
-    logger.info(
-        "Cut by measured time: %s.split = %s; forward passes of %s ms.", strategy, list(points), shown
-    )
+    logger.info("Cut by measured time: %s.split = %s; forward passes of %s ms.", strategy, list(points), shown)
     return points
 
 

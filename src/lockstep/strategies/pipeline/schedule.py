@@ -64,9 +64,7 @@ def order_of(schedule: str, rank: int, ranks: int, stages_per_rank: int, count: 
     return tuple(action for action in order if action.place < count)
 
 
-def _one_forward_one_backward(
-    rank: int, ranks: int, stages_per_rank: int, count: int, *, warm: int
-) -> list[Action]:
+def _one_forward_one_backward(rank: int, ranks: int, stages_per_rank: int, count: int, *, warm: int) -> list[Action]:
     """``warm`` forward passes, then one forward and one backward in turn, then the backward passes that are left.
 
     With several stages per rank, rounds of ``ranks`` micro-batches go through one stage after the other.

@@ -121,9 +121,7 @@ class Passes:
         others: the modules of other processes' stages, by name, which cannot read what this one sets.
     """
 
-    def __init__(
-        self, stage: Stage, neighbours: Neighbours, name: str, others: Mapping[str, nn.Module]
-    ) -> None:
+    def __init__(self, stage: Stage, neighbours: Neighbours, name: str, others: Mapping[str, nn.Module]) -> None:
         self.stage, self.neighbours, self.name, self.others = stage, neighbours, name, others
         self.readers: Sequence[Callable[..., Any]] = ()
         """The functions that are given the model's outputs in an evaluation."""
@@ -327,9 +325,7 @@ class PipelineChannels:
         shared: whether CPU ranks of one host may use shared memory.
     """
 
-    def __init__(
-        self, groups: Groups, device: torch.device, *, around: bool, timeout: float, shared: bool
-    ) -> None:
+    def __init__(self, groups: Groups, device: torch.device, *, around: bool, timeout: float, shared: bool) -> None:
         line = self.group = groups.line("pipeline")
         self.place, self.length = groups.coordinate("pipeline"), groups.size("pipeline")
         self.ranks: list[int] = dist.get_process_group_ranks(line)

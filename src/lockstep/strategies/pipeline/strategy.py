@@ -288,9 +288,7 @@ class Pipeline(Strategy):
             self._passes[number] = Passes(stage, neighbours, name, elsewhere)
             self._sums[number] = self._make_sums(stage, local)
         self._empty_others(model, modules)
-        placed = PlacedPipeline(
-            *(model, self._passes, self._answers, self.absences, self._whole_stages, self._calling)
-        )
+        placed = PlacedPipeline(*(model, self._passes, self._answers, self.absences, self._whole_stages, self._calling))
         state = tensor_state(model)
         self._held = {name: held_of(state[name]) for name in self._specs if self._is_mine(name)}
         """The held tensors of the model's state, by name: no copies, as assignments to ``.data`` are seen."""
@@ -325,15 +323,11 @@ class Pipeline(Strategy):
         self._steps += 1
         self._steps_alike += 1
         mine, leaves = self.share.of(batch.plan.leaves), batch.plan.leaves
-        order = order_of(
-            self._options.schedule, self._channels.place, self._channels.length, self._per_rank, len(mine)
-        )
+        order = order_of(self._options.schedule, self._channels.place, self._channels.length, self._per_rank, len(mine))
         for number, sums in self._sums.items():
             sums.begin(mine, leaves)
             self._passes[number].forget()
-        self._losses = torch.zeros(
-            2, self.share.longest(self._micro_batches), dtype=torch.float64, device=self.device
-        )
+        self._losses = torch.zeros(2, self.share.longest(self._micro_batches), dtype=torch.float64, device=self.device)
         with computing(self.absences):
             self._run_schedule(batch, mine, order, compute, scale)
         return self._finish(len(mine), stop)
@@ -554,14 +548,10 @@ class Pipeline(Strategy):
         found = {name: parameter.grad for name, parameter in self._trainable.items()}
         return {name: sum_of_squares(gradient) for name, gradient in found.items() if gradient is not None}
 
-    def _make_sums(
-        self, stage: Stage, local: int, held: Mapping[str, nn.Parameter] | None = None
-    ) -> StepSums:
+    def _make_sums(self, stage: Stage, local: int, held: Mapping[str, nn.Parameter] | None = None) -> StepSums:
         """The sums of this rank's stage number ``local``; ``held`` as in ``GradientTree``."""
         names = [name for name, _ in stage.named_buffers()]
-        here = [
-            pattern for pattern in self.running_buffers if any(fnmatchcase(name, pattern) for name in names)
-        ]
+        here = [pattern for pattern in self.running_buffers if any(fnmatchcase(name, pattern) for name in names)]
         trained = {name: p for name, p in stage.named_parameters() if p.requires_grad}
         self._trainable |= {name: p if held is None else held[name] for name, p in trained.items()}
         reducer = self._reducers[local] if self._reducers else None

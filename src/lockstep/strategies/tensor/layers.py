@@ -52,9 +52,7 @@ class Exchange:
         """Shards of this rank."""
         self.first = self.rank * self.held
         """Number of the first of them."""
-        self._nodes = [
-            nodes_within(rank * self.held, (rank + 1) * self.held, shards) for rank in range(self.ranks)
-        ]
+        self._nodes = [nodes_within(rank * self.held, (rank + 1) * self.held, shards) for rank in range(self.ranks)]
         self.bytes_sent = 0
         """Bytes of activations and their gradients this rank has given to others."""
 

@@ -192,9 +192,7 @@ class SplitWays(TorchFunctionMode):
             handle.remove()
         self._handles, self._ways, self._inside = [], WeakIdKeyDictionary(), 0
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         """Notes a function that gives a tensor made from a split activation."""
         ways = self._of((args, kwargs))
         result = func(*args, **(kwargs or {}))
@@ -404,8 +402,7 @@ def _block(block: nn.Module) -> dict[str, str]:
     kinds = _BLOCKS[type(block).__name__]
     children = dict(block.named_children())
     usual = all(name in children for name in kinds) and all(
-        _splittable(children[name]) if name.startswith("conv") else type(children[name]) in NORMS
-        for name in kinds
+        _splittable(children[name]) if name.startswith("conv") else type(children[name]) in NORMS for name in kinds
     )
     return kinds if usual else {}
 

@@ -238,9 +238,7 @@ class TensorParallel(Replicated):
             return result
         replicated = {name: p for name, p in self._trainable.items() if name not in self._shards}
         sums = [
-            sum_of_bits(p.grad)
-            if p.grad is not None
-            else torch.full((), -1, dtype=torch.int64, device=self.device)
+            sum_of_bits(p.grad) if p.grad is not None else torch.full((), -1, dtype=torch.int64, device=self.device)
             for p in replicated.values()
         ]
         flags = torch.stack([result.stop.double(), result.finite.double()])
@@ -253,9 +251,7 @@ class TensorParallel(Replicated):
         is_one_step = stops.amax() - stops.amin() < STOP_CODES  # of another one, the run tells
         if bool(finite & is_one_step & differs.any()):
             first = int(differs.nonzero()[0])
-            names = ["the loss"] * result.losses.numel() + [
-                f"the gradient of {name!r}" for name in replicated
-            ]
+            names = ["the loss"] * result.losses.numel() + [f"the gradient of {name!r}" for name in replicated]
             raise ReplicaError(
                 f"{names[first]} differs between ranks that share the model's layers and compute it from the same "
                 "bits: a parameter was changed on one of them only, or the model draws random numbers without a key."

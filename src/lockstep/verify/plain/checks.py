@@ -171,9 +171,7 @@ def hyperparameters(pair: Pair, step: int) -> Diagnosis | None:
             return Diagnosis(Cause.OPTIMIZER, step, name, each)
         detail = f"{found[0]}, and {mine[name]} in the reference"
         if name.split()[0] == "lr" and all(_times(pair, each, name) == ranks for each in range(step + 1)):
-            return Diagnosis(
-                Cause.LEARNING_RATE, step, name, f"{detail}; {ranks} ranks share one global batch"
-            )
+            return Diagnosis(Cause.LEARNING_RATE, step, name, f"{detail}; {ranks} ranks share one global batch")
         at = _step_with(pair, name, found[0])
         if at is not None and at != step:
             detail = f"{found[0]}, as in step {at} of the reference, which has {mine[name]}"
@@ -255,9 +253,7 @@ def skipped(pair: Pair, step: int) -> Diagnosis | None:
         detail = f"{theirs[0]} updates, and {mine} in the reference"
         over = overflowed(pair, step)
         if theirs[0] > mine and over:
-            return Diagnosis(
-                Cause.OVERFLOW, step, "optimizer", f"{detail}; not finite on {numbered('rank', over)}"
-            )
+            return Diagnosis(Cause.OVERFLOW, step, "optimizer", f"{detail}; not finite on {numbered('rank', over)}")
         return Diagnosis(Cause.UPDATE, step, "optimizer", detail)
     return None
 
@@ -268,9 +264,7 @@ def overflowed(pair: Pair, step: int) -> list[int]:
     if not all(map(math.isfinite, used)):
         return []
     batches = pair.other.batches(step)
-    return sorted(
-        {rank for rank, b in batches if not all(math.isfinite(g.norm) for g in b.gradients.values())}
-    )
+    return sorted({rank for rank, b in batches if not all(math.isfinite(g.norm) for g in b.gradients.values())})
 
 
 def replicas(pair: Pair, step: int) -> Diagnosis | None:
@@ -292,12 +286,8 @@ def _of_optimizer(pair: Pair, step: int, name: str, records: list[StepRecord]) -
     mine = pair.mine(step)
     without = [record for record in records if name in record.unheld]
     if without and name not in mine.unheld:
-        return Diagnosis(
-            Cause.NOT_HELD, step, repr(name), f"{len(without[0].unheld)} parameters are not in it"
-        )
-    for key in sorted(
-        {key for each in (mine, *records) for key in each.state if key.endswith(f" of {name}")}
-    ):
+        return Diagnosis(Cause.NOT_HELD, step, repr(name), f"{len(without[0].unheld)} parameters are not in it")
+    for key in sorted({key for each in (mine, *records) for key in each.state if key.endswith(f" of {name}")}):
         held = [record.state.get(key) for record in records]
         known = mine.state.get(key)
         tolerance = _OF_UPDATE * pair.tolerance
@@ -310,9 +300,7 @@ def _of_optimizer(pair: Pair, step: int, name: str, records: list[StepRecord]) -
         if odd:
             norms = ", ".join("absent" if each is None else f"norm {each.norm:.3g}" for each in held)
             wanted = "absent" if known is None else f"norm {known.norm:.3g}"
-            return Diagnosis(
-                Cause.OPTIMIZER_STATE, step, key, f"{norms} on the ranks; {wanted} in the reference"
-            )
+            return Diagnosis(Cause.OPTIMIZER_STATE, step, key, f"{norms} on the ranks; {wanted} in the reference")
     return None
 
 
@@ -335,9 +323,7 @@ def modes(pair: Pair, step: int) -> Diagnosis | None:
     first = next(iter(odd))
     mode = "eval" if names[0] in pair.other.at(step)[first].evaluating else "train"
     every = len(names) == len(pair.other.ranks[first].modules)
-    detail = (
-        f"{mode} mode on {numbered('rank', list(odd))}, unlike the reference; {plural(len(names), 'module')}"
-    )
+    detail = f"{mode} mode on {numbered('rank', list(odd))}, unlike the reference; {plural(len(names), 'module')}"
     return Diagnosis(Cause.MODE, step, "the model" if every else repr(names[0]), detail)
 
 

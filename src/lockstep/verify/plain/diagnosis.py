@@ -41,9 +41,7 @@ def diagnose_plain(
         ConfigError: the reference was recorded on several processes.
     """
     if len(reference.ranks) != 1:
-        raise ConfigError(
-            f"The reference was recorded on {len(reference.ranks)} processes. Record it on one process."
-        )
+        raise ConfigError(f"The reference was recorded on {len(reference.ranks)} processes. Record it on one process.")
     pair = Pair(reference, other, tolerance)
     beyond = beyond_rounding(pair)
     lengths = (other_length(reference.length, len(rank.steps)) for rank in other.ranks)

@@ -80,9 +80,7 @@ def _odd_one(batches: Sequence[tuple[int, BatchRecord]], ratios: Sequence[float]
     order = [rank for rank, _ in batches]
     last = {max(n for n, each in enumerate(order) if each == rank) for rank in order}
     groups = [("the last micro-batch of each rank counts", last)] if len(last) < len(order) else []
-    groups += [
-        (f"those of rank {r} count", {n for n, each in enumerate(order) if each == r}) for r in set(order)
-    ]
+    groups += [(f"those of rank {r} count", {n for n, each in enumerate(order) if each == r}) for r in set(order)]
     for text, chosen in groups:
         inside = [ratios[n] for n in chosen]
         rest = [ratio for n, ratio in enumerate(ratios) if n not in chosen]
@@ -186,9 +184,7 @@ def _against_reference(pair: Pair, step: int) -> Diagnosis | None:
         return None  # rounding of steps before: this one summed what the ranks computed as it should
     sums = _sums(pair, step, odd)
     if over := checks.overflowed(pair, step):
-        return Diagnosis(
-            Cause.OVERFLOW, step, first, f"not finite on {numbered('rank', over)} before the reduction"
-        )
+        return Diagnosis(Cause.OVERFLOW, step, first, f"not finite on {numbered('rank', over)} before the reduction")
     if sums is None or max(sums.rest_of_used, sums.rest_of_wanted) > pair.fit:
         if found := _more(pair, step, odd, 0):
             return found
@@ -202,9 +198,7 @@ def _against_reference(pair: Pair, step: int) -> Diagnosis | None:
         return Diagnosis(Cause.GRADIENTS, step, first, detail)
     if len(odd) <= len(mine) / 2:
         if twice := _reduced_twice(pair, sums, odd):
-            return Diagnosis(
-                Cause.REDUCED_TWICE, step, first, f"{twice}; {len(odd)} of {len(mine)} parameters"
-            )
+            return Diagnosis(Cause.REDUCED_TWICE, step, first, f"{twice}; {len(odd)} of {len(mine)} parameters")
         weights = ", ".join(f"{weight:.3g}" for weight in sums.used)
         detail = f"reduced with the weights {weights}; {len(odd)} of {len(mine)} parameters"
         return Diagnosis(Cause.LEFT_OUT, step, first, detail)
@@ -309,6 +303,4 @@ def _sums(pair: Pair, step: int, names: list[str]) -> _Sums | None:
 
 def _long(measures: dict[str, Measure], names: list[str], shapes: dict[str, Measure]) -> Vector:
     """The sketches of some parameters, one after the other; zeros for one without a gradient."""
-    return np.concatenate(
-        [vector(measures[n]) if n in measures else np.zeros(len(shapes[n].sketch)) for n in names]
-    )
+    return np.concatenate([vector(measures[n]) if n in measures else np.zeros(len(shapes[n].sketch)) for n in names])

@@ -414,9 +414,7 @@ class Recorder:
             began = time.perf_counter()
             latest = self._step.batches[-1]
             latest.generators = (latest.generators[0], generators())
-            latest.drawn = [
-                name for name, state in other_generators().items() if state != latest.states[name]
-            ]
+            latest.drawn = [name for name, state in other_generators().items() if state != latest.states[name]]
             latest.outputs = output_rows(output)
             self._mark += time.perf_counter() - began
 
@@ -465,9 +463,7 @@ def _require_arguments(
             raise ConfigError(f"The {name} of Recorder is {each!r:.60}. Give a torch.nn.Module.")
     for each in optimizers:
         if isinstance(each, type) or not hasattr(each, "register_step_pre_hook"):
-            raise ConfigError(
-                f"Recorder was given the optimizer {each!r:.60}. Give torch.optim.Optimizer objects."
-            )
+            raise ConfigError(f"Recorder was given the optimizer {each!r:.60}. Give torch.optim.Optimizer objects.")
     if not isinstance(first_step, Integral) or first_step < 0:
         raise ConfigError(f"first_step={first_step!r:.60} was given. Give a number of steps, 0 or more.")
 
@@ -490,9 +486,7 @@ def _number(loss: Tensor | float) -> float:
 
 def _require_plain(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     if not optimizers:
-        raise ConfigError(
-            "Recorder(folder, model) was given no optimizer. Pass every optimizer that the loop steps."
-        )
+        raise ConfigError("Recorder(folder, model) was given no optimizer. Pass every optimizer that the loop steps.")
     sharded = [name for name, p in model.named_parameters() if type(p.data).__name__ == "DTensor"]
     if sharded:
         raise ConfigError(

@@ -223,9 +223,7 @@ def hidden(pair: Pair, step: int, *, loss: bool) -> tuple[str, bool]:
     return text, not is_tensor
 
 
-def _of_loss(
-    pair: Pair, step: int, batches: list[tuple[int, BatchRecord]], where: str, numbers: str
-) -> Diagnosis:
+def _of_loss(pair: Pair, step: int, batches: list[tuple[int, BatchRecord]], where: str, numbers: str) -> Diagnosis:
     """Says what is known where losses differ though outputs do not."""
     state, _ = hidden(pair, step, loss=True)
     if state:
