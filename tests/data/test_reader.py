@@ -174,6 +174,18 @@ def test_a_data_set_that_counts_its_reads_is_refused_before_its_values_change():
         read(OfAnEpoch(), [3, 1], checks=True)
 
 
+def test_values_that_differ_are_refused_where_a_later_read_would_fail():
+    class Moving(OfAnEpoch):
+        most = 12
+
+        def __getitem__(self, index):
+            x, number = super().__getitem__(index)
+            return x + self.reads, number
+
+    with pytest.raises(DataError, match=r"Moving\[3\] gave other values when it was read again"):
+        read(Moving(), [3, 1], checks=True)
+
+
 @pytest.mark.parametrize("most", [50, 1_000_000])
 def test_a_count_of_reads_that_changes_no_value_is_left_alone(most):
     class Counted(OfAnEpoch):

@@ -12,7 +12,7 @@ import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from types import CodeType, FunctionType, ModuleType
@@ -271,17 +271,18 @@ class Rereading:
         return [(each, key, value) for each in held for key, value in each.items() if type(value) in _COUNTS]
 
     def _an_epoch_later(self, read: Callable[[], Any], numbers: _Numbers) -> list[Any]:
-        """A further read, where reads change numbers: as if these had gone on over an epoch. Else none."""
+        """A further read, where reads change numbers, as if these had counted an epoch. Else, or if it fails, none."""
         reads = max([1, *(len(root) for root in self._roots.values() if hasattr(root, "__len__"))])
         found = [(own, key, own[key], then) for own, key, then in numbers if key in own]
         counts = [each for each in found if type(each[2]) in _COUNTS and each[2] != each[3]]
         for own, key, now, then in counts:
             own[key] = now + reads * (now - then)
-        try:
-            return [content_of(read())] if counts else []
-        finally:
-            for own, key, now, _ in counts:
-                own[key] = now
+        content = list[list[str]]()
+        with suppress(DataError):
+            content += [content_of(read())] if counts else []
+        for own, key, now, _ in counts:
+            own[key] = now
+        return content
 
     def _states(self) -> dict[str, Any]:
         if self._generators is None:  # after a read, which may make them
