@@ -480,7 +480,7 @@ def train(state, first, stop, stored=None):
 def test_what_the_first_step_makes_and_later_ones_go_on_with_is_named(caplog):
     """It was lost without a word, as it was not there when the steps of the run began."""
     stored, space = None, {"__name__": "script"}
-    for state in (LoopState(frozenset(), is_main=True), None):
+    for state in (LoopState({}, is_main=True), None):
         own = {**space}
         exec(compile(A_LAZY_SCRIPT, "script.py", "exec"), own)
         stored = own["train"](state or resumed(stored, inside=True), 0 if state else 2, 1 if state else None)
@@ -661,7 +661,7 @@ def test_a_variable_that_only_the_first_epoch_sets_is_named(caplog, before):
     """The resumed run ended in a NameError, without a word before it."""
     space, held = {"__name__": "script", "print": str, "nn": nn}, []
     exec(compile(ONCE.replace("BEFORE", before), "script.py", "exec"), space)
-    space["train"](LoopState(frozenset(), is_main=True), 0, 2, held)
+    space["train"](LoopState({}, is_main=True), 0, 2, held)
     with pytest.raises(UnboundLocalError):
         space["train"](resumed(*held, inside=True), 2, None, held)
     (said,) = (each.getMessage() for each in caplog.records)
