@@ -140,7 +140,12 @@ SECTIONS = {
         ),
     ),
     "Collectives and replicas": (
-        Row("C1", "ranks call different collectives", "the report shows what each rank called; exit code 5"),
+        Row(
+            "C1",
+            "ranks call different collectives",
+            "the report shows what each rank called; exit code 5. Different calls of the run, or of a model that no "
+            "process holds as a whole, are refused at once on all ranks, with both calls; exit code 2",
+        ),
         Row("C2", "ranks give different shapes", "a model is compared before the first step; else as C1"),
         Row(
             "C3",

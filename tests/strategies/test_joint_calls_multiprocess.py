@@ -109,6 +109,7 @@ def outcomes(world, options, folder):
     return found
 
 
+@pytest.mark.fault("C1")
 @pytest.mark.parametrize(
     ("world", "options"),
     [

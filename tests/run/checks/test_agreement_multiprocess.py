@@ -465,6 +465,7 @@ def called_otherwise(world, folder, call, where, strategy):
     return "nothing"
 
 
+@pytest.mark.fault("C1")
 @pytest.mark.parametrize(
     ("call", "where", "others", "strategy"),
     [
