@@ -398,13 +398,14 @@ class IndependentStrategy(Strategy):
         """Brings all processes to the same values, and shares samples out over those that are left. Collective."""
 
 
-def called_by_some(strategy: str, calls: Sequence[bool], went: str = "the next collective call") -> ConfigError:
+def called_by_some(strategy: str, calls: Sequence[bool], *, in_step: bool = False) -> ConfigError:
     """The refusal where some ranks call the model outside of a step, and others do not.
 
     Args:
         calls: of each rank, whether it calls the model.
-        went: what the others do.
+        in_step: whether the others are in a step.
     """
+    went = "run.backward" if in_step else "the next collective call"
     by = {each: [rank for rank, one in enumerate(calls) if one == each] for each in (True, False)}
     return ConfigError(
         f"The model was called outside of run.backward on {numbered('rank', by[True])}, while "

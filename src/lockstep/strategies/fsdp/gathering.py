@@ -409,8 +409,7 @@ def _refusal(places: Sequence[int]) -> ConfigError:
             "ranks make the same calls in the same order: take run.backward, break and continue out of conditions on "
             "what a rank alone knows."
         )
-    went = {"went": "run.backward"} if _IN_STEP in places else {}
-    return called_by_some("fsdp", [where == _OUTSIDE for where in places], **went)
+    return called_by_some("fsdp", [where == _OUTSIDE for where in places], in_step=_IN_STEP in places)
 
 
 def _inner_entrances(block: nn.Module) -> list[nn.Module]:
