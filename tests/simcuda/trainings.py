@@ -160,7 +160,8 @@ def _without_pinned_memory() -> None:
 
 def _without_wait_for_gather() -> None:
     """A block of fsdp is used before the values that were gathered ahead have arrived."""
-    Gathering._wait_for = lambda gathering, block: None  # type: ignore[method-assign]  # the mistake
+    assert Gathering._gather  # notes the event that is waited for
+    Gathering._gather = lambda gathering, block, *, keep: block.gather(keep=keep)  # type: ignore[method-assign]
 
 
 def _without_own_stream_waiting() -> None:
