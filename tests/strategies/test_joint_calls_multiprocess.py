@@ -19,6 +19,12 @@ def call(run, model, everyone=False):
     return None
 
 
+def step(run, optimizer, batch):
+    run.backward(batch, F.cross_entropy)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def at_start(run, model, optimizer, data):
     call(run, model)
     return run.batches(data)
@@ -27,9 +33,7 @@ def at_start(run, model, optimizer, data):
 def between_steps(run, model, optimizer, data):
     for _ in run.epochs(1):
         for batch in run.batches(data):
-            run.backward(batch, F.cross_entropy)
-            optimizer.step()
-            optimizer.zero_grad()
+            step(run, optimizer, batch)
             call(run, model)
 
 
@@ -44,9 +48,7 @@ def before_a_step(run, model, optimizer, data):
 def after_an_epoch(run, model, optimizer, data):
     for _ in run.epochs(2):
         for batch in run.batches(data):
-            run.backward(batch, F.cross_entropy)
-            optimizer.step()
-            optimizer.zero_grad()
+            step(run, optimizer, batch)
         call(run, model)
 
 

@@ -59,11 +59,15 @@ class SilenceLimit:
         """Returns the seconds since the rank wrote this heartbeat or moved; short steps do not write the time."""
         return time.monotonic() - max(beat.time, self._moved)
 
-    def limit(self, beat: Beat) -> float:
-        """Returns the seconds of silence after this heartbeat from which the rank counts as stalled."""
+    def limit(self, beat: Beat, *, usual: bool = False) -> float:
+        """Returns the seconds of silence after this heartbeat from which the rank counts as stalled.
+
+        Args:
+            usual: without the longer time that slow phases have.
+        """
         if not self.floor or beat.phase == "end" or beat.membership is Membership.FINISHED:
             return math.inf
-        if beat.phase in _SLOW_PHASES or not beat.warm:
+        if not usual and (beat.phase in _SLOW_PHASES or not beat.warm):
             return _SLOW * self.floor
         learned = _LEARNED * self._longest if len(self._steps) > _KNOWN_STEPS else 0.0
         return max(self.floor, learned)
@@ -221,16 +225,16 @@ class StallWatch:
 
     def _is_due(self, rank: int, beat: Beat) -> bool:
         limit = self._limits[rank]
-        is_slow = limit.limit(beat) == _SLOW * self._limit
-        return limit.silence(beat) > (self._limit if is_slow or _writes_no_beats(beat) else limit.limit(beat))
+        return limit.silence(beat) > (self._limit if _writes_no_beats(beat) else limit.limit(beat, usual=True))
 
     def _with_usual_limit(self, snapshots: tuple[RankSnapshot, ...]) -> tuple[RankSnapshot, ...]:
         """Takes back the longer limit of phases that are slow where all ranks wait already, at different lines."""
         waits = not self._is_part and all(snapshot.waits_in for snapshot in snapshots)
         if not waits or len({snapshot.frame for snapshot in snapshots}) < 2:
             return snapshots
-        usual = {_SLOW * self._limit: self._limit}
-        return tuple(replace(snapshot, limit=usual.get(snapshot.limit, snapshot.limit)) for snapshot in snapshots)
+        unknown = SilenceLimit(self._limit)  # of a rank whose first heartbeat came after the look at all
+        limits = [self._limits.get(each.rank, unknown).limit(each.beat, usual=True) for each in snapshots]
+        return tuple(replace(snapshot, limit=limit) for snapshot, limit in zip(snapshots, limits))
 
     def _without_beats(self, snapshot: RankSnapshot) -> RankSnapshot:
         """Measures the silence of a script without heartbeats by how long its snapshot stays the same."""
