@@ -560,8 +560,9 @@ def implementation(optimizer: Optimizer) -> str:
 
 def held_objects(parts: Parts, prepared: PreparedModel) -> dict[int, str]:
     """The names of the objects whose values are in checkpoints, by their ids."""
-    models = [(0, parts.model), (0, prepared.module), *enumerate(parts.modules, 1)]
-    models += [(number, prepared.averages.get(id(each), each)) for number, each in enumerate(parts.modules, 1)]
+    models = [(0, parts.model), (0, prepared.module)]
+    for number, each in enumerate(parts.modules, 1):
+        models += [(number, each), (number, prepared.averages.get(id(each), each))]
     found: list[tuple[object, str]] = [
         (each, f"{name or 'the model'!r} of model {number}")
         for number, model in models
