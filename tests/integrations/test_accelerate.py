@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -395,13 +396,12 @@ def evaluating_inside(world):
     model, optimizer, _, loader = parts()
     accelerator = Accelerator(global_batch=12, micro_batches=4)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    hits = []
     for x, y in loader:
         accelerator.backward(nn.functional.cross_entropy(model(x), y))
         optimizer.step()
         optimizer.zero_grad()
         model.eval()
-        hits.append(sum(int((model(x).argmax(1) == y).sum()) for x, y in loader))
+        assert sum(len(model(x)) for x, _ in loader) == 24
         model.train()
     return accelerator.run.fingerprint()
 
@@ -739,28 +739,107 @@ def test_a_loop_that_is_left_ends_the_epoch_and_its_gradients():
         assert run_ranks(some_steps, 1, clear_first) + run_ranks(some_steps, 3, clear_first) == [expected] * 4
 
 
-def adding(world):
-    """The sums of the loop's body on this process, and the warnings of the adapter."""
+def body_that_adds(add, checks="first"):
+    """Trains for two epochs with a body that calls ``add`` in each pass, and returns the warnings of the adapter."""
     warnings = []
     handler = logging.Handler()
     handler.emit = warnings.append
     logging.getLogger("lockstep.integrations.accelerate_parts").addHandler(handler)
     model, optimizer, _, loader = parts()
-    accelerator = Accelerator(global_batch=12, micro_batches=2)
+    accelerator = Accelerator(global_batch=12, micro_batches=2, checks=checks)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for _ in range(2):
+        for x, y in loader:
+            loss = nn.functional.cross_entropy(model(x), y)
+            add(loss, x, accelerator)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    return [each.getMessage() for each in warnings]
+
+
+class Meter:
+    total, count = 0.0, 0
+
+    def update(self, value, rows):
+        self.total += value
+        self.count += rows
+
+
+def in_a_variable(world):
     total = 0.0
-    for x, y in loader:
-        loss = nn.functional.cross_entropy(model(x), y)
+
+    def add(loss, x, accelerator):
+        nonlocal total
         total += loss.item()
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-    return total, [each.getMessage() for each in warnings]
+
+    body_that_adds(add)
 
 
-def test_a_process_with_one_micro_batch_for_each_step_is_told_that_it_adds_up_a_part():
-    (one, [of_two]), *others = *run_ranks(adding, 1), *run_ranks(adding, 2)
-    assert len({one, *(total for total, _ in others)}) == 3
-    (_, [of_one]), (_, of_the_second) = others
+def in_a_tensor(world):
+    total = torch.zeros(())
+    body_that_adds(lambda loss, x, accelerator: total.add_(loss.detach()))
+
+
+def in_a_list(world):
+    losses = []
+    body_that_adds(lambda loss, x, accelerator: losses.append(loss.detach()))
+
+
+def in_a_meter(world):
+    meters = {"loss": Meter()}
+    body_that_adds(lambda loss, x, accelerator: meters["loss"].update(loss.item(), 1))
+
+
+def rows(world):
+    seen = {"rows": 0}
+    body_that_adds(lambda loss, x, accelerator: seen.update(rows=seen["rows"] + len(x)))
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize(
+    ("program", "name"),
+    [
+        (in_a_variable, "in_a_variable: total"),
+        (in_a_tensor, "in_a_tensor: total"),
+        (in_a_list, "in_a_list: losses"),
+        (in_a_meter, r"in_a_meter: meters\['loss'\].total"),
+        (rows, r"rows: seen\['rows'\]"),
+    ],
+)
+def test_a_sum_over_passes_is_refused(program, name, processes):
+    """It was printed as the loss of the epoch: another number on each number of processes, and too large on all."""
+    with pytest.raises(ConfigError, match=f"adds to .*{name}.* in each pass.*accelerator.step_loss"):
+        run_ranks(program, processes)
+
+
+def of_steps(world):
+    sums = {"total": 0.0, "steps": 0, "passes": 0, "seconds": 0.0, "began": time.perf_counter(), "last": 0.0}
+
+    def add(loss, x, accelerator):
+        seconds = sums["seconds"] + time.perf_counter() - sums["began"]
+        sums.update(passes=sums["passes"] + 1, seconds=seconds, began=time.perf_counter(), last=loss.item())
+        if accelerator.sync_gradients:
+            sums["total"] += float(accelerator.step_loss or 0.0)
+            sums["steps"] += 1
+
+    warnings = body_that_adds(add)
+    return sums["total"], sums["steps"], warnings
+
+
+def test_sums_over_steps_and_a_count_of_passes_are_not_refused():
+    (*one, [of_two]), (*first, [of_one]), (*second, of_the_second) = *run_ranks(of_steps, 1), *run_ranks(of_steps, 2)
+    assert one == first == second and one[1] == 4
     assert "2 for each optimizer step" in of_two and "1 for each optimizer step" in of_one
     assert "accelerator.step_loss" in of_one and not of_the_second
+
+
+def unchecked(world):
+    total = torch.zeros(())
+    body_that_adds(lambda loss, x, accelerator: total.add_(loss.detach()), checks="off")
+    return float(total)
+
+
+def test_without_checks_a_sum_over_passes_is_that_of_this_process():
+    (one,), (first, second) = run_ranks(unchecked, 1), run_ranks(unchecked, 2)
+    assert first != second and one == pytest.approx(first + second)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 _SEVERAL = (
     "The loop's body runs once for each micro-batch of this process, %d for each optimizer step, and a few times more "
-    "in the first two steps. What it adds up is that of these; accelerator.step_loss is the mean loss of the last step."
+    "in the first two steps. Its loss is that of one of these; accelerator.step_loss is the mean loss of the last step."
 )
 _ACCUMULATION = (
     "To accumulate gradients, give the Accelerator a larger global_batch and more micro_batches, and do not divide the "

@@ -6,12 +6,13 @@ The first steps are rehearsed, by giving the body of the loop micro-batches that
     [that of rank 0, on every process]  -> losses, which must be equal
     [some rows], [the same], [two halves], without dropout -> is the loss a mean over samples?
 
-The body is the caller, so it runs once for each of them, and what it counts or adds up, it does then too. Nothing is
-updated, and the model is restored.
+The body is the caller, so it runs once for each of them, and what it counts or adds up, it does then too: a sum in one
+of its variables is refused. Nothing is updated, and the model is restored.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
@@ -19,10 +20,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.config.strategy_options import Level
+from lockstep.core.users_code import owners_of, users_frames
+from lockstep.core.values import attributes_of, is_users_object
 from lockstep.data.batch import Batch, MicroBatch
 from lockstep.errors import ConfigError
 from lockstep.numerics.hidden_state import Kind
@@ -47,6 +50,7 @@ from lockstep.strategies.ddp import DistributedDataParallel, Replicated, Single
 _LEAST_ROWS = 4
 _OFF = "checks='off' lets it run, with results that depend on the number of processes."
 _NAME = "of the loop"
+_MOST_ENTRIES = 1_000
 
 
 def _given_by_the_loop(*_: object) -> Tensor:
@@ -190,12 +194,15 @@ class LoopRehearsal:
         try:
             with put_back(strategy, watched, run._events):
                 self._asked = findings.asked
+                sums = [_sums()]
                 with noting_mistakes(prepared, watched, strategy, findings):
                     first = yield from self._pass(short)
                 self._asked = None
+                sums.append(_sums())
                 after = watched.now()
                 watched.buffers.restore()
                 second = yield from self._pass(short)
+                findings.added = _growing([*sums, _sums()]) if is_first else []
                 changed = after.changed(later := watched.now())
                 watched.buffers.restore()
                 if is_first and strategy.share.holders > 1:
@@ -282,6 +289,48 @@ class LoopRehearsal:
         whole, again, first, second = found
         most = 0.1 if torch.is_autocast_enabled(self._strategy.device.type) else 1e-4
         return "" if whole != again else deviation_of_parts(whole, first, second, most).reason
+
+
+def _sums() -> dict[str, float]:
+    """The numbers in variables of the user's running functions, and in what these hold, by name; of a list, its sum."""
+    sums = dict[str, float]()
+    for owner, frame in zip(owners_of(frames := users_frames()), frames):
+        for name, value in dict(frame.f_locals).items():
+            sums.update(_numbers(f"{owner}{name}", value))
+    return sums
+
+
+def _numbers(name: str, value: Any, depth: int = 2) -> Iterator[tuple[str, float]]:
+    if (number := _number(value)) is not None:
+        yield name, number
+    elif isinstance(value, list) and len(value) <= _MOST_ENTRIES:
+        numbers = [each for each in map(_number, value) if each is not None]
+        if len(numbers) == len(value):
+            yield name, sum(numbers)
+    elif depth and isinstance(value, dict) and len(value) <= _MOST_ENTRIES:
+        for key, each in list(value.items()):
+            yield from _numbers(f"{name}[{key!r}]", each, depth - 1)
+    elif depth and is_users_object(value) and not isinstance(value, nn.Module):
+        for key, each in list(attributes_of(value).items()):
+            yield from _numbers(f"{name}.{key}", each, depth - 1)
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, Tensor):
+        is_one = value.numel() == 1 and not (value.is_complex() or value.is_meta)
+        return float(value.detach()) if is_one else None
+    if isinstance(value, int | np.integer):
+        return float(value) if abs(int(value)) < 2**63 else None
+    return float(value) if isinstance(value, float | np.floating) else None
+
+
+def _growing(sums: Sequence[dict[str, float]]) -> list[str]:
+    """The sums that grew by one amount in each of two equal passes; not by 1, as the number of passes does."""
+    before, first, second = sums
+    steps = {
+        name: (first[name] - before.get(name, 0.0), second[name] - first[name]) for name in first if name in second
+    }
+    return [name for name, (one, two) in steps.items() if math.isclose(one, two, rel_tol=1e-5) and one not in (0, 1)]
 
 
 def _without_backward(micro_batch: str, batch: Batch) -> ConfigError:

@@ -108,6 +108,8 @@ class Findings:
     """Variables of the loop that the loss or the model reads, and that are not what they were before a stop."""
     asked: list[str] = field(default_factory=list)
     """Lines and places in which the loss or the model reads the number of processes."""
+    added: list[str] = field(default_factory=list)
+    """Sums of a loop that runs the model itself, which grow in each of its passes."""
 
     def of_all_ranks(self, strategy: Strategy) -> Findings:
         """The findings of all ranks together. Collective."""
@@ -119,7 +121,7 @@ class Findings:
             whole.by_rank = whole.by_rank or each["by_rank"]
             for name in ("foreign", "changed"):
                 vars(whole)[name] |= each[name]
-            for name in ("written", "gradients", "disturbed", "drew", "left", "lost", "asked"):
+            for name in ("written", "gradients", "disturbed", "drew", "left", "lost", "asked", "added"):
                 vars(whole)[name] = list(dict.fromkeys([*vars(whole)[name], *each[name]]))
         return whole
 
@@ -173,6 +175,14 @@ class Findings:
                 "again. Give that part what it reads as an argument, keep what a hook reads in the graph (a hook on "
                 "the tensor, made in each forward pass; ctx of an autograd.Function), or use strategy 'ddp' or "
                 f"'fsdp'. {OFF}"
+            )
+        if self.added:
+            raise ConfigError(
+                f"The loop's body adds to {shorten(map(repr, self.added), _MOST)} in each pass. It runs once for each "
+                "micro-batch of this process, and a few times more in the first two steps, so the sum depends on the "
+                "number of processes. Under 'if accelerator.sync_gradients:', add accelerator.step_loss, which is the "
+                "mean loss of the step over all processes, and count samples; compute an accuracy in an evaluation. "
+                f"{OFF}"
             )
 
     def require_nothing_lost(self) -> None:
