@@ -126,6 +126,11 @@ def test_the_speed_of_a_run_is_that_of_its_epochs(tmp_path):
     samples = found.samples_per_second * found.seconds
     of_each = samples / len(epochs)
     assert found.seconds == pytest.approx(sum(of_each / epoch["samples_per_second"] for epoch in epochs))
+    assert found.first_step == 0
+    resumed = trainer(World(), tmp_path, epochs=5, resume="auto").fit()
+    assert resumed.first_step == 16
+    last = records(tmp_path)[-1]
+    assert resumed.samples_per_second == pytest.approx(last["samples_per_second"])
 
 
 def test_a_run_that_had_stopped_early_does_not_go_on_when_resumed(tmp_path):

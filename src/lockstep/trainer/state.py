@@ -278,10 +278,12 @@ class TrainingOutcome:
     samples_per_second: float
     """Over all training steps of this process, evaluation and checkpoints left out."""
     seconds: float
-    """Spent on training steps."""
+    """The time that they took."""
     weights: Path | None
     """The exported weights of the last step."""
     skipped_steps: int
+    first_step: int = 0
+    """Steps that were done before this process began."""
     has_other_data: bool = False
     """True if a resumed run had another training set than before."""
     level: Level = Level.BITWISE

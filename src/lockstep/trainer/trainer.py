@@ -353,6 +353,7 @@ class Trainer(Callback):
             seconds=self._meter.process.seconds,
             weights=weights,
             skipped_steps=run.skipped_steps,
+            first_step=self._first_step,
             has_other_data=self._has_other_data or run._agreed_data.found_others,
             level=run.strategy.level,
             bytes_per_step=bytes_per_step,
