@@ -1,17 +1,19 @@
 import json
 import os
 import resource
+import shutil
 import signal
 import socket
 import stat
 import subprocess
+import sys
 from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
 
 from lockstep.cli import main
-from lockstep.errors import ConfigError
+from lockstep.errors import EXIT_CONFIG, ConfigError
 from lockstep.launch.runs import choose_run, end_processes, find_runs, run_directory, write_note
 from lockstep.runtime.process_handle import ProcessHandle
 
@@ -155,6 +157,19 @@ def test_a_note_of_any_content_is_no_run(tmp_path, monkeypatch):
         for text in ("", "[" * 60_000, "{}", "null", '{"run_id": 1}', odd):
             (directory / "run.json").write_text(text)
             assert directory not in [run.directory for run in find_runs()]
+
+
+@pytest.mark.parametrize("how", ["mount -t tmpfs none /proc", "umount -l /proc"])
+def test_where_proc_is_missing_a_sentence_says_so(tmp_path, how):
+    """A traceback of psutil came, or the limit of open files alone was blamed."""
+    allowed = shutil.which("unshare") and subprocess.run(["unshare", "-m", "true"], capture_output=True)
+    if not allowed or allowed.returncode:
+        pytest.skip("this user may not take /proc away in a namespace of its own")
+    (tmp_path / "some.py").touch()
+    script = f"{how} && exec {sys.executable} -m lockstep run --devices cpu:1 some.py"
+    found = subprocess.run(["unshare", "-m", "sh", "-c", script], cwd=tmp_path, capture_output=True, text=True)
+    assert found.returncode == EXIT_CONFIG, found.stderr
+    assert "lockstep: Processes cannot be seen: " in found.stderr and "Mount /proc" in found.stderr
 
 
 @pytest.mark.fault("T7")

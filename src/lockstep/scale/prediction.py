@@ -337,13 +337,10 @@ def forecast(
     messages, adding = {}, 0.0
     for ranks in [row.devices for row in compared] or [2]:
         messages[ranks], adding = _measure(config, one, ranks, folder)
-    here = [
-        predict_here(one, row.devices, messages[row.devices], row.devices * config.run.threads / cores)
-        for row in compared
-    ]
-    checked = (
-        CheckedPrediction(row.label, row.devices, each.epoch, row.epoch.median) for row, each in zip(compared, here)
-    )
+    checked = []
+    for row in compared:
+        here = predict_here(one, row.devices, messages[row.devices], row.devices * config.run.threads / cores)
+        checked.append(CheckedPrediction(row.label, row.devices, here.epoch, row.epoch.median))
     worlds = (predict(one, devices, link, adding) for link in links for devices in WORLDS)
     return Forecast(one, adding, messages, tuple(checked), tuple(worlds))
 

@@ -280,13 +280,10 @@ class Strategy(ABC):
         """
         self.require_no_failure()
         if not self._joins_calls:
-            self._require_together(_CALLS_MODEL)
+            self.require_together(_CALLS_MODEL)
 
-    def require_joint_step(self) -> None:
-        """The same where some begin a step, and others do not. Collective."""
-        self._require_together(None)
-
-    def _require_together(self, mine: object) -> None:
+    def require_together(self, mine: object = None) -> None:
+        """The same where some begin a step, as this one does, and others do not. Collective."""
         everyone = self.gather_records(mine)
         if any(each != mine for each in everyone):
             calls = [OUTSIDE if each == _CALLS_MODEL else ELSEWHERE for each in everyone]

@@ -319,7 +319,7 @@ class Pipeline(Strategy):
 
     def backward(self, batch: Batch, compute: Compute, *, scale: float, stop: int) -> StepResult:
         """Runs this rank's part of the schedule and reduces. See ``Strategy.backward``."""
-        self.require_joint_step()
+        self.require_together()
         self._require_called()
         self._steps += 1
         self._steps_alike += 1

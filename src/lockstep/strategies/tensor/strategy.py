@@ -93,7 +93,7 @@ class TensorParallel(Replicated):
 
     def backward(self, batch: Batch, compute: Compute, *, scale: float, stop: int) -> StepResult:
         """Runs this holder's micro-batches together with the other ranks of its line. See ``Strategy.backward``."""
-        self.require_joint_step()
+        self.require_together()
         if self._hooks_seen != hooks_made():
             refuse_hooks(self._split | self._between)
             self._hooks_seen = hooks_made()
