@@ -78,7 +78,7 @@ def test_stop_asks_the_ranks_to_save_and_leave(command, capsys):
     assert main(["stop", run.run_id]) == 0
     printed = capsys.readouterr()
     assert "has stopped" in printed.out
-    assert printed.err.startswith(f"Stopping {run.run_id}: ") and "lockstep" in printed.err
+    assert printed.err.startswith(f"Stopping {run.run_id}: ") and "faulty_loop.py" in printed.err
     assert command.end()[0] == 75
     assert command.left_over() == []
 

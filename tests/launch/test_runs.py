@@ -165,11 +165,13 @@ def test_where_proc_is_missing_a_sentence_says_so(tmp_path, how):
     allowed = shutil.which("unshare") and subprocess.run(["unshare", "-m", "true"], capture_output=True)
     if not allowed or allowed.returncode:
         pytest.skip("this user may not take /proc away in a namespace of its own")
-    (tmp_path / "some.py").touch()
-    script = f"{how} && exec {sys.executable} -m lockstep run --devices cpu:1 some.py"
-    found = subprocess.run(["unshare", "-m", "sh", "-c", script], cwd=tmp_path, capture_output=True, text=True)
+    with run_directory(tmp_path) as directory:
+        write_note(directory, "seen", ["lockstep"], tmp_path, 1)
+        script = f"{how} && exec {sys.executable} -m lockstep ps"
+        words, own = ["unshare", "-m", "sh", "-c", script], {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
+        found = subprocess.run(words, capture_output=True, text=True, env=own)
     assert found.returncode == EXIT_CONFIG, found.stderr
-    assert "lockstep: Processes cannot be seen: " in found.stderr and "Mount /proc" in found.stderr
+    assert found.stderr.startswith("lockstep: Processes cannot be seen: ") and "Mount /proc" in found.stderr
 
 
 @pytest.mark.fault("T7")
