@@ -276,7 +276,7 @@ class TrainingOutcome:
     best_epoch: int
     metric: str
     samples_per_second: float
-    """Over all training steps of this process, evaluation and checkpoints left out."""
+    """Over all training steps of this process, without evaluations, checkpoints and logs."""
     seconds: float
     """The time that they took."""
     weights: Path | None
