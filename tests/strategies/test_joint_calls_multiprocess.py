@@ -61,6 +61,15 @@ def before_a_step(run, model, optimizer, data):
         optimizer.zero_grad()
 
 
+def before_clipping(run, model, optimizer, data):
+    for batch in run.batches(data):
+        run.backward(batch, F.cross_entropy)
+        call(run, model)
+        run.clip_gradients(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def after_an_epoch(run, model, optimizer, data):
     for _ in run.epochs(2):
         for batch in run.batches(data):
@@ -102,7 +111,7 @@ def on_all_ranks(run, model, optimizer, data):
 
 
 PROGRAMS = (
-    *(at_start, between_steps, between_later_steps, before_a_step, after_an_epoch),
+    *(at_start, between_steps, between_later_steps, before_a_step, before_clipping, after_an_epoch),
     *(then_evaluate, then_predict, then_save, then_load, then_fingerprint),
 )
 

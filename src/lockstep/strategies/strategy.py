@@ -283,7 +283,7 @@ class Strategy(ABC):
             self.require_together(_CALLS_MODEL)
 
     def require_together(self, mine: object = None) -> None:
-        """The same where some begin a step, as this one does, and others do not. Collective."""
+        """The same where some begin a step, or do something else that is named, and others do not. Collective."""
         everyone = self.gather_records(mine)
         if any(each != mine for each in everyone):
             calls = [OUTSIDE if each == _CALLS_MODEL else ELSEWHERE for each in everyone]

@@ -165,6 +165,7 @@ class TensorParallel(Replicated):
 
     def squares(self) -> Tensor:
         """See ``Strategy.squares``; shards are added in the tree over all of them."""
+        self.require_together("squares")
         held, names = self._exchange.held, sorted(self._trainable)
         sums = torch.zeros(held, max(1, len(names)), dtype=torch.float64, device=self.device)
         for place, name in enumerate(names):
