@@ -76,7 +76,9 @@ def test_stacks_shows_the_line_of_every_rank_and_the_run_goes_on(command, capsys
 def test_stop_asks_the_ranks_to_save_and_leave(command, capsys):
     run = looping(command)
     assert main(["stop", run.run_id]) == 0
-    assert "has stopped" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert "has stopped" in printed.out
+    assert printed.err.startswith(f"Stopping {run.run_id}: ") and "faulty_loop.py" in printed.err
     assert command.end()[0] == 75
     assert command.left_over() == []
 

@@ -115,7 +115,7 @@ def test_a_killed_rank_is_restarted_in_the_job_to_the_fingerprint_of_one_process
     code, lines = step.end(120)
     assert code == 0, lines
     assert step.stderr.count("rank 1 killed by SIGKILL") == 1
-    assert step.stderr.count("Restart 1 of 3: the same 1 rank resumes from the last checkpoint.") == 1
+    assert step.stderr.count("Restart 1 of 3: the same 1 rank, from the last checkpoint if there is one.") == 1
     assert fingerprint(step.stdout) == on_one_process(tmp_path, epochs=8)
     step.wait_until_nothing_runs()
 

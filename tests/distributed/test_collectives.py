@@ -11,7 +11,7 @@ CPU = torch.device("cpu")
 
 def exchange(world):
     group = dist.group.WORLD
-    values = [None, {"ü": [1, 2.5, "x" * world.rank]}, "", [], world.rank]
+    values = [None, {"ü": [1, 2.5, "x" * world.rank]}, "", [], world.rank, world.rank or None]
     everyone = [gather_json(value, group, CPU) for value in values]
     long = gather_json("y" * (100_000 if world.rank == 1 else 0), group, CPU)
     parts = torch.zeros(2 * world.world_size)
@@ -23,7 +23,7 @@ def exchange(world):
 def test_every_rank_gets_every_rank_s_value():
     for everyone, lengths, parts in run_ranks(exchange, 3):
         expected = [{"ü": [1, 2.5, "x" * rank]} for rank in range(3)]
-        assert everyone == [[None] * 3, expected, [""] * 3, [[]] * 3, [0, 1, 2]]
+        assert everyone == [[None] * 3, expected, [""] * 3, [[]] * 3, [0, 1, 2], [None, 1, 2]]
         assert lengths == [0, 100_000, 0]
         assert parts == [0, 0, 1, 1, 2, 2]
 

@@ -166,6 +166,17 @@ def test_a_failure_of_the_last_start_is_on_the_page(folder):
     shutil.rmtree(folder / "ranks")
 
 
+def test_the_answer_is_the_highest_score_also_where_probabilities_are_equal(folder):
+    """It was the first of the classes of the highest probability, and the accuracy beside it another one."""
+    weights = load_file(folder / "model.safetensors")
+    metadata = metadata_of(folder / "model.safetensors")
+    for name in ("14.weight", "14.bias"):
+        weights[name].mul_(1e-18)
+    save_file(weights, folder / "model.safetensors", metadata=metadata)
+    found = answers_of(folder, read_starts(folder)[-1].job)
+    assert len(found.predicted.unique()) > 1
+
+
 def test_scores_that_are_nan_are_no_answers(folder):
     weights = load_file(folder / "model.safetensors")
     metadata = metadata_of(folder / "model.safetensors")

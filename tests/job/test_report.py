@@ -80,3 +80,9 @@ def test_no_evaluation_is_the_best_where_all_are_nan():
     metric, nan = "validation_loss", float("nan")
     found = outcome(metric=metric, values={metric: nan}, best=nan, best_epoch=0)
     assert "loss         nan on the validation set" in report(found, "").splitlines()
+
+
+@pytest.mark.parametrize(("first", "shown"), [(0, "2.5 s of training"), (1200, "2.5 s of training since step 1,200")])
+def test_the_time_of_a_resumed_run_is_said_to_be_that_of_its_last_start(first, shown):
+    lines = report(outcome(samples_per_second=400.0, seconds=2.5, first_step=first), "").splitlines()
+    assert f"speed        400 samples/s, {shown}" in lines

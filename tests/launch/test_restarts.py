@@ -96,9 +96,9 @@ def test_each_restart_is_said_in_two_lines_and_keeps_the_run_id(capsys):
     assert [each.log_directory for each in made] == ["logs", "logs/restart-1", "logs/restart-2"]
     assert lines == [
         "rank 1 killed by SIGKILL, step 7, reduce (pid 9). Logs: somewhere",
-        "Restart 1 of 2: the same 4 ranks resume from the last checkpoint.",
+        "Restart 1 of 2: the same 4 ranks, from the last checkpoint if there is one.",
         "rank 1 killed by SIGKILL, step 7, reduce (pid 9). Logs: somewhere",
-        "Restart 2 of 2: the same 4 ranks resume from the last checkpoint.",
+        "Restart 2 of 2: the same 4 ranks, from the last checkpoint if there is one.",
     ]
 
 
@@ -142,8 +142,8 @@ def test_the_world_that_is_left_has_the_other_devices(capsys):
     made, _, lines = attempts([1, 2], wanted, capsys)
     assert [each.devices.names for each in made] == [("0", "2", "5"), ("0", "5"), ("0",)]
     assert lines[1::2] == [
-        "Restart 1 of 2: 2 ranks of 3 resume from the last checkpoint.",
-        "Restart 2 of 2: 1 rank of 3 resumes from the last checkpoint.",
+        "Restart 1 of 2: 2 ranks of 3, from the last checkpoint if there is one.",
+        "Restart 2 of 2: 1 rank of 3, from the last checkpoint if there is one.",
     ]
 
 

@@ -20,7 +20,7 @@ def start(command, *words, options):
 def test_a_rank_that_dies_in_the_same_step_again_ends_the_run(command):
     code, lines = start(command, "--always", "1:9", options=["--restarts", "5"])
     assert code == 4
-    assert lines[1] == "Restart 1 of 5: the same 3 ranks resume from the last checkpoint."
+    assert lines[1] == "Restart 1 of 5: the same 3 ranks, from the last checkpoint if there is one."
     assert sum(line.startswith("rank 1 killed by SIGKILL") for line in lines) == 2
     assert lines[-1].startswith("Not restarted: restart 1 got no further than step ")
     command.wait_until_nothing_runs()
@@ -70,6 +70,6 @@ def test_a_lost_fork_server_is_a_loss_too(command):
     assert code == 130
     assert lines[:2] == [
         "The process that forks the ranks was killed, and the ranks with it.",
-        "Restart 1 of 1: the same 3 ranks resume from the last checkpoint.",
+        "Restart 1 of 1: the same 3 ranks, from the last checkpoint if there is one.",
     ]
     command.wait_until_nothing_runs()

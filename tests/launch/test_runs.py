@@ -1,17 +1,19 @@
 import json
 import os
 import resource
+import shutil
 import signal
 import socket
 import stat
 import subprocess
+import sys
 from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
 
 from lockstep.cli import main
-from lockstep.errors import ConfigError
+from lockstep.errors import EXIT_CONFIG, ConfigError
 from lockstep.launch.runs import choose_run, end_processes, find_runs, run_directory, write_note
 from lockstep.runtime.process_handle import ProcessHandle
 
@@ -155,6 +157,21 @@ def test_a_note_of_any_content_is_no_run(tmp_path, monkeypatch):
         for text in ("", "[" * 60_000, "{}", "null", '{"run_id": 1}', odd):
             (directory / "run.json").write_text(text)
             assert directory not in [run.directory for run in find_runs()]
+
+
+@pytest.mark.parametrize("how", ["mount -t tmpfs none /proc", "umount -l /proc"])
+def test_where_proc_is_missing_a_sentence_says_so(tmp_path, how):
+    """A traceback of psutil came, or the limit of open files alone was blamed."""
+    allowed = shutil.which("unshare") and subprocess.run(["unshare", "-m", "true"], capture_output=True)
+    if not allowed or allowed.returncode:
+        pytest.skip("this user may not take /proc away in a namespace of its own")
+    with run_directory(tmp_path) as directory:
+        write_note(directory, "seen", ["lockstep"], tmp_path, 1)
+        script = f"{how} && exec {sys.executable} -m lockstep ps"
+        words, own = ["unshare", "-m", "sh", "-c", script], {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
+        found = subprocess.run(words, capture_output=True, text=True, env=own)
+    assert found.returncode == EXIT_CONFIG, found.stderr
+    assert found.stderr.startswith("lockstep: Processes cannot be seen: ") and "Mount /proc" in found.stderr
 
 
 @pytest.mark.fault("T7")

@@ -100,6 +100,16 @@ def test_half_the_bytes_take_half_the_time_where_latency_is_nothing():
     assert times["bf16"] == pytest.approx(times["ordered"] / 2)
 
 
+def test_bf16_has_the_buckets_and_the_additions_of_float32():
+    """It had half as many buckets, and half the additions."""
+    latency = Interconnect("far", NetworkLink(0.01, 1e30), NetworkLink(0.01, 1e30))
+    slow = dataclasses.replace(ONE, backward=0.0)
+    for by, adding in ((latency, 1e30), (IDEAL, 1e6)):
+        times = [predict(dataclasses.replace(slow, reduce=name), 8, by, adding) for name in ("ordered", "bf16")]
+        assert times[0].exchange == pytest.approx(times[1].exchange)
+        assert times[0].exchange > 0.1
+
+
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize(
     "reduce", ["ordered", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ring", "bf16"))]

@@ -23,7 +23,7 @@ def test_a_run_that_lost_a_rank_goes_on_without_it_to_the_same_fingerprint(soak,
     logs = soak.place / "logs"
     assert first.startswith("rank 1 killed by SIGKILL, step ")
     assert first.endswith(f". Logs: {logs}")
-    assert second == "Restart 1 of 2: 2 ranks of 3 resume from the last checkpoint."
+    assert second == "Restart 1 of 2: 2 ranks of 3, from the last checkpoint if there is one."
     assert third.startswith("Resumed from ")
     assert {path.name for path in logs.iterdir()} >= {"rank-001.log", "rank-002.log", "restart-1"}
     assert {path.name for path in (logs / "restart-1").glob("[!.]*")} == {"rank-001.log"}

@@ -122,6 +122,15 @@ def test_gradients_that_are_not_here_are_refused_with_the_call_to_use(use):
     assert torch.equal(rows.grad, torch.ones(3, 4))
 
 
+def test_of_several_that_are_not_here_one_is_named():
+    """It was 'the parameter' of all their names, in one pair of quotation marks."""
+    parameter, _ = absent()
+    other, _ = absent()
+    other.parameter_name = "fc.other"
+    with pytest.raises(ConfigError, match=r"The parameter 'fc\.weight' is used"):
+        torch._foreach_mul_([parameter, other], 0.5)
+
+
 def test_within_a_step_nothing_is_changed_in_place():
     """Every rank runs micro-batches of its own."""
     parameter, _ = absent()

@@ -30,7 +30,7 @@ def test_a_killed_run_goes_on_by_itself_with_the_processes_that_are_left(jobs, u
     assert fingerprint_of(done) == undisturbed
     said = done.stderr.splitlines()
     killed = next(number for number, line in enumerate(said) if line.startswith("rank 1 killed by SIGKILL"))
-    assert said[killed + 1] == "Restart 1 of 3: 2 ranks of 3 resume from the last checkpoint."
+    assert said[killed + 1] == "Restart 1 of 3: 2 ranks of 3, from the last checkpoint if there is one."
 
 
 @pytest.mark.fault("D6")

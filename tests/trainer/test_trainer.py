@@ -126,6 +126,11 @@ def test_the_speed_of_a_run_is_that_of_its_epochs(tmp_path):
     samples = found.samples_per_second * found.seconds
     of_each = samples / len(epochs)
     assert found.seconds == pytest.approx(sum(of_each / epoch["samples_per_second"] for epoch in epochs))
+    assert found.first_step == 0
+    resumed = trainer(World(), tmp_path, epochs=5, resume="auto").fit()
+    assert resumed.first_step == 16
+    last = records(tmp_path)[-1]
+    assert resumed.samples_per_second == pytest.approx(last["samples_per_second"])
 
 
 def test_a_run_that_had_stopped_early_does_not_go_on_when_resumed(tmp_path):
@@ -250,6 +255,36 @@ def test_the_time_of_evaluations_within_an_epoch_is_no_time_of_training(tmp_path
     assert seconds < awake
     assert epoch["samples_per_second"] > 60 / awake
     assert min(speeds) > 16 / awake
+
+
+class SlowLogger:
+    """Takes long for each record, as the import of TensorBoard does for the first."""
+
+    def __init__(self):
+        self.slept = 0.0
+        self.readings = []
+
+    def log(self, step, values, so_far=None):
+        time.sleep(0.5)
+        self.slept += 0.5
+        self.readings.append(values["samples_per_second"])
+
+    def begin(self, *args, **options):
+        pass
+
+    epoch = close = begin
+
+
+def test_the_time_of_logs_is_no_time_of_training(tmp_path):
+    """The first record of a job imports TensorBoard, and that time was one of the steps after it."""
+    found = trainer(World(), tmp_path, epochs=1, log_every=1)
+    found._logger = slow = SlowLogger()
+    began = time.perf_counter()
+    seconds = found.fit().seconds
+    awake = time.perf_counter() - began - slow.slept
+    assert len(slow.readings) == 4
+    assert seconds < awake
+    assert min(slow.readings) > 12 / awake
 
 
 def test_a_run_that_ends_within_an_epoch_says_how_many_epochs_it_has_made(tmp_path):

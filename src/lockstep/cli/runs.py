@@ -123,6 +123,7 @@ def stop(arguments: argparse.Namespace) -> int:
             f"The run {run.run_id} was started in another process namespace or on another boot, as process "
             f"{run.supervisor} there. Stop it from there, such as with `lockstep stop` in its container."
         )
+    print(f"Stopping {run.run_id}: {printable(run.command[:110])}", file=sys.stderr)
     save = run.is_supervised and not arguments.now
     if save and _wait_for(run, arguments.within, signal.SIGTERM):
         print(f"{run.run_id} has stopped.")

@@ -101,7 +101,8 @@ def answers_of(folder: Path, job: JobConfig) -> Answers:
     scores = outputs.double()
     if without := int(scores.isnan().any(1).sum()):
         raise ConfigError(f"The model gives NaN for {without:,} of {plural(len(scores), 'sample')}.")
-    certainty, predicted = (scores.exp() if is_of_log_probabilities(loss) else scores.softmax(1)).max(1)
+    predicted = scores.argmax(1)  # as accuracy does: probabilities may be equal where scores are not
+    certainty = (scores.exp() if is_of_log_probabilities(loss) else scores.softmax(1)).amax(1)
     labels, counted = accuracy.labels(targets)
     numbers, labels, data_set = counted.nonzero().flatten().tolist(), labels[counted], adopt(source).dataset
     names = class_names(folder, job) or tuple(map(str, range(scores.shape[1])))

@@ -196,7 +196,8 @@ def report(outcome: TrainingOutcome, proof: str) -> str:
         rows.append((name, f"{form(given)}{of}{best}"))
     if outcome.seconds:
         speed = f"{samples_per_second(outcome.samples_per_second)}, {outcome.seconds:.1f} s of training"
-        rows.append(("speed", speed))
+        since = f" since step {outcome.first_step:,}" if outcome.first_step else ""
+        rows.append(("speed", speed + since))
     if outcome.bytes_per_step:
         rows.append(("sent", f"at most {format_bytes(outcome.bytes_per_step)} per step and rank"))
     if outcome.peak_memory:

@@ -107,5 +107,4 @@ def _announcement(options: LaunchOptions, first: LaunchOptions) -> str:
     count = options.devices.count
     ranks = plural(count, "rank")
     who = f"the same {ranks}" if count == first.devices.count else f"{ranks} of {first.devices.count}"
-    verb = "resumes" if count == 1 else "resume"
-    return f"Restart {options.restart} of {options.restarts}: {who} {verb} from the last checkpoint."
+    return f"Restart {options.restart} of {options.restarts}: {who}, from the last checkpoint if there is one."

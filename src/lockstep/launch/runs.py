@@ -31,7 +31,7 @@ from lockstep.runtime.error_record import ErrorPage
 from lockstep.runtime.heartbeat import SIZE, Beat, heartbeat_file, read_beats
 from lockstep.runtime.output import say
 from lockstep.runtime.parent_death import has_processes
-from lockstep.runtime.process_handle import ProcessHandle
+from lockstep.runtime.process_handle import ProcessHandle, all_pids, hidden
 from lockstep.text import format_bytes, printable
 
 _PREFIX = "lockstep-run-"
@@ -191,7 +191,7 @@ class RunOnHost:
 
     def processes(self) -> list[Process]:
         """Returns all processes of the run but the command itself, by process id."""
-        return [process for pid in _all_pids() if (process := _process_of(self.run_id, pid)) is not None]
+        return [process for pid in all_pids() if (process := _process_of(self.run_id, pid)) is not None]
 
 
 def write_note(directory: Path, run_id: str, command: Sequence[str], logs: Path, ranks: int) -> None:
@@ -242,7 +242,7 @@ def end_processes(run: RunOnHost) -> int:
     ended: set[int] = set()
     for number in (signal.SIGTERM, signal.SIGKILL):
         found = []
-        for pid, handle in _handles(run.run_id, _all_pids()):  # one at a time: few may be open
+        for pid, handle in _handles(run.run_id, all_pids()):  # one at a time: few may be open
             with handle, suppress(ProcessLookupError):
                 handle.send(number)
             found.append(pid)
@@ -305,17 +305,6 @@ def _process_of(run_id: str, pid: int) -> Process | None:
         return None
 
 
-def _all_pids() -> list[int]:
-    try:
-        return list(psutil.pids())
-    except OSError as error:
-        raise _without_descriptors(error) from error
-
-
-def _without_descriptors(error: OSError) -> ConfigError:
-    return ConfigError(f"Processes cannot be looked at: {error.strerror}. Raise the limit of open files (ulimit -n).")
-
-
 def _handles(run_id: str, pids: Sequence[int]) -> Iterator[tuple[int, ProcessHandle]]:
     """Yields those processes that belong to a run, with their ids; the caller closes the handles."""
     for pid in pids:
@@ -324,7 +313,7 @@ def _handles(run_id: str, pids: Sequence[int]) -> Iterator[tuple[int, ProcessHan
         except ProcessLookupError:
             continue
         except OSError as error:
-            raise _without_descriptors(error) from error
+            raise hidden(error) from error
         if pid != os.getpid() and _process_of(run_id, pid) is not None:
             yield pid, handle
         else:

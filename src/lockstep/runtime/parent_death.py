@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 
 from lockstep.core.world import World
-from lockstep.runtime.process_handle import ProcessHandle, is_over
+from lockstep.runtime.process_handle import ProcessHandle, all_pids, is_over
 
 _PR_SET_PDEATHSIG = 1
 _PASSES = 3
@@ -84,7 +84,7 @@ def has_processes(run_directory: str) -> bool:
 
 def _belonging(run_directory: str, session: int) -> Iterator[ProcessHandle]:
     """Yields the processes of this run directory or session that have not ended; the caller closes the handles."""
-    for pid in psutil.pids():
+    for pid in all_pids():
         if pid in (os.getpid(), session):
             continue
         try:

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Self
 
 import psutil
 
+from lockstep.errors import ConfigError
+
 if TYPE_CHECKING:
     import torch
 
@@ -30,6 +32,20 @@ def peak_memory(device: torch.device) -> int:
         return peak_memory_of_gpus()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak
+
+
+def all_pids() -> list[int]:
+    """The ids of this host's processes; ``ConfigError`` where they cannot be looked at."""
+    try:
+        return list(psutil.pids())
+    except (OSError, IndexError) as error:  # the latter is psutil's of an empty /proc
+        raise hidden(error) from error
+
+
+def hidden(error: Exception) -> ConfigError:
+    """The error where processes cannot be looked at."""
+    why = getattr(error, "strerror", "/proc is empty")
+    return ConfigError(f"Processes cannot be seen: {why}. Mount /proc, or raise the limit of open files (ulimit -n).")
 
 
 class ProcessHandle:

@@ -226,10 +226,12 @@ def predict(one: OneDevice, devices: int, by: Interconnect, adding: float) -> Pr
     """A world of at least 2 devices on a given interconnect, each device as fast as the measured one."""
     k = max(one.micro_batches, devices)
     nodes = tree_nodes(k, devices)
-    size = one.gradient_bytes * _BYTES_OF_FP32[one.reduce]
+    sent = _BYTES_OF_FP32[one.reduce]
     buckets = [
-        ring_seconds(each, devices, by) if one.reduce == "ring" else ordered_seconds(each, devices, by, nodes, adding)
-        for each in bucket_sizes(round(size))
+        ring_seconds(size, devices, by)
+        if one.reduce == "ring"
+        else ordered_seconds(size * sent, devices, by, nodes, adding * sent)  # it adds float32, however it was sent
+        for size in bucket_sizes(one.gradient_bytes)
     ]
     return _prediction(one, devices, by.name, k, exposed_seconds(buckets, one.backward))
 
@@ -335,13 +337,10 @@ def forecast(
     messages, adding = {}, 0.0
     for ranks in [row.devices for row in compared] or [2]:
         messages[ranks], adding = _measure(config, one, ranks, folder)
-    here = [
-        predict_here(one, row.devices, messages[row.devices], row.devices * config.run.threads / cores)
-        for row in compared
-    ]
-    checked = (
-        CheckedPrediction(row.label, row.devices, each.epoch, row.epoch.median) for row, each in zip(compared, here)
-    )
+    checked = []
+    for row in compared:
+        here = predict_here(one, row.devices, messages[row.devices], row.devices * config.run.threads / cores)
+        checked.append(CheckedPrediction(row.label, row.devices, here.epoch, row.epoch.median))
     worlds = (predict(one, devices, link, adding) for link in links for devices in WORLDS)
     return Forecast(one, adding, messages, tuple(checked), tuple(worlds))
 

@@ -76,20 +76,20 @@ class Absence:
             count, noticed = self.asked.get(name, (0, False))
             self.asked[name] = count + 1, noticed or surely
 
-    def values(self, names: str, kind: str = "parameter") -> ConfigError:
+    def values(self, name: str, kind: str = "parameter") -> ConfigError:
         """The error of code that needs values."""
         return ConfigError(
-            f"The {kind} {names!r} is used outside of the forward pass of its module, where under strategy "
+            f"The {kind} {name!r} is used outside of the forward pass of its module, where under strategy "
             f"{self.strategy!r} {self.where}. Return what is needed from that module's forward, write the weights with "
             "run.save(), take them with run.state_dict(), which all ranks call and the main process gets, set them "
             "with run.load_state_dict(), average them in a torch.optim.swa_utils.AveragedModel that run.prepare is "
             "given, or use strategy 'ddp'."
         )
 
-    def gradient(self, names: str) -> ConfigError:
+    def gradient(self, name: str) -> ConfigError:
         """The error of code that needs gradients."""
         return ConfigError(
-            f"The gradient of {names!r} was asked for, and under strategy {self.strategy!r} {self.where}. Clip with "
+            f"The gradient of {name!r} was asked for, and under strategy {self.strategy!r} {self.where}. Clip with "
             "run.clip_gradients, scale it in place, clear it with optimizer.zero_grad(), or use strategy 'ddp'."
         )
 
@@ -124,9 +124,9 @@ class AbsentTensor(torch.Tensor):
         """The name under which changes are counted."""
         return self.parameter_name
 
-    def refusal(self, names: str) -> ConfigError:
+    def refusal(self, name: str) -> ConfigError:
         """The error of code that needs values."""
-        return self.absence.values(names)
+        return self.absence.values(name)
 
     def shows_change(self, changed: str, args: Sequence[Any]) -> bool:
         """True if a change in place is surely noticed where the values are: its version counts it."""
@@ -171,7 +171,7 @@ class AbsentTensor(torch.Tensor):
                     with torch.no_grad():
                         func(first.held_part, *_rows(args[1:], first), **(kwargs or {}))
                 return first
-        raise first.refusal(", ".join(list(dict.fromkeys(each.parameter_name for each in absent))[:3]))
+        raise first.refusal(first.parameter_name)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # torch's has an argument of its own
         """Says what is known."""
@@ -297,9 +297,9 @@ class AbsentGradient(_Belonging):
         """See ``AbsentTensor``."""
         return gradient_of(self.parameter_name)
 
-    def refusal(self, names: str) -> ConfigError:
+    def refusal(self, name: str) -> ConfigError:
         """See ``AbsentTensor``."""
-        return self.absence.gradient(names)
+        return self.absence.gradient(name)
 
 
 class AbsentData(_Belonging):
@@ -315,9 +315,9 @@ class AbsentData(_Belonging):
         """See ``AbsentTensor``."""
         return self.of.counted_name
 
-    def refusal(self, names: str) -> ConfigError:
+    def refusal(self, name: str) -> ConfigError:
         """See ``AbsentTensor``."""
-        return self.of.refusal(names)
+        return self.of.refusal(name)
 
     def shows_change(self, changed: str, args: Sequence[Any]) -> bool:
         """See ``AbsentTensor``: a bound may have nothing to change, a factor has."""
@@ -336,9 +336,9 @@ class AbsentBuffer(AbsentTensor):
         """Makes one like ``whole``."""
         return cls.make(without_values(whole), name, whole.device, absence)
 
-    def refusal(self, names: str) -> ConfigError:
+    def refusal(self, name: str) -> ConfigError:
         """See ``AbsentTensor``."""
-        return self.absence.values(names, "buffer")
+        return self.absence.values(name, "buffer")
 
     @property
     def counted_name(self) -> str:

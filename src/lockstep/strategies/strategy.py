@@ -40,7 +40,9 @@ from lockstep.strategies.optimizer_trial import Unit
 from lockstep.text import numbered
 
 _CALLS_MODEL = ["a call of the model", "", None]
-"""Of a rank whose loop calls the model, as ``gather_agreed`` exchanges calls."""
+"""Of a rank whose loop calls the model, as ``gather_agreed`` exchanges calls; one that begins a step gives None."""
+OUTSIDE, IN_STEP, ELSEWHERE = 0, 1, 2
+"""Where a rank is: it calls the model outside of a step, is in a step, or does something else with all ranks."""
 
 
 class Compute(Protocol):
@@ -157,7 +159,7 @@ class Strategy(ABC):
     failed_call: str = ""
     """The collective call that raised on this rank, and how, while others may still be in it."""
     _joins_calls: bool = False
-    """True within ``joined_calls``."""
+    """True within ``joined_calls``, and in a step of ``tensor``."""
     bytes_outside_steps: int = 0
     """Bytes that were given to others in rehearsals and evaluations, and the losses of a pipeline."""
     absences: Sequence[Absence] = ()
@@ -265,11 +267,11 @@ class Strategy(ABC):
 
         Every rank enters and leaves it; none leaves before all have made their calls.
         """
-        self._joins_calls = True
+        before, self._joins_calls = self._joins_calls, True
         try:
             yield
         finally:
-            self._joins_calls = False
+            self._joins_calls = before
 
     def require_joint_call(self) -> None:
         """Raises ``ConfigError`` on every rank where some call the model, and others do not. Collective.
@@ -277,11 +279,15 @@ class Strategy(ABC):
         A rank that compares another call with the other ranks' meanwhile, by ``gather_agreed``, raises it, too.
         """
         self.require_no_failure()
-        if self._joins_calls:
-            return
-        calls = [each == _CALLS_MODEL for each in self.gather_records(_CALLS_MODEL)]
-        if not all(calls):
-            raise called_by_some(self.name, calls)
+        if not self._joins_calls:
+            self.require_together(_CALLS_MODEL)
+
+    def require_together(self, mine: object = None) -> None:
+        """The same where some begin a step, or do something else that is named, and others do not. Collective."""
+        everyone = self.gather_records(mine)
+        if any(each != mine for each in everyone):
+            calls = [OUTSIDE if each == _CALLS_MODEL else ELSEWHERE for each in everyone]
+            raise apart(self.name, [IN_STEP if each is None else call for each, call in zip(everyone, calls)])
 
     def after_step(self) -> None:  # noqa: B027  # in most strategies every rank has stepped what it holds
         """Called on every rank when an optimizer has been stepped, or its step was skipped. Collective."""
@@ -398,15 +404,16 @@ class IndependentStrategy(Strategy):
         """Brings all processes to the same values, and shares samples out over those that are left. Collective."""
 
 
-def called_by_some(strategy: str, calls: Sequence[bool], *, in_step: bool = False) -> ConfigError:
-    """The refusal where some ranks call the model outside of a step, and others do not.
-
-    Args:
-        calls: of each rank, whether it calls the model.
-        in_step: whether the others are in a step.
-    """
-    went = "run.backward" if in_step else "the next collective call"
-    by = {each: [rank for rank, one in enumerate(calls) if one == each] for each in (True, False)}
+def apart(strategy: str, places: Sequence[int]) -> ConfigError:
+    """The refusal where some ranks call the model outside of a step, or are in one, and others are not; by rank."""
+    if OUTSIDE not in places:
+        return ConfigError(
+            "The ranks are not in the same step: some began one, or evaluate, while others are in another step. All "
+            "ranks make the same calls in the same order: take run.backward, break and continue out of conditions on "
+            "what a rank alone knows."
+        )
+    went = "run.backward" if IN_STEP in places else "the next collective call"
+    by = {each: [rank for rank, place in enumerate(places) if (place == OUTSIDE) == each] for each in (True, False)}
     return ConfigError(
         f"The model was called outside of run.backward on {numbered('rank', by[True])}, while "
         f"{numbered('rank', by[False])} went on to {went}. Under {strategy!r} every rank holds a part of the model, so "

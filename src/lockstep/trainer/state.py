@@ -276,12 +276,14 @@ class TrainingOutcome:
     best_epoch: int
     metric: str
     samples_per_second: float
-    """Over all training steps of this process, evaluation and checkpoints left out."""
+    """Over all training steps of this process, without evaluations, checkpoints and logs."""
     seconds: float
-    """Spent on training steps."""
+    """The time that they took."""
     weights: Path | None
     """The exported weights of the last step."""
     skipped_steps: int
+    first_step: int = 0
+    """Steps that were done before this process began."""
     has_other_data: bool = False
     """True if a resumed run had another training set than before."""
     level: Level = Level.BITWISE

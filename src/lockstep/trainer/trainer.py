@@ -127,6 +127,7 @@ class Trainer(Callback):
             if step % self._log_every == 0 or is_last or step == settings.max_steps:
                 with run.span("log"):
                     self._logger.log(step, self._read(), self._meter.means())
+                self._meter.go_on()
             if not is_last and self._pause_within(epoch, step):
                 self._ends_within_epoch = True
                 break
@@ -353,6 +354,7 @@ class Trainer(Callback):
             seconds=self._meter.process.seconds,
             weights=weights,
             skipped_steps=run.skipped_steps,
+            first_step=self._first_step,
             has_other_data=self._has_other_data or run._agreed_data.found_others,
             level=run.strategy.level,
             bytes_per_step=bytes_per_step,

@@ -272,6 +272,7 @@ class Rehearsals:
 
     def require_equal_draws(self) -> None:
         """Raises ``ConfigError`` where the loop has drawn random numbers on some ranks only. Collective."""
+        self._strategy.require_no_calls()
         states = zip(_GENERATORS, encoded_states(), strict=True)
         mine = {name: hashlib.sha256(repr(state).encode()).hexdigest() for name, state in states}
         everyone = gather_agreed(mine, self._strategy.all_ranks, self._strategy.device)

@@ -43,12 +43,10 @@ from lockstep.runtime.devices import current_stream, new_stream, on_stream
 from lockstep.strategies.absent import Absence
 from lockstep.strategies.fsdp.exchange import ShardedBlock, ShardedParameter, large_blocks
 from lockstep.strategies.sharding import rows_of, unseen
-from lockstep.strategies.strategy import called_by_some
+from lockstep.strategies.strategy import ELSEWHERE, IN_STEP, OUTSIDE, apart
 
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _NOTHING = -1
-_OUTSIDE, _IN_STEP, _ELSEWHERE = 0, 1, 2
-"""Where a rank is: it calls the model outside of a step, is in a step, or does something else with all ranks."""
 _KEPT = 2
 """Blocks that are whole at once in backward: one operation may use parameters of two."""
 
@@ -112,7 +110,7 @@ class Gathering:
         self._gathered: dict[ShardedBlock, torch.cuda.Event] = {}
         self._device = device
         self._entered: list[tuple[ShardedBlock, saved_tensors_hooks | None]] = []
-        self._where = _OUTSIDE
+        self._where = OUTSIDE
         self._is_refused = False
         for block, module in zip(blocks, modules.values()):
             self._watch(module, block)
@@ -133,7 +131,7 @@ class Gathering:
         """Starts a step of ``leaves`` micro-batches."""
         self.absence.is_computing = True
         self.free()
-        self._where = _IN_STEP
+        self._where = IN_STEP
         for block in self.blocks:
             block.begin_step(leaves)
 
@@ -164,19 +162,19 @@ class Gathering:
     def take(self) -> dict[str, Tensor]:
         """Ends the step, and gives the sums of its gradients, of this rank's rows by name of the parameter."""
         self.absence.is_computing = False
-        self._where = _OUTSIDE
+        self._where = OUTSIDE
         self.free()
         return {name: total for block in self.blocks for name, total in block.take().items()}
 
     def require_no_calls(self) -> None:
         """Raises ``ConfigError`` on every rank where some call the model while others gather its state. Collective."""
-        with self._being(_ELSEWHERE):
+        with self._being(ELSEWHERE):
             self._request()
 
     @contextmanager
     def joined_calls(self) -> Iterator[None]:
         """See ``Strategy.joined_calls``."""
-        with self._being(_IN_STEP):
+        with self._being(IN_STEP):
             yield
             self._request()
         self.free()
@@ -187,7 +185,7 @@ class Gathering:
         try:
             yield
         finally:
-            self._where = _OUTSIDE
+            self._where = OUTSIDE
 
     def free(self) -> None:
         """Frees all whole parameters: they are gathered again when they are used."""
@@ -258,7 +256,7 @@ class Gathering:
             block.set_aside()
         elif not still_used:
             self._free(block)
-        is_outside = self._where == _OUTSIDE
+        is_outside = self._where == OUTSIDE
         if not self._entered and (is_outside or not torch.is_grad_enabled()):
             # Within a step, ranks may call the model more often than others. After a refusal nobody would answer.
             # Outside, the loop may change parameters, gradients and the optimizer next, which is done to the rows.
@@ -272,7 +270,7 @@ class Gathering:
             return
         ready = None  # its gradients go with the request for this block, those of others before it
         if in_backward():
-            if self._where == _OUTSIDE:
+            if self._where == OUTSIDE:
                 Variable._execution_engine.queue_callback(self.free)
             for each in self._recent:
                 if each.has_gradients:
@@ -359,7 +357,7 @@ class Gathering:
                 sends, gathers, aheads, places = self._exchange.all_gather(mine).t().tolist()
                 self._is_refused = len(set(places)) > 1
                 if self._is_refused:
-                    raise _refusal(places)
+                    raise apart("fsdp", places)
                 with self._on_own_stream():
                     for number in sorted({*sends} - {_NOTHING}):
                         self.blocks[number].exchange()
@@ -399,17 +397,6 @@ class _Order:
         if self._now is None or not self._is_same:
             return None
         return self._before[len(self._now)] if len(self._now) < len(self._before) else None
-
-
-def _refusal(places: Sequence[int]) -> ConfigError:
-    """The refusal where some ranks call the model outside of a step, and others do not."""
-    if _OUTSIDE not in places:
-        return ConfigError(
-            "The ranks are not in the same step: some began one, or evaluate, while others are in another step. All "
-            "ranks make the same calls in the same order: take run.backward, break and continue out of conditions on "
-            "what a rank alone knows."
-        )
-    return called_by_some("fsdp", [where == _OUTSIDE for where in places], in_step=_IN_STEP in places)
 
 
 def _inner_entrances(block: nn.Module) -> list[nn.Module]:

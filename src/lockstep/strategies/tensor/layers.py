@@ -55,6 +55,8 @@ class Exchange:
         self._nodes = [nodes_within(rank * self.held, (rank + 1) * self.held, shards) for rank in range(self.ranks)]
         self.bytes_sent = 0
         """Bytes of activations and their gradients this rank has given to others."""
+        self.begin: Callable[[], None] = lambda: None
+        """Called before each sum."""
 
     def enter(self, x: Tensor) -> Sequence[Tensor]:
         """``x`` itself for each shard of this rank, where a split layer begins; its gradient is their sum.
@@ -102,6 +104,7 @@ class Exchange:
 
     def _sum_over_ranks(self, own: Sequence[Tensor], like: Tensor, between: RankExchange) -> Tensor:
         """The sum from this rank's nodes of the tree; all ranks give as many rows as the one with most nodes."""
+        self.begin()
         sent = own[0].dtype if self.held > 1 else like.dtype  # a shard is given as it is
         most = max(map(len, self._nodes))
         piece = -(-like.numel() // self.ranks)

@@ -74,6 +74,7 @@ class TensorParallel(Replicated):
         super().__init__(device, micro_batches, reducer, groups.along("data"))
         ranks = 1 if between is None else between.ranks
         self._exchange, self._options = Exchange(between, options.shards or ranks), options
+        self._exchange.begin = self.require_joint_call
         self.absences = [Absence(self.name, "each rank has a part of it")]
         self._hooks_seen = -1
         self._is_split: Tensor | None = None
@@ -92,12 +93,13 @@ class TensorParallel(Replicated):
 
     def backward(self, batch: Batch, compute: Compute, *, scale: float, stop: int) -> StepResult:
         """Runs this holder's micro-batches together with the other ranks of its line. See ``Strategy.backward``."""
+        self.require_together()
         if self._hooks_seen != hooks_made():
             refuse_hooks(self._split | self._between)
             self._hooks_seen = hooks_made()
         if self.reference is not None and batch.micro_batches:
             self._compared = None if any(map(is_compiled, self._model.modules())) else self._new_ways()
-            with self._compared or nullcontext():
+            with super().joined_calls(), self._compared or nullcontext():
                 parts = batch.micro_batches
                 check_plan(self.reference, self._model, self._exchange, self._buffers, parts, compute)
             self.reference, self._deciding = None, deciding(self._model, self._plan)
@@ -106,7 +108,7 @@ class TensorParallel(Replicated):
             self._is_changed = self._deciding != before
         self._freeze_parts()
         try:
-            with self._watching, computing(self.absences):
+            with self._watching, computing(self.absences), super().joined_calls():
                 return self._agree(super().backward(batch, compute, scale=scale, stop=stop))
         except RuntimeError as error:  # as of shapes that do not fit
             self._require_split_layers(error)
@@ -137,7 +139,7 @@ class TensorParallel(Replicated):
         """See ``Strategy.joined_calls``; watches the first forward pass of an evaluation where these have changed."""
         compared, is_changed = self._compared, self._is_evaluation_changed
         self._is_evaluation_changed = False
-        with self._new_ways() if is_changed else nullcontext(SplitWays({}, {})) as ways:
+        with super().joined_calls(), self._new_ways() if is_changed else nullcontext(SplitWays({}, {})) as ways:
             yield
         if compared is not None:
             ways.require_in(compared)
@@ -163,6 +165,7 @@ class TensorParallel(Replicated):
 
     def squares(self) -> Tensor:
         """See ``Strategy.squares``; shards are added in the tree over all of them."""
+        self.require_together("squares")
         held, names = self._exchange.held, sorted(self._trainable)
         sums = torch.zeros(held, max(1, len(names)), dtype=torch.float64, device=self.device)
         for place, name in enumerate(names):
