@@ -40,7 +40,7 @@ from lockstep.strategies.optimizer_trial import Unit
 from lockstep.text import numbered
 
 _CALLS_MODEL = ["a call of the model", "", None]
-"""Of a rank whose loop calls the model, as ``gather_agreed`` exchanges calls; one that begins a step gives None."""
+"""Of a rank whose loop calls the model, as ``gather_agreed`` exchanges calls."""
 OUTSIDE, IN_STEP, ELSEWHERE = 0, 1, 2
 """Where a rank is: it calls the model outside of a step, is in a step, or does something else with all ranks."""
 
@@ -279,15 +279,11 @@ class Strategy(ABC):
         A rank that compares another call with the other ranks' meanwhile, by ``gather_agreed``, raises it, too.
         """
         self.require_no_failure()
-        if not self._joins_calls:
-            self.require_together(_CALLS_MODEL)
-
-    def require_together(self, mine: object = None) -> None:
-        """The same where some begin a step, or do something else that is named, and others do not. Collective."""
-        everyone = self.gather_records(mine)
-        if any(each != mine for each in everyone):
-            calls = [OUTSIDE if each == _CALLS_MODEL else ELSEWHERE for each in everyone]
-            raise apart(self.name, [IN_STEP if each is None else call for each, call in zip(everyone, calls)])
+        if self._joins_calls:
+            return
+        places = [OUTSIDE if each == _CALLS_MODEL else ELSEWHERE for each in self.gather_records(_CALLS_MODEL)]
+        if ELSEWHERE in places:
+            raise apart(self.name, places)
 
     def after_step(self) -> None:  # noqa: B027  # in most strategies every rank has stepped what it holds
         """Called on every rank when an optimizer has been stepped, or its step was skipped. Collective."""

@@ -57,9 +57,7 @@ def gather_agreed(mine: object, group: dist.ProcessGroup | None, device: torch.d
     call = _call()
     with _telling_of_error("".join(call)):
         everyone = gather_json([*call, mine], group, device)
-    # A rank that begins a step gives None; see Strategy.require_together
-    others: list[list[Any]] = [["run.backward" if each is None else "another call", "", each] for each in everyone]
-    known = [e if isinstance(e, list) and len(e) == 3 else other for e, other in zip(everyone, others)]
+    known = [each if isinstance(each, list) and len(each) == 3 else ["another call", "", each] for each in everyone]
     if len({name for name, _, _ in known}) > 1:
         raise ConfigError(
             f"The ranks make different calls of the run: {by_rank([name + place for name, place, _ in known])}. Each "

@@ -319,7 +319,6 @@ class Pipeline(Strategy):
 
     def backward(self, batch: Batch, compute: Compute, *, scale: float, stop: int) -> StepResult:
         """Runs this rank's part of the schedule and reduces. See ``Strategy.backward``."""
-        self.require_together()
         self._require_called()
         self._steps += 1
         self._steps_alike += 1
@@ -435,7 +434,6 @@ class Pipeline(Strategy):
 
     def squares(self) -> Tensor:
         """See ``Strategy.squares``: each stage's, added to the others' zeros."""
-        self.require_together("squares")
         own, zero = self._own_squares(), torch.zeros((), dtype=torch.float64, device=self.device)
         found = torch.stack([own.get(name, zero) for name in self._trained] or [zero])
         dist.all_reduce(found, group=self._channels.group)

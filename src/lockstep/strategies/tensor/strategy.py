@@ -93,7 +93,6 @@ class TensorParallel(Replicated):
 
     def backward(self, batch: Batch, compute: Compute, *, scale: float, stop: int) -> StepResult:
         """Runs this holder's micro-batches together with the other ranks of its line. See ``Strategy.backward``."""
-        self.require_together()
         if self._hooks_seen != hooks_made():
             refuse_hooks(self._split | self._between)
             self._hooks_seen = hooks_made()
@@ -165,7 +164,6 @@ class TensorParallel(Replicated):
 
     def squares(self) -> Tensor:
         """See ``Strategy.squares``; shards are added in the tree over all of them."""
-        self.require_together("squares")
         held, names = self._exchange.held, sorted(self._trainable)
         sums = torch.zeros(held, max(1, len(names)), dtype=torch.float64, device=self.device)
         for place, name in enumerate(names):
