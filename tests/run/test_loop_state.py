@@ -445,7 +445,10 @@ def test_a_sum_that_a_stop_within_an_epoch_has_lost_is_named(caplog):
 
 A_LAZY_SCRIPT = """
 class Meter:
+    best = None
+
     def add(self, loss):
+        self.best = loss if self.best is None else max(self.best, loss)
         if not hasattr(self, "total"):
             self.total, self.sums, self.table = 0.0, {}, [1.0]
         self.total += loss
@@ -487,6 +490,7 @@ def test_what_the_first_step_makes_and_later_ones_go_on_with_is_named(caplog):
     (said,) = (each.getMessage() for each in caplog.records)
     for name in ("calls", "own['mean'].all", "train: meter.total"):
         assert f"{name} (nothing, was " in said
+    assert "train: meter.best (None, was 0.5)" in said, "until then it is that of the class"
     assert "table" not in said, "a cache"
     assert "shown" not in said, "each step sets it before it reads it"
 
