@@ -445,10 +445,7 @@ def test_a_sum_that_a_stop_within_an_epoch_has_lost_is_named(caplog):
 
 A_LAZY_SCRIPT = """
 class Meter:
-    best = None
-
     def add(self, loss):
-        self.best = loss if self.best is None else max(self.best, loss)
         if not hasattr(self, "total"):
             self.total, self.sums, self.table = 0.0, {}, [1.0]
         self.total += loss
@@ -490,9 +487,44 @@ def test_what_the_first_step_makes_and_later_ones_go_on_with_is_named(caplog):
     (said,) = (each.getMessage() for each in caplog.records)
     for name in ("calls", "own['mean'].all", "train: meter.total"):
         assert f"{name} (nothing, was " in said
-    assert "train: meter.best (None, was 0.5)" in said, "until then it is that of the class"
     assert "table" not in said, "a cache"
     assert "shown" not in said, "each step sets it before it reads it"
+
+
+A_SHARED_BEGINNING = """
+class Meter:
+    best = None
+
+    def add(self, loss):
+        self.best = loss if self.best is None else max(self.best, loss)
+
+def train(state, first, stop, stored=None):
+    meter, shown, losses = Meter(), (), ()
+    for batch in (range(first, 3), state.begin_steps(any_left=True), first)[0]:
+        meter.add(batch / 2)
+        losses += (batch,)
+        globals()["rate"] = globals().get("rate", 1.0) / (2 + len(shown))
+        if batch == stop:
+            stored = state.capture(inside=True)
+        state.note_made()
+        float(rate)
+    state.end_steps()
+    return stored
+"""
+
+
+def test_what_begins_as_an_object_that_others_share_is_named(caplog):
+    """A value of the class, ``()``, and a global by ``globals()``: they were lost without a word."""
+    stored, space = None, {"__name__": "script"}
+    for state in (LoopState({}, is_main=True), None):
+        own = {**space}
+        exec(compile(A_SHARED_BEGINNING, "script.py", "exec"), own)
+        stored = own["train"](state or resumed(stored, inside=True), 0 if state else 2, 1 if state else None)
+    (said,) = (each.getMessage() for each in caplog.records)
+    assert "train: meter.best (None, was 0.5)" in said
+    assert "train: losses (0 entries, was 2 entries)" in said
+    assert "rate (nothing, was 0.25)" in said
+    assert "shown" not in said
 
 
 A_SCRIPT = """

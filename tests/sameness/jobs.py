@@ -68,7 +68,6 @@ LOSSES = [
 MORE_LOSSES = [
     {"target": "torch.nn:CrossEntropyLoss", "weight": {"target": f"{PARTS}:weights_of_classes"}},
     {"target": f"{PARTS}:of_some"},
-    {"target": "torch.nn:CrossEntropyLoss", "reduction": "sum"},
     {"target": "torch.nn:BCEWithLogitsLoss"},
 ]
 """The last is of targets that are vectors, which ``target_transform`` makes."""
@@ -116,7 +115,7 @@ LAYOUTS = {
     "two servers 4": (4, "--strategy", "parameter_server", "--set", "parameter_server.servers=2"),
     "dp 3": (1, "--strategy", "dp", "--set", "dp.replicas=3"),
     "layers 3": (1, "--strategy", "layers", "--set", "layers.devices=3", "--set", "layers.balance=time"),
-    "fsdp x data": (4, "--strategy", "hybrid", "--mesh", "data=2,fsdp=2"),
+    "data x layers": (2, "--strategy", "hybrid", "--mesh", "data=2,layers=2"),
 }
 """Processes and options of each layout."""
 SHARDED = {
@@ -197,6 +196,7 @@ def draw(seed):
     _draw_more(random.Random(f"more {seed}"), tables)
     rare = random.Random(f"rare {seed}")
     _draw_rare(rare, tables)
+    _make_it_fit(tables)
     text = "\n".join(
         ("[[{}]]\n" if isinstance(table, list) else "[{}]\n").format(name)
         + "".join(
@@ -298,10 +298,47 @@ def _draw_rare(r, tables):
         training["compile"] = True
     if r.random() < 0.12:
         _draw_photos(r, tables)
-    elif tables["model"]["kind"] in ("perceptron", "norms", "images", "layers") and r.random() < 0.15:
+    elif tables["model"]["kind"] in ("perceptron", "norms", "images") and r.random() < 0.15:
+        training.pop("checkpoint_activations", None)
         tables["tensor"] = {"shards": r.choice([2, 4, 6] if tables["model"]["kind"] == "perceptron" else [2, 4])}
         if tables["model"]["kind"] == "perceptron" and r.random() < 0.5:
             tables["tensor"]["plan"] = ["1=column", "4=row"]
+
+
+FROZEN = {
+    "perceptron": "1.*",
+    "norms": "[12].*",
+    "images": "[01].*",
+    "buffers": "0.*",
+    "layers": "1.*",
+    "photos": "[01].*",
+}
+
+
+def _make_it_fit(tables):
+    """Takes out settings that would have the job refused, whatever else it is."""
+    training, parameters, kind = tables["training"], tables.get("parameters", {}), tables["model"]["kind"]
+    samples = tables["data.train"]
+    samples = samples.get("samples") or samples.get("dataset", samples).get("count", 72)
+    steps = samples // training["global_batch"]
+    if not steps:
+        training.pop("drop_last", None)
+    steps = max(1, steps) * training["epochs"]
+    if training.get("max_steps", 0) > steps:
+        del training["max_steps"]
+    if "warmup_steps" in tables["schedule"] and min(steps, training.get("max_steps", steps)) <= 3:
+        tables["schedule"] = SCHEDULES[0]
+    if "freeze" in tables.get("weights", {}):
+        tables["weights"]["freeze"] = [FROZEN[kind]]
+        parameters.pop("groups", None)
+    elif kind == "buffers":
+        parameters.pop("groups", None)
+    if "OneCycleLR" in str(tables["schedule"]) and parameters.keys() & {"groups", "layer_decay"}:
+        tables["schedule"] = SCHEDULES[1]
+    if kind not in ("norms", "images", "photos"):
+        training.pop("sync_batch_norm", None)
+    if "sync_batch_norm" in training:
+        training.pop("checkpoint_activations", None)
 
 
 def _draw_photos(r, tables):
@@ -425,6 +462,9 @@ def run_seed(seed, folder):
     whole, ends = reference, []
     for name, resumes in layouts:
         processes, *options = {**LAYOUTS, **SHARDED, **LOOSE}[name]
+        if name in LOOSE:
+            for recorded, value in (("audit", "false"), ("record_micro_batches", "false"), ("gradients_every", "0")):
+                options += ["--set", f"training.{recorded}={value}"]
         r, start, place, kill = random.Random(f"{seed} {name}"), None, name.replace(" ", "-"), ""
         reference, first = whole, "single"
         if name in LOOSE:

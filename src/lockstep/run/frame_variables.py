@@ -297,6 +297,10 @@ class Variables:
         if not only_tensors and (is_named or issubclass(type(value), nn.Module) or is_users_object(value)):
             what = value if is_named else type(value)
             self._note(name, f"{what.__module__}.{what.__qualname__}", value)  # another may take its place
+        if type(value) in (tuple, frozenset) and all(each is None or is_plain(each) for each in value):
+            # Names of the same constant may have nothing to do with each other: there is one ().
+            self._look_into(value, name, depth, only_tensors)
+            return
         start = len(self._noted)
         first, last = self._seen.setdefault(id(value), (start, start))
         self._mark(self._noted[first:last])  # it may have been found as a variable that is read no more
