@@ -115,7 +115,7 @@ LAYOUTS = {
     "two servers 4": (4, "--strategy", "parameter_server", "--set", "parameter_server.servers=2"),
     "dp 3": (1, "--strategy", "dp", "--set", "dp.replicas=3"),
     "layers 3": (1, "--strategy", "layers", "--set", "layers.devices=3", "--set", "layers.balance=time"),
-    "data x layers": (2, "--strategy", "hybrid", "--mesh", "data=2,layers=2"),
+    "data x layers": (4, "--strategy", "hybrid", "--mesh", "data=2,layers=2"),
 }
 """Processes and options of each layout."""
 SHARDED = {
