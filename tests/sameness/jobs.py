@@ -435,15 +435,15 @@ def difference(reference, trained, *, resumed):
 
 def difference_of_form(reference, trained, *, asynchronous=False):
     """What the records of a run are otherwise than those of one device, apart from their numbers; empty for nothing."""
-    stops_early = "best.json" in reference.files or "best.json" in trained.files
+    end = min(ended.log[-1]["step"] for ended in (reference, trained))
+    stops_early = any("epochs_done" in ended.log[-1] for ended in (reference, trained))  # as its numbers say
 
     def form(ended):
         records = [(record["kind"], record["step"], record["epoch"], *sorted(record)) for record in ended.log]
+        records = [each for each in records if each[1] < end or not stops_early]
         return [each for each in records if not asynchronous or each[0] == "epoch"]
 
     ours, theirs = form(trained), form(reference)
-    if stops_early:  # where it ends depends on the numbers
-        ours, theirs = ours[: len(theirs)], theirs[: len(ours)]
     pairs = [pair for pair in zip(ours, theirs) if pair[0] != pair[1]]
     return f"records {pairs[:1]} of {len(ours)} and {len(theirs)}" if ours != theirs else ""
 
