@@ -584,6 +584,37 @@ def test_a_mean_that_the_start_of_each_epoch_moves_is_named(caplog, in_function,
     assert "fresh" not in said
 
 
+A_START = """
+class Loss:
+    factor = 1.0
+
+loss, levels, rates = Loss(), iter([0.1, 0.05, 0.01]), [3, 2, 1]
+
+def train(state, epochs, stored=None):
+    for epoch in epochs:
+        state.begin_epoch()
+        loss.factor *= 0.5
+        level = next(levels), rates.pop()
+        for _ in (range(2), state.begin_steps(any_left=True))[0]:
+            loss.seen = level
+        state.end_steps()
+        stored = stored or state.capture()
+    return stored
+"""
+
+
+def test_what_the_start_of_the_first_epoch_has_changed_is_named_after_it(caplog):
+    """Beside what the first steps began with it had not changed, and was lost without a word."""
+    stored = None
+    for state, epochs in ((LoopState({}, is_main=True), range(1)), (None, range(1, 2))):
+        space = {"__name__": "script"}
+        exec(compile(A_START, "script.py", "exec"), space)
+        stored = space["train"](state or resumed(stored, inside=False), epochs)
+    (said,) = (each.getMessage() for each in caplog.records)
+    for name in ("['loss'].factor", "['levels']", "['rates']"):
+        assert f"{name} (other values)" in said
+
+
 LEFT = """
 def train(state, epoch, stop, held, mark=1.0, loss=float("nan")):
     best = 9.0

@@ -439,7 +439,8 @@ def difference_of_form(reference, trained, *, asynchronous=False):
     stops_early = any("epochs_done" in ended.log[-1] for ended in (reference, trained))  # as its numbers say
 
     def form(ended):
-        records = [(record["kind"], record["step"], record["epoch"], *sorted(record)) for record in ended.log]
+        names = [[name for name in sorted(record) if not name.startswith("staleness")] for record in ended.log]
+        records = [(each["kind"], each["step"], each["epoch"], *held) for each, held in zip(ended.log, names)]
         records = [each for each in records if each[1] < end or not stops_early]
         return [each for each in records if not asynchronous or each[0] == "epoch"]
 

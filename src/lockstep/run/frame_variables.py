@@ -528,9 +528,7 @@ class Variables:
 
 def _from_class(value: Any) -> list[Part]:
     """The plain values that an object has from its class, a user's, as long as it has none of its own."""
-    found = dict[str, Part]()
-    for part in of_class(type(value)):
-        found.setdefault(part.key, part)
+    found = {part.key: part for part in reversed([*of_class(type(value))])}
     plain = {key: part for key, part in found.items() if part.value is None or is_plain(part.value)}
     return [part for key, part in plain.items() if key not in attributes_of(value) and not key.startswith("__")]
 
