@@ -18,6 +18,7 @@ from lockstep.core.values import (
     inside,
     of_class,
     reached_from,
+    refill,
     slots_of,
     text_of_size,
     text_of_table,
@@ -215,3 +216,11 @@ def test_nested_tensors_have_texts(layout):
 
 def test_structures_of_c_have_no_parts():
     assert inside(ctypes.c_int(1)) == []
+
+
+def test_a_dict_whose_keys_are_tensors_gets_its_entries_back():
+    """As one with an optimizer for each parameter, which raised torch's error about the value of a tensor."""
+    first, second = torch.ones(2), torch.zeros(2)
+    held = {second: 1, first: 2}
+    refill(held, {first: 1, second: 2})
+    assert [(id(key), value) for key, value in held.items()] == [(id(first), 1), (id(second), 2)]

@@ -104,6 +104,22 @@ def test_workers_and_servers_leave_together_where_they_need_not_keep_step(tmp_pa
         assert read == (6 if rank else 0), rank
 
 
+def of_few_samples(world, layouts):
+    found = {}
+    for name, layout in layouts.items():
+        run, *_ = begin(network(), **layout)
+        found[name] = run.evaluate(dataset(2), correct)  # one micro-batch
+        run.close()
+    return found
+
+
+def test_a_set_of_fewer_micro_batches_than_pipelines_is_evaluated():
+    """The pipeline without one went on alone, and the run was refused: "computed twice, has other bits"."""
+    layouts = {name: QUICK[name] for name in ("fsdp", "replicated stages")} | {"sharded stages": SLOW["sharded stages"]}
+    (expected,) = of_few_samples(World(), {"single": {"strategy": "single"}}).values()
+    assert run_ranks(of_few_samples, 4, layouts) == [dict.fromkeys(layouts, expected)] * 4
+
+
 class Recurrent(nn.Module):
     """Goes on with the state of the batch before, as language models do."""
 

@@ -491,6 +491,42 @@ def test_what_the_first_step_makes_and_later_ones_go_on_with_is_named(caplog):
     assert "shown" not in said, "each step sets it before it reads it"
 
 
+A_SHARED_BEGINNING = """
+class Meter:
+    best = None
+
+    def add(self, loss):
+        self.best = loss if self.best is None else max(self.best, loss)
+
+def train(state, first, stop, stored=None):
+    meter, shown, losses = Meter(), (), ()
+    for batch in (range(first, 3), state.begin_steps(any_left=True), first)[0]:
+        meter.add(batch / 2)
+        losses += (batch,)
+        globals()["rate"] = globals().get("rate", 1.0) / (2 + len(shown))
+        if batch == stop:
+            stored = state.capture(inside=True)
+        state.note_made()
+        float(rate)
+    state.end_steps()
+    return stored
+"""
+
+
+def test_what_begins_as_an_object_that_others_share_is_named(caplog):
+    """A value of the class, ``()``, and a global by ``globals()``: they were lost without a word."""
+    stored, space = None, {"__name__": "script"}
+    for state in (LoopState({}, is_main=True), None):
+        own = {**space}
+        exec(compile(A_SHARED_BEGINNING, "script.py", "exec"), own)
+        stored = own["train"](state or resumed(stored, inside=True), 0 if state else 2, 1 if state else None)
+    (said,) = (each.getMessage() for each in caplog.records)
+    assert "train: meter.best (None, was 0.5)" in said
+    assert "train: losses (0 entries, was 2 entries)" in said
+    assert "rate (nothing, was 0.25)" in said
+    assert "shown" not in said
+
+
 A_SCRIPT = """
 loss = float("nan")
 for epoch in range(2):
@@ -546,6 +582,37 @@ def test_a_mean_that_the_start_of_each_epoch_moves_is_named(caplog, in_function,
     said = "".join(each.getMessage() for each in caplog.records)
     assert (re.search(r"[ :]mean \(11\.0, was 9\.1\)", said) is None) is is_given_back
     assert "fresh" not in said
+
+
+A_START = """
+class Loss:
+    factor = 1.0
+
+loss, levels, rates = Loss(), iter([0.1, 0.05, 0.01]), [3, 2, 1]
+
+def train(state, epochs, stored=None):
+    for epoch in epochs:
+        state.begin_epoch()
+        loss.factor *= 0.5
+        level = next(levels), rates.pop()
+        for _ in (range(2), state.begin_steps(any_left=True))[0]:
+            loss.seen = level
+        state.end_steps()
+        stored = stored or state.capture()
+    return stored
+"""
+
+
+def test_what_the_start_of_the_first_epoch_has_changed_is_named_after_it(caplog):
+    """Beside what the first steps began with it had not changed, and was lost without a word."""
+    stored = None
+    for state, epochs in ((LoopState({}, is_main=True), range(1)), (None, range(1, 2))):
+        space = {"__name__": "script"}
+        exec(compile(A_START, "script.py", "exec"), space)
+        stored = space["train"](state or resumed(stored, inside=False), epochs)
+    (said,) = (each.getMessage() for each in caplog.records)
+    for name in ("['loss'].factor", "['levels']", "['rates']"):
+        assert f"{name} (other values)" in said
 
 
 LEFT = """

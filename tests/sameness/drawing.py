@@ -322,7 +322,7 @@ def text_of(program):
         f"def keep(output):\n    {_OUT['mapping'] if p.shape == 'keywords' else prepare}\n    return out",
         "def hashed(tensor):\n"
         "    return hash(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())"
-        if any("hashed(" in LINES[name].made for name in p.lines)
+        if any("hashed(" in str(LINES[name]) for name in p.lines)
         else "",
     ]
     text = "\n\n".join(each.strip("\n") for each in top if each.strip())
@@ -362,7 +362,7 @@ def _train(p, model, optimizer):
     measured = f"lambda output, pair: accuracy(output, pair[1]), {forward}" if forward else "accuracy"
 
     def at(place, indent):
-        made = "\n".join(LINES[name].made for name in p.lines if LINES[name].kinds == place)
+        made = "\n".join(text for name in p.lines if (text := LINES[name].at(place)))
         made = made.replace("(batch, CALL)", f"(batch, {call})").replace("(batch, loss_fn)", f"(batch, {call})")
         made = made.replace("(data, accuracy)", f"(data, {measured})")
         made = made.replace("(data, keep)", f"(data, keep{', ' if forward else ''}{forward})")

@@ -2,8 +2,10 @@
 
 import os
 import signal
+from pathlib import Path
 
 import torch
+from PIL import Image
 from safetensors.torch import save_file
 from torch import nn
 from torch.nn.functional import cross_entropy, one_hot
@@ -14,6 +16,8 @@ from lockstep.runtime import Callback
 
 STOP = "LOCKSTEP_TEST_STOP_AT"
 """Environment variable: the step at which ``StopAt`` asks the run to stop."""
+KILL = "LOCKSTEP_TEST_KILL_AT"
+"""Environment variable: the step and the rank that ``StopAt`` kills in it, once, and a file that says that it has."""
 
 
 class Running(nn.Module):
@@ -47,6 +51,10 @@ MODELS = {
         nn.Linear(24, 10),
     ),
     "layers": lambda: (nn.Flatten(), nn.Linear(64, 32), nn.LayerNorm(32), nn.Tanh(), nn.Linear(32, 10)),
+    "photos": lambda: (
+        *(nn.Conv2d(3, 6, 3, stride=2), nn.BatchNorm2d(6), nn.ReLU()),
+        *(nn.Conv2d(6, 8, 3, stride=2), nn.Tanh(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10)),
+    ),
 }
 
 
@@ -87,11 +95,15 @@ class Streamed(IterableDataset):
 
 
 class StopAt(Callback):
-    """Asks the run to stop, as a cluster does, in the step that the environment names; else it does nothing."""
+    """Asks the run to stop, as a cluster does, in the step that the environment names, or kills a rank in it."""
 
     def on_step_begin(self, batch):
         if os.environ.get(STOP) == str(batch.plan.step + 1):
             os.kill(os.getpid(), signal.SIGTERM)
+        step, rank, *mark = os.environ.get(KILL, ":").split(":")
+        if (step, rank) == (str(batch.plan.step + 1), os.environ["RANK"]) and not Path(mark[0]).exists():
+            Path(mark[0]).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Vector:
@@ -146,6 +158,17 @@ def write_weights(kind, path):
     state[last] = state[last].repeat(2, *[1] * (state[last].dim() - 1))
     state[list(state)[-1]] = state[list(state)[-1]].repeat(2)
     save_file(state, path)
+
+
+def write_photos(folder):
+    """Writes small photos of ten classes, in two formats and several sizes."""
+    draw = torch.Generator().manual_seed(6)
+    for number in range(90):
+        height, width = (torch.randint(20, 40, (2,), generator=draw)).tolist()
+        colours = torch.randint(256, (height, width, 3), generator=draw) // 2 + 12 * (number % 10)
+        place = folder / f"class-{number % 10}"
+        place.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(colours.to(torch.uint8).numpy()).save(place / f"{number}.{('png', 'jpg')[number % 2]}")
 
 
 def in_best_two(output, target):

@@ -3,9 +3,10 @@
     python -m tests.sameness.jobs --seeds 0:50            what differs or fails, and a count
     python -m tests.sameness.jobs --seeds 17:18 --show    the job of a seed
 
-``single`` is the reference. Two layouts are drawn for each job. About a third of them go on from one of its
-checkpoints; another third are stopped by a signal at some step and go on in their own folder, in which every file must
-then be that of the run that never stopped. A job that is refused counts as such, on ``single`` or elsewhere.
+``single`` is the reference. Two layouts are drawn for each job. Some of them go on from one of its checkpoints; others
+are stopped by a signal at some step and go on in their own folder, in which every file must then be that of the run
+that never stopped; of others a rank is killed, and the launcher goes on. Layouts below level A have their own whole run
+as the reference. A job that is refused counts as such, on ``single`` or elsewhere.
 """
 
 import argparse
@@ -22,7 +23,7 @@ import tomllib
 from collections import Counter
 from pathlib import Path
 
-from tests.sameness.job_parts import MODELS, STOP, write_weights
+from tests.sameness.job_parts import KILL, MODELS, STOP, write_photos, write_weights
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = "tests.sameness.job_parts"
@@ -32,6 +33,16 @@ OPTIMIZERS = [
     {"target": "torch.optim:Adagrad", "lr": 0.05},
     {"target": "torch.optim:RMSprop", "lr": 0.005, "momentum": 0.5},
     {"target": "torch.optim:NAdam", "lr": 0.01, "weight_decay": 0.01},
+]
+MORE_OPTIMIZERS = [
+    {"target": "torch.optim:Adam", "lr": 0.01, "amsgrad": True, "foreach": True},
+    {"target": "torch.optim:SGD", "lr": 0.05, "momentum": 0.8, "nesterov": True, "weight_decay": 0.01},
+    {"target": "torch.optim:RAdam", "lr": 0.01},
+    {"target": "torch.optim:Adamax", "lr": 0.01},
+    {"target": "torch.optim:Adadelta", "lr": 0.5},
+    {"target": "torch.optim:Rprop", "lr": 0.01},
+    {"target": "torch.optim:ASGD", "lr": 0.05, "t0": 2.0},
+    {"target": "torch.optim:Adafactor", "lr": 0.02},
 ]
 SCHEDULES = [
     {"kind": "constant"},
@@ -57,7 +68,6 @@ LOSSES = [
 MORE_LOSSES = [
     {"target": "torch.nn:CrossEntropyLoss", "weight": {"target": f"{PARTS}:weights_of_classes"}},
     {"target": f"{PARTS}:of_some"},
-    {"target": "torch.nn:CrossEntropyLoss", "reduction": "sum"},
     {"target": "torch.nn:BCEWithLogitsLoss"},
 ]
 """The last is of targets that are vectors, which ``target_transform`` makes."""
@@ -93,8 +103,8 @@ LAYOUTS = {
     "server 3": (3, "--strategy", "parameter_server"),
     "dp": (1, "--strategy", "dp"),
     "layers": (1, "--strategy", "layers"),
-    "data x pipeline": (4, "--mesh", "data=2,pipeline=2"),
-    "fsdp x pipeline": (4, "--mesh", "fsdp=2,pipeline=2"),
+    "data x pipeline": (4, "--strategy", "hybrid", "--mesh", "data=2,pipeline=2"),
+    "fsdp x pipeline": (4, "--strategy", "hybrid", "--mesh", "fsdp=2,pipeline=2"),
     "fsdp whole 2": (2, "--strategy", "fsdp", "--set", "fsdp.reshard_after_forward=false"),
     "fsdp kept 3": (
         *(3, "--strategy", "fsdp", "--set", "fsdp.reshard_after_forward=false"),
@@ -105,9 +115,37 @@ LAYOUTS = {
     "two servers 4": (4, "--strategy", "parameter_server", "--set", "parameter_server.servers=2"),
     "dp 3": (1, "--strategy", "dp", "--set", "dp.replicas=3"),
     "layers 3": (1, "--strategy", "layers", "--set", "layers.devices=3", "--set", "layers.balance=time"),
-    "fsdp x data": (4, "--mesh", "data=2,fsdp=2"),
+    "data x layers": (4, "--strategy", "hybrid", "--mesh", "data=2,layers=2"),
 }
 """Processes and options of each layout."""
+SHARDED = {
+    "tensor 2": (2, "--strategy", "tensor"),
+    "tensor 4": (4, "--strategy", "tensor"),
+    "data x tensor": (4, "--strategy", "hybrid", "--mesh", "data=2,tensor=2"),
+    "ddp 2": LAYOUTS["ddp 2"],
+}
+"""The same, for jobs whose layers are split into shards."""
+LOOSE = {
+    "ring 3": (3, "--strategy", "ddp", "--set", "training.reduce=ring"),
+    "bf16 2": (2, "--strategy", "ddp", "--set", "training.reduce=bf16"),
+    "powersgd 2": (
+        *(2, "--strategy", "ddp", "--set", "training.reduce=powersgd"),
+        *("--set", "training.powersgd_rank=2"),
+    ),
+    "whole tensor 2": (2, "--strategy", "tensor"),
+    "mixed fsdp 2": (2, "--strategy", "fsdp", "--set", "fsdp.mixed_precision=bf16"),
+    "asynchronous 3": (3, "--strategy", "parameter_server", "--set", "parameter_server.mode=asynchronous"),
+}
+"""The same, below level A: these have the records of one device, with other numbers."""
+NOT_REPEATED = ("powersgd 2", "asynchronous 3")
+"""Those of them whose numbers a resumed run does not have, or no second run."""
+FREELY = {
+    "data.workers": [0, 2, "auto"],
+    "data.prefetch": [1, 3],
+    "checkpoint.background": ["true", "false"],
+    "run.stall_limit": [0],
+}
+"""Settings of a layout that change no bit."""
 FILES = ("best.json", "model.safetensors", "average.safetensors")
 """Files of a run folder that have the same bytes in every layout."""
 OF_THE_CLOCK = ("seconds", "samples_per_second")
@@ -127,7 +165,7 @@ def draw(seed):
     if not validates:
         for name in ("evaluate_every", "evaluate_every_steps", "early_stop"):
             training.pop(name, None)
-    kind = r.choice([name for name in MODELS if name != "buffers"])
+    kind = r.choice([name for name in MODELS if name not in ("buffers", "photos")])
     if "norm" in kind or kind == "images":
         training |= {"sync_batch_norm": True} if r.random() < 0.15 else {}
     data = {"target": f"{PARTS}:SomeDigits", "split": "train", "count": r.choice([77, 96, 130])}
@@ -156,6 +194,9 @@ def draw(seed):
     if r.random() < 0.2:
         tables["weights"] = {"freeze": ["1.*", "0.*"], "freeze_statistics": r.random() < 0.5}
     _draw_more(random.Random(f"more {seed}"), tables)
+    rare = random.Random(f"rare {seed}")
+    _draw_rare(rare, tables)
+    _make_it_fit(tables)
     text = "\n".join(
         ("[[{}]]\n" if isinstance(table, list) else "[{}]\n").format(name)
         + "".join(
@@ -164,7 +205,12 @@ def draw(seed):
         for name, table in tables.items()
     )
     fitting = [name for name, (processes, *_) in LAYOUTS.items() if processes <= k]
-    return text, [(name, r.choice(["", "resumes", "stops"])) for name in r.sample(fitting, 2)]
+    chosen = [(name, r.choice(["", "resumes", "stops"])) for name in r.sample(fitting, 2)]
+    if "tensor" in tables:
+        chosen = [(name, how) for name, (_, how) in zip(rare.sample(sorted(SHARDED), 2), chosen)]
+    elif rare.random() < 0.25:
+        chosen[1] = (rare.choice(sorted(LOOSE)), chosen[1][1])
+    return text, [(name, "killed" if rare.random() < 0.25 else how) for name, how in chosen]
 
 
 def _draw_more(r, tables):
@@ -226,6 +272,90 @@ def _draw_more(r, tables):
     tables["[callbacks]"] = {"target": f"{PARTS}:StopAt"}
 
 
+def _draw_rare(r, tables):
+    """Adds what a job in five to ten has: shards, photos, other factors of the schedule and the loss scale."""
+    training, schedule = tables["training"], tables["schedule"]
+    if training.get("precision") == "fp16":
+        training |= {
+            "loss_scale_growth_factor": r.choice([1.5, 2.0, 4.0]),
+            "loss_scale_backoff_factor": r.choice([0.25, 0.5, 0.7]),
+            "loss_scale_growth_interval": r.choice([1, 2, 3]),
+        }
+    if r.random() < 0.3:
+        tables["optimizer"] = r.choice(MORE_OPTIMIZERS)
+    if schedule.get("kind") in ("linear", "cosine") and r.random() < 0.5:
+        schedule = tables["schedule"] = {**schedule, "final_factor": 0.3, "warmup_epochs": 0.3}
+        schedule.pop("warmup_steps", None)
+    elif schedule.get("kind") == "step" and r.random() < 0.5:
+        tables["schedule"] = {**schedule, "step_epochs": r.choice([0.3, 0.5]), "step_factor": 0.7}
+    if r.random() < 0.3 and "data.validation" in tables:
+        training["evaluation_batch"] = r.choice([1, 3, 13])
+    if r.random() < 0.2 and "data.validation" in tables:
+        training |= {"evaluate_every_steps": 1, "early_stop": r.choice([1, 2, 4])}
+    if r.random() < 0.2:
+        tables["checkpoint"]["keep"] = r.choice([1, 2])
+    if r.random() < 0.03:
+        training["compile"] = True
+    if r.random() < 0.12:
+        _draw_photos(r, tables)
+    elif tables["model"]["kind"] in ("perceptron", "norms", "images") and r.random() < 0.15:
+        training.pop("checkpoint_activations", None)
+        tables["tensor"] = {"shards": r.choice([2, 4, 6] if tables["model"]["kind"] == "perceptron" else [2, 4])}
+        if tables["model"]["kind"] == "perceptron" and r.random() < 0.5:
+            tables["tensor"]["plan"] = ["1=column", "4=row"]
+
+
+FROZEN = {
+    "perceptron": "1.*",
+    "norms": "[12].*",
+    "images": "[01].*",
+    "buffers": "0.*",
+    "layers": "1.*",
+    "photos": "[01].*",
+}
+
+
+def _make_it_fit(tables):
+    """Takes out settings that would have the job refused, whatever else it is."""
+    training, parameters, kind = tables["training"], tables.get("parameters", {}), tables["model"]["kind"]
+    samples = tables["data.train"]
+    samples = samples.get("samples") or samples.get("dataset", samples).get("count", 72)
+    steps = samples // training["global_batch"]
+    if not steps:
+        training.pop("drop_last", None)
+    steps = max(1, steps) * training["epochs"]
+    if training.get("max_steps", 0) > steps:
+        del training["max_steps"]
+    if "warmup_steps" in tables["schedule"] and min(steps, training.get("max_steps", steps)) <= 3:
+        tables["schedule"] = SCHEDULES[0]
+    if "freeze" in tables.get("weights", {}):
+        tables["weights"]["freeze"] = [FROZEN[kind]]
+        parameters.pop("groups", None)
+    elif kind == "buffers":
+        parameters.pop("groups", None)
+    if "OneCycleLR" in str(tables["schedule"]) and parameters.keys() & {"groups", "layer_decay"}:
+        tables["schedule"] = SCHEDULES[1]
+    if kind not in ("norms", "images", "photos"):
+        training.pop("sync_batch_norm", None)
+    if "sync_batch_norm" in training:
+        training.pop("checkpoint_activations", None)
+
+
+def _draw_photos(r, tables):
+    photos = {"target": "lockstep.data:ImageFolder", "root": "photos", "seed": 3}
+    for split in ("train", "validation"):
+        if f"data.{split}" in tables:
+            tables[f"data.{split}"] = {**photos, "split": split}
+            transform = {"target": "lockstep.data:" + ("RandomResizedCrop", "CenterCrop")[split == "validation"]}
+            tables[f"data.{split}"]["transform"] = {**transform, "size": r.choice([16, 21])}
+    tables.pop("data.collate", None)
+    tables["data"].pop("on_bad_sample", None)
+    tables["model"] = {"target": f"{PARTS}:network", "kind": "photos"}
+    tables["loss"] = LOSSES[r.randrange(2)]
+    tables["training"].pop("running_buffers", None)
+    tables.get("weights", {}).pop("path", None)
+
+
 def _toml(value):
     """A value as TOML has it: a table within a line."""
     if isinstance(value, dict):
@@ -236,9 +366,10 @@ def _toml(value):
 class Trained:
     """How a run of the job ended: its exit status, output, log, last lines, and the digests of its files."""
 
-    def __init__(self, folder, name, processes, options, stop_at=None):
+    def __init__(self, folder, name, processes, options, stop_at=None, kill=""):
         words = ["train", "job.toml", "--devices", f"cpu:{processes}", "--set", f"run.name={name}", *options]
         stop = {} if stop_at is None else {STOP: str(stop_at)}
+        stop |= {KILL: kill} if kill else {}
         ended = subprocess.run(
             [sys.executable, "-m", "lockstep", *words],
             cwd=folder,
@@ -302,20 +433,54 @@ def difference(reference, trained, *, resumed):
     return "" if same else f"{len(trained.log)} records in place of {len(reference.log)}: {pairs[:1]}"
 
 
+def difference_of_form(reference, trained, *, asynchronous=False):
+    """What the records of a run are otherwise than those of one device, apart from their numbers; empty for nothing."""
+    end = min(ended.log[-1]["step"] for ended in (reference, trained))
+    stops_early = any("epochs_done" in ended.log[-1] for ended in (reference, trained))  # as its numbers say
+
+    def form(ended):
+        names = [[name for name in sorted(record) if not name.startswith("staleness")] for record in ended.log]
+        records = [(each["kind"], each["step"], each["epoch"], *held) for each, held in zip(ended.log, names)]
+        records = [each for each in records if each[1] < end or not stops_early]
+        return [each for each in records if not asynchronous or each[0] == "epoch"]
+
+    ours, theirs = form(trained), form(reference)
+    pairs = [pair for pair in zip(ours, theirs) if pair[0] != pair[1]]
+    return f"records {pairs[:1]} of {len(ours)} and {len(theirs)}" if ours != theirs else ""
+
+
 def run_seed(seed, folder):
     """Trains a seed's job in all its layouts; gives (layout, what, said) for each."""
     text, layouts = draw(seed)
     (folder / "job.toml").write_text(text)
+    if "ImageFolder" in text:
+        write_photos(folder / "photos")
     if "start.safetensors" in text:
         write_weights(tomllib.loads(text)["model"]["kind"], folder / "start.safetensors")
     reference = Trained(folder, "single", 1, ["--strategy", "single"])
     if reference.status:
         return [("single", "refused" if reference.status == REFUSED else "failed", reference.output)]
-    checkpoints = sorted((folder / "runs" / "single").glob("step-*"))[:-1]
-    ends = []
+    whole, ends = reference, []
     for name, resumes in layouts:
-        processes, *options = LAYOUTS[name]
-        r, start, place = random.Random(f"{seed} {name}"), None, name.replace(" ", "-")
+        processes, *options = {**LAYOUTS, **SHARDED, **LOOSE}[name]
+        if name in LOOSE:
+            for recorded, value in (("audit", "false"), ("record_micro_batches", "false"), ("gradients_every", "0")):
+                options += ["--set", f"training.{recorded}={value}"]
+        r, start, place, kill = random.Random(f"{seed} {name}"), None, name.replace(" ", "-"), ""
+        reference, first = whole, "single"
+        if name in LOOSE:
+            reference, first = Trained(folder, f"{place}-first", processes, options), f"{place}-first"
+            if reference.status:
+                what = "refused" if reference.status == REFUSED else "failed"
+                ends.append((name, what, reference.output))
+                continue
+            if said := difference_of_form(whole, reference, asynchronous=name.startswith("asynchronous")):
+                ends.append((name, "differs", said))
+                continue
+        checkpoints = sorted((folder / "runs" / first).glob("step-*"))[:-1]
+        for setting, values in FREELY.items():
+            options += ["--set", f"{setting}={r.choice(values)}"] if r.random() < 0.3 else []
+        options += ["--set", "data.cache=cache"] if "ImageFolder" in text and r.random() < 0.6 else []
         if resumes == "resumes" and checkpoints:
             start = r.choice(checkpoints)
             options += ["--resume", str(start)]
@@ -330,11 +495,21 @@ def run_seed(seed, folder):
                 resumes = f"stopped at {stop}"
             else:
                 place += "-whole"
-        trained = Trained(folder, place, processes, options)
+        elif resumes == "killed" and reference.log:
+            kill = f"{r.randint(1, reference.log[-1]['step'])}:{r.randrange(processes)}:{folder / place}.killed"
+            resumes = f"killed at {kill}"
+            if r.random() < 0.4 and processes > 2 and "hybrid" not in options and name not in LOOSE:
+                options += ["--restart-world", "remaining"]
+        trained = Trained(folder, place, processes, options, kill=kill)
         if trained.status:
-            ends.append((name, "refused" if trained.status == REFUSED else "failed", trained.output))
+            said = f"({resumes}) {trained.output}"
+            ends.append((name, "refused" if trained.status == REFUSED else "failed", said))
             continue
-        said = difference(reference, trained, resumed=start is not None)
+        if name in NOT_REPEATED:
+            said = difference_of_form(reference, trained, asynchronous=name.startswith("asynchronous"))
+            said = said if start is None else ""
+        else:
+            said = difference(reference, trained, resumed=start is not None)
         ends.append((name, "differs" if said else "equal", f"{said} (from {start and start.name}, {resumes})"))
     return ends
 

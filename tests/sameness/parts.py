@@ -11,7 +11,8 @@ kinds say: v, i and t. A line's kind is the place in the loop where it stands:
     before, backward, after     before run.backward, after it, and after the step
     z                           where gradients are set to zero
 
-What follows a line "---" stands outside of the function with the loop.
+What follows a line "--- after", or another place, stands there too, and what follows a line "---" outside of the
+function with the loop.
 """
 
 import re
@@ -35,6 +36,12 @@ class Part:
     """Options of the recipe that it cannot do without: pairs of name and value."""
     top: str = ""
     """What a line needs outside of the function with the loop."""
+    elsewhere: tuple = ()
+    """More lines in the loop: pairs of a place and the text."""
+
+    def at(self, place):
+        """The text that a line has at a place in the loop; empty for none."""
+        return "\n".join(text for here, text in ((self.kinds, self.source), *self.elsewhere) if here == place)
 
     @property
     def defined(self):
@@ -54,7 +61,9 @@ def _read(file):
         kinds, *flags = flags.split()
         recipe = tuple(tuple(flag.split("=")) for flag in flags if "=" in flag)
         source, _, top = source.strip("\n").partition("\n---\n")
-        parts[name] = Part(name, kinds, source, "odd" in flags, recipe, top)
+        source, *more = re.split(r"^--- (\w+)\n", source, flags=re.M)
+        elsewhere = tuple((place, text.strip("\n")) for place, text in zip(more[::2], more[1::2]))
+        parts[name] = Part(name, kinds, source.strip("\n"), "odd" in flags, recipe, top, elsewhere)
     return parts
 
 

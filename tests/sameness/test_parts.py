@@ -234,3 +234,25 @@ def test_each_part_has_the_bits_of_one_device_or_is_refused(layout):
                 elif ended.how != "refused" or said not in ended.message:
                     wrong.append((name, ended.how, ended.message))
     assert not wrong, "\n".join(map(str, wrong))
+
+
+LOST = (
+    *("norm_tracked", "empty_tuples", "property_state", "globals_set", "globals_default", "context_state"),
+    *("loss_module_with_class_value", "callback_with_class_value", "sent_to_generator", "matched_state", "bandit"),
+)
+"""Lines of the loop with a state that no checkpoint holds."""
+KEPT = ("defaults_changed", "ema_in_optimizer", "rate_of_layers", "sam_in_state", "curriculum_by_epoch", "cached_rate")
+"""Lines whose state is in checkpoints, or follows from the step."""
+
+
+def test_a_resumed_run_goes_on_as_without_the_stop_or_says_what_it_has_lost():
+    wrong = []
+    with Worlds() as worlds:
+        for name in LOST + KEPT:
+            text = text_of(dataclasses.replace(program("lines", name), epochs=2))
+            reference = run_trial(text, [SINGLE], worlds=worlds)
+            ended = run_trial(text, [dataclasses.replace(SINGLE, stop=1), SINGLE], worlds=worlds)
+            verdict = compare(reference, ended, SINGLE)
+            if verdict.what != ("equal" if name in KEPT else "warned"):
+                wrong.append((name, verdict.what, verdict.said, reference.message))
+    assert not wrong, "\n".join(map(str, wrong))

@@ -82,7 +82,7 @@ def names_asked_for(code: CodeType) -> frozenset[str]:
     for each in dis.get_instructions(code):
         is_text = each.opname == "LOAD_CONST" and isinstance(each.argval, str)
         texts |= {each.argval} if is_asking and is_text else set()
-        is_asking = each.argval in ("hasattr", "getattr") or (is_asking and not is_text)
+        is_asking = each.argval in ("hasattr", "getattr", "globals") or (is_asking and not is_text)
     return frozenset(texts).union(code.co_names if {"AttributeError", "NameError"} & {*code.co_names} else ())
 
 

@@ -444,7 +444,7 @@ def refill(container: Any, entries: Any) -> None:
     """Gives a list, deque, set or dict these entries, as they are stored; one that has them stays as it is."""
     if isinstance(container, dict):
         now = [*stored_in(container)]
-        same = (a == c and b is d for (a, b), (c, d) in zip(now, entries.items()))
+        same = (a is c and b is d for (a, b), (c, d) in zip(now, entries.items()))  # keys may be tensors
         if len(now) == len(entries) and all(same):
             return
         base = OrderedDict if isinstance(container, OrderedDict) else dict

@@ -77,7 +77,7 @@ _OF_TORCH = (
 )
 """Attributes by which torch's own optimizers, schedulers and modules know what they do in this process."""
 _REGISTERED = ("_parameters", "_buffers", "_modules")
-_OF_BASES = frozenset(vars(nn.Module())) - {"training"} | {"defaults", "state", "param_groups"}
+_OF_BASES = frozenset(vars(nn.Module())) - {"training"} | {"state", "param_groups"}
 _MOST_NUMBERS, _LEAST_BYTES = 4_096, 64 << 20
 """Numbers of a tensor that is held as text; bytes of all other tensors together, if the model has fewer."""
 _MOST_ENTRIES, _MOST_DEPTH = 100_000, 20

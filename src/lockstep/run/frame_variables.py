@@ -60,6 +60,7 @@ from lockstep.core.values import (
     NAMESPACES,
     VARIABLE,
     Part,
+    attributes_of,
     class_name,
     copied,
     entries_in,
@@ -296,6 +297,10 @@ class Variables:
         if not only_tensors and (is_named or issubclass(type(value), nn.Module) or is_users_object(value)):
             what = value if is_named else type(value)
             self._note(name, f"{what.__module__}.{what.__qualname__}", value)  # another may take its place
+        if type(value) in (tuple, frozenset) and all(each is None or is_plain(each) for each in value):
+            # Names of the same constant may have nothing to do with each other: there is one ().
+            self._look_into(value, name, depth, only_tensors)
+            return
         start = len(self._noted)
         first, last = self._seen.setdefault(id(value), (start, start))
         self._mark(self._noted[first:last])  # it may have been found as a variable that is read no more
@@ -452,6 +457,8 @@ class Variables:
                 self._look_at_part(part, name, depth, foreign)
         if is_open:
             self._look(Part(INNER, name, "", kind), class_name(kind, self._named), depth + 1, foreign)
+            for part in _from_class(value) if not foreign else ():
+                self._note(f"{name}.{part.key}", text_of_plain(part.value), part.value)
         self._is_in_data, self._is_in_dataset = was
 
     def _text_of(self, tensor: Tensor) -> str:
@@ -498,10 +505,10 @@ class Variables:
             self.tensors[name] = [module, *tensors]
             self._note(name, f"tensors of digest {short_digest(content.encode())}", module, has_values=True)
         for path, each in module.named_modules(prefix=name):
-            for key, held in copied(vars(each).items()) if id(each) not in self.known else ():
-                if is_plain(held) and key != "training" and not key.startswith("_"):
-                    self._note(f"{path}.{key}", text_of_plain(held), held)
-                    self.plain[f"{path}.{key}"] = Part(ATTRIBUTE, vars(each), key, held)
+            for part in [*inside_object(each), *_from_class(each)] if id(each) not in self.known else ():
+                if (part.value is None or is_plain(part.value)) and part.key != "training" and part.key[0] != "_":
+                    self._note(f"{path}.{part.key}", text_of_plain(part.value), part.value)
+                    self.plain |= {f"{path}.{part.key}": part} if part.how == ATTRIBUTE else {}
 
     def _note(self, name: str, text: str, value: Any, *, has_values: bool = False) -> None:
         self.texts[name], self.values[name] = text, value
@@ -517,6 +524,13 @@ class Variables:
             self.of_data.update(names)
         if self._is_in_dataset:
             self.of_datasets.update(names)
+
+
+def _from_class(value: Any) -> list[Part]:
+    """The plain values that an object has from its class, a user's, as long as it has none of its own."""
+    found = {part.key: part for part in reversed([*of_class(type(value))])}
+    plain = {key: part for key, part in found.items() if part.value is None or is_plain(part.value)}
+    return [part for key, part in plain.items() if key not in attributes_of(value) and not key.startswith("__")]
 
 
 def _name_of(key: str, space: dict[str, Any], own: Mapping[str, int]) -> str:

@@ -188,6 +188,7 @@ class LoopState:
             states = {name: state_of(held) for name, held in found.tensors.items()}
             self._resumed = found, states, {frame: frame.f_lasti for frame in users_frames()}
         self._in_epochs = True
+        self._first = {**found.texts, **self._first}
         self._at_epoch = {name: encoded_state(each) for name, each in found.generators.items()}
 
     def begin_steps(self, *, any_left: bool = False) -> None:
@@ -197,7 +198,7 @@ class LoopState:
         """
         stored, self._begun = self._stored, {}
         found = self._look(enters_loop=bool(stored) and any_left)
-        if not self._first:
+        if not self._walks:
             self._taken = self._taken_from_run(found)
         for frame in users_frames():
             self._begun = {**self._begun, frame.f_code: (*self._begun.get(frame.f_code, ()), frame.f_lasti)}

@@ -13,7 +13,7 @@ from tests.strategies.tensor.tensor_jobs import JOBS
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from lockstep.core.fingerprint import digest_tensor
+from lockstep.core.fingerprint import digest_tensor, digest_tensors
 from lockstep.errors import ConfigError, ReplicaError
 from lockstep.run import Run, RunOptions
 from lockstep.runtime import Callback
@@ -121,15 +121,17 @@ def test_a_checkpoint_goes_from_any_layout_to_any_other():
         assert difference <= 1e-10 * max(1e-3, float(tensor.double().norm())), name
 
 
-def given_plan(world, options):
+def given_plan(world, options, epochs=3):
     """Parameters and statistics after a few steps of a model that only a plan can split."""
     postpone_compiler()
     torch.manual_seed(1)
     model = nn.Sequential(nn.BatchNorm1d(6), TwoLayers(between=nn.Dropout(0.2))).double()
     run, optimizer = start(world, model, partial(torch.optim.SGD, momentum=0.9), **options)
     data = TensorDataset(rows().tensors[0].double(), rows().tensors[1])
-    for _ in steps(run, optimizer, data, 3):
+    for _ in steps(run, optimizer, data, epochs):
         pass
+    if run.options.directory is not None:
+        run.save()
     found = {name: tensor.clone() for name, tensor in run.strategy.state()}
     run.close()
     return found
@@ -141,6 +143,16 @@ def test_a_plan_by_name_patterns_splits_any_model():
     for found in run_ranks(given_plan, 3, {"tensor": plan}):
         for name, tensor in expected.items():
             assert torch.allclose(found[name], tensor, rtol=1e-10, atol=1e-12), name
+
+
+def test_a_run_with_a_plan_is_resumed():
+    """The whole model that the split one was compared with had the values of the beginning, and the run was refused."""
+    options = {"tensor": {"plan": ["*first=column", "*between=features", "1.second=row"]}}
+    expected = run_ranks(given_plan, 2, options)[0]
+    with tempfile.TemporaryDirectory() as folder:
+        for epochs in (1, 3):
+            found = run_ranks(given_plan, 2, {**options, "directory": folder, "resume": "auto"}, epochs)[0]
+    assert digest_tensors(found) == digest_tensors(expected)
 
 
 def refusals(world):

@@ -175,14 +175,15 @@ class Rehearsals:
         """
         found: list[Any] = [False, {}, []]
         asked: list[str] = []
-        if compute is not None:
-            watched = Watched({"": model, "forward=": forward}, (model,))
-            with watched.restored(), self._events.silenced(), generators_kept():
-                with watching_calls(asked, "the forward pass of an evaluation"):
-                    first = content_of(compute())
-                after = watched.now()
-                moved = watched.buffers.moved(model)
-                found = [content_of(compute()) != first, watched.before.changed(after), moved]
+        with self._strategy.joined_calls():  # not every process has a micro-batch
+            if compute is not None:
+                watched = Watched({"": model, "forward=": forward}, (model,))
+                with watched.restored(), self._events.silenced(), generators_kept():
+                    with watching_calls(asked, "the forward pass of an evaluation"):
+                        first = content_of(compute())
+                    after = watched.now()
+                    moved = watched.buffers.moved(model)
+                    found = [content_of(compute()) != first, watched.before.changed(after), moved]
         self._warn_of_asked(asked, "The forward pass of an evaluation")
         everyone = self._strategy.gather_records(found)
         changed = next((each for differs, each, _ in everyone if differs), None)

@@ -97,6 +97,10 @@ class TensorParallel(Replicated):
             refuse_hooks(self._split | self._between)
             self._hooks_seen = hooks_made()
         if self.reference is not None and batch.micro_batches:
+            whole = tensor_state(self.reference)
+            with torch.no_grad():
+                for name, tensor in self.state():  # since run.prepare a resume, or the script, has set them
+                    whole[name].copy_(tensor)
             self._compared = None if any(map(is_compiled, self._model.modules())) else self._new_ways()
             with super().joined_calls(), self._compared or nullcontext():
                 parts = batch.micro_batches
