@@ -1060,3 +1060,52 @@ def test_the_batch_size_of_all_processes(loader, said):
         """
     )
     assert f"lockstep.init(global_batch={said});" in found[7][0]
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "output = model(features, adj); loss = F.nll_loss(output[train], labels[train])",
+        "output = model(features); loss = F.nll_loss(output[train], labels[train])",
+        "noise = torch.randn(x.shape); output = model(x + noise); loss = F.mse_loss(output, noise)",
+        "value = model(x).gather(1, a); loss = F.mse_loss(value, y)",
+        "output = model(x); y = y + 0.9 * frozen(x); loss = F.mse_loss(output, y)",
+        "output = model(x); output = output[1:].view(-1, 5); loss = F.nll_loss(output, y)",
+        "output = model(x); y = y[1:].view(-1); loss = F.nll_loss(output, y)",
+        "output, hidden = model(x, hidden); loss = F.nll_loss(output, y)",
+        "loss = model(x, y)",
+    ],
+)
+def test_a_loss_of_more_than_output_and_target_is_not_given_as_it_is(lines):
+    text = f"import torch.nn.functional as F\nx, y = load()\nfor step in range(9):\n    {lines}\n    loss.backward()\n"
+    found = advice(text)
+    assert found[5][0].startswith("loss = run.backward(batch, loss_fn, forward=forward), where forward(data) returns")
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "output = model(x); loss = F.nll_loss(output, y)",
+        "x, y = make(); output = self.model(x.to(device)); loss = F.nll_loss(output, y.to(device))",
+        "y = xs[step : step + 32]; loss = F.nll_loss(model.forward(x), y)",
+        "y = torch.LongTensor(labels); loss = F.nll_loss(model(x), y)",
+        "y = batch['y'].cuda(); loss = F.nll_loss(model(x), y)",
+    ],
+)
+def test_a_loss_of_output_and_target_is_given_as_it_is(lines):
+    text = f"import torch.nn.functional as F\nx, y = load()\nfor step in range(9):\n    {lines}\n    loss.backward()\n"
+    assert advice(text)[5][0].startswith("loss = run.backward(batch, F.nll_loss); ")
+
+
+def test_half_of_a_loss_stays_half_of_it_where_each_pass_is_a_step():
+    text = """
+        import torch.nn.functional as F
+        for x, y in loader:
+            loss = F.mse_loss(model(x), y) / 2
+            loss.backward()
+            {step}
+        """
+    kept = advice(text.format(step="optimizer.step()"))[5][0]
+    assert kept.startswith("loss = run.backward(batch, lambda output, data: output / 2, forward=lambda data: F.mse_loss(")
+    accumulated = advice(text.format(step="if i % 2: optimizer.step()"))[5][0]
+    assert accumulated.startswith("loss = run.backward(batch, F.mse_loss); ")

@@ -82,7 +82,9 @@ _DATA = re.compile(r"load|data|set|dl|batch|iter|val|test", re.IGNORECASE)
 """Names of what an evaluation reads."""
 _BATCH = re.compile(r"batch|size|bs$|^\d+$", re.IGNORECASE)
 _SIZE = re.compile(r"len\((\w+)\)|(\w+)\.size\(0\)|(\w+)\.shape\[0\]|(\w+)\.num_graphs")
-_MOVED = re.compile(r"\.(to|cuda)\((device|[\w.]*\.device|non_blocking=True|gpu)?\)")
+_MOVED = re.compile(r"\.(to|cuda)\(((device=)?[\w.]*device(\(\))?|gpu)?(, )?(non_blocking=True)?\)")
+_READ = re.compile(r"[\w.]+(\[('\w+'|\d+|[a-z][^:,]*:[^:,]*)\])?|(torch\.from_numpy|Variable|[\w.]*[Tt]ensor)\(\w+\)")
+"""Texts of what a loop reads: ``y``, ``batch["y"]``, ``y[i : i + 32]``, ``torch.tensor(y)``."""
 _PROCESSES = re.compile(r"world|n_?gpu|num_(gpu|proc|dev)|nproc|replicas", re.IGNORECASE)
 """Names of the number of processes."""
 _MOVE = re.compile(r"^\w+(\.(to|cuda)\([^()]*(\([^()]*\))?[^()]*\))?$|\bfor\b")
@@ -391,7 +393,7 @@ def _passes(script: Script) -> Iterator[_Found]:
             yield call, f"below: {step}, with run.clip_gradients above it where it clips"
         scaled = loss_of(script, call)
         name = scaled.id if isinstance(scaled, ast.Name) else "loss"
-        yield call, _backward(script, call, name, source_of(script, scaled))
+        yield call, _backward(script, call, name, source_of(script, call))
     if any(script.follows(late, early) for late in calls for early in calls):
         yield (
             calls[0],
@@ -407,16 +409,28 @@ def _backward(script: Script, call: ast.Call, name: str, loss: ast.expr | None) 
     is_here = loop is not None and script.same_function(loop, call)
     inputs = _inputs(script, loop, loss) if loop is not None and is_here else {}
     rest += "" if loop is None or is_here else "; give batch to this function"
-    given = _WITH_FORWARD if is_here else "loss_fn), where loss_fn(output, target) returns the loss"
+    is_pair = isinstance(loss, ast.Call) and len(loss.args) == 2 and not loss.keywords and bool(script.name(loss))
+    given = _WITH_FORWARD if is_here or is_pair else "loss_fn), where loss_fn(output, target) returns the loss"
     if inputs and loop is not None and loss is not None:
         given = _by_inputs(script, loop, inputs, loss)
     elif isinstance(loss, ast.Attribute) and loss.attr == "loss":
         given = "lambda output, data: output.loss)"
-    elif isinstance(loss, ast.Call) and len(loss.args) == 2 and not loss.keywords and script.name(loss):
+    elif is_pair and isinstance(loss, ast.Call) and _takes_output(script, loss, call):
         given = f"{script.text(loss.func)})"
     if isinstance(loss, ast.Attribute) and loss.attr == "loss":
         given += ", once means.md has told whether it is a mean over samples"
     return f"{name} = run.backward(batch, {given}; {rest}"
+
+
+def _takes_output(script: Script, loss: ast.Call, call: ast.Call) -> bool:
+    """Returns True for the loss of what a model makes of one input, and of a target that the loop takes as it is."""
+    output, target = loss.args
+    place = next(iter(loops_around(script, call)), script.scope(call))
+    here = [each for each in script.values(target) or [target] if each and script.holds(place, each)]
+    match script.values(output) if isinstance(output, ast.Name) else [output]:
+        case [ast.Call(ast.Name() | ast.Attribute(ast.Name("self")) | ast.Attribute(attr="forward"), [_], [])]:
+            return all(_READ.fullmatch(_MOVED.sub("", script.text(each))) for each in here)
+    return False
 
 
 def _inputs(script: Script, loop: ast.For, loss: ast.expr | None) -> dict[str, str]:
@@ -438,7 +452,7 @@ def _inputs(script: Script, loop: ast.For, loss: ast.expr | None) -> dict[str, s
 def _numbers(script: Script) -> Iterator[_Found]:
     """The lines that compute from the output of the model below a backward pass."""
     for call in backwards(script):
-        loop, loss = batches_around(script, call), source_of(script, loss_of(script, call))
+        loop, loss = batches_around(script, call), source_of(script, call)
         if loop is None or not isinstance(loss, ast.Call) or not script.same_function(loop, call):
             continue
         nodes = [each for part in loop.body for each in ast.walk(part)]

@@ -6,7 +6,7 @@ import ast
 from dataclasses import dataclass
 
 from lockstep.lint.ranks import loops_around, places_of
-from lockstep.lint.script import Loop, Script, argument, last_name, method, names_in, range_of, receiver
+from lockstep.lint.script import Loop, Script, argument, constant, last_name, method, names_in, range_of, receiver
 
 DDP, DP, FSDP = "DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"
 _AVERAGES = (*("AveragedModel", "ModelEmaV2", "ModelEmaV3", "ExponentialMovingAverage", "EMAModel", "ema_pytorch.EMA"),)
@@ -161,10 +161,20 @@ def may_be_model(script: Script, node: ast.AST, inputs: set[str]) -> bool:
     )
 
 
-def source_of(script: Script, node: ast.expr | None) -> ast.expr | None:
-    """The expression that a loss comes from: ``f(output, y)`` of ``loss = f(output, y) / parts``."""
+def source_of(script: Script, call: ast.Call) -> ast.expr | None:
+    """The expression that the loss of a backward pass comes from: ``f(output, y)`` of ``loss = f(output, y) / parts``.
+
+    A division by a number stays where the loop makes a step in each pass, so that no gradients are accumulated.
+    """
+    node: ast.expr | None = loss_of(script, call)
+    loop = loops_around(script, call)[:1]
+    steps = [each for each in script.method_calls("step") if loops_around(script, each)[:1] == loop]
+    tests = [part for each in steps for test in script.tests_around(each) for part in ast.walk(test)]
+    accumulates = not steps or any(isinstance(part, ast.Mod) for part in tests)
     for _ in range(4):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
+            if constant(node.right) is not None and not accumulates:
+                return node
             node = node.left
         elif isinstance(node, ast.Name):
             values = script.values(node)
@@ -180,7 +190,7 @@ def batches_around(script: Script, call: ast.Call) -> ast.For | None:
 
 def is_below_step(script: Script, node: ast.expr, call: ast.Call) -> bool:
     """Returns True below the loss of a backward pass, and not above another: for what is no part of a step."""
-    loss = source_of(script, loss_of(script, call))
+    loss = source_of(script, call)
     begin = loss if loss is not None and script.same_function(loss, call) else call
     more = [each for each in backwards(script) if script.follows(each, call) and script.follows(each, node)]
     return script.follows(node, begin) and not script.holds(begin, node) and not more
