@@ -113,6 +113,10 @@ _DATA_OF_THE_LOOP = (
     "; make a data set of what the loop takes its batches from, such as TensorDataset(x, y), without a permutation; "
     "where that is all of it, (batch,) = run.batches(data), with global_batch its size or the next multiple of 8"
 )
+_NEXT = (
+    ", without iter() and next(); if this loop makes more or fewer steps than one pass over the data: moving.md, cycle"
+)
+_REPLAY = "stays; each update has (batch,) = run.batches(TensorDataset(...), shuffle=False), of the samples drawn"
 _STAYS = "stays if the loop in it takes other samples in each pass (replay buffer): each run.batches is the next epoch"
 _NOT_IN_LOOP = (
     ', which the loop does not have any more: loss, more = run.backward(..., also={"accuracy": accuracy}), the mean of '
@@ -135,26 +139,19 @@ _TORCH_CALLS = {
     },
     "Data": {"torch.*.DistributedSampler": _SAMPLER},
     "Processes": {
-        "torch.*.init_process_group": _GROUP,
-        "torch.*.destroy_process_group": _GROUP,
-        "torch.*.set_device": _GROUP,
+        **dict.fromkeys(("torch.*.init_process_group", "torch.*.destroy_process_group", "torch.*.set_device"), _GROUP),
         "torch.*.spawn": "call the function itself: lockstep run --devices N, or torchrun, starts the processes",
         "torch.distributed.barrier": "leave out",
-        "torch.distributed.all_reduce": _VALUES_OF_ALL,
-        "torch.distributed.reduce": _VALUES_OF_ALL,
-        "torch.distributed.all_gather": _VALUES_OF_ALL,
+        **{f"torch.distributed.{name}": _VALUES_OF_ALL for name in ("all_reduce", "reduce", "all_gather")},
         "torch.distributed.all_gather_object": _VALUES_OF_ALL,
-        "torch.distributed.get_world_size": _FOR_LOGS,
-        "torch.distributed.get_rank": _FOR_LOGS,
+        **dict.fromkeys(("torch.distributed.get_world_size", "torch.distributed.get_rank"), _FOR_LOGS),
     },
 }
 """Advice on calls of torch, by section and name; ``*`` stands for the modules between."""
 _WRITES = {
     "print": "run.print(...), which prints on the main process only",
     "torch.save": "run.save() to resume; for weights: state = run.state_dict(), then torch.save under if run.is_main:",
-    "wandb.init": "under if run.is_main:",
-    "wandb.log": "under if run.is_main:",
-    "mlflow.log_metric": "under if run.is_main:",
+    **dict.fromkeys(("wandb.init", "wandb.log", "mlflow.log_metric"), "under if run.is_main:"),
 }
 """Advice on what each process would write, unless the script lets one of them do so already."""
 _WRITERS = ("SummaryWriter", "add_scalar", "add_scalars", "add_image", "save_image", "savefig")
@@ -338,12 +335,13 @@ def _loops(script: Script) -> Iterator[_Found]:
                 yield loop, _PHASES
         elif around:
             epochs = [loop for loop in around[1:] if isinstance(loop, ast.For)][:1]
-            for loop in epochs:
-                yield loop, _over_epochs(script, loop, around) if takes_places(script, around[0]) else _STAYS
             drawn = drawn_by(script, around[0], call)
-            rest = ", without iter() and next()" if drawn else _DATA_OF_THE_LOOP
+            for loop in epochs:
+                yield loop, _over_epochs(script, loop, around) if drawn or takes_places(script, around[0]) else _STAYS
+            rest = _NEXT if drawn else _DATA_OF_THE_LOOP
             begin = "" if epochs else "for epoch in run.epochs(N): "
-            yield around[0], f"{begin}for batch in run.batches({drawn or 'data'}){rest}"
+            samples = [each for each in script.method_calls("sample") if each.args and script.holds(around[0], each)]
+            yield around[0], _REPLAY if samples else f"{begin}for batch in run.batches({drawn or 'data'}){rest}"
 
 
 def _over_batches(script: Script, loop: ast.For) -> str:
@@ -375,6 +373,8 @@ def _over_epochs(script: Script, loop: Loop, around: list[Loop]) -> str:
     name = script.text(target) if isinstance(target, ast.Name | ast.Attribute) else "epoch"
     start, end = (None, counted.args[0]) if len(counted.args) == 1 else counted.args[:2]
     first, last = constant(start), constant(end)
+    if start is not None and first is None and isinstance(end, ast.BinOp) and constant(end.right) == 1:
+        first = 0 if 0 in map(constant, script.values(start)) else 1  # range(start_epoch, epochs + 1)
     if not (isinstance(first, int) and first):
         return f"for {name} in run.epochs({script.text(end)}):  # from where a resumed run stands"
     if isinstance(end, ast.BinOp) and isinstance(end.op, ast.Add) and constant(end.right) == first:
@@ -391,8 +391,7 @@ def _passes(script: Script) -> Iterator[_Found]:
         if is_scaler(script, call):
             step = f"{script.text(call.args[1])}.step()"
             yield call, f"below: {step}, with run.clip_gradients above it where it clips"
-        scaled = loss_of(script, call)
-        name = scaled.id if isinstance(scaled, ast.Name) else "loss"
+        name = scaled.id if isinstance(scaled := loss_of(script, call), ast.Name) else "loss"
         yield call, _backward(script, call, name, source_of(script, call))
     if any(script.follows(late, early) for late in calls for early in calls):
         yield (
@@ -535,7 +534,7 @@ def _sizes(script: Script) -> Iterator[_Found]:
             size = _SIZE.fullmatch(script.text(node)) if isinstance(node, ast.expr) else None
             if loop and isinstance(node, ast.expr) and size and names_in(loop.target) & set(size.groups()):
                 is_named = getattr(script.statement(node), "value", None) is node  # n = len(x)
-                if is_named or is_below_step(script, node, call):
+                if is_named or (is_below_step(script, node, call) and not isinstance(script.parent(node), ast.Slice)):
                     yield node, "len(batch), where it counts samples: those of the step over all processes"
 
 

@@ -162,15 +162,12 @@ def may_be_model(script: Script, node: ast.AST, inputs: set[str]) -> bool:
 
 
 def source_of(script: Script, call: ast.Call) -> ast.expr | None:
-    """The expression that the loss of a backward pass comes from: ``f(output, y)`` of ``loss = f(output, y) / parts``.
-
-    A division by a number stays where the loop makes a step in each pass, so that no gradients are accumulated.
-    """
+    """The expression that a loss comes from: of ``f(output, y) / parts`` the first, where gradients are accumulated."""
     node: ast.expr | None = loss_of(script, call)
     loop = loops_around(script, call)[:1]
     steps = [each for each in script.method_calls("step") if loops_around(script, each)[:1] == loop]
-    tests = [part for each in steps for test in script.tests_around(each) for part in ast.walk(test)]
-    accumulates = not steps or any(isinstance(part, ast.Mod) for part in tests)
+    tests = [script.text(test) for each in steps for test in script.tests_around(each)]
+    accumulates = not steps or any("%" in each for each in tests)
     for _ in range(4):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
             if constant(node.right) is not None and not accumulates:
