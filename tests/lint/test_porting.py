@@ -247,7 +247,7 @@ def test_a_model_is_found_through_lists_of_parameters():
             f(model(x), y).backward()
         """
     )
-    models = "nn.ModuleDict({'decoder': decoder, 'encoder': encoder, 'self.net': self.net})"
+    models = "nn.ModuleDict({'decoder': decoder, 'encoder': encoder, 'net': self.net})"
     assert models in found[6][0]
     assert "models, optimizer, plain, unseen = run.prepare(models, optimizer, plain, unseen)" in found[6][0]
 
@@ -662,6 +662,7 @@ def test_epochs_within_a_loop_of_their_own_are_no_epochs_of_the_run():
             "(labelled, unlabelled)",
         ),
         ("batches = Endless(data, batch_size=8)", "x, y = batches.next()", "data"),
+        ("batches = iter(loader)\nbar = Bar('training')", "bar.next(); x, y = next(batches)", "loader"),
     ],
 )
 def test_batches_that_a_loop_takes_one_by_one(setup, draw, given):
@@ -682,7 +683,7 @@ def test_epochs_of_counted_steps_are_epochs_of_the_run():
         """
     )
     assert found[4] == ["for epoch in run.epochs(args.epochs):  # from where a resumed run stands"]
-    assert "if this loop makes more or fewer steps than one pass over the data" in found[5][0]
+    assert "if the loop makes another number of steps than one pass" in found[5][0]
 
 
 @pytest.mark.parametrize(
@@ -1093,6 +1094,7 @@ def test_an_object_that_steps_an_optimizer():
         ("make_loader(data, batch_size=args.b)", "args.b"),
         ("Batches(data, **dict(batch_size=12))", "12, micro_batches=4"),
         ("draw(torch.randint(9, (batch_size,)))", "batch_size"),
+        ("zip(make(batch_size=args.test_batch_size), make(batch_size=args.b))", "args.b"),
     ],
 )
 def test_the_batch_size_of_all_processes(loader, said):
@@ -1160,3 +1162,39 @@ def test_half_of_a_loss_stays_half_of_it_where_each_pass_is_a_step():
     )
     accumulated = advice(text.format(step="if i % 2: optimizer.step()"))[5][0]
     assert accumulated.startswith("loss = run.backward(batch, F.mse_loss); ")
+
+
+def test_the_batch_size_that_another_method_of_the_class_gives_its_loader():
+    found = advice(
+        """
+        import torch
+        from torch.utils.data import DataLoader
+        class Client:
+            def loaders(self, data, held):
+                return DataLoader(data, batch_size=self.size, shuffle=True), DataLoader(held, batch_size=len(held))
+            def train(self, model):
+                optimizer = torch.optim.SGD(model.parameters(), 0.1)
+                for x, y in self.loader:
+                    f(model(x), y).backward()
+        """
+    )
+    assert found[8][0].startswith("below: self.run = lockstep.init(global_batch=self.size);")
+
+
+def test_models_of_a_class_have_names_that_a_module_dict_takes():
+    found = advice(
+        """
+        import torch
+        class Agent:
+            def __init__(self):
+                self.a = torch.optim.Adam(self.actor.parameters())
+                self.c = torch.optim.Adam(self.critic.parameters())
+            def update(self, buffer):
+                for _ in range(4):
+                    f(buffer.sample_batch(32)).backward()
+        """
+    )
+    assert "models = nn.ModuleDict({'actor': self.actor, 'critic': self.critic});" in found[6][0]
+    assert found[8] == [
+        "stays; each update has (batch,) = run.batches(TensorDataset(...), shuffle=False), of the samples drawn"
+    ]

@@ -113,9 +113,7 @@ _DATA_OF_THE_LOOP = (
     "; make a data set of what the loop takes its batches from, such as TensorDataset(x, y), without a permutation; "
     "where that is all of it, (batch,) = run.batches(data), with global_batch its size or the next multiple of 8"
 )
-_NEXT = (
-    ", without iter() and next(); if this loop makes more or fewer steps than one pass over the data: moving.md, cycle"
-)
+_NEXT = ", without iter() and next(); if the loop makes another number of steps than one pass: moving.md, cycle(loader)"
 _REPLAY = "stays; each update has (batch,) = run.batches(TensorDataset(...), shuffle=False), of the samples drawn"
 _STAYS = "stays if the loop in it takes other samples in each pass (replay buffer): each run.batches is the next epoch"
 _NOT_IN_LOOP = (
@@ -224,7 +222,8 @@ def _preparation(script: Script) -> Iterator[_Found]:
     steps = [f"{run} = lockstep.init(global_batch={_batch_size(script, last)})"]
     prepared = models[0] if len(models) == 1 else "models" if models else "model"
     if len(models) > 1:
-        steps.append(f"models = nn.ModuleDict({{{', '.join(f'{name!r}: {name}' for name in models)}}})")
+        entries = (f"{name.rpartition('.')[2]!r}: {name}" for name in models)
+        steps.append(f"models = nn.ModuleDict({{{', '.join(entries)}}})")
     inner = {target_of(script, call) for call in made if script.name(call).startswith("torch.optim.")}
     outer = [  # ScheduledOptim(optimizer, ...), a class of one's own
         call
@@ -277,9 +276,9 @@ def _batch_size(script: Script, begin: ast.AST) -> str:
     sizes += [each for each in cuts if each is not None and _BATCH.search(script.text(each))]
     sizes += [argument(call, "batch_size") for call in script.calls]  # make_loader(batch_size=32)
     sizes += [each for each in script.find(ast.Name, ast.Attribute) if last_name(each) == "batch_size"]
-    found: list[ast.expr] = [each for each in sizes if each is not None]
-    given = {each: parameters(scope) if isinstance(scope := script.scope(each), FUNCTIONS) else () for each in found}
-    known = [each for each in found if script.scope(each) is here or names_in(each).isdisjoint(given[each])]
+    found = sorted(filter(None, sizes), key=lambda size: bool(re.search("test|val", script.text(size), re.IGNORECASE)))
+    hidden = {each: parameters(scope) if isinstance(scope := script.scope(each), FUNCTIONS) else () for each in found}
+    known = [n for n in found if script.scope(n) is here or (names_in(n) - {"self"}).isdisjoint(hidden[n])]
     found = known or found or [ast.Name("B")]
     for each in (found[0], *script.values(found[0])):  # batch // world_size, of each process
         if isinstance(each, ast.BinOp) and _PROCESSES.search(script.text(each.right)):
@@ -340,7 +339,8 @@ def _loops(script: Script) -> Iterator[_Found]:
                 yield loop, _over_epochs(script, loop, around) if drawn or takes_places(script, around[0]) else _STAYS
             rest = _NEXT if drawn else _DATA_OF_THE_LOOP
             begin = "" if epochs else "for epoch in run.epochs(N): "
-            samples = [each for each in script.method_calls("sample") if each.args and script.holds(around[0], each)]
+            samples = [each for each in script.calls if method(each).startswith("sample") and each.args]
+            samples = [each for each in samples if script.holds(around[0], each)]
             yield around[0], _REPLAY if samples else f"{begin}for batch in run.batches({drawn or 'data'}){rest}"
 
 
@@ -404,9 +404,9 @@ def _passes(script: Script) -> Iterator[_Found]:
 def _backward(script: Script, call: ast.Call, name: str, loss: ast.expr | None) -> str:
     """The call that makes a backward pass, by the name of its loss and the expression that it comes from."""
     loop = batches_around(script, call)
-    rest = "leave out the model's call and the loss"
     is_here = loop is not None and script.same_function(loop, call)
     inputs = _inputs(script, loop, loss) if loop is not None and is_here else {}
+    rest = "leave out the model's call and the loss"
     rest += "" if loop is None or is_here else "; give batch to this function"
     is_pair = isinstance(loss, ast.Call) and len(loss.args) == 2 and not loss.keywords and bool(script.name(loss))
     given = _WITH_FORWARD if is_here or is_pair else "loss_fn), where loss_fn(output, target) returns the loss"

@@ -166,8 +166,7 @@ def source_of(script: Script, call: ast.Call) -> ast.expr | None:
     node: ast.expr | None = loss_of(script, call)
     loop = loops_around(script, call)[:1]
     steps = [each for each in script.method_calls("step") if loops_around(script, each)[:1] == loop]
-    tests = [script.text(test) for each in steps for test in script.tests_around(each)]
-    accumulates = not steps or any("%" in each for each in tests)
+    accumulates = not steps or any("%" in script.text(test) for each in steps for test in script.tests_around(each))
     for _ in range(4):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
             if constant(node.right) is not None and not accumulates:
@@ -218,7 +217,8 @@ def drawn_by(script: Script, loop: Loop, call: ast.Call) -> str:
     for each in script.calls:
         drawn = each.args[0] if script.name(each) == "next" and each.args else None
         drawn = receiver(each) if method(each) in ("next", "__next__") and not each.args else drawn
-        is_here = script.holds(loop, each) or script.same_function(each, call)
+        is_used = not isinstance(script.parent(each), ast.Expr)  # not: bar.next()
+        is_here = is_used and (script.holds(loop, each) or script.same_function(each, call))
         if is_here and isinstance(drawn, ast.Name | ast.Attribute):
             given = next((value for value in script.values(drawn) if isinstance(value, ast.Call)), None)
             read = given.args[0] if given and len(given.args) == 1 else None  # iter(loader), cycle(loader)
