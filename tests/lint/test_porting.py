@@ -1198,3 +1198,21 @@ def test_models_of_a_class_have_names_that_a_module_dict_takes():
     assert found[8] == [
         "stays; each update has (batch,) = run.batches(TensorDataset(...), shuffle=False), of the samples drawn"
     ]
+
+
+def test_backward_passes_with_a_step_between_them_are_calls_of_their_own():
+    found = advice(
+        """
+        import torch
+        for x, y in loader:
+            f(model(x), y).backward()
+            optimizer.first_step(zero_grad=True)
+            f(model(x), y).backward()
+            optimizer.second_step(zero_grad=True)
+        """
+    )
+    (said,) = [each for each in found[4] if each.startswith("several backward passes")]
+    assert (
+        "where no step is between them, add their losses in one function; else each is a run.backward of its own"
+        in said
+    )

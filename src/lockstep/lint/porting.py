@@ -396,8 +396,8 @@ def _passes(script: Script) -> Iterator[_Found]:
     if any(script.follows(late, early) for late in calls for early in calls):
         yield (
             calls[0],
-            "several backward passes: add the losses of one step in one function; a GAN has a run.backward with "
-            "forward= for each of its models (moving.md, Setup)",
+            "several backward passes: where no step is between them, add their losses in one function; else each is a "
+            "run.backward of its own, with forward= for each model of a GAN (moving.md, Setup)",
         )
 
 
