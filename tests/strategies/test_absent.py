@@ -163,6 +163,10 @@ def test_a_gradient_that_a_server_has_is_scaled_there():
     whole.grad.mul_(0.5)
     whole.grad *= 0.5
     assert torch.equal(own.grad, torch.full((2, 3), 0.25))
+    whole.grad.data.mul_(2)
+    whole.grad.data *= 3
+    whole.grad.detach().div_(4)
+    assert torch.equal(own.grad, torch.full((2, 3), 0.375))
     with pytest.raises(ConfigError, match=r"The gradient of 'w'.*the servers share it"):
         nn.utils.clip_grad_norm_([whole], 0.1)
     whole.grad = None

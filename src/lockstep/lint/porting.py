@@ -82,7 +82,9 @@ _DATA = re.compile(r"load|data|set|dl|batch|iter|val|test", re.IGNORECASE)
 """Names of what an evaluation reads."""
 _BATCH = re.compile(r"batch|size|bs$|^\d+$", re.IGNORECASE)
 _SIZE = re.compile(r"len\((\w+)\)|(\w+)\.size\(0\)|(\w+)\.shape\[0\]|(\w+)\.num_graphs")
-_MOVED = re.compile(r"\.(to|cuda)\((device|[\w.]*\.device|non_blocking=True|gpu)?\)")
+_MOVED = re.compile(r"\.(to|cuda)\(((device=)?[\w.]*device(\(\))?|gpu)?(, )?(non_blocking=True)?\)")
+_READ = re.compile(r"[\w.]+(\[('\w+'|\d+|[a-z][^:,]*:[^:,]*)\])?|(torch\.from_numpy|Variable|[\w.]*[Tt]ensor)\(\w+\)")
+"""Texts of what a loop reads: ``y``, ``batch["y"]``, ``y[i : i + 32]``, ``torch.tensor(y)``."""
 _PROCESSES = re.compile(r"world|n_?gpu|num_(gpu|proc|dev)|nproc|replicas", re.IGNORECASE)
 """Names of the number of processes."""
 _MOVE = re.compile(r"^\w+(\.(to|cuda)\([^()]*(\([^()]*\))?[^()]*\))?$|\bfor\b")
@@ -111,6 +113,8 @@ _DATA_OF_THE_LOOP = (
     "; make a data set of what the loop takes its batches from, such as TensorDataset(x, y), without a permutation; "
     "where that is all of it, (batch,) = run.batches(data), with global_batch its size or the next multiple of 8"
 )
+_NEXT = ", without iter() and next(); if the loop makes another number of steps than one pass: moving.md, cycle(loader)"
+_REPLAY = "stays; each update has (batch,) = run.batches(TensorDataset(...), shuffle=False), of the samples drawn"
 _STAYS = "stays if the loop in it takes other samples in each pass (replay buffer): each run.batches is the next epoch"
 _NOT_IN_LOOP = (
     ', which the loop does not have any more: loss, more = run.backward(..., also={"accuracy": accuracy}), the mean of '
@@ -133,26 +137,19 @@ _TORCH_CALLS = {
     },
     "Data": {"torch.*.DistributedSampler": _SAMPLER},
     "Processes": {
-        "torch.*.init_process_group": _GROUP,
-        "torch.*.destroy_process_group": _GROUP,
-        "torch.*.set_device": _GROUP,
+        **dict.fromkeys(("torch.*.init_process_group", "torch.*.destroy_process_group", "torch.*.set_device"), _GROUP),
         "torch.*.spawn": "call the function itself: lockstep run --devices N, or torchrun, starts the processes",
         "torch.distributed.barrier": "leave out",
-        "torch.distributed.all_reduce": _VALUES_OF_ALL,
-        "torch.distributed.reduce": _VALUES_OF_ALL,
-        "torch.distributed.all_gather": _VALUES_OF_ALL,
+        **{f"torch.distributed.{name}": _VALUES_OF_ALL for name in ("all_reduce", "reduce", "all_gather")},
         "torch.distributed.all_gather_object": _VALUES_OF_ALL,
-        "torch.distributed.get_world_size": _FOR_LOGS,
-        "torch.distributed.get_rank": _FOR_LOGS,
+        **dict.fromkeys(("torch.distributed.get_world_size", "torch.distributed.get_rank"), _FOR_LOGS),
     },
 }
 """Advice on calls of torch, by section and name; ``*`` stands for the modules between."""
 _WRITES = {
     "print": "run.print(...), which prints on the main process only",
     "torch.save": "run.save() to resume; for weights: state = run.state_dict(), then torch.save under if run.is_main:",
-    "wandb.init": "under if run.is_main:",
-    "wandb.log": "under if run.is_main:",
-    "mlflow.log_metric": "under if run.is_main:",
+    **dict.fromkeys(("wandb.init", "wandb.log", "mlflow.log_metric"), "under if run.is_main:"),
 }
 """Advice on what each process would write, unless the script lets one of them do so already."""
 _WRITERS = ("SummaryWriter", "add_scalar", "add_scalars", "add_image", "save_image", "savefig")
@@ -225,7 +222,8 @@ def _preparation(script: Script) -> Iterator[_Found]:
     steps = [f"{run} = lockstep.init(global_batch={_batch_size(script, last)})"]
     prepared = models[0] if len(models) == 1 else "models" if models else "model"
     if len(models) > 1:
-        steps.append(f"models = nn.ModuleDict({{{', '.join(f'{name!r}: {name}' for name in models)}}})")
+        entries = (f"{name.rpartition('.')[2]!r}: {name}" for name in models)
+        steps.append(f"models = nn.ModuleDict({{{', '.join(entries)}}})")
     inner = {target_of(script, call) for call in made if script.name(call).startswith("torch.optim.")}
     outer = [  # ScheduledOptim(optimizer, ...), a class of one's own
         call
@@ -278,9 +276,9 @@ def _batch_size(script: Script, begin: ast.AST) -> str:
     sizes += [each for each in cuts if each is not None and _BATCH.search(script.text(each))]
     sizes += [argument(call, "batch_size") for call in script.calls]  # make_loader(batch_size=32)
     sizes += [each for each in script.find(ast.Name, ast.Attribute) if last_name(each) == "batch_size"]
-    found: list[ast.expr] = [each for each in sizes if each is not None]
-    given = {each: parameters(scope) if isinstance(scope := script.scope(each), FUNCTIONS) else () for each in found}
-    known = [each for each in found if script.scope(each) is here or names_in(each).isdisjoint(given[each])]
+    found = sorted(filter(None, sizes), key=lambda size: bool(re.search("test|val", script.text(size), re.IGNORECASE)))
+    hidden = {each: parameters(scope) if isinstance(scope := script.scope(each), FUNCTIONS) else () for each in found}
+    known = [n for n in found if script.scope(n) is here or (names_in(n) - {"self"}).isdisjoint(hidden[n])]
     found = known or found or [ast.Name("B")]
     for each in (found[0], *script.values(found[0])):  # batch // world_size, of each process
         if isinstance(each, ast.BinOp) and _PROCESSES.search(script.text(each.right)):
@@ -336,12 +334,14 @@ def _loops(script: Script) -> Iterator[_Found]:
                 yield loop, _PHASES
         elif around:
             epochs = [loop for loop in around[1:] if isinstance(loop, ast.For)][:1]
-            for loop in epochs:
-                yield loop, _over_epochs(script, loop, around) if takes_places(script, around[0]) else _STAYS
             drawn = drawn_by(script, around[0], call)
-            rest = ", without iter() and next()" if drawn else _DATA_OF_THE_LOOP
+            for loop in epochs:
+                yield loop, _over_epochs(script, loop, around) if drawn or takes_places(script, around[0]) else _STAYS
+            rest = _NEXT if drawn else _DATA_OF_THE_LOOP
             begin = "" if epochs else "for epoch in run.epochs(N): "
-            yield around[0], f"{begin}for batch in run.batches({drawn or 'data'}){rest}"
+            samples = [each for each in script.calls if method(each).startswith("sample") and each.args]
+            samples = [each for each in samples if script.holds(around[0], each)]
+            yield around[0], _REPLAY if samples else f"{begin}for batch in run.batches({drawn or 'data'}){rest}"
 
 
 def _over_batches(script: Script, loop: ast.For) -> str:
@@ -373,6 +373,8 @@ def _over_epochs(script: Script, loop: Loop, around: list[Loop]) -> str:
     name = script.text(target) if isinstance(target, ast.Name | ast.Attribute) else "epoch"
     start, end = (None, counted.args[0]) if len(counted.args) == 1 else counted.args[:2]
     first, last = constant(start), constant(end)
+    if start is not None and first is None and isinstance(end, ast.BinOp) and constant(end.right) == 1:
+        first = 0 if 0 in map(constant, script.values(start)) else 1  # range(start_epoch, epochs + 1)
     if not (isinstance(first, int) and first):
         return f"for {name} in run.epochs({script.text(end)}):  # from where a resumed run stands"
     if isinstance(end, ast.BinOp) and isinstance(end.op, ast.Add) and constant(end.right) == first:
@@ -389,34 +391,45 @@ def _passes(script: Script) -> Iterator[_Found]:
         if is_scaler(script, call):
             step = f"{script.text(call.args[1])}.step()"
             yield call, f"below: {step}, with run.clip_gradients above it where it clips"
-        scaled = loss_of(script, call)
-        name = scaled.id if isinstance(scaled, ast.Name) else "loss"
-        yield call, _backward(script, call, name, source_of(script, scaled))
+        name = scaled.id if isinstance(scaled := loss_of(script, call), ast.Name) else "loss"
+        yield call, _backward(script, call, name, source_of(script, call))
     if any(script.follows(late, early) for late in calls for early in calls):
         yield (
             calls[0],
-            "several backward passes: add the losses of one step in one function; a GAN has a run.backward with "
-            "forward= for each of its models (moving.md, Setup)",
+            "several backward passes: where no step is between them, add their losses in one function; else each is a "
+            "run.backward of its own, with forward= for each model of a GAN (moving.md, Setup)",
         )
 
 
 def _backward(script: Script, call: ast.Call, name: str, loss: ast.expr | None) -> str:
     """The call that makes a backward pass, by the name of its loss and the expression that it comes from."""
     loop = batches_around(script, call)
-    rest = "leave out the model's call and the loss"
     is_here = loop is not None and script.same_function(loop, call)
     inputs = _inputs(script, loop, loss) if loop is not None and is_here else {}
+    rest = "leave out the model's call and the loss"
     rest += "" if loop is None or is_here else "; give batch to this function"
-    given = _WITH_FORWARD if is_here else "loss_fn), where loss_fn(output, target) returns the loss"
+    is_pair = isinstance(loss, ast.Call) and len(loss.args) == 2 and not loss.keywords and bool(script.name(loss))
+    given = _WITH_FORWARD if is_here or is_pair else "loss_fn), where loss_fn(output, target) returns the loss"
     if inputs and loop is not None and loss is not None:
         given = _by_inputs(script, loop, inputs, loss)
     elif isinstance(loss, ast.Attribute) and loss.attr == "loss":
         given = "lambda output, data: output.loss)"
-    elif isinstance(loss, ast.Call) and len(loss.args) == 2 and not loss.keywords and script.name(loss):
+    elif is_pair and isinstance(loss, ast.Call) and _takes_output(script, loss, call):
         given = f"{script.text(loss.func)})"
     if isinstance(loss, ast.Attribute) and loss.attr == "loss":
         given += ", once means.md has told whether it is a mean over samples"
     return f"{name} = run.backward(batch, {given}; {rest}"
+
+
+def _takes_output(script: Script, loss: ast.Call, call: ast.Call) -> bool:
+    """Returns True for the loss of what a model makes of one input, and of a target that the loop takes as it is."""
+    output, target = loss.args
+    place = next(iter(loops_around(script, call)), script.scope(call))
+    here = [each for each in script.values(target) or [target] if each and script.holds(place, each)]
+    match script.values(output) if isinstance(output, ast.Name) else [output]:
+        case [ast.Call(ast.Name() | ast.Attribute(ast.Name("self")) | ast.Attribute(attr="forward"), [_], [])]:
+            return all(_READ.fullmatch(_MOVED.sub("", script.text(each))) for each in here)
+    return False
 
 
 def _inputs(script: Script, loop: ast.For, loss: ast.expr | None) -> dict[str, str]:
@@ -438,7 +451,7 @@ def _inputs(script: Script, loop: ast.For, loss: ast.expr | None) -> dict[str, s
 def _numbers(script: Script) -> Iterator[_Found]:
     """The lines that compute from the output of the model below a backward pass."""
     for call in backwards(script):
-        loop, loss = batches_around(script, call), source_of(script, loss_of(script, call))
+        loop, loss = batches_around(script, call), source_of(script, call)
         if loop is None or not isinstance(loss, ast.Call) or not script.same_function(loop, call):
             continue
         nodes = [each for part in loop.body for each in ast.walk(part)]
@@ -521,7 +534,7 @@ def _sizes(script: Script) -> Iterator[_Found]:
             size = _SIZE.fullmatch(script.text(node)) if isinstance(node, ast.expr) else None
             if loop and isinstance(node, ast.expr) and size and names_in(loop.target) & set(size.groups()):
                 is_named = getattr(script.statement(node), "value", None) is node  # n = len(x)
-                if is_named or is_below_step(script, node, call):
+                if is_named or (is_below_step(script, node, call) and not isinstance(script.parent(node), ast.Slice)):
                     yield node, "len(batch), where it counts samples: those of the step over all processes"
 
 

@@ -6,7 +6,7 @@ import ast
 from dataclasses import dataclass
 
 from lockstep.lint.ranks import loops_around, places_of
-from lockstep.lint.script import Loop, Script, argument, last_name, method, names_in, range_of, receiver
+from lockstep.lint.script import Loop, Script, argument, constant, last_name, method, names_in, range_of, receiver
 
 DDP, DP, FSDP = "DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"
 _AVERAGES = (*("AveragedModel", "ModelEmaV2", "ModelEmaV3", "ExponentialMovingAverage", "EMAModel", "ema_pytorch.EMA"),)
@@ -161,10 +161,16 @@ def may_be_model(script: Script, node: ast.AST, inputs: set[str]) -> bool:
     )
 
 
-def source_of(script: Script, node: ast.expr | None) -> ast.expr | None:
-    """The expression that a loss comes from: ``f(output, y)`` of ``loss = f(output, y) / parts``."""
+def source_of(script: Script, call: ast.Call) -> ast.expr | None:
+    """The expression that a loss comes from: of ``f(output, y) / parts`` the first, where gradients are accumulated."""
+    node: ast.expr | None = loss_of(script, call)
+    loop = loops_around(script, call)[:1]
+    steps = [each for each in script.method_calls("step") if loops_around(script, each)[:1] == loop]
+    accumulates = not steps or any("%" in script.text(test) for each in steps for test in script.tests_around(each))
     for _ in range(4):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
+            if constant(node.right) is not None and not accumulates:
+                return node
             node = node.left
         elif isinstance(node, ast.Name):
             values = script.values(node)
@@ -180,7 +186,7 @@ def batches_around(script: Script, call: ast.Call) -> ast.For | None:
 
 def is_below_step(script: Script, node: ast.expr, call: ast.Call) -> bool:
     """Returns True below the loss of a backward pass, and not above another: for what is no part of a step."""
-    loss = source_of(script, loss_of(script, call))
+    loss = source_of(script, call)
     begin = loss if loss is not None and script.same_function(loss, call) else call
     more = [each for each in backwards(script) if script.follows(each, call) and script.follows(each, node)]
     return script.follows(node, begin) and not script.holds(begin, node) and not more
@@ -211,7 +217,8 @@ def drawn_by(script: Script, loop: Loop, call: ast.Call) -> str:
     for each in script.calls:
         drawn = each.args[0] if script.name(each) == "next" and each.args else None
         drawn = receiver(each) if method(each) in ("next", "__next__") and not each.args else drawn
-        is_here = script.holds(loop, each) or script.same_function(each, call)
+        is_used = not isinstance(script.parent(each), ast.Expr)  # not: bar.next()
+        is_here = is_used and (script.holds(loop, each) or script.same_function(each, call))
         if is_here and isinstance(drawn, ast.Name | ast.Attribute):
             given = next((value for value in script.values(drawn) if isinstance(value, ast.Call)), None)
             read = given.args[0] if given and len(given.args) == 1 else None  # iter(loader), cycle(loader)

@@ -369,7 +369,7 @@ class GradientElsewhere(AbsentGradient):
             return None
         if asked == "untyped_storage":
             return torch.UntypedStorage(self.nbytes, device="meta")  # type: ignore[no-untyped-call]  # torch's
-        return NotImplemented
+        return super().answer(asked, args)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch's stub lacks the function
