@@ -595,7 +595,9 @@ class PreparedOptimizer(Optimizer):
     def __getattr__(self, name: str) -> Any:
         if name == "wrapped":
             raise AttributeError(name)
-        return getattr(self.wrapped, name)
+        if self._shared is None or self._shared.is_whole or hasattr(Optimizer, name):
+            return getattr(self.wrapped, name)
+        return self._shared.in_parts(name)
 
 
 _OWN = ("wrapped", "grad_scale", "found_inf")

@@ -6,7 +6,9 @@ that ``for p in group["params"]`` means the same as ``for p in model.parameters(
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -16,7 +18,7 @@ from torch.optim import Optimizer
 from lockstep.errors import ConfigError
 from lockstep.strategies import Strategy
 from lockstep.strategies.absent import Absence, AbsentTensor
-from lockstep.strategies.optimizer_trial import Unit, refused_optimizer, try_optimizer
+from lockstep.strategies.optimizer_trial import Trial, Unit, refused_optimizer, try_optimizer
 
 
 class SharedGroups:
@@ -39,6 +41,8 @@ class SharedGroups:
         self._members, self._parameters = members, parameters
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._trained = {name for name, parameter in parameters.items() if parameter.requires_grad}
+        self._tried = set[str]()
+        """Methods and properties of the optimizer's own that may see parts only."""
         self.absence = Absence(strategy.name, "no process holds it whole")
         """Counts changes of the state."""
         if not strategy.replicated:
@@ -97,6 +101,38 @@ class SharedGroups:
             trial = try_optimizer(self.optimizer, self.strategy.device, seen, dimensions=dimensions)
             if trial.unit > self.strategy.largest_unit:  # the optimizer must now see more than processes hold
                 raise refused_optimizer(self.optimizer, trial, self.strategy.name)
+
+    def in_parts(self, name: str) -> Any:
+        """An attribute of the optimizer that torch's have not, where the optimizer holds parts of what the user knows.
+
+        A method or property is tried first, and refused with ``ConfigError`` where it has to see more.
+        """
+        if isinstance(inspect.getattr_static(self.optimizer, name, None), property):
+            self._require_in_parts(name, lambda copied: getattr(copied, name))
+        value = getattr(self.optimizer, name)
+        is_method = inspect.ismethod(value) and value.__self__ is self.optimizer
+        return partial(self._call, name, value) if is_method else value
+
+    def _call(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        given = [*args, *kwargs.values()]
+        self._require_in_parts(f"{name}()", lambda copied: getattr(copied, name)(*args, **kwargs), given)
+        return method(*args, **kwargs)
+
+    def _require_in_parts(self, name: str, also: Callable[[Optimizer], object], given: Sequence[Any] = ()) -> None:
+        if name in self._tried:
+            return
+        strategy = self.strategy
+        if unknown := [type(each).__name__ for each in given if callable(each)]:
+            trial = Trial(Unit.MODEL, f"is given a {unknown[0]}, with which it cannot be tried")
+        else:
+            has_parts = any(group["params"] for group in self.optimizer.param_groups)
+            seen = None if has_parts else [group["params"] for group in self.groups()]
+            dimensions = strategy.cut_dimensions
+            trial = try_optimizer(self.optimizer, strategy.device, seen, dimensions=dimensions, also=also)
+        are_whole = {name for names in self._members for name in names} <= strategy.whole_parameters
+        if trial.unit > min(Unit.PARAMETER, Unit.PARAMETER if are_whole else strategy.largest_unit):
+            raise refused_optimizer(self.optimizer, trial, strategy.name, f".{name}")
+        self._tried.add(name)
 
     def _name(self, parameter: Tensor) -> str:
         name = self._names.get(id(parameter))

@@ -13,8 +13,8 @@ import itertools
 import math
 import random
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,6 +73,7 @@ def try_optimizer(
     members: Sequence[Sequence[Tensor]] | None = None,
     *,
     dimensions: int = 1,
+    also: Callable[[Optimizer], object] | None = None,
 ) -> Trial:
     """Finds out what an optimizer needs to see at once, on a few small parameters.
 
@@ -80,6 +81,7 @@ def try_optimizer(
         optimizer: as the user made it; neither it nor its parameters, nor any generator, is changed.
         members: the parameters of each group, if the optimizer holds parts of them.
         dimensions: along which a process may hold a part of a parameter: of 1 rows, of 2 rows or columns.
+        also: called with the copies before each of their steps, for the trial of another method.
     """
     inner = next((each for each in vars(optimizer).values() if isinstance(each, Optimizer)), None)
     if inner is not None:  # as Lookahead does
@@ -87,17 +89,19 @@ def try_optimizer(
     given = members if members is not None else [group["params"] for group in optimizer.param_groups]
     groups = [list(_examples(parameters, device)) for parameters in given]
     with _own_randomness() as draws:
-        whole = _Copy(optimizer, groups)
+        whole = _Copy(optimizer, groups, also)
         failed = whole.step()
         if failed or draws():
             return Trial(Unit.MODEL, failed or "draws random numbers in its step", draws=not failed)
         for number, examples in enumerate(groups):
             for place, example in enumerate(examples):
-                alone = _Copy(optimizer, [[example] if n == number else [] for n in range(len(groups))])
+                alone = _Copy(optimizer, [[example] if n == number else [] for n in range(len(groups))], also)
                 if alone.step() or not _agree([alone.found[number][0]], whole.found[number][place]):
                     return Trial(Unit.MODEL, "updates a parameter by what it finds in others")
+                if alone.returned != whole.returned:
+                    return Trial(Unit.MODEL, "returns what it has computed from all parameters together")
         splits = itertools.product(range(dimensions), _RANKS)
-        found = [_in_parts(optimizer, groups, whole, ranks, dim) for dim, ranks in splits]
+        found = [_in_parts(optimizer, groups, whole, ranks, dim, also) for dim, ranks in splits]
     return max(found, key=lambda trial: trial.unit)
 
 
@@ -120,8 +124,8 @@ def require_gradients_only(optimizer: Optimizer, device: torch.device, strategy:
             )
 
 
-def refused_optimizer(optimizer: Optimizer, trial: Trial, strategy: str) -> ConfigError:
-    """The error of an optimizer that has to see more than a process of the strategy holds."""
+def refused_optimizer(optimizer: Optimizer, trial: Trial, strategy: str, method: str = "") -> ConfigError:
+    """The error of an optimizer, or of a method of it, that has to see more than a process of the strategy holds."""
     parts = "some of the parameters" if trial.unit is Unit.MODEL else "parts of parameters"
     remedy = "Use an optimizer that updates each element from that element alone, such as SGD or AdamW"
     if trial.unit is Unit.PLACE:
@@ -134,15 +138,17 @@ def refused_optimizer(optimizer: Optimizer, trial: Trial, strategy: str) -> Conf
             remedy = "Use the one that it wraps"
     without = " without tensor.shards" if strategy == "tensor" else ""  # for which 'ddp' is split, too
     return ConfigError(
-        f"Strategy {strategy!r} steps the optimizer on {parts}, and {type(optimizer).__name__} {trial.reason}, so the "
-        f"result would not have the bits of one device. {remedy}, or strategy 'ddp'{without}."
+        f"Strategy {strategy!r} steps the optimizer on {parts}, and {type(optimizer).__name__}{method} "
+        f"{trial.reason}, so the result would not have the bits of one device. {remedy}, or strategy 'ddp'{without}."
     )
 
 
-def _in_parts(optimizer: Optimizer, groups: Sequence[Sequence[_Example]], whole: _Copy, ranks: int, dim: int) -> Trial:
+def _in_parts(
+    optimizer: Optimizer, groups: Sequence[Sequence[_Example]], whole: _Copy, ranks: int, dim: int, also: Any
+) -> Trial:
     """The outcome of the same steps on parts along a dimension, as ``ranks`` processes have them."""
     cut = [[each.cut(ranks, rank, dim) for each in members for rank in range(ranks)] for members in groups]
-    parts = _Copy(optimizer, cut)  # all in one copy: that it steps each parameter alone is known by now
+    parts = _Copy(optimizer, cut, also)  # all in one copy: that it steps each parameter alone is known by now
     failed = parts.step()
     if failed:
         return Trial(Unit.PARAMETER, failed.replace("small", "parts of"))
@@ -228,7 +234,10 @@ class _Copy:
         ConfigError: the optimizer cannot be copied.
     """
 
-    def __init__(self, optimizer: Optimizer, groups: Sequence[Sequence[_Example]]) -> None:
+    def __init__(self, optimizer: Optimizer, groups: Sequence[Sequence[_Example]], also: Any = None) -> None:
+        self.returned: list[str] = []
+        """By ``also``, as text."""
+        self._also = also
         self.found: list[list[list[Tensor]]] = []
         """For each group and parameter: its values, then the tensors of its state."""
         self._groups = [[(each, nn.Parameter(each.values.clone())) for each in members] for members in groups]
@@ -264,6 +273,9 @@ class _Copy:
             for number in range(_STEPS):
                 for each, parameter in (pair for members in self._groups for pair in members):
                     parameter.grad = each.gradients[number].clone() if with_gradients else None
+                if self._also is not None:
+                    with redirect_stdout(None):
+                        self.returned.append(repr(self._also(self._optimizer)))
                 step(self._optimizer)
         except Exception as error:  # an optimizer of the user's may fail on small parameters in any way
             return f"fails on small parameters ({type(error).__name__}: {error})"
