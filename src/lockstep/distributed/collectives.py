@@ -61,20 +61,16 @@ def drop_process_groups(*holders: object) -> None:
 
 @stack_marker(Mark.WAITS_FOR_EXCHANGE)
 def gather_json(value: object, group: dist.ProcessGroup | None, device: torch.device) -> list[Any]:
-    """Gathers a JSON value from every rank, by rank; without a group only this process's. Collective.
-
-    None takes no bytes: where all ranks give it, they exchange a number each.
-    """
+    """Gathers a JSON value from every rank, by rank; without a group only this process's. Collective."""
     if group is None:
         return [value]
     device = exchange_device(group, device)
-    text = b"" if value is None else json.dumps(value).encode()
-    sizes = all_gather_rows(torch.tensor([len(text)], device=device), group).flatten().tolist()
-    if not any(sizes):
-        return [None] * len(sizes)
-    padded = torch.frombuffer(bytearray(text.ljust(max(sizes))), dtype=torch.uint8).to(device)
+    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
+    sizes = all_gather_rows(torch.tensor([len(data)], device=device), group).flatten().tolist()
+    padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
+    padded[: len(data)] = data
     rows = all_gather_rows(padded, group).cpu()
-    return [json.loads(bytes(row[:size].tolist())) if size else None for row, size in zip(rows, sizes)]
+    return [json.loads(bytes(row[:size].tolist())) for row, size in zip(rows, sizes)]
 
 
 @stack_marker(Mark.WAITS_FOR_EXCHANGE)
