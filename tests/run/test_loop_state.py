@@ -443,6 +443,17 @@ def test_a_sum_that_a_stop_within_an_epoch_has_lost_is_named(caplog):
     assert "run.extra" in record.getMessage()
 
 
+def said_of_a_resumed(script, caplog):
+    """The warning of a script's second run, which goes on where the first was stopped, after its second step."""
+    stored = None
+    for state in (LoopState({}, is_main=True), None):
+        own = {"__name__": "script"}
+        exec(compile(script, "script.py", "exec"), own)
+        stored = own["train"](state or resumed(stored, inside=True), 0 if state else 2, 1 if state else None)
+    (said,) = (each.getMessage() for each in caplog.records)
+    return said
+
+
 A_LAZY_SCRIPT = """
 class Meter:
     def add(self, loss):
@@ -479,12 +490,7 @@ def train(state, first, stop, stored=None):
 
 def test_what_the_first_step_makes_and_later_ones_go_on_with_is_named(caplog):
     """It was lost without a word, as it was not there when the steps of the run began."""
-    stored, space = None, {"__name__": "script"}
-    for state in (LoopState({}, is_main=True), None):
-        own = {**space}
-        exec(compile(A_LAZY_SCRIPT, "script.py", "exec"), own)
-        stored = own["train"](state or resumed(stored, inside=True), 0 if state else 2, 1 if state else None)
-    (said,) = (each.getMessage() for each in caplog.records)
+    said = said_of_a_resumed(A_LAZY_SCRIPT, caplog)
     for name in ("calls", "own['mean'].all", "train: meter.total"):
         assert f"{name} (nothing, was " in said
     assert "table" not in said, "a cache"
@@ -515,12 +521,7 @@ def train(state, first, stop, stored=None):
 
 def test_what_begins_as_an_object_that_others_share_is_named(caplog):
     """A value of the class, ``()``, and a global by ``globals()``: they were lost without a word."""
-    stored, space = None, {"__name__": "script"}
-    for state in (LoopState({}, is_main=True), None):
-        own = {**space}
-        exec(compile(A_SHARED_BEGINNING, "script.py", "exec"), own)
-        stored = own["train"](state or resumed(stored, inside=True), 0 if state else 2, 1 if state else None)
-    (said,) = (each.getMessage() for each in caplog.records)
+    said = said_of_a_resumed(A_SHARED_BEGINNING, caplog)
     assert "train: meter.best (None, was 0.5)" in said
     assert "train: losses (0 entries, was 2 entries)" in said
     assert "rate (nothing, was 0.25)" in said
