@@ -51,6 +51,7 @@ _LEAST_ROWS = 4
 _OFF = "checks='off' lets it run, with results that depend on the number of processes."
 _NAME = "of the loop"
 _MOST_ENTRIES = 1_000
+"""Of a list or dict of the loop in which sums are looked for."""
 
 
 def _given_by_the_loop(*_: object) -> Tensor:
@@ -189,20 +190,20 @@ class LoopRehearsal:
         if is_first and run.is_main and run.world.world_size > 1:
             warn_of_settings()
         watched, by_rank = Watched({"": model}, (model, prepared.forward_pass.model)), False
-        findings = Findings()
+        findings, look = Findings(), _sums if is_first else dict[str, float]
         short, self._compute = shortened(self._batch, self._opened.compute, strategy.share, 1)
         try:
             with put_back(strategy, watched, run._events):
                 self._asked = findings.asked
-                sums = [_sums()]
+                before = look()
                 with noting_mistakes(prepared, watched, strategy, findings):
                     first = yield from self._pass(short)
                 self._asked = None
-                sums.append(_sums())
+                between = look()
                 after = watched.now()
                 watched.buffers.restore()
                 second = yield from self._pass(short)
-                findings.added = _growing([*sums, _sums()]) if is_first else []
+                findings.added = _growing(before, between, look())
                 changed = after.changed(later := watched.now())
                 watched.buffers.restore()
                 if is_first and strategy.share.holders > 1:
@@ -324,12 +325,9 @@ def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, float | np.floating) else None
 
 
-def _growing(sums: Sequence[dict[str, float]]) -> list[str]:
+def _growing(before: dict[str, float], between: dict[str, float], after: dict[str, float]) -> list[str]:
     """The sums that grew by one amount in each of two equal passes; not by 1, as the number of passes does."""
-    before, first, second = sums
-    steps = {
-        name: (first[name] - before.get(name, 0.0), second[name] - first[name]) for name in first if name in second
-    }
+    steps = {n: (between[n] - before.get(n, 0.0), after[n] - between[n]) for n in between if n in after}
     return [name for name, (one, two) in steps.items() if math.isclose(one, two, rel_tol=1e-5) and one not in (0, 1)]
 
 

@@ -130,7 +130,7 @@ class SharedGroups:
             dimensions = strategy.cut_dimensions
             trial = try_optimizer(self.optimizer, strategy.device, seen, dimensions=dimensions, also=also)
         are_whole = {name for names in self._members for name in names} <= strategy.whole_parameters
-        if trial.unit > min(Unit.PARAMETER, Unit.PARAMETER if are_whole else strategy.largest_unit):
+        if trial.unit > (Unit.PARAMETER if are_whole else min(Unit.PARAMETER, strategy.largest_unit)):
             raise refused_optimizer(self.optimizer, trial, strategy.name, f".{name}")
         self._tried.add(name)
 
