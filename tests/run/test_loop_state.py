@@ -528,6 +528,28 @@ def test_what_begins_as_an_object_that_others_share_is_named(caplog):
     assert "shown" not in said
 
 
+AN_OBJECT_THAT_SEES_ALL = """
+from tqdm import tqdm
+
+def train(state, first, stop, stored=None):
+    shell = tqdm(disable=True)
+    rate = 1.0
+    losses = shell.held = []
+    for batch in (range(first, 3), state.begin_steps(any_left=True), first)[0]:
+        losses.append(len(losses) + batch / 2)
+        if batch == stop:
+            stored = state.capture(inside=True)
+        state.note_made()
+    state.end_steps()
+    return stored
+"""
+
+
+def test_a_list_that_an_object_of_a_package_holds_too_is_named(caplog):
+    """In a notebook, all variables can be reached from IPython's, which come first."""
+    assert "train: losses (0 entries, was 2 entries)" in said_of_a_resumed(AN_OBJECT_THAT_SEES_ALL, caplog)
+
+
 A_SCRIPT = """
 loss = float("nan")
 for epoch in range(2):

@@ -56,6 +56,35 @@ def test_prepare_takes_a_plain_model_once():
         run.prepare(network())
 
 
+@pytest.mark.parametrize("strategy", ["single", "ddp", "parameter_server"])
+def test_an_optimizer_of_an_earlier_run_is_refused(strategy):
+    """Its steps ended in the error of a forgotten run.backward, as when a cell of a notebook is run again."""
+    first, model, optimizer = begin(strategy=strategy)
+    first.close()
+    run = lockstep.init(global_batch=GLOBAL_BATCH, strategy=strategy)
+    with pytest.raises(ConfigError, match=r"the SGD that run\.prepare of an earlier run returned"):
+        run.prepare(model, optimizer)
+    _, prepared = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ConfigError, match=r"called twice.*run\.close\(\), and begin again"):
+        run.prepare(model, prepared)
+
+
+def test_statistics_over_the_processes_are_refused():
+    """A model of a run with sync_batch_norm ended in other buffers in the next run without."""
+
+    def build():
+        return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8))
+
+    model = build()
+    with lockstep.init(global_batch=GLOBAL_BATCH, sync_batch_norm=True) as first:
+        first.prepare(model)
+    run = lockstep.init(global_batch=GLOBAL_BATCH)
+    for given in (model, nn.SyncBatchNorm.convert_sync_batchnorm(build())):
+        with pytest.raises(ConfigError, match=r"'1' is a SyncBatchNorm.*lockstep.init\(sync_batch_norm=True\)"):
+            run.prepare(given)
+    lockstep.init(global_batch=GLOBAL_BATCH, sync_batch_norm=True).prepare(model)
+
+
 class Functional:
     """As an optimizer of TorchOpt."""
 

@@ -291,3 +291,17 @@ def test_more_shapes_than_torch_keeps_graphs_for_are_refused():
     ):
         for rows in range(2, 5):
             model(torch.zeros(rows, 6))
+
+
+def second_training(world, strategy):
+    first, model, _ = begin(strategy=strategy)
+    first.close()
+    run = lockstep.init(global_batch=GLOBAL_BATCH, strategy=strategy)
+    run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "pipeline", "tensor"])
+def test_a_model_that_an_earlier_run_has_shared_out_is_refused(strategy):
+    """It ended in errors about a forward pass, or about ranks that differ."""
+    with pytest.raises(ConfigError, match=f"belongs to an earlier run, under whose strategy '{strategy}'.*state_dict"):
+        run_ranks(second_training, 2, strategy)

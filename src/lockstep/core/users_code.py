@@ -32,6 +32,7 @@ CLOSED_PACKAGES = (
     sys.stdlib_module_names
     | {"lockstep", "torch", "numpy", "builtins"}
     | {"_pytest", "pluggy", "xdist", "execnet"}  # which run the user's tests
+    | {"IPython", "ipykernel"}  # and notebooks
 ) - {"__main__"}
 """Packages whose objects are their own affair."""
 

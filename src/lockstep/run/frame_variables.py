@@ -179,7 +179,7 @@ class Variables:
                 if not name.startswith("__")
             ]
         read = {id(part.value) for _, part, is_live in variables if is_live}  # by another frame, perhaps
-        for name, part, is_live in variables:
+        for name, part, is_live in sorted(variables, key=lambda variable: _is_foreign(variable[1].value)):
             found.local.add(name)
             found.read |= {name} if is_live else set()
             found._is_live = is_live or id(part.value) in read
@@ -536,6 +536,11 @@ def _from_class(value: Any) -> list[Part]:
 def _name_of(key: str, space: dict[str, Any], own: Mapping[str, int]) -> str:
     """The name of a global; with its module, unless code of the loop means this global by the name alone."""
     return key if own.get(key) == id(space) else f"{space.get('__name__')}.{key}"
+
+
+def _is_foreign(value: Any) -> bool:
+    """True for an object of an installed package, except one of data: of what it holds only tensors are noted."""
+    return bool(attributes_of(value)) and not is_users_object(value) and not isinstance(value, Dataset | DataLoader)
 
 
 def _is_users_callback(value: Any) -> bool:

@@ -33,8 +33,9 @@ from lockstep.numerics.initial_values import InitialValues, empty_tensors, witho
 from lockstep.numerics.precision import Precision
 from lockstep.numerics.randomness import KeyedRandomness
 from lockstep.numerics.running_buffers import explain_single_values, persistent_buffers
+from lockstep.numerics.sync_batch_norm import SyncBatchNorm
 from lockstep.run.loaders import smallest_micro_batch
-from lockstep.run.optimizer_step import needs_closure, require_whole
+from lockstep.run.optimizer_step import PreparedOptimizer, needs_closure, require_whole
 from lockstep.run.session import RunSession, returning_freed_memory
 from lockstep.runtime.devices import is_gpu
 from lockstep.strategies import IndependentStrategy, Strategy
@@ -74,6 +75,12 @@ class Parts:
             initial_values.fill(empty_tensors(model), torch.device("cpu"))
         optimizers = tuple(each for each in others if isinstance(each, Optimizer))
         modules = tuple(each for each in others if isinstance(each, nn.Module))
+        for each in optimizers:
+            if isinstance(each, PreparedOptimizer):
+                raise ConfigError(
+                    f"run.prepare was given the {type(each.wrapped).__name__} that run.prepare of an earlier run "
+                    "returned. Make a new one for each run, of the parameters of the model that it trains."
+                )
         for module in (model, *modules):
             _require_own_memory(module, initial_values if module is model else None)
         schedulers = tuple(each for each in others if not isinstance(each, Optimizer | nn.Module))
@@ -181,7 +188,7 @@ def _require_plain_model(model: Any) -> None:
 def _require_own_memory(model: nn.Module, initial_values: InitialValues | None) -> None:
     """Raises ``ConfigError`` naming a parameter that has no shape or values yet, or whose elements share memory.
 
-    Modules that torch.jit has compiled are refused too.
+    Modules that torch.jit has compiled, and those that an earlier run has shared out, are refused too.
     """
     for prefix, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
@@ -194,6 +201,13 @@ def _require_own_memory(model: nn.Module, initial_values: InitialValues | None) 
             name = f"{prefix}.{key}" if prefix else key
             if tensor is None:
                 continue
+            if isinstance(tensor, AbsentTensor):
+                raise ConfigError(
+                    f"{name!r} belongs to an earlier run, under whose strategy {tensor.absence.strategy!r} "
+                    f"{tensor.absence.where}. Build the model anew for each run. To go on from its weights, take state "
+                    "= run.state_dict() on all ranks before run.close(), load it into the new model if run.is_main, "
+                    "and give run.prepare values_from_main=True."
+                )
             if is_lazy(tensor):
                 raise ConfigError(
                     f"{name!r} of {type(module).__name__} has no shape before the first forward pass, and run.prepare "
@@ -416,6 +430,12 @@ def prepare_model(
     if options.compile:
         compile_blocks(model)
     for name, module in model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm | SyncBatchNorm) and not options.sync_batch_norm:
+            raise ConfigError(
+                f"{name or 'The model'!r} is a {type(module).__name__}, whose statistics would be those of as many "
+                "parts of the batch as there are processes. Build the model with nn.BatchNorm, and give "
+                "lockstep.init(sync_batch_norm=True) for statistics of the whole batch."
+            )
         precision.require_repeatable(repr(name) if name else "The model", module)
     apart = strategy.separates_units
     randomness = KeyedRandomness(model, options.seed, device, strategy.devices, apart)

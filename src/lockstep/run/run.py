@@ -146,9 +146,12 @@ class Run:
             The model and the wrapped others, in the order of the arguments; the model alone if it was alone.
         """
         self._session.require_open()
-        parts = Parts.of(model, others, self._initial_values, keep_empty=self.strategy.fills_model)
         if self._prepared is not None:
-            raise ConfigError("run.prepare was called twice. Put several models into one nn.ModuleDict.")
+            raise ConfigError(
+                "run.prepare was called twice. Put several models into one nn.ModuleDict. For another training, write "
+                "run.close(), and begin again with lockstep.init."
+            )
+        parts = Parts.of(model, others, self._initial_values, keep_empty=self.strategy.fills_model)
         self._session.heartbeat.mark("prepare")
         stepped = stepped_before(parts)
         if self.is_main:
