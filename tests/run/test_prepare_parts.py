@@ -85,6 +85,49 @@ def test_statistics_over_the_processes_are_refused():
     lockstep.init(global_batch=GLOBAL_BATCH, sync_batch_norm=True).prepare(model)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method")
+def test_a_model_that_an_earlier_run_has_compiled_is_refused_where_this_one_does_not_compile():
+    """It stayed compiled, and ended in other bits than the same run of a new model."""
+    model = network()
+    with lockstep.init(global_batch=GLOBAL_BATCH, compile=True) as first:
+        first.prepare(model)
+    with pytest.raises(ConfigError, match="'The model' was compiled by an earlier run, and this one has compile=False"):
+        lockstep.init(global_batch=GLOBAL_BATCH).prepare(model)
+    lockstep.init(global_batch=GLOBAL_BATCH, compile=True).prepare(model)
+
+
+def test_gradients_from_before_are_refused():
+    """Under tensor they were lost for the layers that it splits, and fsdp took them for a state of the model."""
+    model = network()
+    model(torch.ones(2, 6)).sum().backward()
+    run = lockstep.init(global_batch=GLOBAL_BATCH)
+    with pytest.raises(ConfigError, match=r"'0.weight' has a gradient already.*model.zero_grad\(\) before run.prepare"):
+        run.prepare(model)
+    model.zero_grad()
+    run.prepare(model)
+
+
+@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
+def test_a_model_whose_run_ended_within_a_step_can_be_trained_by_the_next(error):
+    """Its dropout went on with keys of the first run, and the second was refused for bits of unknown cause."""
+
+    def fail(output, target):
+        raise error
+
+    def trained(model):
+        run, _, optimizer = begin(model)
+        for batch in run.batches(dataset()):
+            train_step(run, batch, optimizer)
+        return run.fingerprint()
+
+    model = network()
+    run, _, optimizer = begin(model)
+    with pytest.raises(error):
+        train_step(run, next(iter(run.batches(dataset()))), optimizer, fail)
+    model.load_state_dict(network().state_dict())
+    assert trained(model) == trained(network())
+
+
 class Functional:
     """As an optimizer of TorchOpt."""
 

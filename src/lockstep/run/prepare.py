@@ -28,6 +28,7 @@ from lockstep.core.fingerprint import Context, cpu_of, device_model, digest_tens
 from lockstep.core.users_code import names_in
 from lockstep.errors import ConfigError
 from lockstep.numerics.blocks import compile_blocks
+from lockstep.numerics.compilation import CompiledForward
 from lockstep.numerics.hidden_state import draws_globally
 from lockstep.numerics.initial_values import InitialValues, empty_tensors, without_values
 from lockstep.numerics.precision import Precision
@@ -108,6 +109,11 @@ class Parts:
                     "from it, or leave it out of run.prepare in a run that writes no checkpoints."
                 )
         _require_own_parameters(optimizers, list(model.parameters()))
+        if left := [name for name, parameter in model.named_parameters() if parameter.grad is not None]:
+            raise ConfigError(
+                f"{left[0]!r} has a gradient already, of a backward pass before run.prepare, which would be added to "
+                "that of the first step. Write model.zero_grad() before run.prepare."
+            )
         if optimizers and not any(parameter.requires_grad for parameter in model.parameters()):
             raise ConfigError(
                 "No parameter of the model requires a gradient, so there is nothing to train. Call run.prepare while "
@@ -435,6 +441,11 @@ def prepare_model(
                 f"{name or 'The model'!r} is a {type(module).__name__}, whose statistics would be those of as many "
                 "parts of the batch as there are processes. Build the model with nn.BatchNorm, and give "
                 "lockstep.init(sync_batch_norm=True) for statistics of the whole batch."
+            )
+        if isinstance(vars(module).get("forward"), CompiledForward) and not options.compile:
+            raise ConfigError(
+                f"{name or 'The model'!r} was compiled by an earlier run, and this one has compile=False. Build the "
+                "model anew for each run, or give lockstep.init(compile=True)."
             )
         precision.require_repeatable(repr(name) if name else "The model", module)
     apart = strategy.separates_units

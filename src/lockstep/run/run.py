@@ -364,12 +364,14 @@ class Run:
             for begins in events.backward_begin:
                 begins(batch, opened.scale)
             yield opened
-        except Exception as error:
-            if self._session.group is not None:
-                self.strategy.fail(f"run.backward of step {plan.step}", error)
-            else:
+        except BaseException as error:
+            randomness.interrupt()
+            if self._session.group is None:
                 self.strategy.abandon()
-            note_data(error, batch, prepared.forward_pass.model)
+            elif isinstance(error, Exception):
+                self.strategy.fail(f"run.backward of step {plan.step}", error)
+            if isinstance(error, Exception):
+                note_data(error, batch, prepared.forward_pass.model)
             raise
         for ends in events.backward_end:
             ends(batch, opened.result)
