@@ -305,3 +305,66 @@ def test_a_model_that_an_earlier_run_has_shared_out_is_refused(strategy):
     """It ended in errors about a forward pass, or about ranks that differ."""
     with pytest.raises(ConfigError, match=f"belongs to an earlier run, under whose strategy '{strategy}'.*state_dict"):
         run_ranks(second_training, 2, strategy)
+
+
+class Scaled(torch.optim.SGD):
+    """Reads what is set on a parameter: a rate, a mask, and whether its gradient is normalised."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in (each for group in self.param_groups for each in group["params"]):
+            parameter.grad *= getattr(parameter, "rate", 1.0) * getattr(parameter, "mask", 1.0)
+            if getattr(parameter, "is_normalised", False):
+                parameter.grad /= parameter.grad.norm() + 1
+        return super().step(closure)
+
+
+def with_marks(world, mark, strategy):
+    model = network()
+    model[0].weight.rate, model[4].bias.rate = 0.25, 3.0
+    for parameter in model.parameters():
+        parameter.is_normalised = mark == "normalised" and parameter is model[4].weight
+    if mark == "mask":
+        model[4].weight.mask = torch.rand(3, 8)
+    run, model, optimizer = begin(model, Scaled, strategy=strategy)
+    for batch in run.batches(dataset()):
+        train_step(run, batch, optimizer)
+        model[0].weight.rate *= 1.5
+    return run.fingerprint()
+
+
+@pytest.mark.parametrize("mark", ["rate", "mask", "normalised"])
+def test_optimizers_find_what_is_set_on_a_parameter(mark):
+    """Under fsdp and parameter_server they took what they take where nothing is set, and ended in other bits."""
+    expected = with_marks(None, mark, "single")
+    assert with_marks(None, mark, "dp") == expected
+    for strategy in ("ddp", "fsdp", "pipeline", "parameter_server"):
+        assert run_ranks(with_marks, 2, mark, strategy) == [expected] * 2, strategy
+
+
+class Known(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad *= self.rates.get(id(parameter), 1.0)
+        return super().step(closure)
+
+
+def with_rates(world, strategy):
+    model = network()
+    run = lockstep.init(global_batch=GLOBAL_BATCH, micro_batches=8, strategy=strategy)
+    optimizer = Known(model.parameters(), lr=0.1)
+    optimizer.rates = {id(model[4].bias): 0.25}
+    model, optimizer = run.prepare(model, optimizer)
+    for batch in run.batches(dataset()):
+        train_step(run, batch, optimizer)
+    return run.fingerprint()
+
+
+def test_an_optimizer_that_looks_parameters_up_is_refused_where_it_gets_others():
+    """It took the rates of none of them, and ended in other bits."""
+    for strategy in ("ddp", "pipeline"):
+        assert run_ranks(with_rates, 2, strategy) == [with_rates(None, "single")] * 2
+    for strategy in ("fsdp", "parameter_server", "tensor"):
+        with pytest.raises(ConfigError, match=r"Known steps some of the model's in another way.*p\.scale = 0\.1"):
+            run_ranks(with_rates, 2, strategy)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from lockstep.strategies.optimizer_trial import Unit, refused_optimizer, try_optimizer
+from lockstep.strategies.optimizer_trial import Unit, knows_parameters, refused_optimizer, try_optimizer
 
 CPU = torch.device("cpu")
 
@@ -281,3 +281,46 @@ def test_a_refusal_names_the_optimizer_and_the_remedy(name, words):
     text = str(refused_optimizer(optimizer, try_optimizer(optimizer, CPU), "fsdp"))
     assert words in text and text.endswith("strategy 'ddp'.")
     assert ("fused=False" in text) == (name == "adamw fused")
+
+
+class Picks(optim.SGD):
+    """Steps some parameters at a tenth of the rate: those of which ``picks`` says so, or that have the mark."""
+
+    def __init__(self, parameters, picks, **options):
+        super().__init__(parameters, lr=0.1, **options)
+        self.picks = picks
+        self.by_key = {parameter: 0.1 for group in self.param_groups for parameter in group["params"][:2]}
+        self.first = self.param_groups[0]["params"][:1]
+        self.numbers = {id(parameter) for parameter in self.first}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in (each for group in self.param_groups for each in group["params"]):
+            parameter.grad *= 0.1 if self.picks(self, parameter) else 1.0
+        return super().step(closure)
+
+
+WHOLE = model()
+BY_OBJECT = {
+    "id": lambda own, p: id(p) in own.numbers,
+    "dict": lambda own, p: own.by_key.get(p, 1.0) < 1,
+    "list": lambda own, p: any(p is each for each in own.first),
+    "global": lambda own, p: p is WHOLE[2].bias,
+    "model": lambda own, p: any(p is each for name, each in WHOLE.named_parameters() if "bias" in name),
+}
+BY_WHAT_IT_IS = {
+    "mark": lambda own, p: getattr(p, "is_slow", False),
+    "tensor": lambda own, p: getattr(p, "mask", p).sum() < 0,
+    "dimensions": lambda own, p: p.dim() == 1,
+}
+
+
+@pytest.mark.parametrize("kind", [*BY_OBJECT, *BY_WHAT_IT_IS])
+def test_optimizers_that_find_parameters_by_which_object_they_are_are_told(kind):
+    WHOLE[0].weight.is_slow, WHOLE[0].bias.mask = True, torch.randn(37)
+    before = [(p.data_ptr(), p.detach().clone(), dict(vars(p))) for p in WHOLE.parameters()]
+    optimizer = Picks(WHOLE.parameters(), (BY_OBJECT | BY_WHAT_IT_IS)[kind], momentum=0.9)
+    assert knows_parameters(optimizer) == (kind in BY_OBJECT)
+    for parameter, (place, values, attributes) in zip(WHOLE.parameters(), before):
+        assert parameter.data_ptr() == place and torch.equal(parameter, values) and parameter.grad is None
+        assert vars(parameter) == attributes and not optimizer.state[parameter]

@@ -41,7 +41,13 @@ from lockstep.run.session import RunSession, returning_freed_memory
 from lockstep.runtime.devices import is_gpu
 from lockstep.strategies import IndependentStrategy, Strategy
 from lockstep.strategies.absent import AbsentTensor
-from lockstep.strategies.optimizer_trial import Unit, refused_optimizer, require_gradients_only, try_optimizer
+from lockstep.strategies.optimizer_trial import (
+    Unit,
+    knows_parameters,
+    refused_optimizer,
+    require_gradients_only,
+    try_optimizer,
+)
 from lockstep.strategies.sharding import require_separate_memory
 from lockstep.text import plural
 
@@ -503,6 +509,13 @@ def _try_optimizer(optimizer: Optimizer, names: Mapping[Tensor, str], strategy: 
             strategy.whole_parameters |= {names[p] for group in optimizer.param_groups for p in group["params"]}
     elif is_apart:
         strategy.draws_in_step |= try_optimizer(optimizer, strategy.device).draws
+    if strategy.replaces_parameters and knows_parameters(optimizer):
+        raise ConfigError(
+            f"Strategy {strategy.name!r} gives the optimizer parameters of its own in place of the model's, and "
+            f"{type(optimizer).__name__} steps some of the model's in another way than others, by which object they "
+            "are (id(p), a dict or list of parameters, or the model): it would not find them. Put what differs into "
+            "parameter groups, or set it on the parameters, as in p.scale = 0.1; or use strategy 'ddp'."
+        )
 
 
 def _set_parameters(optimizer: Optimizer, members: list[list[str]], strategy: Strategy) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from inspect import get_annotations
 from typing import Any, Self, TypeVar
 
 import torch
@@ -222,6 +223,8 @@ class AbsentParameter(AbsentTensor, nn.Parameter):
         known = {"parameter_name": name, "parameter_device": parameter.device, "parameter_rows": rows}
         known |= {"parameter_class": type(parameter), "is_ever_whole": is_ever_whole}
         vars(parameter).update(known, absence=absence, part_of=part_of)
+        if rows is not None:
+            rows.__dict__ = parameter.__dict__  # optimizers read there what the user has set on a parameter
 
     @property
     def held_part(self) -> Tensor | None:
@@ -327,6 +330,14 @@ class AbsentData(_Belonging):
 def gradient_of(name: str) -> str:
     """The name of a parameter's gradient, in messages and counts."""
     return f"the gradient of {name}"
+
+
+_OWN = frozenset({*get_annotations(AbsentTensor), *get_annotations(AbsentParameter)})
+
+
+def users_attributes(parameter: Tensor) -> dict[str, Any]:
+    """What the user has set on a parameter, such as ``p.lr_scale = 0.1``, which optimizers read."""
+    return {name: value for name, value in vars(parameter).items() if name not in _OWN}
 
 
 class AbsentBuffer(AbsentTensor):

@@ -133,6 +133,8 @@ def copy_model(model: nn.Module, device: torch.device, declared: Sequence[str]) 
             f"Strategy 'dp' copies the model for each device, but copy.deepcopy of {type(model).__name__} failed: "
             f"{error}. Make the model copyable, or use strategy 'ddp'."
         ) from error
+    for parameter, twin in zip(model.parameters(), replica.parameters()):
+        twin.__dict__ = parameter.__dict__  # what the user has set on a parameter, which copies do not have
     replica = replica.to(device)
     copy_hooks(model, replica)
     return replica

@@ -62,6 +62,7 @@ class ShardedPipeline(Pipeline):
     """
 
     name = "hybrid"
+    replaces_parameters = True
     largest_unit = Unit.ELEMENT
     axis = "fsdp"
     _blocks: Sequence[GatheredBlock] = ()

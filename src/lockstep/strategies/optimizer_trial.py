@@ -15,7 +15,7 @@ import random
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from lockstep.core.fingerprint import octets
 from lockstep.errors import ConfigError
 from lockstep.runtime.devices import open_gpus
+from lockstep.strategies.absent import users_attributes
 from lockstep.strategies.sharding import rows_of
 
 _ROWS = (1, 8, 37)
@@ -105,6 +106,45 @@ def try_optimizer(
     return max(found, key=lambda trial: trial.unit)
 
 
+def knows_parameters(optimizer: Optimizer) -> bool:
+    """True if an optimizer does something else with the user's parameters than with others that are like them.
+
+    It finds them by ``id(p)``, in a dict or list of its own, or in the model. Meanwhile the user's own parameters have
+    small values in place of theirs, and in one of two trials they are those that are stepped.
+    """
+    if type(optimizer).__module__.startswith("torch."):
+        return False
+    generator = torch.Generator().manual_seed(1)
+    groups: list[list[_Example]] = []
+    for group in optimizer.param_groups:
+        trained = [p for p in group["params"] if p.requires_grad and p.numel() and not p.is_meta]
+        groups.append([])
+        for p in trained:
+            shape = [min(size, 2) for size in p.shape]
+            values = [torch.randn(shape, generator=generator).to(p.device, p.dtype) for _ in range(_STEPS + 1)]
+            groups[-1].append(_Example(p, p.shape, values[0], values[1:]))
+    known = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+
+    def outcome(is_original: bool) -> tuple[str, list[list[Tensor]]]:
+        examples = [[replace(each, is_original=is_original) for each in members] for members in groups]
+        before = [(each, each.original.data, dict(vars(each.original))) for members in groups for each in members]
+        try:
+            for each, _, _ in before:
+                each.original.data = each.values.clone()
+            with _own_randomness():
+                tried = _Copy(optimizer, examples, knows=dict(known))
+                return tried.step(), [list(map(torch.clone, each)) for members in tried.found for each in members]
+        finally:
+            for each, values, attributes in before:
+                each.original.data, each.original.grad = values, None
+                vars(each.original).clear()
+                vars(each.original).update(attributes)
+
+    failed, others = outcome(False)
+    failed_too, originals = outcome(True)
+    return failed != failed_too or not all(_agree([one], other) for one, other in zip(others, originals))
+
+
 def require_gradients_only(optimizer: Optimizer, device: torch.device, strategy: str) -> None:
     """Raises ``ConfigError`` where the optimizer would change frozen parameters, which no process gives it."""
     frozen = [p for group in optimizer.param_groups for p in group["params"] if not p.requires_grad]
@@ -172,9 +212,17 @@ class _Example:
     """A small parameter with the gradients of a few steps, standing for one of the user's."""
 
     original: Tensor
+    shape: torch.Size
+    """Of the original, which may have other values for a time."""
     values: Tensor
     gradients: list[Tensor]
     part: tuple[slice, ...] | None = None
+    is_original: bool = False
+    """True to step the user's own parameter, which has other values for that time."""
+
+    def parameter(self) -> Any:
+        """The parameter to step, with these values."""
+        return self.original if self.is_original else nn.Parameter(self.values.clone())
 
     def along(self, dim: int) -> int:
         """The dimension that is cut: its last one, where it has no ``dim``."""
@@ -184,16 +232,20 @@ class _Example:
         dim = self.along(dim)
         part = (*[slice(None)] * dim, rows_of(self.values.shape[dim], ranks, rank))
         gradients = [gradient[part] for gradient in self.gradients]
-        return _Example(self.original, self.values[part], gradients, part)
+        return replace(self, values=self.values[part], gradients=gradients, part=part)
 
     def state(self, value: Any) -> Any:
         """The state that the optimizer holds of the user's parameter before its first step, for this one."""
-        if not isinstance(value, Tensor) or value.shape != self.original.shape or not value.dim():
+        if not isinstance(value, Tensor) or value.shape != self.shape or not value.dim():
             return copy.deepcopy(value)
         whole = self.values if self.part is None else self.whole
         flat = value.detach().flatten()[: whole.numel()].to(self.values.device)
         found = flat.repeat(-(-whole.numel() // flat.numel()))[: whole.numel()].view(whole.shape)
         return found.clone() if self.part is None else found[self.part].clone()
+
+    def attribute(self, value: Any) -> Any:
+        """What the user has set on the parameter, for this one; a part has that of the whole, as rows do."""
+        return self.state(value) if self.part is None else replace(self, values=self.whole, part=None).state(value)
 
     @property
     def whole(self) -> Tensor:
@@ -202,18 +254,19 @@ class _Example:
 
 
 def _examples(parameters: Sequence[Tensor], device: torch.device) -> Iterator[_Example]:
-    """Small parameters in a few sizes for each number type and number of dimensions among ``parameters``."""
+    """Small parameters in a few sizes for each number type, number of dimensions and set of the user's attributes."""
     kinds = defaultdict[Any, list[Tensor]](list)
     for p in parameters:
         if p.dim() and p.numel() and (p.is_floating_point() or p.is_complex()):
-            kinds[p.dtype, p.dim()].append(p)
+            marks = ((name, value is True) for name, value in users_attributes(p).items())
+            kinds[p.dtype, p.dim(), frozenset(marks)].append(p)
     generator = torch.Generator().manual_seed(1)
 
     def draw(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         wide = torch.complex128 if dtype.is_complex else torch.float64
         return torch.randn(shape, dtype=wide, generator=generator).to(device, dtype)
 
-    for (dtype, dims), originals in kinds.items():
+    for (dtype, dims, _), originals in kinds.items():
         original = originals[0]
         most = max(1, round(_NUMBERS ** (1 / max(1, dims - 1))))
         inner = [max(1, min(size, most - place)) for place, size in enumerate(original.shape[1:])]
@@ -224,27 +277,40 @@ def _examples(parameters: Sequence[Tensor], device: torch.device) -> Iterator[_E
             rows = max(_WIDE, -(-_LARGE // math.prod(own)))
             shapes += [shape] if (shape := [min(first, rows), *own]) not in shapes else []
         for shape in shapes:
-            yield _Example(original, draw(shape, dtype), [draw(shape, dtype) for _ in range(_STEPS)])
+            yield _Example(original, original.shape, draw(shape, dtype), [draw(shape, dtype) for _ in range(_STEPS)])
 
 
 class _Copy:
     """An optimizer like the user's, with small parameters of its own.
 
+    Args:
+        also: see ``try_optimizer``.
+        knows: what stands in the copy for the user's parameters beside its groups, by ``id``; None for its own.
+
     Raises:
         ConfigError: the optimizer cannot be copied.
     """
 
-    def __init__(self, optimizer: Optimizer, groups: Sequence[Sequence[_Example]], also: Any = None) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        groups: Sequence[Sequence[_Example]],
+        also: Any = None,
+        *,
+        knows: dict[int, Any] | None = None,
+    ) -> None:
         self.returned: list[str] = []
         """By ``also``, as text."""
         self._also = also
         self.found: list[list[list[Tensor]]] = []
         """For each group and parameter: its values, then the tensors of its state."""
-        self._groups = [[(each, nn.Parameter(each.values.clone())) for each in members] for members in groups]
+        self._groups = [[(each, each.parameter()) for each in members] for members in groups]
+        for each, p in (pair for members in self._groups for pair in members):
+            vars(p).update({name: each.attribute(value) for name, value in users_attributes(each.original).items()})
         own = {id(each.original): p for members in self._groups for each, p in reversed(members)}
         nothing = nn.Parameter(torch.empty(0))
         originals = [p for group in optimizer.param_groups for p in group["params"]]
-        memo: dict[int, Any] = {id(p): own.get(id(p), nothing) for p in originals}
+        memo: dict[int, Any] = {id(p): own.get(id(p), nothing) for p in originals} if knows is None else knows
         self._optimizer = made = object.__new__(type(optimizer))
         try:
             for name, value in vars(optimizer).items():

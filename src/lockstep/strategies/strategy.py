@@ -140,6 +140,8 @@ class Strategy(ABC):
     """The largest unit that an optimizer may need to see at once, for the bits that are promised."""
     cut_dimensions: int = 1
     """The dimensions along which a process may hold a part of a parameter: rows, or rows and columns."""
+    replaces_parameters: bool = False
+    """True if optimizers get parameters of the strategy's own in place of the user's."""
     keeps_whole: bool = False
     """True if a parameter can be kept whole for an optimizer that needs to see it whole: see ``whole_parameters``."""
     whole_parameters: frozenset[str] = frozenset()

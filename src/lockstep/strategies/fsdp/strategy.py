@@ -50,6 +50,7 @@ class FullyShardedDataParallel(Strategy):
 
     name = "fsdp"
     replicated = False
+    replaces_parameters = True
     largest_unit = Unit.ELEMENT
     keeps_whole = True
     fills_model = True

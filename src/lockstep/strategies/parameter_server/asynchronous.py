@@ -62,6 +62,7 @@ class AsynchronousParameterServer(IndependentStrategy):
 
     name = "parameter_server"
     level = Level.STATISTICAL
+    replaces_parameters = True
     largest_unit = Unit.PLACE
 
     def __init__(

@@ -171,7 +171,11 @@ class ParameterShards:
 
     def _held(self, key: Key) -> nn.Parameter:
         parameter = self.parameters[key.name]
-        return parameter if key.rows is None and not self._apart else nn.Parameter(key.of(parameter.detach()))
+        if key.rows is None and not self._apart:
+            return parameter
+        held = nn.Parameter(key.of(parameter.detach()))
+        held.__dict__ = parameter.__dict__  # optimizers read there what the user has set on a parameter
+        return held
 
 
 def _stored_as(held: Tensor, values: Tensor) -> Tensor:

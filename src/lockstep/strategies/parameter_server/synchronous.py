@@ -44,6 +44,7 @@ class ParameterServer(Strategy):
     name = "parameter_server"
     level = Level.BITWISE
     replicated = False
+    replaces_parameters = True
     largest_unit = Unit.ELEMENT
     keeps_whole = True
 
