@@ -32,7 +32,7 @@ from lockstep.core.summation_tree import merges_after_nodes
 from lockstep.distributed.collectives import gather_json
 from lockstep.distributed.shared_memory import host_identity
 from lockstep.reduce.ordered import OrderedBucket, OrderedReducer
-from lockstep.reduce.reducer import BucketShape, NodeLayout, most_slots
+from lockstep.reduce.reducer import BucketShape, NodeLayout, most_slots, shard_edge
 from lockstep.runtime.devices import current_stream, is_gpu
 
 logger = logging.getLogger(__name__)
@@ -183,11 +183,6 @@ class FusedBucket(OrderedBucket):
                 table = table.pin_memory().to(self.total.device, non_blocking=True)
             self._tables[layout] = table
         return self._tables[layout]
-
-
-def shard_edge(numel: int, ranks: int, edge: int) -> int:
-    """The index at which shard ``edge`` begins, a multiple of 16; the last shard ends with the bucket."""
-    return numel if edge == ranks else min(numel, -(-numel // (16 * ranks)) * 16 * edge)
 
 
 def add_shard(table: Tensor, merges: tuple[int, ...], ranks: int, edges: Sequence[int], dtype: torch.dtype) -> None:
