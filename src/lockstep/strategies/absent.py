@@ -332,6 +332,9 @@ def gradient_of(name: str) -> str:
 class AbsentBuffer(AbsentTensor):
     """A buffer whose values this process does not have."""
 
+    counted_name = ""
+    """None, for forward passes change buffers too."""
+
     def __new__(cls, whole: Tensor, name: str, absence: Absence) -> Self:
         """Makes one like ``whole``."""
         return cls.make(without_values(whole), name, whole.device, absence)
@@ -339,11 +342,6 @@ class AbsentBuffer(AbsentTensor):
     def refusal(self, name: str) -> ConfigError:
         """See ``AbsentTensor``."""
         return self.absence.values(name, "buffer")
-
-    @property
-    def counted_name(self) -> str:
-        """See ``AbsentTensor``: none, for forward passes change buffers too."""
-        return ""
 
 
 class GradientElsewhere(AbsentGradient):
