@@ -37,22 +37,14 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "lockstep.errors": (
-        "CheckpointError",
-        "CheckpointMismatch",
-        "ConfigError",
-        "DataError",
-        "LockstepError",
-        "NonFiniteError",
-        "RankError",
-        "ReplicaError",
-        "StallError",
-    ),
-    "lockstep.launch": ("launch",),
-    "lockstep.run": ("Run", "RunOptions", "init"),
-    "lockstep.core.world": ("World",),
-    "lockstep.runtime.heartbeat": ("heartbeat",),
+    "Run": "lockstep.run",
+    "RunOptions": "lockstep.run",
+    "World": "lockstep.core.world",
+    "heartbeat": "lockstep.runtime.heartbeat",
+    "init": "lockstep.run",
+    "launch": "lockstep.launch",
 }
+"""The modules of public names that are no errors."""
 
 __all__ = [
     "CheckpointError",
@@ -74,7 +66,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    for home, names in _HOMES.items():
-        if name in names:
-            return getattr(import_module(home), name)
+    if name in __all__:
+        return getattr(import_module(_HOMES.get(name, "lockstep.errors")), name)
     raise AttributeError(f"module 'lockstep' has no attribute {name!r}")

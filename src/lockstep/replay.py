@@ -12,7 +12,6 @@ step 9        |--> 9                                                  from the s
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 from collections.abc import Callable, Collection, Sequence
@@ -26,6 +25,7 @@ from torch import Tensor
 from lockstep import checkpoint
 from lockstep.checkpoint.folder import step_of
 from lockstep.config.job import CheckpointConfig, JobConfig, LogConfig, RunConfig
+from lockstep.config.strategy_options import OPTIONS
 from lockstep.core.world import World
 from lockstep.data.batch import Batch
 from lockstep.errors import CheckpointError, CheckpointMismatch, ConfigError
@@ -95,19 +95,12 @@ def find_origin(folder: Path, step: int) -> Origin:
 
 def single_process_config(job: JobConfig, *, resume: str = "", force_context: bool = False) -> JobConfig:
     """The recipe of a job on one device and in one process, which writes nothing and starts from ``resume``."""
-    return JobConfig(
-        job=job.job,
-        code=job.code,
-        model=job.model,
-        weights=job.weights,
-        data=dataclasses.replace(job.data, validation=None, workers=0),
-        loss=job.loss,
-        optimizer=job.optimizer,
-        parameters=job.parameters,
-        schedule=job.schedule,
-        callbacks=job.callbacks,
-        tensor=job.tensor,
-        training=dataclasses.replace(
+    return replace(
+        job,
+        **{name: default() for name, default in OPTIONS.items() if name != "tensor"},  # whose shards bits depend on
+        data=replace(job.data, validation=None, workers=0),
+        metrics={},
+        training=replace(
             job.training,
             strategy="single",
             mesh="",

@@ -6,8 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.core.seeding import derive_seed, permutation_key, sample_seed, sample_seeds, unit_seed
+from lockstep.core.seeding import derive_seed, permutation_key, sample_seeds, unit_seed
 from lockstep.errors import ConfigError
+
+
+def sample_seed(seed, epoch, index):
+    """The seed of one sample."""
+    return derive_seed(seed, "sample", epoch, index)
 
 
 @pytest.mark.parametrize("seed", ["{seed}", 1.0, None, 1 << 63])

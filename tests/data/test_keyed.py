@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.core.seeding import sample_seed
+from lockstep.core.seeding import sample_seeds
 from lockstep.data.keyed import (
     SampleKeys,
     content_of,
@@ -35,10 +35,10 @@ def draw():
 
 
 def test_the_same_seed_gives_the_same_numbers_from_all_three_generators():
-    seed_generators(sample_seed(1, 2, 3))
+    seed_generators(*sample_seeds(1, 2, [3]))
     first = draw()
     draw()
-    seed_generators(sample_seed(1, 2, 3))
+    seed_generators(*sample_seeds(1, 2, [3]))
     assert draw() == first
 
 
@@ -54,7 +54,7 @@ def test_the_generators_of_opencv_polars_and_numba_are_seeded_where_they_are_imp
     monkeypatch.setitem(sys.modules, "numba._helperlib", numba)
     polars = SimpleNamespace(set_random_seed=lambda seed: found.append(("polars", seed)))
     monkeypatch.setitem(sys.modules, "polars", polars)
-    for seed in (sample_seed(1, 2, 3), sample_seed(1, 2, 3), sample_seed(1, 2, 4)):
+    for seed in (*sample_seeds(1, 2, [3]), *sample_seeds(1, 2, [3]), *sample_seeds(1, 2, [4])):
         seed_generators(seed)
     assert found[:4] == found[4:8] and [name for name, _ in found] == ["cv", "polars", "np", "py"] * 3
     assert not set(found[:4]) & set(found[8:])

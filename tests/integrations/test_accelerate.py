@@ -744,7 +744,7 @@ def body_that_adds(add, checks="first"):
     warnings = []
     handler = logging.Handler()
     handler.emit = warnings.append
-    logging.getLogger("lockstep.integrations.accelerate_parts").addHandler(handler)
+    logging.getLogger("lockstep.integrations.accelerate").addHandler(handler)
     model, optimizer, _, loader = parts()
     accelerator = Accelerator(global_batch=12, micro_batches=2, checks=checks)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)

@@ -159,16 +159,14 @@ class _Pods:
     def network_policy(self) -> Table:
         """Only pods of the run may reach its pods: the ranks' own connections are not protected."""
         selector = {"matchLabels": self.labels}
-        return {
-            "apiVersion": "networking.k8s.io/v1",
-            "kind": "NetworkPolicy",
-            "metadata": {"name": self.name, "labels": self.labels},
-            "spec": {
-                "podSelector": selector,
-                "policyTypes": ["Ingress"],
-                "ingress": [{"from": [{"podSelector": selector}]}],
-            },
-        }
+        ingress = [{"from": [{"podSelector": selector}]}]
+        specification = {"podSelector": selector, "policyTypes": ["Ingress"], "ingress": ingress}
+        return self.document("networking.k8s.io/v1", "NetworkPolicy", specification)
+
+    def document(self, version: str, kind: str, specification: Table, **labels: str) -> Table:
+        """An object with the name and the labels of the run, and further labels."""
+        metadata = {"name": self.name, "labels": {**self.labels, **labels}}
+        return {"apiVersion": version, "kind": kind, "metadata": metadata, "spec": specification}
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -217,12 +215,7 @@ def _train_job(pods: _Pods) -> list[Table]:
     specification: Table = {"runtimeRef": runtime, "trainer": trainer}
     if pods.runtime:
         specification["runtimePatches"] = [_patch(pods)]
-    job = {
-        "apiVersion": f"{_TRAINER}/v1alpha1",
-        "kind": "TrainJob",
-        "metadata": {"name": pods.name, "labels": pods.labels},
-        "spec": specification,
-    }
+    job = pods.document(f"{_TRAINER}/v1alpha1", "TrainJob", specification)
     return [job] if pods.runtime else [_training_runtime(pods), job]
 
 
@@ -251,15 +244,12 @@ def _training_runtime(pods: _Pods) -> Table:
     # All pods are started again together, unless one says that it would fail again.
     final = {"name": "mistake", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
     failures = {"maxRestarts": pods.restarts, "rules": [final]}
-    return {
-        "apiVersion": f"{_TRAINER}/v1alpha1",
-        "kind": "TrainingRuntime",
-        "metadata": {"name": pods.name, "labels": {**pods.labels, f"{_TRAINER}/framework": "torch"}},
-        "spec": {
-            "mlPolicy": {"numNodes": pods.nodes, "torch": {}},
-            "template": {"spec": {"failurePolicy": failures, "replicatedJobs": [replicated]}},
-        },
+    specification = {
+        "mlPolicy": {"numNodes": pods.nodes, "torch": {}},
+        "template": {"spec": {"failurePolicy": failures, "replicatedJobs": [replicated]}},
     }
+    labels = {f"{_TRAINER}/framework": "torch"}
+    return pods.document(f"{_TRAINER}/v1alpha1", "TrainingRuntime", specification, **labels)
 
 
 def _on_exit(action: str, codes: tuple[int, ...]) -> Table:
@@ -286,25 +276,16 @@ def _indexed_job(pods: _Pods) -> list[Table]:
     more = {"subdomain": pods.name} if pods.nodes > 1 else {}
     evicted = {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget"}]}
     rules = [_on_exit("FailJob", _NOT_TO_BE_REPEATED), _on_exit("Ignore", (EXIT_PREEMPTED,)), evicted]
-    job = {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": {"name": pods.name, "labels": pods.labels},
-        "spec": {
-            "completionMode": "Indexed",
-            "completions": pods.nodes,
-            "parallelism": pods.nodes,
-            "backoffLimit": pods.restarts * pods.nodes,  # a failure of one ends all
-            "podFailurePolicy": {"rules": rules},
-            "template": pods.template(container, **more),
-        },
+    specification = {
+        "completionMode": "Indexed",
+        "completions": pods.nodes,
+        "parallelism": pods.nodes,
+        "backoffLimit": pods.restarts * pods.nodes,  # a failure of one ends all
+        "podFailurePolicy": {"rules": rules},
+        "template": pods.template(container, **more),
     }
-    service = {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": {"name": pods.name, "labels": pods.labels},
-        "spec": {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": pods.labels},
-    }
+    names = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": pods.labels}
+    job, service = pods.document("batch/v1", "Job", specification), pods.document("v1", "Service", names)
     return [service, job] if pods.nodes > 1 else [job]
 
 

@@ -41,13 +41,11 @@ def _begin(seed: int, purpose: str) -> hashlib.blake2b:
     return digest
 
 
-def sample_seed(seed: int, epoch: int, index: int) -> int:
-    """The seed of everything random that happens to sample ``index`` in ``epoch`` (crops, flips, noise)."""
-    return derive_seed(seed, "sample", epoch, index)
-
-
 def sample_seeds(seed: int, epoch: int, indices: Iterable[int]) -> list[int]:
-    """``sample_seed`` of many samples of one epoch, at a third of the cost: what their keys share is hashed once."""
+    """The seeds of everything random that happens to samples in ``epoch`` (crops, flips, noise).
+
+    They are ``derive_seed(seed, "sample", epoch, index)``, at a third of the cost: what is common is hashed once.
+    """
     common, found = _begin(seed, "sample"), []
     common.update(_NUMBER(b"i", epoch))
     for index in indices:

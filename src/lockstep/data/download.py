@@ -38,7 +38,12 @@ class Archive:
         return self.url.rpartition("/")[2]
 
 
-_MNIST = "https://ossci-datasets.s3.amazonaws.com/mnist"
+_MNIST = (
+    ("train-images-idx3", 9_912_422, "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609"),
+    ("train-labels-idx1", 28_881, "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c"),
+    ("t10k-images-idx3", 1_648_877, "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6"),
+    ("t10k-labels-idx1", 4_542, "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6"),
+)
 PUBLISHED = {
     "cifar10": (
         Archive(
@@ -47,27 +52,9 @@ PUBLISHED = {
             "6d958be074577803d12ecdefd02955f39262c83c16fe9348329d7fe0b5c001ce",
         ),
     ),
-    "mnist": (
-        Archive(
-            f"{_MNIST}/train-images-idx3-ubyte.gz",
-            9_912_422,
-            "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
-        ),
-        Archive(
-            f"{_MNIST}/train-labels-idx1-ubyte.gz",
-            28_881,
-            "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
-        ),
-        Archive(
-            f"{_MNIST}/t10k-images-idx3-ubyte.gz",
-            1_648_877,
-            "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
-        ),
-        Archive(
-            f"{_MNIST}/t10k-labels-idx1-ubyte.gz",
-            4_542,
-            "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
-        ),
+    "mnist": tuple(
+        Archive(f"https://ossci-datasets.s3.amazonaws.com/mnist/{name}-ubyte.gz", size, digest)
+        for name, size, digest in _MNIST
     ),
 }
 """The files of each set, as ``CIFAR10`` and ``IDX`` read them."""

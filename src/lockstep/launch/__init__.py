@@ -5,21 +5,18 @@ import sys
 from lockstep.launch.function import CallablePackage, launch
 from lockstep.launch.options import Devices, LaunchOptions, parse_devices
 from lockstep.launch.supervisor import supervise
-from lockstep.launch.targets import EntryTarget, FunctionTarget, ScriptTarget
+from lockstep.launch.targets import EntryTarget, ScriptTarget
 from lockstep.runtime.control import Stopped, StopReason
 from lockstep.runtime.heartbeat import Heartbeat
-from lockstep.runtime.parent_death import die_with_parent
 
 __all__ = [
     "Devices",
     "EntryTarget",
-    "FunctionTarget",
     "Heartbeat",
     "LaunchOptions",
     "ScriptTarget",
     "StopReason",
     "Stopped",
-    "die_with_parent",
     "launch",
     "parse_devices",
     "supervise",

@@ -42,12 +42,9 @@ def wraps(script: Script, *kinds: str) -> list[Wrap]:
         kind = rest.rpartition(".")[2]
         module = argument(call, "module", 0)
         if first in _ROOTS and kind in kinds and module is not None:
-            statement, target = script.statement(call), ""
-            if isinstance(statement, ast.Assign) and statement.value is call and len(statement.targets) == 1:
-                target = script.text(statement.targets[0])
             branches = script.around(call, (ast.If, ast.IfExp, ast.Try), within_function=True)
             certain = all(isinstance(each, ast.If) and "__name__" in names_in(each.test) for each in branches)
-            found.append(Wrap(kind, call, script.text(module), target, certain))
+            found.append(Wrap(kind, call, script.text(module), target_of(script, call), certain))
     return found
 
 

@@ -133,31 +133,39 @@ def _cathetus(hypotenuse: Tensor) -> Tensor:
     return _square_root(product, torch.empty_like(product))
 
 
+def _replace(library: Any, form: str, compute: Callable[..., Any]) -> None:
+    """Replaces a kernel by a function, and takes torch's where that gives ``NotImplemented``."""
+    kernel = torch.library.get_kernel(f"aten::{form}", "CPU")
+
+    def function(keys: Any, *given: Any, **named: Any) -> Any:
+        found = compute(*given, **named)
+        return kernel.call_boxed(keys, *given, **named) if found is NotImplemented else found
+
+    library.impl(form, function, "CPU", with_keyset=True)
+
+
 def _replace_function(library: Any, name: str, compute: Callable[[Tensor, Tensor], Tensor]) -> None:
     """Replaces the three forms of a function of one tensor for floats; other types go to torch's kernel."""
-    forms = name, f"{name}_", f"{name}.out"
-    kernels = {form: torch.library.get_kernel(f"aten::{form}", "CPU") for form in forms}
+    write = torch.library.get_kernel(f"aten::{name}.out", "CPU")
 
-    def function(keys: Any, values: Tensor) -> Any:
+    def function(values: Tensor) -> Any:
         if not _is_wide(values):
-            return kernels[name].call_boxed(keys, values)
+            return NotImplemented
         values = _as_float(values)
         return compute(values, torch.empty_like(values))
 
-    def in_place(keys: Any, values: Tensor) -> Any:
-        if values.dtype not in _WIDE:
-            return kernels[f"{name}_"].call_boxed(keys, values)
-        return values.copy_(compute(values, torch.empty_like(values)))
+    def in_place(values: Tensor) -> Any:
+        return values.copy_(compute(values, torch.empty_like(values))) if values.dtype in _WIDE else NotImplemented
 
     def into(keys: Any, values: Tensor, *, out: Tensor) -> Any:
         given = _as_float(values) if _is_wide(values) else None
         # Before all else: out may be values itself.
         found = None if given is None else compute(given, torch.empty_like(given))
-        kernels[f"{name}.out"].call_boxed(keys, values, out=out)  # checks its type, and gives it its shape
+        write.call_boxed(keys, values, out=out)  # checks its type, and gives it its shape
         return out if found is None else out.copy_(found)
 
-    library.impl(name, function, "CPU", with_keyset=True)
-    library.impl(f"{name}_", in_place, "CPU", with_keyset=True)
+    _replace(library, name, function)
+    _replace(library, f"{name}_", in_place)
     library.impl(f"{name}.out", into, "CPU", with_keyset=True)
 
 
@@ -171,29 +179,16 @@ def _as_float(values: Tensor) -> Tensor:
 
 def _replace_square_root_as_power(library: Any) -> None:
     """``x ** 0.5`` is the square root to torch."""
-    kernels = {
-        form: torch.library.get_kernel(f"aten::{form}", "CPU")
-        for form in ("pow.Tensor_Scalar", "pow.Tensor_Scalar_out", "pow_.Scalar")
-    }
 
-    def function(keys: Any, values: Tensor, exponent: Any) -> Any:
-        if exponent == 0.5 and _is_wide(values):
-            return torch.sqrt(values)
-        return kernels["pow.Tensor_Scalar"].call_boxed(keys, values, exponent)
+    def function(values: Tensor, exponent: Any, **into: Any) -> Any:
+        return torch.sqrt(values, **into) if exponent == 0.5 and _is_wide(values) else NotImplemented
 
-    def into(keys: Any, values: Tensor, exponent: Any, *, out: Tensor) -> Any:
-        if exponent == 0.5 and _is_wide(values):
-            return torch.sqrt(values, out=out)
-        return kernels["pow.Tensor_Scalar_out"].call_boxed(keys, values, exponent, out=out)
+    def in_place(values: Tensor, exponent: Any) -> Any:
+        return values.sqrt_() if exponent == 0.5 and values.dtype in _WIDE else NotImplemented
 
-    def in_place(keys: Any, values: Tensor, exponent: Any) -> Any:
-        if exponent == 0.5 and values.dtype in _WIDE:
-            return values.sqrt_()
-        return kernels["pow_.Scalar"].call_boxed(keys, values, exponent)
-
-    library.impl("pow.Tensor_Scalar", function, "CPU", with_keyset=True)
-    library.impl("pow.Tensor_Scalar_out", into, "CPU", with_keyset=True)
-    library.impl("pow_.Scalar", in_place, "CPU", with_keyset=True)
+    _replace(library, "pow.Tensor_Scalar", function)
+    _replace(library, "pow.Tensor_Scalar_out", function)
+    _replace(library, "pow_.Scalar", in_place)
 
 
 def _replace_lstm(library: Any) -> None:

@@ -24,13 +24,10 @@ from lockstep.runtime.devices import is_gpu
 logger = logging.getLogger(__name__)
 
 __all__ = [
-    "REDUCERS",
-    "Bf16Reducer",
     "BucketShape",
     "NodeLayout",
     "OrderedHookState",
     "OrderedReducer",
-    "PowerSgdReducer",
     "Reducer",
     "RingReducer",
     "SharedMemoryReducer",

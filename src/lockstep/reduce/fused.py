@@ -32,7 +32,7 @@ from lockstep.core.summation_tree import merges_after_nodes
 from lockstep.distributed.collectives import gather_json
 from lockstep.distributed.shared_memory import host_identity
 from lockstep.reduce.ordered import OrderedBucket, OrderedReducer
-from lockstep.reduce.reducer import BucketShape, NodeLayout, most_slots
+from lockstep.reduce.reducer import BucketShape, NodeLayout, shard_edge
 from lockstep.runtime.devices import current_stream, is_gpu
 
 logger = logging.getLogger(__name__)
@@ -108,19 +108,16 @@ class FusedReducer(OrderedReducer):
         super().__init__(group, group, device)
         self._open_memory = open_memory
 
-    def allocate(self, buckets: list[BucketShape], header: int, leaves: int) -> None:
-        """See ``Reducer.allocate``."""
-        slots = most_slots(leaves, self._ranks)
+    def _make_buckets(self, buckets: list[BucketShape], slots: int) -> list[OrderedBucket]:
         sizes = [slots * _node_bytes(shape) if shape.dtype in _KINDS else 0 for shape in buckets]
         *places, size = [0, *accumulate(sizes)]
         memory = self._open_memory(max(size, _ALIGNED))
-        self._buckets = [
+        return [
             FusedBucket(shape, self._rank, self._ranks, slots, memory, place)
             if shape.dtype in _KINDS
             else self._make_bucket(shape, slots)
             for shape, place in zip(buckets, places)
         ]
-        self._headers = torch.zeros(self._ranks, header, dtype=torch.float64, device=self._device)
 
 
 class FusedBucket(OrderedBucket):
@@ -183,11 +180,6 @@ class FusedBucket(OrderedBucket):
                 table = table.pin_memory().to(self.total.device, non_blocking=True)
             self._tables[layout] = table
         return self._tables[layout]
-
-
-def shard_edge(numel: int, ranks: int, edge: int) -> int:
-    """The index at which shard ``edge`` begins, a multiple of 16; the last shard ends with the bucket."""
-    return numel if edge == ranks else min(numel, -(-numel // (16 * ranks)) * 16 * edge)
 
 
 def add_shard(table: Tensor, merges: tuple[int, ...], ranks: int, edges: Sequence[int], dtype: torch.dtype) -> None:

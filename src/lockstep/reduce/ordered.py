@@ -45,8 +45,7 @@ class OrderedReducer(Reducer):
 
     def allocate(self, buckets: list[BucketShape], header: int, leaves: int) -> None:
         """See ``Reducer.allocate``."""
-        slots = most_slots(leaves, self._ranks)
-        self._buckets = [self._make_bucket(shape, slots) for shape in buckets]
+        self._buckets = self._make_buckets(buckets, most_slots(leaves, self._ranks))
         self._headers = torch.zeros(self._ranks, header, dtype=torch.float64, device=self._device)
 
     def begin(self, leaves: int) -> None:
@@ -90,6 +89,9 @@ class OrderedReducer(Reducer):
         self._buckets[bucket].send(self._layout, self._rank, self._group)
         self.bytes_sent += self._buckets[bucket].bytes_sent(len(self._layout.ranks[self._rank]))
         self._started += 1
+
+    def _make_buckets(self, buckets: list[BucketShape], slots: int) -> list[OrderedBucket]:
+        return [self._make_bucket(shape, slots) for shape in buckets]
 
     def _make_bucket(self, shape: BucketShape, slots: int) -> OrderedBucket:
         return OrderedBucket(shape, self._ranks, slots, self._device)

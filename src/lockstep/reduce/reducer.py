@@ -52,6 +52,11 @@ def most_slots(leaves: int, holders: int) -> int:
     return max(NodeLayout.of(n, holders).slots for n in range(1, leaves + 1))
 
 
+def shard_edge(numel: int, ranks: int, edge: int) -> int:
+    """The index at which shard ``edge`` begins, a multiple of 16; the last shard ends with the bucket."""
+    return numel if edge == ranks else min(numel, -(-numel // (16 * ranks)) * 16 * edge)
+
+
 class Reducer(ABC):
     """Sums buckets over the ranks of a step.
 

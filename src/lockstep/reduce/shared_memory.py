@@ -28,7 +28,7 @@ from lockstep.core.summation_tree import fold
 from lockstep.core.world import usable_cores
 from lockstep.distributed.shared_memory import CACHE_LINE, Word, share_memory
 from lockstep.errors import StallError
-from lockstep.reduce.reducer import BucketShape, NodeLayout, Reducer, most_slots
+from lockstep.reduce.reducer import BucketShape, NodeLayout, Reducer, most_slots, shard_edge
 from lockstep.runtime.stack_dump import Mark, stack_marker
 
 _FOLDED_BY_ALL_BYTES = 4 << 20
@@ -150,7 +150,7 @@ class _SharedBucket:
         self._result = everything[held:] if self.sharded else self.total
         self._shard = slice(0, shape.numel)
         if self.sharded:
-            self._shard = slice(*(_boundary(shape.numel, ranks, edge) for edge in (rank, rank + 1)))
+            self._shard = slice(*(shard_edge(shape.numel, ranks, edge) for edge in (rank, rank + 1)))
 
     @staticmethod
     def size(shape: BucketShape, ranks: int, slots: int) -> int:
@@ -199,8 +199,3 @@ def _map(memory: mmap.mmap, dtype: torch.dtype, count: int, place: int) -> Tenso
 def _is_sharded(shape: BucketShape, ranks: int) -> bool:
     """Returns whether folding is shared out: not where it costs less than waiting for the others' shards."""
     return ranks > 2 and ranks * shape.numel * shape.dtype.itemsize > _FOLDED_BY_ALL_BYTES
-
-
-def _boundary(numel: int, ranks: int, edge: int) -> int:
-    """The element where shard ``edge`` begins, a multiple of sixteen."""
-    return numel if edge == ranks else min(numel, -(-numel // ranks) * edge // 16 * 16)

@@ -220,14 +220,14 @@ class GradientState:
         apart = not self._strategy.replicated
         self._holding |= {id(o) for o in self._optimizers if apart or has_gradients(o)}
 
-    def require_computed(self, user: str) -> None:
+    def _require_computed(self) -> None:
         """Raises ``ConfigError`` where there is no gradient that ``run.backward`` has computed."""
         if not self._reduced and not self._holding:
             others = any(has_gradients(each) for each in self._optimizers)
             why = "and gradients from loss.backward() do not count" if others else "so there is no gradient yet"
             raise ConfigError(
-                f"{user} was called before run.backward(batch, loss), {why}. Call it between run.backward and "
-                "optimizer.step()."
+                f"run.clip_gradients was called before run.backward(batch, loss), {why}. Call it between run.backward "
+                "and optimizer.step()."
             )
 
     @apart_from_graphs
@@ -240,7 +240,7 @@ class GradientState:
         Returns:
             The norm before, float64, 0-dim.
         """
-        self.require_computed("run.clip_gradients")
+        self._require_computed()
         if len(self._limits) < _MOST_LIMITS:
             self._limits.append(max_norm)
         strategy = self._strategy

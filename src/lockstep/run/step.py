@@ -412,9 +412,7 @@ class StepCompute:
     def resume(self, micro_batch: MicroBatch, phase: str) -> None:
         """Keys what is drawn in a micro-batch that goes on, and notes where this rank is."""
         micro_batch = self.numbered(micro_batch)
-        for call in self.events.micro_batch_resume:
-            call(micro_batch, phase)
-        self.heartbeat.enter(PHASES.index(phase), micro_batch.k, micro_batch.indices)
+        self._enter_again(micro_batch, PHASES.index(phase))
         self.randomness.resume_micro_batch(self.plan.step, micro_batch.k + self.first_key, phase)
 
     def pause(self, micro_batch: MicroBatch) -> Callable[[], None]:
@@ -423,12 +421,15 @@ class StepCompute:
         restore = self.randomness.pause()
 
         def resume() -> None:
-            for call in self.events.micro_batch_resume:
-                call(micro_batch, PHASES[phase])
-            self.heartbeat.enter(phase, micro_batch.k, micro_batch.indices)
+            self._enter_again(micro_batch, phase)
             restore()
 
         return resume
+
+    def _enter_again(self, micro_batch: MicroBatch, phase: int) -> None:
+        for call in self.events.micro_batch_resume:
+            call(micro_batch, PHASES[phase])
+        self.heartbeat.enter(phase, micro_batch.k, micro_batch.indices)
 
     def exchange(self) -> None:
         """Notes that this rank has computed its part, and waits for the others."""

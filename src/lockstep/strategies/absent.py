@@ -343,6 +343,9 @@ def users_attributes(parameter: Tensor) -> dict[str, Any]:
 class AbsentBuffer(AbsentTensor):
     """A buffer whose values this process does not have."""
 
+    counted_name = ""
+    """None, for forward passes change buffers too."""
+
     def __new__(cls, whole: Tensor, name: str, absence: Absence) -> Self:
         """Makes one like ``whole``."""
         return cls.make(without_values(whole), name, whole.device, absence)
@@ -350,11 +353,6 @@ class AbsentBuffer(AbsentTensor):
     def refusal(self, name: str) -> ConfigError:
         """See ``AbsentTensor``."""
         return self.absence.values(name, "buffer")
-
-    @property
-    def counted_name(self) -> str:
-        """See ``AbsentTensor``: none, for forward passes change buffers too."""
-        return ""
 
 
 class GradientElsewhere(AbsentGradient):

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lockstep.errors import ConfigError
-from lockstep.strategies.tensor.shards import ShardedActivation, join_shards, split_shards
+from lockstep.strategies.tensor.layers import ShardedActivation, join_shards, split_shards
 
 
 def shards(count=3, shape=(2, 4)):

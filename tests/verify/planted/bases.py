@@ -5,11 +5,11 @@ import copy
 import numpy as np
 import torch
 import torch.distributed as dist
+from tests.numerics.sync_batch_norm_cases import convert_sync_batch_norm
 from tests.verify.planted.loop import CLASSES, FEATURES, SEED, Loop
 from torch import nn
 from torch.nn import functional
 
-from lockstep.numerics.sync_batch_norm import convert_sync_batch_norm
 from lockstep.verify import Recorder
 
 

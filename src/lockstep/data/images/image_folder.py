@@ -147,6 +147,7 @@ class PhotoFiles(EncodedPairs):
         DataError: there is no such folder, or no photo in it.
     """
 
+    decodes_photos = True
     get_batch = EncodedPairs.get_batch
     rows_independent = True  # of this get_batch
 
@@ -175,11 +176,6 @@ class PhotoFiles(EncodedPairs):
 
     def __repr__(self) -> str:
         return f"PhotoFiles {self.root.name}: {len(self):,} photos"
-
-    @property
-    def decodes_photos(self) -> bool:
-        """Always true."""
-        return True
 
     def sample_path(self, index: int) -> str:
         """The photo's path below ``root``."""

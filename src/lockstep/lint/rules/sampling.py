@@ -40,6 +40,9 @@ _QUOTIENTS = ("iou", "dicecoefficient", "jaccardindex")
 _SPLITTERS = ("sampler", "split_dataset_by_node", "shard", "num_replicas", "webdataset", "scatter")
 
 
+_LOOPS: tuple[type[ast.For | ast.comprehension], ...] = (ast.For, ast.comprehension)
+
+
 def assigned_name(script: Script, call: ast.Call) -> str:
     """The name or attribute that a call's result is given to; empty where there is none."""
     for ancestor, child in script.ancestors(call):
@@ -358,14 +361,14 @@ def _is_read_here(script: Script, sampler: str) -> bool:
         for call in script.calls_by_name.get(function.name, []):
             given = zip(call.args, parameters(function))
             names |= {name for item, name in given if script.text(item) in loaders}
-    read = {name for loop in _loops(script) for name in names_in(loop.iter)}
+    read = {name for loop in script.find(*_LOOPS) for name in names_in(loop.iter)}
     return bool(sampler) and bool(names & read)
 
 
 def _shares_by_rank(script: Script) -> Iterator[ast.expr]:
     """The expressions by which a loop over validation samples, or a call of the model, takes those of its rank."""
     passes = script.method_calls("backward")
-    for loop in _loops(script):
+    for loop in script.find(*_LOOPS):
         scope = script.scope(loop)
         names = [part.id for part in script.sources(loop.iter) if isinstance(part, ast.Name)]
         words = " ".join(names).lower()
@@ -376,7 +379,7 @@ def _shares_by_rank(script: Script) -> Iterator[ast.expr]:
     models = {model for call in optimizers_of(script) for model in models_of(script, call)}
     models |= {script.text(call.args[0]) for call in script.method_calls("prepare") if call.args}
     own = {script.scope(each) for each in passes if not each.args}  # a loop that trains on such shares itself
-    for loop in (each for each in _loops(script) if last_name(each.iter) == "micro_batches"):
+    for loop in (each for each in script.find(*_LOOPS) if last_name(each.iter) == "micro_batches"):
         body = script.parent(loop) if isinstance(loop, ast.comprehension) else loop
         if any(isinstance(each, ast.Call) and script.text(each.func) in models for each in ast.walk(body or loop)):
             yield loop.iter
@@ -385,10 +388,6 @@ def _shares_by_rank(script: Script) -> Iterator[ast.expr]:
     for call in script.calls:  # accuracy(model(x[rank::world_size]), ...)
         if script.text(call.func) in models and script.scope(call) not in own:
             yield from [each for each in call.args if _is_by_rank(script, each)][:1]
-
-
-def _loops(script: Script) -> list[ast.For | ast.comprehension]:
-    return [*script.find(ast.For), *script.find(ast.comprehension)]
 
 
 def _skipping(loop: ast.For | ast.comprehension) -> list[ast.expr]:
