@@ -12,20 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.distributed.rank_exchange import GroupExchange
-from lockstep.numerics.sync_batch_norm import RankRows, synchronise
+from lockstep.numerics.sync_batch_norm import convert_sync_batch_norm
 
 STEPS, CHANNELS = 3, 5
 SHARES = {1: (11,), 2: (3, 8), 3: (4, 0, 7), 4: (1, 5, 0, 6)}
 """Rows of each rank, by number of ranks."""
-
-
-def convert_sync_batch_norm(model, group=None):
-    """Lets every BatchNorm of a model compute its statistics over all ranks, and returns the model."""
-    if group is None and dist.is_available() and dist.is_initialized():
-        group = dist.group.WORLD
-    synchronise(model, RankRows(None if group is None else GroupExchange(group)))
-    return model
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,10 @@ import pickle
 
 import pytest
 import torch
-from tests.numerics.sync_batch_norm_cases import convert_sync_batch_norm
 from torch import nn
 
 from lockstep.errors import ConfigError
-from lockstep.numerics.sync_batch_norm import RankRows, gather_moments
+from lockstep.numerics.sync_batch_norm import RankRows, convert_sync_batch_norm, gather_moments
 
 
 class Ranks:

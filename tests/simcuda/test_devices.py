@@ -362,7 +362,7 @@ def test_squares_of_rows_are_added_one_by_one_on_a_device(machine):
 
 def normalising(world):
     """The waits of the host where a synchronised BatchNorm computes, forward and backward."""
-    from tests.numerics.sync_batch_norm_cases import convert_sync_batch_norm
+    from lockstep.numerics.sync_batch_norm import convert_sync_batch_norm
 
     norm = convert_sync_batch_norm(torch.nn.BatchNorm1d(3)).cuda()
     values = torch.arange(12.0).view(4, 3).cuda().requires_grad_()

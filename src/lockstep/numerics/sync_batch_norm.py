@@ -35,7 +35,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.core.summation_tree import fold_rows
 from lockstep.distributed.process_group import open_group
-from lockstep.distributed.rank_exchange import RankExchange, open_exchange
+from lockstep.distributed.rank_exchange import GroupExchange, RankExchange, open_exchange
 from lockstep.errors import ConfigError
 
 
@@ -216,7 +216,7 @@ def _normalise(
 
 
 class SyncBatchNorm(_BatchNorm):
-    """The base of the three modules below. Made by ``synchronise``.
+    """The base of the three modules below. Made by ``convert_sync_batch_norm``.
 
     In training mode, statistics are those of all parts of the batch, and every rank must call the module, also one
     without rows. In evaluation mode it is torch's BatchNorm. Parameters, buffers, their names in a ``state_dict``,
@@ -288,14 +288,27 @@ _SYNCHRONISED: dict[type[nn.Module], type[SyncBatchNorm]] = {
 }
 
 
-def synchronise(model: nn.Module, rows: Rows) -> dict[str, SyncBatchNorm]:
-    """Lets every BatchNorm of a model compute its statistics over all ``rows``; returns them by name.
+def convert_sync_batch_norm(model: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:
+    """Lets every BatchNorm of a model compute its statistics over all ranks, and returns the model. Collective.
 
     The modules stay the objects they are, so parameters, optimizers, hooks and references to them stay valid.
+
+    Args:
+        model: changed in place.
+        group: the ranks. Use one that nothing else uses in an order of its own, such as gradients that are summed while
+            backward runs. None: all ranks, or this process alone if there is no default group.
 
     Raises:
         ConfigError: the model has no BatchNorm, or one whose forward pass is not torch's.
     """
+    if group is None and dist.is_available() and dist.is_initialized():
+        group = dist.group.WORLD
+    synchronise(model, RankRows(None if group is None else GroupExchange(group)))
+    return model
+
+
+def synchronise(model: nn.Module, rows: Rows) -> dict[str, SyncBatchNorm]:
+    """Converts every BatchNorm of a model, as ``convert_sync_batch_norm`` does; returns them by name."""
     found = {name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
     if not found:
         raise ConfigError(
