@@ -206,6 +206,14 @@ def closed(world, make, strategy="single", directory=None, epochs=2):
     return found
 
 
+@pytest.mark.parametrize("given", [(None, 0.5), (0.5,), {"scale": 0.5}])
+def test_a_step_with_other_arguments_is_refused(given):
+    run, _, optimizer = begin()
+    run.backward(next(iter(run.batches(dataset()))), nn.functional.cross_entropy)
+    with pytest.raises(ConfigError, match=r"step\(\) of SGD was given more than a closure.*attribute"):
+        optimizer.step(**given) if isinstance(given, dict) else optimizer.step(*given)
+
+
 def test_a_closure_evaluates_the_loss_as_often_as_the_optimizer_wants(tmp_path):
     """LBFGS has equal bits on ranks, and after a resume."""
     for make in (lbfgs, plain):

@@ -521,7 +521,7 @@ class PreparedOptimizer(Optimizer):
     """Has a GradScaler leave the gradients as they are, and set ``grad_scale`` while it calls ``step``."""
 
     @apart_from_graphs
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, *others: Any, **named: Any) -> Any:
         """Takes one step from the reduced gradients. Every rank must call this.
 
         Args:
@@ -531,6 +531,11 @@ class PreparedOptimizer(Optimizer):
         Returns:
             What the optimizer returns of the closure; None without one.
         """
+        if others or named or not (closure is None or callable(closure)):
+            raise ConfigError(
+                f"step() of {type(self.wrapped).__name__} was given more than a closure. Set such a value before the "
+                "step, as an attribute of the optimizer or of its parameter groups, and let its step() read it there."
+            )
         if hasattr(self, "grad_scale"):
             raise ConfigError(
                 "A GradScaler of the script's own steps the optimizer, and would divide the gradients of run.backward "
