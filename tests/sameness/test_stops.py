@@ -229,6 +229,35 @@ def test_other_samples_than_those_of_the_epoch_are_refused_after_a_stop(phases):
     assert "not what the checkpoint was reading in this epoch" in ended.message
 
 
+LEVELS = """
+class Levels(torch.utils.data.Dataset):
+    level = 1.0
+    def __len__(self):
+        return len(inputs)
+    def __getitem__(self, index):
+        return inputs[index] * self.level, index % 4
+data = Levels()
+def make():
+    return layers()
+"""
+
+
+@pytest.mark.parametrize(
+    "phases",
+    [
+        pytest.param([stopped(SINGLE, 4), SINGLE], id="single"),
+        pytest.param([stopped(DDP, 6), FSDP], id="ddp, fsdp", marks=pytest.mark.slow),
+    ],
+)
+def test_a_data_set_may_have_another_loader_and_level_in_each_epoch(phases):
+    """The samples of the first epoch were taken for those that the checkpoint was reading."""
+    train = TRAIN.replace("        for batch", "        data.level = 1.0 + epoch\n        for batch", 1)
+    text = BEGIN + LEVELS + train.replace("batches(data)", "batches(torch.utils.data.DataLoader(data, 16))")
+    found = run_trial(text, phases, 40, WORLDS)
+    verdict = compare(run_trial(text, [SINGLE], 40, WORLDS), found, phases[-1])
+    assert verdict.what == "equal", (verdict.said, verdict.traceback)
+
+
 @pytest.mark.parametrize("how", ["shuffle", "drop_last"])
 def test_samples_that_are_read_in_another_way_are_refused_after_a_stop(how):
     """The run went on with other batches, in silence."""

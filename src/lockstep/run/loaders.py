@@ -122,10 +122,11 @@ class LoaderCache:
             source = adopt(data)
             self._warn(*source.notes)
             others = self._by_id.values()
-            number = next((each.number for each in others if each.source.dataset is source.dataset), None)
-            if number is None:
-                number, self._numbered = self._numbered, self._numbered + 1
-            self._by_id[id(data)] = _UsedData(data, source, number)
+            number = next((each.number for each in others if each.source.dataset is source.dataset), self._numbered)
+            self._by_id[id(data)] = known = _UsedData(data, source, number)
+            if number < self._numbered:  # what is known of the set, another loader has read, and it may have changed
+                known.changed = {"training", "evaluation"}
+            self._numbered = max(self._numbered, number + 1)
             while len(self._by_id) > _MOST_SOURCES:  # a loop may make a new DataLoader in every epoch
                 self._close_oldest()
         self._by_id.move_to_end(id(data))
