@@ -461,3 +461,37 @@ def test_a_loop_that_takes_batches_ahead_goes_on_where_it_was(taken, stop):
     found = run_trial(text.replace("TAKEN", taken), [stopped(DDP, stop), SINGLE], 40, WORLDS)
     verdict = compare(expected, found, SINGLE)
     assert verdict.what == "equal", (verdict.said, verdict.traceback)
+
+
+FINISHED = """
+halves = [torch.utils.data.Subset(data, range(number, 40, 2)) for number in range(2)]
+
+def train(run, epochs):
+    global data
+    model = layers()
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    best, kept = 9.9, run.extra.get("kept", 9.9)
+    for epoch in run.epochs(epochs):
+        total, data = 0.0, halves[epoch % 2]
+        for batch in run.batches(data):
+            total += float(run.backward(batch, F.cross_entropy))
+            optimizer.step()
+            optimizer.zero_grad()
+        best = min(best, total)
+        run.extra["kept"] = kept = best
+        if run.options.directory is not None:
+            run.save(wait=True)
+    return {"best": best, "kept": kept, "evaluated": run.evaluate(data, F.cross_entropy)}
+"""
+
+
+@pytest.mark.parametrize("layout", [SINGLE, pytest.param(FSDP, marks=pytest.mark.slow)])
+def test_a_run_without_a_step_left_names_what_its_script_goes_on_to_read(layout):
+    """It printed the first value of the best result, and evaluated the first data set, after a word on its steps."""
+    whole = run_trial(BEGIN + FINISHED, [layout], 40, WORLDS)
+    ended = run_trial(BEGIN + FINISHED, [layout, layout], 40, WORLDS)
+    assert ended.found[0]["kept"] == whole.found[0]["kept"], ended
+    told = [words for words in ended.warnings if "at the checkpoint" in words]
+    sets = [f"torch.utils.data.dataset.{name}" for name in ("TensorDataset", "Subset")]
+    was = f"train: best (9.9, was {whole.found[0]['best']}), data ({sets[0]}, was {sets[1]})."
+    assert [was in words for words in told] == [True], told

@@ -294,7 +294,7 @@ class Variables:
             self._reading += _functions_in(value)
             self._bound += [value.__self__] if isinstance(value, MethodType) else []
         is_named = issubclass(type(value), type | FunctionType)
-        if not only_tensors and (is_named or issubclass(type(value), nn.Module) or is_users_object(value)):
+        if not only_tensors and (is_named or issubclass(type(value), nn.Module | Dataset) or is_users_object(value)):
             what = value if is_named else type(value)
             self._note(name, f"{what.__module__}.{what.__qualname__}", value)  # another may take its place
         if type(value) in (tuple, frozenset) and all(each is None or is_plain(each) for each in value):
