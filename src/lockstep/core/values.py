@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import array
+import asyncio
 import ctypes
 import datetime
 import functools
@@ -44,6 +45,7 @@ from types import (
     SimpleNamespace,
 )
 from typing import Any, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -80,7 +82,7 @@ _CLOSED_MODULES = ("transformers.trainer_callback",)
 """Their objects are what a Trainer knows of its loop, which ``TransformersTrainer`` keeps."""
 NAMESPACES = (
     *(SimpleNamespace, argparse.Namespace, UserDict, UserList, ChainMap, queue.Queue),
-    *(SynchronizedBase, Distribution, np.poly1d),
+    *(SynchronizedBase, Distribution, np.poly1d, asyncio.Queue, WeakKeyDictionary),
 )
 """Classes of Python, NumPy and torch whose objects hold what the user puts there."""
 

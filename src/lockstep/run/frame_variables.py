@@ -391,9 +391,11 @@ class Variables:
             self._note(name, text, value, has_values=self._is_in_data)
         if self._is_in_data and not is_told:
             self.perhaps_read.add(name)
-        for key, held in entries_in(value) if not is_long else ():
+        for number, (key, held) in enumerate(entries_in(value) if not is_long else ()):
             if not (is_told and self._is_in_data and (held is None or is_plain(held))):
-                self._look_at_part(Part(ENTRY, value, key, held), name, depth, only_tensors)
+                part = Part(ENTRY, value, key, held)
+                path = part.path(name) if is_plain(key) else f"{name}[... {number}]"  # each has a name of its own
+                self._look(part, path, depth + 1, only_tensors)
 
     def _whole(
         self, value: Any, name: str, parts: list[Any], depth: int, what: str, only_tensors: bool = False
