@@ -240,7 +240,7 @@ def change_rows(model):
 ODD = {
     "a dict by objects": (
         lambda model: model.by_object.update({model.key: 2.0}),
-        "'by_object' of 5[...] (1.0, was 2.0)",
+        "'by_object' of 5[... 0] (1.0, was 2.0)",
     ),
     "a function": (
         lambda model: setattr(model, "act", F.gelu),

@@ -189,6 +189,10 @@ CHANGED = {
         lambda: torch.distributions.Normal(torch.ones(1), torch.ones(1)),
         lambda held: setattr(held, "x", torch.distributions.Normal(held.x.mean * 0.5, held.x.scale)),
     ),
+    "beside many lists": (
+        lambda: SimpleNamespace(games=[[[0] for _ in range(50)] for _ in range(50)], rate=Slotted()),
+        lambda held: setattr(held.x.rate, "value", held.x.rate.value * 0.5),
+    ),
     "closure": (counting, call),
     "partial": (lambda: functools.partial(counting()), call),
     "bound": (lambda: itertools.count().__next__, call),

@@ -72,7 +72,7 @@ _PLAIN = (
 BUFFERS = (bytearray, array.array, ctypes._SimpleCData, ctypes.Array, ctypes.Structure)
 _ITERATORS = ("builtins", "itertools", "collections", "_collections")
 """Modules whose iterators tell how far they have come."""
-_MOST_CHARACTERS, _MOST_BITS, _SAMPLE = 60, 1 << 10, 4_096
+_MOST_CHARACTERS, _MOST_BITS, _MOST_NAMED, _SAMPLE = 60, 1 << 10, 64, 4_096
 _CLOSED = (
     *(Dataset, DataLoader, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler),
     *(ModuleType, threading.Thread, logging.Logger, io.IOBase),
@@ -123,8 +123,11 @@ class Part(NamedTuple):
 
     def words(self, name: str) -> str:
         """The part of what has this name, for a message."""
-        if self.how == ENTRY and not is_plain(self.key):
-            return f"{name}[...]"
+        if self.how == ENTRY and not is_plain(self.key):  # each has a name of its own
+            numbers = (
+                number for number, each in enumerate(entries_in(self.holder, _MOST_NAMED)) if each[0] is self.key
+            )
+            return f"{name}[... {next(numbers, '')}]"
         return self.how.format(self.key, name)
 
     def path(self, name: str) -> str:

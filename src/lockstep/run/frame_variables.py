@@ -91,7 +91,7 @@ from lockstep.strategies.absent import AbsentTensor
 
 logger = logging.getLogger(__name__)
 
-_MOST_PLACES, _MOST_ENTRIES, _MOST_DEPTH = 2_000, 64, 8
+_MOST_PLACES, _MOST_ENTRIES, _MOST_DEPTH, _OWN_DEPTH = 2_000, 64, 8, 3
 _MOST_BYTES, _SAMPLE, _MOST_SAMPLES, _MOST_SORTED = 1 << 20, 4_096, 256, 8_192
 """Of a tensor or array that is read; the numbers out of a larger one; the objects out of a longer list; of a set."""
 _LRU_CACHED = type(functools.lru_cache(len))
@@ -159,6 +159,7 @@ class Variables:
     _named: dict[str, Any] = field(default_factory=dict)
     _kept: list[Any] = field(default_factory=list)
     """The results of ``parts_of``: the ids of objects are those of others once they are gone."""
+    _most_seen: int = _MOST_PLACES
     _seen: dict[int, tuple[int, int]] = field(default_factory=dict)
     """By the id of an object: the range in ``_noted`` of the names of it and of what it holds."""
 
@@ -288,7 +289,9 @@ class Variables:
                 self._note(name, text_of_plain(value) if held is None else held, value)
                 self.plain[name] = part
             return
-        if len(self._seen) > _MOST_PLACES:
+        if depth < _OWN_DEPTH and part.how != ENTRY:  # however large a list beside it is, as of the episodes of a game
+            self._most_seen = len(self._seen) + _MOST_PLACES
+        if len(self._seen) > self._most_seen:
             return
         if self._is_in_dataset:
             self._reading += _functions_in(value)
@@ -391,11 +394,9 @@ class Variables:
             self._note(name, text, value, has_values=self._is_in_data)
         if self._is_in_data and not is_told:
             self.perhaps_read.add(name)
-        for number, (key, held) in enumerate(entries_in(value) if not is_long else ()):
+        for key, held in entries_in(value) if not is_long else ():
             if not (is_told and self._is_in_data and (held is None or is_plain(held))):
-                part = Part(ENTRY, value, key, held)
-                path = part.path(name) if is_plain(key) else f"{name}[... {number}]"  # each has a name of its own
-                self._look(part, path, depth + 1, only_tensors)
+                self._look_at_part(Part(ENTRY, value, key, held), name, depth, only_tensors)
 
     def _whole(
         self, value: Any, name: str, parts: list[Any], depth: int, what: str, only_tensors: bool = False
