@@ -124,10 +124,8 @@ class Part(NamedTuple):
     def words(self, name: str) -> str:
         """The part of what has this name, for a message."""
         if self.how == ENTRY and not is_plain(self.key):  # each has a name of its own
-            numbers = (
-                number for number, each in enumerate(entries_in(self.holder, _MOST_NAMED)) if each[0] is self.key
-            )
-            return f"{name}[... {next(numbers, '')}]"
+            are_it = [key is self.key for key, _ in entries_in(self.holder, _MOST_NAMED)]
+            return f"{name}[... {are_it.index(True) if any(are_it) else ''}]"
         return self.how.format(self.key, name)
 
     def path(self, name: str) -> str:

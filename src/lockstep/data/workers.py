@@ -238,7 +238,9 @@ def open_reading(
     checks = options.get("checks", False)
     reader = SampleReader(dataset, seed=seed, collate=collate, trace=trace, checks=checks)
     if workers == 0 or reader.in_memory:
-        return InlineReading(reader, per_step=per_step, steps=_steps(reader, per_step * rows), pin_memory=bool(gpus))
+        # More than one where the set is in memory and steps are small:
+        steps = max(1, _READ_AT_ONCE // (reader.row_bytes * per_step * rows)) if reader.row_bytes else 1
+        return InlineReading(reader, per_step=per_step, steps=steps, pin_memory=bool(gpus))
     # Each worker answers once a step
     at_a_time = -(-per_step // workers) if reader.rows_independent else 1
     return WorkerReading(
@@ -268,8 +270,3 @@ def sample_digests(dataset: Any, indices: Sequence[int], **options: Unpack[Readi
         found[f"sample {index}"] = hashlib.sha256(repr(content).encode()).hexdigest()[:8]
     reading.close()
     return found
-
-
-def _steps(reader: SampleReader, rows: int) -> int:
-    """The number of steps to read at once: more than one where the set is in memory and steps are small."""
-    return max(1, _READ_AT_ONCE // (reader.row_bytes * rows)) if reader.row_bytes else 1

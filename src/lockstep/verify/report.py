@@ -167,7 +167,11 @@ def as_json(comparisons: Sequence[Comparison]) -> str:
             "difference": each.difference,
             "sensitivity": each.sensitivity,
             "refused": each.trace.refused,
-            "cause": "refused" if each.trace.in_training else _cause(each),
+            "cause": "refused"
+            if each.trace.in_training
+            else each.diagnosis.cause.name.lower()
+            if each.diagnosis
+            else "",
             "step": each.diagnosis.step if each.diagnosis else None,
             "tensor": each.diagnosis.tensor if each.diagnosis else "",
             "detail": each.diagnosis.detail if each.diagnosis else "",
@@ -181,10 +185,6 @@ def as_json(comparisons: Sequence[Comparison]) -> str:
         for each in comparisons
     ]
     return json.dumps(found, indent=1) + "\n"
-
-
-def _cause(each: Comparison) -> str:
-    return each.diagnosis.cause.name.lower() if each.diagnosis else ""
 
 
 def _beyond_bound(each: Comparison) -> str:
