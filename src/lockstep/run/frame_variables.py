@@ -187,7 +187,9 @@ class Variables:
             found._look(part, name)
         found._is_live = True
         numbers = Counter[str]()
-        for each in filter(_is_users_callback, callbacks):
+        for each in callbacks:
+            if not (is_users_function(each) if type(each) is FunctionType else is_users_object(each)):
+                continue
             numbers[name := getattr(each, "__name__", type(each).__name__)] += 1
             found._look(Part(INNER, None, None, each), f"{name} (callback {numbers[name]})")
         found._codes += [(frame.f_code, frame.f_globals) for frame in frames]
@@ -353,7 +355,8 @@ class Variables:
                 self._look_at_part(Part(ATTRIBUTE, vars(value), key, getattr(value, key, None)), name, depth)
         elif issubclass(kind, set | frozenset):
             if not only_tensors:
-                every = sorted(map(_text_of_entry, [*value] if len(value) <= _MOST_SORTED else ()))
+                entries = [[*parted(each)] for each in (value if len(value) <= _MOST_SORTED else ())]
+                every = sorted(", ".join(text_of_plain(x) if is_plain(x) else "..." for x in each) for each in entries)
                 content = f" of digest {short_digest(repr(every).encode())}"
                 self._note(name, f"{len(value)} entries{content}", value, has_values=self._is_in_data)
         elif text := text_of_table(value):
@@ -541,10 +544,6 @@ def _name_of(key: str, space: dict[str, Any], own: Mapping[str, int]) -> str:
     return key if own.get(key) == id(space) else f"{space.get('__name__')}.{key}"
 
 
-def _is_users_callback(value: Any) -> bool:
-    return is_users_function(value) if type(value) is FunctionType else is_users_object(value)
-
-
 @functools.cache
 def _keeps_state(kind: type) -> bool:
     """True for schedules and averages of installed packages, as far as their class shows."""
@@ -579,10 +578,6 @@ def _samples_of(entries: Any) -> int:
 def _begins_with_tensors(entries: Iterable[Any]) -> bool:
     parts = [part for each in copied(entries, 1) for one in parted(each) for part in parted(one)]
     return any(isinstance(part, Tensor | np.ndarray) for part in parts)
-
-
-def _text_of_entry(entry: Any) -> str:
-    return ", ".join(text_of_plain(each) if is_plain(each) else "..." for each in parted(entry))
 
 
 def parts_of(value: Any) -> Any:

@@ -244,17 +244,17 @@ class LoopState:
     def end_epochs(self) -> None:
         """Warns of what a resumed run, which had no step left, has lost and the code after the loop reads."""
         read, found, saved = read_after_loops(), self._look(), self._stored.get("saved", {})
-        texts = {name: text for name, text in found.texts.items() if saved.get(name, text) != text}
-        lost = {name: (saved[name], text) for name, text in texts.items() if read.intersection(_words(name)[0])}
+        lost = {n: (saved[n], t) for n, t in found.texts.items() if saved.get(n, t) != t and read & {*_words(n)[0]}}
         self._tell_lost(found, lost)
 
     def _tell_lost(self, found: Variables, lost: Mapping[str, tuple[str, str]]) -> None:
         if lost and self._is_main:
+            texts = {name: [_DIGEST.sub("", each) for each in pair] for name, pair in lost.items()}
             words = [
                 f"{name} (other values)"
-                if name in found.with_values or _DIGEST.sub("", now) == _DIGEST.sub("", before)
-                else f"{name} ({_DIGEST.sub('', now)}, was {_DIGEST.sub('', before)})"
-                for name, (before, now) in lost.items()
+                if name in found.with_values or now == before
+                else f"{name} ({now}, was {before})"
+                for name, (before, now) in texts.items()
             ]
             logger.warning(
                 "The loop goes on to read variables that are not what they were at the checkpoint: %s. What "
