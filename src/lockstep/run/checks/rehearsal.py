@@ -168,8 +168,7 @@ class Rehearsals:
     ) -> None:
         """Computes the output for one micro-batch of an evaluation twice, and puts everything back. Collective.
 
-        ``compute`` gives the output; None on a process without a micro-batch. What the ``own`` functions that it calls
-        keep, of the samples of one process, is told.
+        ``compute`` gives the output; None on a process without a micro-batch. What ``own`` functions keep is told.
 
         Raises:
             ConfigError: the second output has other bits, buffers change, or processes exchange values.
