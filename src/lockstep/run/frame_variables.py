@@ -187,9 +187,7 @@ class Variables:
             found._look(part, name)
         found._is_live = True
         numbers = Counter[str]()
-        for each in callbacks:
-            if not (is_users_function(each) if type(each) is FunctionType else is_users_object(each)):
-                continue
+        for each in (c for c in callbacks if (is_users_function(c) if type(c) is FunctionType else is_users_object(c))):
             numbers[name := getattr(each, "__name__", type(each).__name__)] += 1
             found._look(Part(INNER, None, None, each), f"{name} (callback {numbers[name]})")
         found._codes += [(frame.f_code, frame.f_globals) for frame in frames]

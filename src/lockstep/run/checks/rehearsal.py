@@ -202,8 +202,7 @@ class Rehearsals:
         kept = {name: pair for *_, each in everyone for name, pair in each.items()}
         if kept and self._is_main and len(everyone) > 1:
             logger.warning(
-                "An evaluation changes %s, which then holds what is of one rank's samples and depends on the number of "
-                "processes. Return it instead: run.predict(data, keep=...) gives a row for each sample, in order.",
+                "An evaluation changes %s, by the samples of one rank. Let run.predict(data, keep=...) give all rows.",
                 told(kept, 3),
             )
 
