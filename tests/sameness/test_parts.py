@@ -242,7 +242,10 @@ LOST = (
     *("values_of_actions", "rate_by_layer"),
 )
 """Lines of the loop with a state that no checkpoint holds."""
-KEPT = ("defaults_changed", "ema_in_optimizer", "rate_of_layers", "sam_in_state", "curriculum_by_epoch", "cached_rate")
+KEPT = (
+    *("defaults_changed", "ema_in_optimizer", "rate_of_layers", "sam_in_state", "curriculum_by_epoch", "cached_rate"),
+    "window_of_model",
+)
 """Lines whose state is in checkpoints, or follows from the step."""
 
 

@@ -209,7 +209,8 @@ class Values:
         return ["array", array.dtype.str, list(array.shape), self._tensor(numbers, path)]
 
     def _container(self, value: Any, path: str, depth: int) -> JSON:
-        kind, pairs = type(value).__qualname__, entries_in(value)
+        pairs, most = entries_in(value), getattr(value, "maxlen", None)
+        kind = type(value).__qualname__ + (f" {most}" if type(value) is deque and most is not None else "")
         self._entries += len(pairs)
         if attributes_of(value):  # of a subclass: entries are held, and these are not
             self.unheld.add(self._place)
@@ -324,8 +325,10 @@ class _Restoring:
 
     def _filled(self, kind: str, entries: Any, own: Any, is_new: bool) -> Any:
         """A container with these entries: the own one, where its kind is the same."""
-        if type(own).__qualname__ != kind:
-            return _CONTAINER_TYPES[kind](entries) if kind in _CONTAINER_TYPES else self._lost(own)
+        kind, _, most = kind.partition(" ")  # of a deque
+        if type(own).__qualname__ != kind or (type(own) is deque and own.maxlen != (int(most) if most else None)):
+            made = _CONTAINER_TYPES[kind](entries) if kind in _CONTAINER_TYPES else self._lost(own)
+            return deque(made, int(most)) if most else made
         if isinstance(own, tuple | frozenset):
             return type(own)(*entries) if hasattr(own, "_fields") else type(own)(entries)
         found = copy.copy(own) if is_new else own
