@@ -79,12 +79,10 @@ class NonFiniteError(LockstepError):
 
 def nearest(asked: object, known: Iterable[str]) -> str:
     """Returns `` Did you mean 'x'? Known: a, b, c.`` for an unknown name, ready to append to a message."""
-    names = sorted(filter(None, known), key=_by_number)
+    names = sorted(  # layer2 before layer10
+        filter(None, known),
+        key=lambda name: [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)],
+    )
     close = difflib.get_close_matches(str(asked), names, n=1, cutoff=0.5)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     return f"{hint} Known: {', '.join(names)}."
-
-
-def _by_number(name: str) -> list[tuple[int, str]]:
-    """Sorts ``layer2`` before ``layer10``."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]

@@ -1,5 +1,6 @@
 import json
 import math
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -42,6 +43,17 @@ def test_infinities_and_nan_survive():
     assert back[:2] == [math.inf, -math.inf]
     assert math.isnan(back[2])
     assert math.copysign(1, back[3]) == -1
+
+
+def test_a_counter_comes_back_as_one():
+    """It came back as a dict, whose update() sets what that of a counter adds."""
+    value = {"seen": Counter(b=2, a=1), "kinds": Counter([0, 0, (1, 2)]), "none": Counter()}
+    back = decode(json.loads(canonical(encode(value, "extra", ordered=True))))
+    assert back == value and [*back["seen"]] == ["b", "a"]
+    back["seen"].update({"a": 3})
+    assert back["seen"] == {"b": 2, "a": 4}
+    like_one = {"counter": {"a": 1}}
+    assert decode(encode(like_one, "extra")) == like_one
 
 
 def test_a_number_of_numpy_comes_back_as_one():

@@ -98,7 +98,7 @@ KINDS = {
     "list": (lambda: [1, 2], {"x[0]": 1, "x[1]": 2}),
     "tuple": (lambda: Pair(1, 2), {"x[0]": 1, "x[1]": 2}),
     "deque": (lambda: deque([1]), {"x[0]": 1}),
-    "dict": (lambda: {"a": 1, Base: 2}, {"x['a']": 1, "x[...]": 2}),
+    "dict": (lambda: {"a": 1, Base: 2}, {"x['a']": 1, "x[... 1]": 2}),
     "ordered": (lambda: OrderedDict(a=1), {"x['a']": 1}),
     "defaultdict": (lambda: defaultdict(int, a=1), {"x['a']": 1}),
     "proxy": (lambda: MappingProxyType({"a": 1}), {"x['a']": 1}),

@@ -144,6 +144,18 @@ def test_globals_of_two_modules_with_one_name_are_told_apart(changed):
     assert said[1] == ("1.0", "2.0")
 
 
+@pytest.mark.parametrize("changed", [0, 1])
+def test_entries_whose_keys_are_pairs_are_told_apart(changed):
+    """Only the last one was looked at, so a model that counted under another key was trained without a word."""
+    counts = {("low", 0): 0, ("high", 1): 0}
+    before = Snapshot({"": lambda: counts})
+    counts[[*counts][changed]] += 1
+    after = Snapshot({"": lambda: counts})
+    assert [*before.changed(after).values()] == [("0", "1")]
+    before.restore()
+    assert [*counts.values()] == [0, 0]
+
+
 @pytest.mark.parametrize("base", [OrderedDict, dict])
 def test_a_table_that_makes_its_entries_is_put_back_as_it_was(base):
     """As tables of activations do."""

@@ -1,6 +1,7 @@
 """State of the user's loop in iterators, and in objects of Python, of NumPy and of torch, over a resume."""
 
 import array
+import asyncio
 import collections
 import ctypes
 import functools
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import threading
 import types
+import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -166,6 +168,15 @@ CHANGED = {
         lambda held: setattr(held, "x", type(held.x)({0: 2})),
     ),
     "queue": (filled, lambda held: held.x.get()),
+    "queue of asyncio": (asyncio.Queue, lambda held: held.x.put_nowait(1)),
+    "weak keys": (
+        lambda: weakref.WeakKeyDictionary({loop: 1.0, warnings: 1.0}),
+        lambda held: held.x.update({loop: held.x[loop] * 0.5}),
+    ),
+    "one of some pairs": (
+        lambda: {("low", 0): 1.0, ("high", 1): 1.0},
+        lambda held: held.x.update({("low", 0): held.x["low", 0] * 0.5}),
+    ),
     "local": (named, halve_value),
     "context": (lambda: SETTING, lambda held: SETTING.set(SETTING.get() + 1)),
     "slots": (Slotted, halve_value),
@@ -177,6 +188,10 @@ CHANGED = {
     "normal": (
         lambda: torch.distributions.Normal(torch.ones(1), torch.ones(1)),
         lambda held: setattr(held, "x", torch.distributions.Normal(held.x.mean * 0.5, held.x.scale)),
+    ),
+    "beside many lists": (
+        lambda: SimpleNamespace(games=[[[0] for _ in range(50)] for _ in range(50)], rate=Slotted()),
+        lambda held: setattr(held.x.rate, "value", held.x.rate.value * 0.5),
     ),
     "closure": (counting, call),
     "partial": (lambda: functools.partial(counting()), call),

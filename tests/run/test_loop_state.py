@@ -776,6 +776,23 @@ def test_what_the_body_sets_and_is_not_there_after_a_loop_without_steps_is_named
         assert caplog.text.count("not there in this resumed run: loss. That") == (not steps)
 
 
+def test_what_only_a_hook_reads_and_each_step_sets_first_is_not_named(caplog):
+    """The strength of a gradient reversal, which a layer asks for: it was named, with a NameError that never came."""
+
+    def trains(state, first, held):
+        layer = nn.ReLU()
+        layer.register_forward_hook(lambda *_: strength)
+        state.begin_epoch()
+        for step in (range(first, 3), state.begin_steps(any_left=True))[0]:
+            strength = 1 / (1 + step)
+            held.append((layer(torch.ones(1)), state.capture(inside=True)))
+
+    held = []
+    trains(LoopState({}, is_main=True), 0, held)
+    trains(resumed(held[0][1], inside=True), 1, held)
+    assert [each.getMessage() for each in caplog.records] == []
+
+
 class Decay:
     """A schedule of the script's own, which begins with the learning rate that an optimizer has."""
 

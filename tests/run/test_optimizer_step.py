@@ -61,6 +61,30 @@ def test_a_loop_that_never_steps_is_told_at_its_end(clears, steps, caplog):
     assert caplog.text.count("optimizer.step() was never called after run.backward") == (not steps)
 
 
+class Around(torch.optim.Optimizer):
+    """As implementations of SAM, whose second step is that of another optimizer."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+        self.base = torch.optim.SGD(self.param_groups, lr=0.1)
+
+    def second_step(self):
+        self.base.step()
+
+
+def test_a_loop_that_steps_the_optimizer_within_another_has_stepped(caplog):
+    run, model = lockstep.init(global_batch=GLOBAL_BATCH), network()
+    model, optimizer = run.prepare(model, Around(model.parameters()))
+    before = model[0].weight.clone()
+    for batch in run.batches(dataset()):
+        run.backward(batch, cross_entropy)
+        optimizer.second_step()
+        optimizer.zero_grad()
+    run.close()
+    assert not torch.equal(model[0].weight, before)
+    assert "was never called" not in caplog.text
+
+
 def test_a_step_of_the_optimizer_that_was_not_returned_is_refused():
     run, model = lockstep.init(global_batch=GLOBAL_BATCH), network()
     own = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections import deque
+from collections import Counter, deque
 from functools import partial
 
 import pytest
@@ -180,7 +180,8 @@ class Preconditioned(torch.optim.SGD):
                 state.setdefault("queue", deque(maxlen=2)).append(p.grad.clone())
                 if "basis" not in state:
                     state["basis"] = torch.linalg.qr(p.grad @ p.grad.mT)[0].to(self.param_groups[0]["kept_as"])
-                p.grad.copy_(state["basis"].mT @ state["queue"][0].double())
+                state.setdefault("kinds", Counter()).update({"seen": 1})
+                p.grad.copy_(state["basis"].mT @ state["queue"][0].double() / state["kinds"]["seen"])
         return super().step(closure)
 
 

@@ -239,9 +239,13 @@ def test_each_part_has_the_bits_of_one_device_or_is_refused(layout):
 LOST = (
     *("norm_tracked", "empty_tuples", "property_state", "globals_set", "globals_default", "context_state"),
     *("loss_module_with_class_value", "callback_with_class_value", "sent_to_generator", "matched_state", "bandit"),
+    *("values_of_actions", "rate_by_layer"),
 )
 """Lines of the loop with a state that no checkpoint holds."""
-KEPT = ("defaults_changed", "ema_in_optimizer", "rate_of_layers", "sam_in_state", "curriculum_by_epoch", "cached_rate")
+KEPT = (
+    *("defaults_changed", "ema_in_optimizer", "rate_of_layers", "sam_in_state", "curriculum_by_epoch", "cached_rate"),
+    "window_of_model",
+)
 """Lines whose state is in checkpoints, or follows from the step."""
 
 

@@ -229,6 +229,35 @@ def test_other_samples_than_those_of_the_epoch_are_refused_after_a_stop(phases):
     assert "not what the checkpoint was reading in this epoch" in ended.message
 
 
+LEVELS = """
+class Levels(torch.utils.data.Dataset):
+    level = 1.0
+    def __len__(self):
+        return len(inputs)
+    def __getitem__(self, index):
+        return inputs[index] * self.level, index % 4
+data = Levels()
+def make():
+    return layers()
+"""
+
+
+@pytest.mark.parametrize(
+    "phases",
+    [
+        pytest.param([stopped(SINGLE, 4), SINGLE], id="single"),
+        pytest.param([stopped(DDP, 6), FSDP], id="ddp, fsdp", marks=pytest.mark.slow),
+    ],
+)
+def test_a_data_set_may_have_another_loader_and_level_in_each_epoch(phases):
+    """The samples of the first epoch were taken for those that the checkpoint was reading."""
+    train = TRAIN.replace("        for batch", "        data.level = 1.0 + epoch\n        for batch", 1)
+    text = BEGIN + LEVELS + train.replace("batches(data)", "batches(torch.utils.data.DataLoader(data, 16))")
+    found = run_trial(text, phases, 40, WORLDS)
+    verdict = compare(run_trial(text, [SINGLE], 40, WORLDS), found, phases[-1])
+    assert verdict.what == "equal", (verdict.said, verdict.traceback)
+
+
 @pytest.mark.parametrize("how", ["shuffle", "drop_last"])
 def test_samples_that_are_read_in_another_way_are_refused_after_a_stop(how):
     """The run went on with other batches, in silence."""
@@ -432,3 +461,37 @@ def test_a_loop_that_takes_batches_ahead_goes_on_where_it_was(taken, stop):
     found = run_trial(text.replace("TAKEN", taken), [stopped(DDP, stop), SINGLE], 40, WORLDS)
     verdict = compare(expected, found, SINGLE)
     assert verdict.what == "equal", (verdict.said, verdict.traceback)
+
+
+FINISHED = """
+halves = [torch.utils.data.Subset(data, range(number, 40, 2)) for number in range(2)]
+
+def train(run, epochs):
+    global data
+    model = layers()
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    best, kept = 9.9, run.extra.get("kept", 9.9)
+    for epoch in run.epochs(epochs):
+        total, data = 0.0, halves[epoch % 2]
+        for batch in run.batches(data):
+            total += float(run.backward(batch, F.cross_entropy))
+            optimizer.step()
+            optimizer.zero_grad()
+        best = min(best, total)
+        run.extra["kept"] = kept = best
+        if run.options.directory is not None:
+            run.save(wait=True)
+    return {"best": best, "kept": kept, "evaluated": run.evaluate(data, F.cross_entropy)}
+"""
+
+
+@pytest.mark.parametrize("layout", [SINGLE, pytest.param(FSDP, marks=pytest.mark.slow)])
+def test_a_run_without_a_step_left_names_what_its_script_goes_on_to_read(layout):
+    """It printed the first value of the best result, and evaluated the first data set, after a word on its steps."""
+    whole = run_trial(BEGIN + FINISHED, [layout], 40, WORLDS)
+    ended = run_trial(BEGIN + FINISHED, [layout, layout], 40, WORLDS)
+    assert ended.found[0]["kept"] == whole.found[0]["kept"], ended
+    told = [words for words in ended.warnings if "at the checkpoint" in words]
+    sets = [f"torch.utils.data.dataset.{name}" for name in ("TensorDataset", "Subset")]
+    was = f"train: best (9.9, was {whole.found[0]['best']}), data ({sets[0]}, was {sets[1]})."
+    assert [was in words for words in told] == [True], told

@@ -17,7 +17,7 @@ import math
 import os
 import re
 import stat
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -34,7 +34,7 @@ from lockstep.errors import CheckpointError, CheckpointMismatch, ConfigError
 
 JSON = None | bool | int | float | str | list["JSON"] | dict[str, "JSON"]
 
-_RESERVED = frozenset({"tuple", "dict", "float", "float64", "tensor", "dtype", "deque"})
+_RESERVED = frozenset({"tuple", "dict", "float", "float64", "tensor", "dtype", "deque", "counter"})
 
 _MOST_BITS = 14_000
 """Of an int, in the digits that Python reads."""
@@ -78,7 +78,8 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor] | None, ordered: b
     if isinstance(value, torch.dtype):
         return {"dtype": str(value).removeprefix("torch.")}
     if isinstance(value, Mapping):
-        return _encode_mapping(value, path, tensors, ordered)
+        found = _encode_mapping(value, path, tensors, ordered)
+        return {"counter": found} if type(value) is Counter else found  # its update() adds
     kind = f"a {type(value).__name__}" if not isinstance(value, int) else "a number of too many digits"
     kind += f" of layout {value.layout}" if isinstance(value, Tensor) and tensors is not None else ""
     raise ConfigError(
@@ -121,6 +122,8 @@ def _decode_reserved(key: str, content: JSON, tensors: Mapping[str, Tensor] | No
         return tensors[str(content)]
     if key == "deque" and isinstance(content, list) and len(content) == 2:
         return deque(decode(content[1], tensors), content[0])  # type: ignore[arg-type]  # its items and its size
+    if key == "counter" and isinstance(content, dict):
+        return Counter(decode(content, tensors))
     if key == "dtype" and isinstance(dtype := getattr(torch, str(content), None), torch.dtype):
         return dtype
     if key == "dict" and isinstance(content, list):

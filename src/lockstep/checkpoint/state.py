@@ -344,7 +344,7 @@ def _placed(value: Any, parameter: Tensor, key: str, group: Mapping[str, Any], p
     if isinstance(value, deque):
         return deque((_placed(item, parameter, key, group, placed) for item in value), value.maxlen)
     if isinstance(value, dict):
-        return {name: _placed(item, parameter, key, group, placed) for name, item in value.items()}
+        return type(value)({name: _placed(item, parameter, key, group, placed) for name, item in value.items()})
     # torch keeps the step counter on the CPU unless the update itself reads it on the device.
     on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
     device = torch.device("cpu") if on_host else parameter.device

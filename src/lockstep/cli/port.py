@@ -45,13 +45,10 @@ def main(arguments: argparse.Namespace) -> int:
         if each.section != section:
             section = each.section
             lines += ["", section]
+        source = each.source if len(each.source) <= _WIDTH else f"{each.source[:_WIDTH]}..."
         others = f"  (and {shorten(each.lines[1:], _MOST_LINES)})" if each.lines[1:] else ""
-        lines += [f"{each.lines[0]:>5}  {_cut(each.source)}{others}", f"       -> {each.advice}"]
+        lines += [f"{each.lines[0]:>5}  {source}{others}", f"       -> {each.advice}"]
     lines += ["", "Then check the port:"]
     lines += [f"    {each} {shlex.quote(path)}" for each in _CHECKS]
     sys.stdout.write("\n".join(map(for_terminal, lines)) + "\n")
     return EXIT_DONE
-
-
-def _cut(source: str) -> str:
-    return source if len(source) <= _WIDTH else f"{source[:_WIDTH]}..."

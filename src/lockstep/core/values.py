@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import array
+import asyncio
 import ctypes
 import datetime
 import functools
@@ -44,6 +45,7 @@ from types import (
     SimpleNamespace,
 )
 from typing import Any, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -70,7 +72,7 @@ _PLAIN = (
 BUFFERS = (bytearray, array.array, ctypes._SimpleCData, ctypes.Array, ctypes.Structure)
 _ITERATORS = ("builtins", "itertools", "collections", "_collections")
 """Modules whose iterators tell how far they have come."""
-_MOST_CHARACTERS, _MOST_BITS, _SAMPLE = 60, 1 << 10, 4_096
+_MOST_CHARACTERS, _MOST_BITS, _MOST_NAMED, _SAMPLE = 60, 1 << 10, 64, 4_096
 _CLOSED = (
     *(Dataset, DataLoader, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler),
     *(ModuleType, threading.Thread, logging.Logger, io.IOBase),
@@ -80,7 +82,7 @@ _CLOSED_MODULES = ("transformers.trainer_callback",)
 """Their objects are what a Trainer knows of its loop, which ``TransformersTrainer`` keeps."""
 NAMESPACES = (
     *(SimpleNamespace, argparse.Namespace, UserDict, UserList, ChainMap, queue.Queue),
-    *(SynchronizedBase, Distribution, np.poly1d),
+    *(SynchronizedBase, Distribution, np.poly1d, asyncio.Queue, WeakKeyDictionary),
 )
 """Classes of Python, NumPy and torch whose objects hold what the user puts there."""
 
@@ -121,8 +123,9 @@ class Part(NamedTuple):
 
     def words(self, name: str) -> str:
         """The part of what has this name, for a message."""
-        if self.how == ENTRY and not is_plain(self.key):
-            return f"{name}[...]"
+        if self.how == ENTRY and not is_plain(self.key):  # each has a name of its own
+            are_it = [key is self.key for key, _ in entries_in(self.holder, _MOST_NAMED)]
+            return f"{name}[... {are_it.index(True) if any(are_it) else ''}]"
         return self.how.format(self.key, name)
 
     def path(self, name: str) -> str:

@@ -241,11 +241,12 @@ def _panel(
     is_share = metric.endswith("accuracy") and max(values) <= 1
     across = max(longest / unit, 1e-9)
     shapes: list[Shape] = [Label(left, top - 14, _title(metric), "start", 13)]
+    form = (lambda share: f"{100 * share:.4g} %") if is_share else None
     for number in range(round((high - low) / step) + 1):
         y = top + _HEIGHT - number * step / (high - low) * _HEIGHT
         shapes += [
             Rectangle(left, y, _WIDTH, 1, PALE),
-            Label(left - 6, y, _shown(low + number * step, _tick if is_share else None), "end", 11),
+            Label(left - 6, y, _shown(low + number * step, form), "end", 11),
         ]
     along = tick_step(across)
     for number in range(int(across / along + 1e-9) + 1):
@@ -289,7 +290,3 @@ def _shown(value: float, of_share: Callable[[float], str] | None) -> str:
     if math.isnan(value):
         return "not finite"
     return f"{value + 0.0:.4g}" if of_share is None else of_share(value)
-
-
-def _tick(share: float) -> str:
-    return f"{100 * share:.4g} %"

@@ -205,11 +205,12 @@ class Values:
         has_more = array.dtype.hasobject or array.dtype.fields or attributes_of(array)  # as a mask
         if has_more or array.nbytes > self._room:
             return self._unheld()
-        numbers = torch.tensor(np.frombuffer(array.tobytes(), dtype=np.uint8))
-        return ["array", array.dtype.str, list(array.shape), self._tensor(numbers, path)]
+        numbers = torch.tensor(np.frombuffer(array.tobytes("A"), dtype=np.uint8))
+        return ["array", array.dtype.str, list(array.shape), self._tensor(numbers, path), bool(array.flags.fnc)]
 
     def _container(self, value: Any, path: str, depth: int) -> JSON:
-        kind, pairs = type(value).__qualname__, entries_in(value)
+        pairs, most = entries_in(value), getattr(value, "maxlen", None)
+        kind = type(value).__qualname__ + (f" {most}" if type(value) is deque and most is not None else "")
         self._entries += len(pairs)
         if attributes_of(value):  # of a subclass: entries are held, and these are not
             self.unheld.add(self._place)
@@ -280,12 +281,12 @@ class _Restoring:
                 is_there = isinstance(own, Tensor) and not own.is_cpu
                 device = own.device if is_there else "cpu" if is_on_host else self._device
                 return self._put(self._numbers(stored).to(device), own, is_new)
-            case ["array", dtype, shape, content]:
+            case ["array", dtype, shape, content, is_transposed]:  # in memory
                 octets = self._numbers(content).numpy().tobytes()
-                array = np.frombuffer(octets, dtype=dtype).reshape(shape)
+                array = np.frombuffer(octets, dtype=dtype).reshape(shape, order="F" if is_transposed else "C")
                 is_like = isinstance(own, np.ndarray) and (own.shape, own.dtype) == (array.shape, array.dtype)
-                if is_new or not is_like:
-                    return array.copy()
+                if is_new or not is_like or own.flags.fnc != is_transposed:
+                    return array.copy("K")
                 np.copyto(own, array)
                 return own
             case ["octets", text] if octets_of(own) is not None:
@@ -324,8 +325,10 @@ class _Restoring:
 
     def _filled(self, kind: str, entries: Any, own: Any, is_new: bool) -> Any:
         """A container with these entries: the own one, where its kind is the same."""
-        if type(own).__qualname__ != kind:
-            return _CONTAINER_TYPES[kind](entries) if kind in _CONTAINER_TYPES else self._lost(own)
+        kind, _, most = kind.partition(" ")  # of a deque
+        if type(own).__qualname__ != kind or (type(own) is deque and own.maxlen != (int(most) if most else None)):
+            made = _CONTAINER_TYPES[kind](entries) if kind in _CONTAINER_TYPES else self._lost(own)
+            return deque(made, int(most)) if most else made
         if isinstance(own, tuple | frozenset):
             return type(own)(*entries) if hasattr(own, "_fields") else type(own)(entries)
         found = copy.copy(own) if is_new else own

@@ -574,11 +574,11 @@ def read_in_loop(places: Iterable[str]) -> list[str]:
 
 
 def unset_names(*, enters_loop: bool = False) -> list[str]:
-    """The variables that the user's frames set and may read next, and that have no value now; see ``live_in``."""
+    """The variables that the user's frames set and read next, and that have no value now; not what hooks read."""
     found = list[str]()
     for each, live in zip(frames := users_frames(), live_in(frames, enters_loop=enters_loop)):
         there = {*each.f_locals} | each.f_globals.keys() & {*each.f_code.co_names}
-        found += sorted(live & _set_by(each.f_code) - there)
+        found += sorted(live & _set_by(each.f_code) - there - _read_by_others(each.f_code, (each.f_lasti,)))
     return found
 
 

@@ -222,6 +222,8 @@ class EpochLoop:
                 self._next_epoch()
                 self._back = replace(self.position)
             self._key("epoch", count)  # what the script draws next, also where no epoch was left
+            if self._variables is not None and self.is_resumed:
+                self._variables.end_epochs()
         except GeneratorExit:
             self.position.inside = self.position.inside or self._left_early
             raise

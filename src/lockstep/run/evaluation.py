@@ -94,6 +94,8 @@ class OpenEvaluation:
     """How the ranks agree to stop early; None: they stay to the end."""
     is_new: bool
     """True if what the model keeps is looked for, on all ranks, with the first micro-batch of each."""
+    keep: Callable[[Any], Any] | None
+    """See ``Run.predict``."""
 
     def forward(self, micro_batch: MicroBatch) -> tuple[Any, Any]:
         """Runs the model on one micro-batch; gives (output, target)."""
@@ -131,10 +133,12 @@ class OpenEvaluation:
         def output_of(given: MicroBatch) -> Any:
             output = self.output(with_own_data(given))
             self.run.require_prepared().state.model.randomness.leave()
+            if self.keep is not None:
+                self.keep(output)
             return output
 
         given = None if micro_batch is None else partial(output_of, micro_batch)
-        self.run.rehearsals.rehearse_evaluation(self.model, self.own_forward, given)
+        self.run.rehearsals.rehearse_evaluation(self.model, {"forward=": self.own_forward, "keep=": self.keep}, given)
 
     @contextmanager
     def noting_failure(self) -> Iterator[None]:
@@ -157,6 +161,7 @@ def evaluation(
     forward: Callable[[Any], Any] | None,
     workers: int | None,
     repeatable: bool,
+    keep: Callable[[Any], Any] | None = None,
 ) -> Iterator[OpenEvaluation]:
     """Opens an evaluation under the keys and the precision of a run; see ``Run.evaluate``. Collective."""
     prepared, heartbeat = run.require_prepared(), run._session.heartbeat
@@ -165,6 +170,7 @@ def evaluation(
     own_model = prepared.forward_pass.model
     evaluated = own_model if model is None else model
     require_function("forward", forward)
+    require_function("keep", keep)
     if not isinstance(evaluated, nn.Module):
         raise ConfigError(f"model={model!r:.60} was given, a {type(model).__name__}. Give a torch.nn.Module.")
     epoch, step = run.position.epoch, run.position.step
@@ -192,9 +198,9 @@ def evaluation(
             require_equal_models(evaluated, own_model, run.strategy)
         run.compare_replicas()
         resumed = bool(prepared.state.resumed_context)
-        is_new = run.rehearsals.is_new_evaluation(evaluated, forward, resumed=resumed)
+        is_new = run.rehearsals.is_new_evaluation(evaluated, forward, keep, resumed=resumed)
         with evaluating(evaluated):
-            yield OpenEvaluation(run, loader, evaluated, forward, transform, stop, is_new)
+            yield OpenEvaluation(run, loader, evaluated, forward, transform, stop, is_new, keep)
         heartbeat.mark("script", epoch=epoch, step=step)
     except EvaluationStopped as stopped:
         if run.options.directory is not None:
@@ -216,7 +222,7 @@ def _can_repeat(run: Run) -> bool:
     return run.options.directory is None or (run._loop.can_go_back and not gradients.anywhere())
 
 
-def predict_in_order(opened: OpenEvaluation, keep: Callable[[Any], Any] | None, *, everywhere: bool) -> Tensor | None:
+def predict_in_order(opened: OpenEvaluation, *, everywhere: bool) -> Tensor | None:
     """As ``predict``, with the rows in the order of the samples' numbers. Collective.
 
     Raises:
@@ -229,9 +235,8 @@ def predict_in_order(opened: OpenEvaluation, keep: Callable[[Any], Any] | None, 
             "run.predict gives a row for each sample, in the order of the data set, and was given one that draws "
             "samples (Weighted, WeightedRandomSampler). Give it the data set itself."
         )
-    require_function("keep", keep)
-    opened.run.strategy.note_readers(() if keep is None else (keep,))
-    rows = predict(opened, partial(_kept, opened, keep), everywhere=everywhere)
+    opened.run.strategy.note_readers(() if opened.keep is None else (opened.keep,))
+    rows = predict(opened, partial(_kept, opened), everywhere=everywhere)
     return rows if rows is None or torch.equal(order, places) else rows[order]
 
 
@@ -284,11 +289,11 @@ def _lost(what: str) -> NoReturn:
     raise RankError(f"The outputs of {what} are lost with the process that had them.")
 
 
-def _kept(opened: OpenEvaluation, keep: Callable[[Any], Any] | None, micro_batch: MicroBatch) -> Tensor:
+def _kept(opened: OpenEvaluation, micro_batch: MicroBatch) -> Tensor:
     """Returns the part of an output that is kept: a row of real numbers for each sample."""
     output = opened.output(micro_batch)
     return require_rows(
-        output if keep is None else keep(output),
+        output if opened.keep is None else opened.keep(output),
         len(micro_batch),
         "run.predict",
         "Take the part to keep with keep=, for example keep=lambda output: output['logits'].",

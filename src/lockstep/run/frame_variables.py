@@ -91,7 +91,7 @@ from lockstep.strategies.absent import AbsentTensor
 
 logger = logging.getLogger(__name__)
 
-_MOST_PLACES, _MOST_ENTRIES, _MOST_DEPTH = 2_000, 64, 8
+_MOST_PLACES, _MOST_ENTRIES, _MOST_DEPTH, _OWN_DEPTH = 2_000, 64, 8, 3
 _MOST_BYTES, _SAMPLE, _MOST_SAMPLES, _MOST_SORTED = 1 << 20, 4_096, 256, 8_192
 """Of a tensor or array that is read; the numbers out of a larger one; the objects out of a longer list; of a set."""
 _LRU_CACHED = type(functools.lru_cache(len))
@@ -159,6 +159,7 @@ class Variables:
     _named: dict[str, Any] = field(default_factory=dict)
     _kept: list[Any] = field(default_factory=list)
     """The results of ``parts_of``: the ids of objects are those of others once they are gone."""
+    _most_seen: int = _MOST_PLACES
     _seen: dict[int, tuple[int, int]] = field(default_factory=dict)
     """By the id of an object: the range in ``_noted`` of the names of it and of what it holds."""
 
@@ -288,13 +289,15 @@ class Variables:
                 self._note(name, text_of_plain(value) if held is None else held, value)
                 self.plain[name] = part
             return
-        if len(self._seen) > _MOST_PLACES:
+        if depth < _OWN_DEPTH and part.how != ENTRY:  # however large a list beside it is, as of the episodes of a game
+            self._most_seen = len(self._seen) + _MOST_PLACES
+        if len(self._seen) > self._most_seen:
             return
         if self._is_in_dataset:
             self._reading += _functions_in(value)
             self._bound += [value.__self__] if isinstance(value, MethodType) else []
         is_named = issubclass(type(value), type | FunctionType)
-        if not only_tensors and (is_named or issubclass(type(value), nn.Module) or is_users_object(value)):
+        if not only_tensors and (is_named or issubclass(type(value), nn.Module | Dataset) or is_users_object(value)):
             what = value if is_named else type(value)
             self._note(name, f"{what.__module__}.{what.__qualname__}", value)  # another may take its place
         if type(value) in (tuple, frozenset) and all(each is None or is_plain(each) for each in value):

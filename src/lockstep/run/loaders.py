@@ -58,8 +58,8 @@ class _UsedData:
     evaluation: dict[_Key, EvaluationLoader] = field(default_factory=dict)
     lately: set[_Key] = field(default_factory=set)
     """Those of the evaluations since an epoch has ended."""
-    changed: set[_Kind] = field(default_factory=set)
-    """Loaders that were made before the data were changed."""
+    changed: set[_Kind] = field(default_factory=lambda: {"training", "evaluation"})
+    """Loaders that were made before the data were changed, as they may have been since another loader has read them."""
 
     @property
     def is_noted(self) -> bool:
@@ -122,9 +122,8 @@ class LoaderCache:
             source = adopt(data)
             self._warn(*source.notes)
             others = self._by_id.values()
-            number = next((each.number for each in others if each.source.dataset is source.dataset), None)
-            if number is None:
-                number, self._numbered = self._numbered, self._numbered + 1
+            number = next((each.number for each in others if each.source.dataset is source.dataset), self._numbered)
+            self._numbered = max(self._numbered, number + 1)
             self._by_id[id(data)] = _UsedData(data, source, number)
             while len(self._by_id) > _MOST_SOURCES:  # a loop may make a new DataLoader in every epoch
                 self._close_oldest()

@@ -35,6 +35,7 @@ from lockstep.run.code_analysis import (
     changed_by_loop,
     changed_since,
     names_ahead,
+    read_after_loops,
     unset_names,
 )
 from lockstep.run.frame_variables import Variables
@@ -225,19 +226,7 @@ class LoopState:
             self.lost = {name: Lost.of(found, name) for name in certain}
             born, there = stored.get("born", {}), {*found.texts, *stored["generators"]}
             lost |= {name: (text, "nothing") for name, text in born.items() if name not in there}
-            if lost and self._is_main:
-                words = [
-                    f"{name} (other values)"
-                    if name in found.with_values or _DIGEST.sub("", now) == _DIGEST.sub("", before)
-                    else f"{name} ({_DIGEST.sub('', now)}, was {_DIGEST.sub('', before)})"
-                    for name, (before, now) in lost.items()
-                ]
-                logger.warning(
-                    "The loop goes on to read variables that are not what they were at the checkpoint: %s. What "
-                    "depends on them is not what it would have been without the stop. Keep numbers and texts in "
-                    "run.extra, and tensors in a module that run.prepare is given: checkpoints hold both.",
-                    shorten(words, 5),
-                )
+            self._tell_lost(found, lost)
             had = [name.rpartition(": ")[2] for name in stored.get("had", ())]
             unset = [name for name in unset_names(enters_loop=any_left) if name in had]
             if unset and self._is_main:
@@ -251,6 +240,28 @@ class LoopState:
         self._note_data(found)
         self._start, self._generators, self._at_end = found.texts, found.generators, {}
         self._walks += 1
+
+    def end_epochs(self) -> None:
+        """Warns of what a resumed run, which had no step left, has lost and the code after the loop reads."""
+        read, found, saved = read_after_loops(), self._look(), self._stored.get("saved", {})
+        lost = {n: (saved[n], t) for n, t in found.texts.items() if saved.get(n, t) != t and read & {*_words(n)[0]}}
+        self._tell_lost(found, lost)
+
+    def _tell_lost(self, found: Variables, lost: Mapping[str, tuple[str, str]]) -> None:
+        if lost and self._is_main:
+            texts = {name: [_DIGEST.sub("", each) for each in pair] for name, pair in lost.items()}
+            words = [
+                f"{name} (other values)"
+                if name in found.with_values or now == before
+                else f"{name} ({now}, was {before})"
+                for name, (before, now) in texts.items()
+            ]
+            logger.warning(
+                "The loop goes on to read variables that are not what they were at the checkpoint: %s. What "
+                "depends on them is not what it would have been without the stop. Keep numbers and texts in "
+                "run.extra, and tensors in a module that run.prepare is given: checkpoints hold both.",
+                shorten(words, 5),
+            )
 
     def note_made(self) -> None:
         """Notes what the first step has made."""

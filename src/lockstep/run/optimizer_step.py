@@ -274,7 +274,8 @@ class GradientState:
 
     def tell_if_never_stepped(self) -> None:
         """Warns at the end of a run whose loop has computed gradients and made no step with them."""
-        if self._batches > 1 and not self._steps and (self._holding or self._cleared):
+        wraps = any(isinstance(each, Optimizer) for o in self._optimizers for each in vars(o).values())  # and steps it
+        if self._batches > 1 and not (self._steps or wraps) and (self._holding or self._cleared):
             logger.warning(
                 "optimizer.step() was never called after run.backward: unless the loop changes the parameters itself, "
                 "they are what they were before it. Call optimizer.step() after run.backward, then zero_grad()."

@@ -468,8 +468,8 @@ class Run:
         self._precision.require_settings()
         alone = self.options.directory is None  # then a request to stop need not wait for the end of a step
         reading = self.require_prepared().state.loop.reading()
-        with self.span("predict"), reading, evaluation(self, data, model, forward, workers, alone) as opened:
-            return predict_in_order(opened, keep, everywhere=everywhere)
+        with self.span("predict"), reading, evaluation(self, data, model, forward, workers, alone, keep) as opened:
+            return predict_in_order(opened, everywhere=everywhere)
 
     def save(self, *given: Any, wait: bool = False, directory: Path | str | None = None) -> Path | None:
         """Writes a checkpoint of the run as it stands, after checking that all ranks agree. Collective.

@@ -183,10 +183,6 @@ class _Output:
         return [_text(each) for each in self.leaves if not isinstance(each, Tensor)]
 
 
-def _has_no_tensors(value: Any) -> bool:
-    return isinstance(value, list | tuple) and not tensors_in(value)
-
-
 def _text(leaf: Any) -> str:
     """The same for equal values; empty for one that belongs only to its micro-batch, such as an array."""
     parts = tree_leaves(leaf)
@@ -208,7 +204,7 @@ def _output(compute: StepCompute, micro_batch: MicroBatch) -> _Output:
     compute.randomness.leave()
     if compute.forward is not None or isinstance(own, Mapping):
         target = None
-    leaves, spec = tree_flatten((output, target), is_leaf=_has_no_tensors)
+    leaves, spec = tree_flatten((output, target), is_leaf=lambda v: isinstance(v, list | tuple) and not tensors_in(v))
     tensors = [each for each in leaves if isinstance(each, Tensor)]
     for each in tensors:
         # The host waits for another device. Every sample comes in the first epoch.

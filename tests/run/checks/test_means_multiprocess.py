@@ -52,9 +52,12 @@ def begin(world, strategy="ddp", **options):
     recipe = {"global_batch": 32, "micro_batches": 4, "threads": 1, **options}
     run = Run(RunOptions.of(strategy=strategy, **recipe), world)
     model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return run, model, optimizer, samples()
+
+
+def samples():
     generator = torch.Generator().manual_seed(1)
-    data = TensorDataset(torch.randn(100, 4, generator=generator), torch.randint(0, 2, (100,), generator=generator))
-    return run, model, optimizer, data
+    return TensorDataset(torch.randn(100, 4, generator=generator), torch.randint(0, 2, (100,), generator=generator))
 
 
 def evaluated(world, strategy):
@@ -105,6 +108,51 @@ def test_a_metric_that_counts_by_itself_is_named_on_the_main_rank_in_an_evaluati
     assert others == ([], []) and (len(first), len(everything)) == (1, 2), everything
     assert "the attribute 'hits' of the metric 'hits' (from " in first[0] and "'accuracy'" not in first[0]
     ((alone, _),) = run_ranks(warned, 1)
+    assert alone == []
+
+
+class Noting(nn.Linear):
+    """A layer that notes its last output, as for a plot of attention."""
+
+    def forward(self, rows):
+        self.last = super().forward(rows)
+        return self.last
+
+
+def collected(world):
+    run, data = Run(RunOptions.of(global_batch=32, micro_batches=4, seed=0, threads=1), world), samples()
+    noting = Noting(4, 2)
+    model, _ = run.prepare(noting, torch.optim.SGD(noting.parameters(), lr=0.1))
+    said, handler, features = [], logging.Handler(), []
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("lockstep").addHandler(handler)
+
+    def own_forward(data):
+        features.append(model(data[0]))
+        return features[-1]
+
+    def keep(output):
+        features.append(output)
+        return output
+
+    run.predict(data)
+    run.predict(data, lambda output: output.argmax(1), forward=lambda data: model(data[0]))
+    told = [len(said)]
+    run.evaluate(data, lambda output, data: accuracy(output, data[1]), forward=own_forward)
+    told.append(len(said))
+    run.predict(data, keep)
+    run.predict(data, keep)
+    run.close()
+    return told, said
+
+
+def test_an_evaluation_whose_own_functions_collect_is_told_once_of_each():
+    """A script that kept features beside the outputs had those of one rank's samples, without a word."""
+    (told, said), (_, other) = run_ranks(collected, 2)
+    assert (told, len(said), other) == ([0, 1], 2, []), said
+    assert all(each.startswith("An evaluation changes the variable 'features' of ") for each in said), said
+    assert "of forward= (from " in said[0] and "of keep= (from " in said[1]
+    ((_, alone),) = run_ranks(collected, 1)
     assert alone == []
 
 

@@ -155,38 +155,40 @@ class Rehearsals:
         """Notes metrics that need not be checked again."""
         self._seen |= {(code_of(each), evaluated) for each in metrics}
 
-    def is_new_evaluation(self, model: nn.Module, forward: Callable[..., Any] | None, *, resumed: bool = False) -> bool:
+    def is_new_evaluation(self, model: nn.Module, *own: Callable[..., Any] | None, resumed: bool = False) -> bool:
         """True for an evaluation that should be rehearsed, the first time that it is asked about."""
-        code = type(model), code_of(forward)
+        code = type(model), *map(code_of, own)
         if code in self._seen or not (self.is_on or (self._is_for_resume and resumed)):
             return False
         self._seen.add(code)
         return True
 
     def rehearse_evaluation(
-        self, model: nn.Module, forward: Callable[..., Any] | None, compute: Callable[[], Any] | None
+        self, model: nn.Module, own: Mapping[str, Callable[..., Any] | None], compute: Callable[[], Any] | None
     ) -> None:
         """Computes the output for one micro-batch of an evaluation twice, and puts everything back. Collective.
 
-        ``compute`` gives the output; None on a process without a micro-batch.
+        ``compute`` gives the output; None on a process without a micro-batch. What ``own`` functions keep is told.
 
         Raises:
             ConfigError: the second output has other bits, buffers change, or processes exchange values.
         """
-        found: list[Any] = [False, {}, []]
+        found: list[Any] = [False, {}, [], {}]
         asked: list[str] = []
         with self._strategy.joined_calls():  # not every process has a micro-batch
             if compute is not None:
-                watched = Watched({"": model, "forward=": forward}, (model,))
+                watched = Watched({"": model, **own}, (model,))
                 with watched.restored(), self._events.silenced(), generators_kept():
                     with watching_calls(asked, "the forward pass of an evaluation"):
                         first = content_of(compute())
                     after = watched.now()
                     moved = watched.buffers.moved(model)
-                    found = [content_of(compute()) != first, watched.before.changed(after), moved]
+                    changes, of_model = watched.before.changed(after), Snapshot({"": model}, restorable=False).texts
+                    kept = {name: pair for name, pair in changes.items() if name not in of_model}
+                    found = [content_of(compute()) != first, changes, moved, kept]
         self._warn_of_asked(asked, "The forward pass of an evaluation")
         everyone = self._strategy.gather_records(found)
-        changed = next((each for differs, each, _ in everyone if differs), None)
+        changed = next((each for differs, each, *_ in everyone if differs), None)
         if self._is_for_resume:
             if changed is None or (changed and all(map(held_places(model), changed))):
                 return
@@ -196,7 +198,13 @@ class Rehearsals:
                 f"hold it, so this run would evaluate otherwise than without the stop. {_STORE_IT} With "
                 "checks='off' the run goes on anyway."
             )
-        refuse_evaluation(changed, next((buffers for *_, buffers in everyone if buffers), ()))
+        refuse_evaluation(changed, next((buffers for *_, buffers, _ in everyone if buffers), ()))
+        kept = {name: pair for *_, each in everyone for name, pair in each.items()}
+        if kept and self._is_main and len(everyone) > 1:
+            logger.warning(
+                "An evaluation changes %s, by the samples of one rank. Let run.predict(data, keep=...) give all rows.",
+                told(kept, 3),
+            )
 
     def begin(
         self,
