@@ -80,7 +80,8 @@ def uncollatable(names: Sequence[str], samples: Sequence[Any], place: str = "") 
             return f"{name} is None{where}. Give a tensor or a number there, {remedy}"
         if not isinstance(value, _COLLATABLE):
             found = f"{type(value).__module__}.{type(value).__qualname__}"
-            how = " with a transform such as torchvision.transforms.ToTensor()" if "PIL." in found else ""
+            kept = ", or keep it as it is: run.batches(DataLoader(dataset, collate_fn=list))"
+            how = " with a transform such as torchvision.transforms.ToTensor()" if "PIL." in found else kept
             return f"{name} is a {found}{where}. Make it a tensor{how}."
     forms = list(map(_form, samples))
     for name, form in zip(names, forms):

@@ -327,8 +327,10 @@ def _loops(script: Script) -> Iterator[_Found]:
         around, over_batches = loops_around(script, call), batches_around(script, call)
         if over_batches is not None:
             yield over_batches, _over_batches(script, over_batches)
+            tested = set().union(*map(names_in, script.tests_around(call)))  # if phase == "train":
             for loop in around[around.index(over_batches) + 1 :]:
-                if not isinstance(loop, ast.For) or not isinstance(loop.iter, ast.List | ast.Tuple):
+                is_phase = isinstance(loop, ast.For) and bool(tested & names_in(loop.target))
+                if not is_phase or range_of(script, loop):
                     yield loop, _over_epochs(script, loop, around)
                     break
                 yield loop, _PHASES
@@ -450,11 +452,12 @@ def _inputs(script: Script, loop: ast.For, loss: ast.expr | None) -> dict[str, s
 
 def _numbers(script: Script) -> Iterator[_Found]:
     """The lines that compute from the output of the model below a backward pass."""
+    sizes = {part for node, _ in _sizes(script) for part in ast.walk(node)}
     for call in backwards(script):
         loop, loss = batches_around(script, call), source_of(script, call)
         if loop is None or not isinstance(loss, ast.Call) or not script.same_function(loop, call):
             continue
-        nodes = [each for part in loop.body for each in ast.walk(part)]
+        nodes = [each for part in loop.body for each in ast.walk(part) if each not in sizes]
         made = [(names_in(each), node) for node in nodes if isinstance(node, ast.Assign) for each in node.targets]
         above = [pair for pair in made if script.follows(loss, pair[1]) and not script.holds(pair[1], loss)]
         names = names_in(loss) & set().union(*(each for each, _ in made)) - names_in(loop.target)
@@ -530,36 +533,42 @@ def _sizes(script: Script) -> Iterator[_Found]:
     """Sizes of what a loop over batches has read: ``len(x)``, ``x.size(0)``, ``x.shape[0]``."""
     for call in backwards(script):
         loop = batches_around(script, call)
+        parts = names_in(loop.target).union(_inputs(script, loop, None)) if loop else set()
         for node in (each for part in (loop.body if loop else ()) for each in ast.walk(part)):
             size = _SIZE.fullmatch(script.text(node)) if isinstance(node, ast.expr) else None
-            if loop and isinstance(node, ast.expr) and size and names_in(loop.target) & set(size.groups()):
+            if isinstance(node, ast.expr) and size and parts & set(size.groups()):
                 is_named = getattr(script.statement(node), "value", None) is node  # n = len(x)
                 if is_named or (is_below_step(script, node, call) and not isinstance(script.parent(node), ast.Slice)):
                     yield node, "len(batch), where it counts samples: those of the step over all processes"
 
 
 def _evaluations(script: Script) -> Iterator[_Found]:
-    """Loops over data in which gradients are off."""
+    """Loops over data in which gradients are off, or the model is called after ``model.eval()``."""
+    calls, loops = backwards(script), list[ast.For | ast.comprehension]()
+    trained = {loop for call in calls for loop in loops_around(script, call)}
     for node in script.find(ast.With, *FUNCTIONS):
         contexts = [each.context_expr for each in node.items] if isinstance(node, ast.With) else node.decorator_list
         names = [last_name(each.func if isinstance(each, ast.Call) else each) for each in contexts]
         if not {"no_grad", "inference_mode"} & set(names):
             continue
-        loops = [each for each in ast.walk(node) if isinstance(each, ast.For | ast.comprehension)]
+        loops += [each for each in ast.walk(node) if isinstance(each, ast.For | ast.comprehension)]
         if isinstance(node, ast.With):  # for x, y in data: with torch.no_grad(): ...
             around = script.around(node, ast.For, within_function=True)
-            calls = backwards(script)
-            loops += [each for each in around if not any(script.holds(each, call) for call in calls)]
-        for loop in loops:
-            (data, *_) = read_by(script, loop.iter) or [loop.iter]
-            is_named = isinstance(data, ast.Name | ast.Attribute) and _DATA.search(last_name(data))
-            made = [last_name(each.func) for each in script.sources(data, 1) if isinstance(each, ast.Call)]
-            if "DataLoader" in made or (is_named and isinstance(loop, ast.For)):
-                yield (
-                    loop if isinstance(loop, ast.For) else loop.iter,
-                    f"instead of the loop: run.evaluate({script.text(data)}, metric), the mean of metric(output, "
-                    "target) over all samples",
-                )
+            loops += [each for each in around if each not in trained]
+    for call in script.method_calls("eval"):
+        used = [each for each in script.calls if script.text(each.func) == script.owner(call)]
+        below = [each for each in script.find(ast.For) if each not in trained and script.follows(each, call)]
+        loops += [loop for loop in below if any(script.holds(loop, each) for each in used)]
+    for loop in loops:
+        (data, *_) = read_by(script, loop.iter) or [loop.iter]
+        is_named = isinstance(data, ast.Name | ast.Attribute) and _DATA.search(last_name(data))
+        made = [last_name(each.func) for each in script.sources(data, 1) if isinstance(each, ast.Call)]
+        if "DataLoader" in made or (is_named and isinstance(loop, ast.For)):
+            yield (
+                loop if isinstance(loop, ast.For) else loop.iter,
+                f"instead of the loop: run.evaluate({script.text(data)}, metric), the mean of metric(output, "
+                "target) over all samples",
+            )
 
 
 def _outputs(script: Script) -> Iterator[_Found]:
