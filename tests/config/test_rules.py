@@ -338,5 +338,5 @@ def test_a_file_that_may_not_be_looked_at_is_named(monkeypatch, tmp_path):
 
 def test_a_batch_of_one_sample_is_told_how_to_stay_one():
     """As in scripts that train on a sentence at a time; only a batch of 8 was named."""
-    with pytest.raises(ConfigError, match="example 8, or use micro_batches=1, which one process computes alone.$"):
+    with pytest.raises(ConfigError, match=r"example 8, or use micro_batches=1, which one process computes alone.$"):
         RunOptions.of(global_batch=1)
