@@ -241,8 +241,9 @@ def require_map_style(dataset: Any, user: str) -> None:
     if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         raise ConfigError(
             f"{user} was given a {type(dataset).__name__}, which has no __len__ or no __getitem__. "
-            "Give a map-style data set with __len__ and __getitem__(index), or a DataLoader of one; of a stream, "
-            "lockstep.data.Stream(dataset, samples=N). Put tqdm or enumerate around run.batches(...)."
+            "Give a map-style data set with __len__ and __getitem__(index), or a DataLoader of one, whose collate_fn "
+            "makes the batches; of a stream, lockstep.data.Stream(dataset, samples=N). Put tqdm or enumerate around "
+            "run.batches(...)."
         )
 
 
