@@ -26,7 +26,6 @@ from lockstep.lint.wrappers import (
     leaves_files,
     reduces,
     runs_of,
-    starts_group,
     wraps,
 )
 
