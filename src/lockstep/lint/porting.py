@@ -411,7 +411,7 @@ def _backward(script: Script, call: ast.Call, name: str, loss: ast.expr | None) 
     rest = "leave out the model's call and the loss"
     rest += "" if loop is None or is_here else "; give batch to this function"
     is_pair = isinstance(loss, ast.Call) and len(loss.args) == 2 and not loss.keywords and bool(script.name(loss))
-    given = _WITH_FORWARD if is_here or is_pair else "loss_fn), where loss_fn(output, target) returns the loss"
+    given = _WITH_FORWARD
     if inputs and loop is not None and loss is not None:
         given = _by_inputs(script, loop, inputs, loss)
     elif isinstance(loss, ast.Attribute) and loss.attr == "loss":
