@@ -987,6 +987,28 @@ def test_numbers_of_a_script_whose_evaluation_computes_a_loss_of_the_same_name()
     assert 14 not in found
 
 
+def test_the_parts_of_a_loss_are_lost_with_it():
+    """Only of a loss that is a call was it said, and not of ``self``, which the loop still has."""
+    found = advice(
+        """
+        import torch
+        class Trainer:
+            def fit(self):
+                for x, y in loader:
+                    output = self.model(x)
+                    fit = f(output, y)
+                    self.bound = 0.1 * g(output)
+                    loss = fit + self.bound
+                    loss.backward()
+                    self.optimizer.step()
+                    total += fit.item()
+                    whole += loss.item()
+        """
+    )
+    assert found[12][0].startswith("computed from fit, which the loop does not have any more")
+    assert found.keys().isdisjoint({11, 13})
+
+
 def test_a_loop_over_a_sampler_is_not_one_over_batches():
     """As in PPO; its advice was run.batches(BatchSampler(...)), which is refused."""
     found = advice(

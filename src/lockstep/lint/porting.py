@@ -453,15 +453,16 @@ def _inputs(script: Script, loop: ast.For, loss: ast.expr | None) -> dict[str, s
 def _numbers(script: Script) -> Iterator[_Found]:
     """The lines that compute from the output of the model below a backward pass."""
     sizes = {part for node, _ in _sizes(script) for part in ast.walk(node)}
+    own = {"self", *(loss.id for call in backwards(script) if isinstance(loss := loss_of(script, call), ast.Name))}
     for call in backwards(script):
         loop, loss = batches_around(script, call), source_of(script, call)
-        if loop is None or not isinstance(loss, ast.Call) or not script.same_function(loop, call):
+        if loop is None or not isinstance(loss, ast.Call | ast.BinOp) or not script.same_function(loop, call):
             continue
         nodes = [each for part in loop.body for each in ast.walk(part) if each not in sizes]
         made = [(names_in(each), node) for node in nodes if isinstance(node, ast.Assign) for each in node.targets]
         above = [pair for pair in made if script.follows(loss, pair[1]) and not script.holds(pair[1], loss)]
         names = names_in(loss) & set().union(*(each for each, _ in made)) - names_in(loop.target)
-        names = names.union(*(each for each, node in above if names & names_in(node.value)))
+        names = names.union(*(each for each, node in above if names & names_in(node.value))) - own
         for node in nodes:
             if isinstance(node, ast.Name) and node.id in names and is_below_step(script, node, call):
                 yield node, f"computed from {node.id}{_NOT_IN_LOOP}"
@@ -554,7 +555,7 @@ def _evaluations(script: Script) -> Iterator[_Found]:
         loops += [each for each in ast.walk(node) if isinstance(each, ast.For | ast.comprehension)]
         if isinstance(node, ast.With):  # for x, y in data: with torch.no_grad(): ...
             around = script.around(node, ast.For, within_function=True)
-            loops += [each for each in around if each not in trained]
+            loops += [each for each in around if not any(script.holds(each, call) for call in calls)]
     for call in script.method_calls("eval"):
         used = [each for each in script.calls if script.text(each.func) == script.owner(call)]
         below = [each for each in script.find(ast.For) if each not in trained and script.follows(each, call)]
