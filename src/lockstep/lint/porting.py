@@ -453,7 +453,7 @@ def _inputs(script: Script, loop: ast.For, loss: ast.expr | None) -> dict[str, s
 def _numbers(script: Script) -> Iterator[_Found]:
     """The lines that compute from the output of the model below a backward pass."""
     sizes = {part for node, _ in _sizes(script) for part in ast.walk(node)}
-    own = {"self", *(loss.id for call in backwards(script) if isinstance(loss := loss_of(script, call), ast.Name))}
+    own = {"self", *(script.text(loss_of(script, call)) for call in backwards(script))}
     for call in backwards(script):
         loop, loss = batches_around(script, call), source_of(script, call)
         if loop is None or not isinstance(loss, ast.Call | ast.BinOp) or not script.same_function(loop, call):
@@ -565,11 +565,9 @@ def _evaluations(script: Script) -> Iterator[_Found]:
         is_named = isinstance(data, ast.Name | ast.Attribute) and _DATA.search(last_name(data))
         made = [last_name(each.func) for each in script.sources(data, 1) if isinstance(each, ast.Call)]
         if "DataLoader" in made or (is_named and isinstance(loop, ast.For)):
-            yield (
-                loop if isinstance(loop, ast.For) else loop.iter,
-                f"instead of the loop: run.evaluate({script.text(data)}, metric), the mean of metric(output, "
-                "target) over all samples",
-            )
+            mean = "the mean of metric(output, target) over all samples"
+            place = loop if isinstance(loop, ast.For) else loop.iter
+            yield place, f"instead of the loop: run.evaluate({script.text(data)}, metric), {mean}"
 
 
 def _outputs(script: Script) -> Iterator[_Found]:

@@ -79,7 +79,6 @@ def download_on_every_rank(script: Script) -> Iterator[Hit]:
     """Not under a rank test, not under a lock, not before the ranks are spawned."""
     if not leaves_files(script):
         return
-    once = "download=local_rank == 0  # and torch.distributed.barrier() before the others open it"
     for call in script.calls:
         wanted = constant(argument(call, "download")) is True
         if not wanted or not script.name(call).startswith(("torchvision.", "torchaudio.")):
@@ -90,7 +89,7 @@ def download_on_every_rank(script: Script) -> Iterator[Hit]:
             yield Hit(
                 call,
                 "all ranks download and unpack into this folder at once, and read each other's half-written files.",
-                "download=False, and download it once, before the run" if runs_of(script) else once,
+                "download=False, and download it once, before the ranks start",
             )
 
 
