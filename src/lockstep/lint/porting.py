@@ -329,8 +329,7 @@ def _loops(script: Script) -> Iterator[_Found]:
             yield over_batches, _over_batches(script, over_batches)
             tested = set().union(*map(names_in, script.tests_around(call)))  # if phase == "train":
             for loop in around[around.index(over_batches) + 1 :]:
-                is_phase = isinstance(loop, ast.For) and bool(tested & names_in(loop.target))
-                if not is_phase or range_of(script, loop):
+                if not isinstance(loop, ast.For) or range_of(script, loop) or not tested & names_in(loop.target):
                     yield loop, _over_epochs(script, loop, around)
                     break
                 yield loop, _PHASES
