@@ -621,7 +621,16 @@ def test_a_closure_within_a_loop_over_the_whole_data_set():
     assert "(batch,) = run.batches(data), with global_batch its size or" in found[3][0]
 
 
-@pytest.mark.parametrize(("size", "said"), [(32, "32"), (100, "100, micro_batches=4"), (7, "7")])
+@pytest.mark.parametrize(
+    ("size", "said"),
+    [
+        (32, "32"),
+        (100, "100, micro_batches=4"),
+        (7, "7, micro_batches=7"),
+        (1, "1, micro_batches=1"),
+        (25, "25, micro_batches=5"),
+    ],
+)
 def test_micro_batches_divide_the_batch(size, said):
     found = advice(
         f"""

@@ -7,7 +7,6 @@ docs/moving.md. Finders go by the names of calls, so that what they say is advic
 from __future__ import annotations
 
 import ast
-import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -284,10 +283,10 @@ def _batch_size(script: Script, begin: ast.AST) -> str:
         if isinstance(each, ast.BinOp) and _PROCESSES.search(script.text(each.right)):
             return script.text(each.left)
     size = script.text(found[0])
-    fewer = math.gcd(int(size), 8) if size.isdigit() else 8
+    fewer = next(k for k in (8, 4, 2, 7, 5, 3, 1) if int(size) % k == 0) if size.isdigit() else 8
     if script.torch_calls("DistributedSampler"):
         return f"{size} * N"
-    return size if fewer in (1, 8) else f"{size}, micro_batches={fewer}"  # which has to divide the batch
+    return size if fewer == 8 else f"{size}, micro_batches={fewer}"  # which has to divide the batch
 
 
 def _devices(script: Script) -> Iterator[_Found]:
