@@ -116,7 +116,7 @@ BROKEN = {
     ),
     "metrics are of an evaluation": (
         ["metrics.a.target=m:f"],
-        "work.toml: metrics are given, but the job has no",
+        "--set metrics.a.target=m:f: metrics are given, but the job has no",
     ),
     "layer_decay is of a known learning rate": (
         ["parameters.layer_decay=0.5", "optimizer.lr=none"],
