@@ -1018,6 +1018,21 @@ def test_the_parts_of_a_loss_are_lost_with_it():
     assert found.keys().isdisjoint({11, 13})
 
 
+def test_a_download_is_made_before_the_run():
+    found = advice(
+        """
+        import torch
+        from torchvision.datasets import MNIST
+        data = MNIST("data", download=True)
+        test = MNIST("data", train=False, download=False)
+        for x, y in DataLoader(data):
+            f(model(x), y).backward()
+        """
+    )
+    assert found[4] == ["leave out, and download once, before the run: its processes would do it at the same time"]
+    assert 5 not in found
+
+
 def test_a_loop_over_a_sampler_is_not_one_over_batches():
     """As in PPO; its advice was run.batches(BatchSampler(...)), which is refused."""
     found = advice(

@@ -318,6 +318,9 @@ def _loaders(script: Script) -> Iterator[_Found]:
             yield call, "stays; the batch size of a step, for all devices together, is that of lockstep.init"
     if script.torch_calls("DistributedSampler"):
         yield from ((call, _SAMPLER) for call in script.method_calls("set_epoch"))
+    for call in script.calls:
+        if constant(argument(call, "download")) is True:
+            yield call, "leave out, and download once, before the run: its processes would do it at the same time"
 
 
 def _loops(script: Script) -> Iterator[_Found]:
