@@ -77,15 +77,14 @@ def tracker_on_every_rank(script: Script) -> Iterator[Hit]:
 @rule("LS056", "Every rank downloads the data set into the same folder at the same time.")
 def download_on_every_rank(script: Script) -> Iterator[Hit]:
     """Not under a rank test, not under a lock, not before the ranks are spawned."""
-    if not leaves_files(script):
-        return
-    for call in script.calls:
+    barriers = script.torch_calls("barrier")
+    for call in script.calls if leaves_files(script) else ():
         wanted = constant(argument(call, "download")) is True
         if not wanted or not script.name(call).startswith(("torchvision.", "torchaudio.")):
             continue
-        barriers = [each for each in script.torch_calls("barrier") if script.same_function(each, call)]
-        ordered = any(script.around(call, ast.With)) or any(each.lineno < call.lineno for each in barriers)
-        if runs_on_ranks(script, call) and not ordered and not on_one_rank(script, call):
+        above = any(each.lineno < call.lineno and script.same_function(each, call) for each in barriers)
+        ordered = any(script.around(call, ast.With)) or above
+        if not ordered and runs_on_ranks(script, call) and not on_one_rank(script, call):
             yield Hit(
                 call,
                 "all ranks download and unpack into this folder at once, and read each other's half-written files.",
