@@ -107,8 +107,7 @@ def intervals(folder: Path, chain: Chain) -> list[Interval]:
     if last <= first:
         raise ConfigError(f"The run in '{folder}' has made no step yet. Audit it when it has.")
     ends = sorted({step for step in kept if step <= last} | {last})
-    pairs = pairwise([first, *ends])
-    return [Interval(first=begin, end=end, checkpoint=kept.get(end)) for begin, end in pairs]
+    return [Interval(first=begin, end=end, checkpoint=kept.get(end)) for begin, end in pairwise([first, *ends])]
 
 
 def choose(among: Sequence[Interval], seed: int, count: int) -> list[Interval]:

@@ -165,8 +165,7 @@ def merge(text: str, key: str, label: str, entries: Sequence[Entry]) -> str:
 def _merged(present: Sequence[Any], label: str, entries: Sequence[Entry]) -> list[Any]:
     """The content of the array after the merge."""
     new = {entry[label]: dict(entry) for entry in entries}
-    kept = [new.pop(_label_of(value, label), value) for value in present]
-    return [*kept, *new.values()]
+    return [*[new.pop(_label_of(value, label), value) for value in present], *new.values()]
 
 
 def _label_of(value: Any, label: str) -> str:

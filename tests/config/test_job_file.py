@@ -99,6 +99,7 @@ target = "torch.optim:SDG"
         ("weights.freeze=[1]", "weights.freeze should be a list of strings and is a list."),
         ("run.devices=1.5", "run.devices should be an integer or a string and is 1.5."),
         ("training=3", "training should be a table and is 3."),
+        ("optimzer.lr=1", "optimzer is not a known setting. Did you mean 'optimizer'?"),
         ("model=3", "model should be a table with a target and is 3."),
         (
             "optimizer.since=1979-05-27",

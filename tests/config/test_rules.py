@@ -116,7 +116,7 @@ BROKEN = {
     ),
     "metrics are of an evaluation": (
         ["metrics.a.target=m:f"],
-        "work.toml: metrics are given, but the job has no",
+        "--set metrics.a.target=m:f: metrics are given, but the job has no",
     ),
     "layer_decay is of a known learning rate": (
         ["parameters.layer_decay=0.5", "optimizer.lr=none"],
@@ -334,3 +334,9 @@ def test_a_file_that_may_not_be_looked_at_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(Path, "stat", refuses)
     found = [problem.text for problem in machine_problems(job, 2, "cpu")]
     assert f"checkpoint.resume leads to '{tmp_path}', which cannot be read: Permission denied." in found
+
+
+def test_a_batch_of_one_sample_is_told_how_to_stay_one():
+    """As in scripts that train on a sentence at a time; only a batch of 8 was named."""
+    with pytest.raises(ConfigError, match=r"example 8, or use micro_batches=1, which one process computes alone.$"):
+        RunOptions.of(global_batch=1)

@@ -401,7 +401,7 @@ def test_a_set_that_is_read_by_places_in_an_epoch_is_refused_beside_others(make,
             r"needs a data set and got a DistributedSampler.*Write run\.batches\(dataset\)",
         ),
         (lambda: DataLoader(Numbers(), batch_size=None), r"batch_size=None.*Give single samples"),
-        (lambda: iter([1]), r"no __len__ or no __getitem__"),
+        (lambda: iter([1]), r"no __len__ or no __getitem__.* a DataLoader of one, whose collate_fn makes the batches"),
     ],
 )
 def test_what_no_plan_can_follow_is_refused_with_the_line_that_replaces_it(make, message):

@@ -58,7 +58,10 @@ TENSOR = torch.zeros(3)
             r"sample 7 is None at \[1\]. Give a tensor.*or a collate function that leaves it",
         ),
         ([(Image.new("L", (2, 2)), 1)] * 2, r"sample 3 is a PIL.Image.Image at \[0\].*ToTensor\(\)"),
-        ([{"a": object()}] * 2, r"sample 3 is a builtins.object at \['a'\]. Make it a tensor.$"),
+        (
+            [{"a": object()}] * 2,
+            r"sample 3 is a builtins.object at \['a'\]. Make it a tensor, or keep it as it is: .*collate_fn=list",
+        ),
         (
             [(TENSOR, 1), (TENSOR[:2], 1)],
             r"sample 3 is of shape \(3,\) at \[0\], and sample 7 is of shape \(2,\)",

@@ -197,3 +197,18 @@ def test_a_count_of_reads_that_changes_no_value_is_left_alone(most):
     counted.most = most
     read(counted, [3, 1], checks=True)
     assert 2 < counted.reads < 40
+
+
+def test_a_class_may_be_the_collate_function():
+    """``collate_fn=list`` of samples that cannot be stacked, such as graphs; its length was asked for."""
+
+    class Counting(list):
+        made = 0
+
+        def __init__(self, samples):
+            super().__init__(samples)
+            Counting.made += 1
+
+    for collate in (list, Counting):
+        got = read(Squares(), [3, 1], checks=True, collate=collate)
+        assert [number for _, number in got] == [3, 1]

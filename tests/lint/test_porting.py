@@ -621,7 +621,16 @@ def test_a_closure_within_a_loop_over_the_whole_data_set():
     assert "(batch,) = run.batches(data), with global_batch its size or" in found[3][0]
 
 
-@pytest.mark.parametrize(("size", "said"), [(32, "32"), (100, "100, micro_batches=4"), (7, "7")])
+@pytest.mark.parametrize(
+    ("size", "said"),
+    [
+        (32, "32"),
+        (100, "100, micro_batches=4"),
+        (7, "7, micro_batches=7"),
+        (1, "1, micro_batches=1"),
+        (25, "25, micro_batches=5"),
+    ],
+)
 def test_micro_batches_divide_the_batch(size, said):
     found = advice(
         f"""
@@ -916,6 +925,125 @@ def test_phases_of_an_epoch_are_taken_apart():
     assert found[3] == ["for epoch in run.epochs(9):  # from where a resumed run stands"]
     assert found[4][0].startswith("take the phases apart")
     assert found[13][0].startswith("computed from predicted")
+
+
+def test_phases_that_have_a_name():
+    """As in Sentence-VAE, where the loop over the splits was taken for that over the epochs."""
+    found = advice(
+        """
+        import torch
+        splits = ["train", "valid"] + (["test"] if args.test else [])
+        for epoch in range(9):
+            for split in splits:
+                loader = make(split)
+                for x, y in loader:
+                    loss = f(model(x), y)
+                    if split == "train":
+                        loss.backward()
+                        optimizer.step()
+        """
+    )
+    assert found[4] == ["for epoch in run.epochs(9):  # from where a resumed run stands"]
+    assert found[5] == [
+        "take the phases apart: the steps of training, then run.evaluate(loader, metrics) instead of the others"
+    ]
+
+
+def test_sizes_of_what_the_body_takes_out_of_the_batch():
+    found = advice(
+        """
+        import torch
+        for epoch in range(9):
+            for data in loader:
+                image, label = data
+                image = image.view(image.size(0), -1)
+                loss = f(model(image), label)
+                loss.backward()
+                optimizer.step()
+                seen += len(image)
+                total += loss.item() * label.size(0)
+        """
+    )
+    samples = ["len(batch), where it counts samples: those of the step over all processes"]
+    assert found[10] == found[11] == samples
+
+
+def test_numbers_of_a_script_whose_evaluation_computes_a_loss_of_the_same_name():
+    """In a script without functions; as many of before torch 0.4, it leaves gradients on in its evaluation."""
+    found = advice(
+        """
+        import torch
+        for epoch in range(9):
+            for x, y in loader:
+                output = model(x)
+                loss = f(output, y)
+                hits = (output.argmax(1) == y).sum()
+                loss.backward()
+                optimizer.step()
+            model.eval()
+            for x, y in test_loader:
+                output = model(x)
+                loss = f(output, y)
+            for x, y in test_loader:
+                show(x)
+        """
+    )
+    assert found[7][0].startswith("computed from output")
+    assert found[8] == ["loss = run.backward(batch, f); leave out the model's call and the loss"]
+    assert found[11] == [
+        "instead of the loop: run.evaluate(test_loader, metric), the mean of metric(output, target) over all samples"
+    ]
+    assert 14 not in found
+
+
+def test_the_parts_of_a_loss_are_lost_with_it():
+    """Only of a loss that is a call was it said, and not of ``self``, which the loop still has."""
+    found = advice(
+        """
+        import torch
+        class Trainer:
+            def fit(self):
+                for x, y in loader:
+                    output = self.model(x)
+                    fit = f(output, y)
+                    self.bound = 0.1 * g(output)
+                    loss = fit + self.bound
+                    loss.backward()
+                    self.optimizer.step()
+                    total += fit.item()
+                    whole += loss.item()
+        """
+    )
+    assert found[12][0].startswith("computed from fit, which the loop does not have any more")
+    assert found.keys().isdisjoint({11, 13})
+
+
+def test_a_download_is_made_before_the_run():
+    found = advice(
+        """
+        import torch
+        from torchvision.datasets import MNIST
+        data = MNIST("data", download=True)
+        test = MNIST("data", train=False, download=False)
+        for x, y in DataLoader(data):
+            f(model(x), y).backward()
+        """
+    )
+    assert found[4] == ["leave out, and download once, before the run: its processes would do it at the same time"]
+    assert 5 not in found
+
+
+def test_a_loop_over_a_sampler_is_not_one_over_batches():
+    """As in PPO; its advice was run.batches(BatchSampler(...)), which is refused."""
+    found = advice(
+        """
+        import torch
+        for index in BatchSampler(SubsetRandomSampler(range(len(memory))), batch_size=32, drop_last=False):
+            f(model(state[index]), target[index]).backward()
+            optimizer.step()
+        """
+    )
+    assert found[3][0].startswith("for epoch in run.epochs(N): for batch in run.batches(data); make a data set of what")
 
 
 def test_the_seed_stands_above_what_is_drawn_first():

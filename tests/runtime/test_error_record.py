@@ -9,6 +9,8 @@ import torch
 
 from lockstep.core.world import World
 from lockstep.errors import DataError, LockstepError
+from lockstep.launch.rank_process import run_script
+from lockstep.launch.targets import ScriptTarget
 from lockstep.run import Run, RunOptions
 from lockstep.runtime.error_record import (
     ErrorPage,
@@ -179,3 +181,15 @@ def test_samples_belong_to_the_phases_that_read_them(phase, samples):
         samples=(7, 8),
     )
     assert record_of(raised(ValueError("no")), rank=0, beat=beat).samples == samples
+
+
+def test_a_syntax_error_of_the_script_itself_is_shown_without_frames_of_lockstep(tmp_path):
+    """Only the launcher, which compiles the script, has called anything; its three frames stood above the line."""
+    script = tmp_path / "train.py"
+    script.write_text("import torch\nmodel = torch.nn.Linear(2, 2\n")
+    with pytest.raises(SyntaxError) as caught:
+        run_script(ScriptTarget(path=str(script)))
+    error = caught.value.with_traceback(caught.value.__traceback__.tb_next)  # without the frame of this test
+    shown = record_of(error, rank=0, beat=None).shown
+    assert shown.startswith(f'  File "{script}", line 2\n')
+    assert "SyntaxError: '(' was never closed" in shown

@@ -133,7 +133,12 @@ def test_a_factor_of_the_number_of_ranks_has_its_own_name():
 
 def test_an_operator_is_named_where_the_reference_does_not_repeat_itself():
     other = changed(put("losses", 0, (9.0).hex()))
-    assert diagnose(trace(draws=True), other, repeats=False).cause is Cause.OPERATOR
+    found = diagnose(trace(draws=True), other, repeats=False)
+    assert found.cause is Cause.OPERATOR
+    assert found.possible[0] == "the order of a set of strings, which differs from run to run"
+    other = changed(put("losses", 0, (4.0000001).hex()), at=0)
+    found = diagnose(trace(), other, repeats=False)
+    assert (found.cause, found.possible) == (Cause.OPERATOR, ("an operator without a fixed order",))
 
 
 def test_another_recipe_is_named_before_the_samples_that_follow_from_it():

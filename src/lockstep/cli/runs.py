@@ -206,7 +206,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], Callable[[a
         stop,
     ),
     "clean": (
-        lambda parser: add_options(parser, ("--dry-run", "", False, "print what would be ended, only")),
+        lambda parser: add_options(parser, ("--dry-run", "", False, "only print what would be ended")),
         clean,
     ),
     "stacks": (lambda parser: add_options(parser, _RUN), stacks),

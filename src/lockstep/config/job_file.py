@@ -197,8 +197,9 @@ class _Origin:
             return override
         if self._file.path.is_dir():
             return f"the job made for '{self._file.path}'"
-        line = self.line(path)
-        return f"{self._file.path}:{line}" if line else str(self._file.path)
+        line, texts = self.line(path), tuple(map(str, path))
+        within = [origin for key, origin in self._overrides.items() if key[: len(texts)] == texts]  # --set optimzer.lr=
+        return f"{self._file.path}:{line}" if line else (within or [str(self._file.path)])[0]
 
     def line(self, path: KeyPath) -> int:
         """The line of the file; 0 for a value of the command line, and for one that is in neither."""

@@ -147,7 +147,7 @@ def _batch_is_divisible(options: RunSettings, machine: AvailableDevices) -> Iter
     if batch % parts:
         near = max(1, round(batch / parts)) * parts
         fitting = next(k for k in range(min(parts, batch), 0, -1) if batch % k == 0)
-        other = f", or use micro_batches={fitting}" if fitting > 1 else ""
+        other = f", or use micro_batches={fitting}{'' if fitting > 1 else ', which one process computes alone'}"
         yield (
             f"is {batch}, which micro_batches={parts} does not divide. Choose a multiple, for example {near}{other}."
         )

@@ -11,7 +11,7 @@ import datetime
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
@@ -267,12 +267,12 @@ class Rereading:
             )
 
     def _numbers(self) -> _Numbers:
-        held = [getattr(root, "__dict__", {}) for root in self._roots.values()]
+        held = [getattr(root, "__dict__", {}) for root in self._roots.values() if not isinstance(root, type)]
         return [(each, key, value) for each in held for key, value in each.items() if type(value) in _COUNTS]
 
     def _an_epoch_later(self, read: Callable[[], Any], numbers: _Numbers) -> list[Any]:
         """A further read, where reads change numbers, as if these had counted an epoch. Else, or if it fails, none."""
-        reads = max([1, *(len(root) for root in self._roots.values() if hasattr(root, "__len__"))])
+        reads = max([1, *(len(root) for root in self._roots.values() if isinstance(root, Sized))])
         found = [(own, key, own[key], then) for own, key, then in numbers if key in own]
         counts = [each for each in found if type(each[2]) in _COUNTS and each[2] != each[3]]
         for own, key, now, then in counts:

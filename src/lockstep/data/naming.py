@@ -80,7 +80,8 @@ def uncollatable(names: Sequence[str], samples: Sequence[Any], place: str = "") 
             return f"{name} is None{where}. Give a tensor or a number there, {remedy}"
         if not isinstance(value, _COLLATABLE):
             found = f"{type(value).__module__}.{type(value).__qualname__}"
-            how = " with a transform such as torchvision.transforms.ToTensor()" if "PIL." in found else ""
+            kept = ", or keep it as it is: run.batches(DataLoader(dataset, collate_fn=list))"
+            how = " with a transform such as torchvision.transforms.ToTensor()" if "PIL." in found else kept
             return f"{name} is a {found}{where}. Make it a tensor{how}."
     forms = list(map(_form, samples))
     for name, form in zip(names, forms):
@@ -240,8 +241,9 @@ def require_map_style(dataset: Any, user: str) -> None:
     if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         raise ConfigError(
             f"{user} was given a {type(dataset).__name__}, which has no __len__ or no __getitem__. "
-            "Give a map-style data set with __len__ and __getitem__(index), or a DataLoader of one; of a stream, "
-            "lockstep.data.Stream(dataset, samples=N). Put tqdm or enumerate around run.batches(...)."
+            "Give a map-style data set with __len__ and __getitem__(index), or a DataLoader of one, whose collate_fn "
+            "makes the batches; of a stream, lockstep.data.Stream(dataset, samples=N). Put tqdm or enumerate around "
+            "run.batches(...)."
         )
 
 

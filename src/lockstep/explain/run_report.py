@@ -269,8 +269,7 @@ def _fingerprint(folder: Path, starts: Sequence[Start]) -> list[str]:
         found = combine(digest_tensors(safetensors.torch.load_file(folder / WEIGHTS)))
         parts.append(f"<p><code>{found}</code></p><p>Computed again from {WEIGHTS}.</p>")
         if recorded and recorded != found:
-            text = f"The run ended with another one: {recorded}. The weights were changed since."
-            parts.append(_note(text))
+            parts.append(_note(f"The run ended with another one: {recorded}. The weights were changed since."))
     elif recorded:
         parts.append(f"<p><code>{escape(recorded)}</code></p>")
         parts.append(_note(f"As the run recorded it; {WEIGHTS} is gone, so it cannot be computed again."))

@@ -49,14 +49,15 @@ def check_text(text: str, path: str = "script.py", rules: Iterable[LintRule] = R
 
 
 def depends_on_world_size(text: str, path: str) -> list[Finding]:
-    """The findings of LS059 and LS068 to LS070 in a program that uses Lockstep; none if the file is not a script."""
+    """The findings of LS059 and LS067 to LS070 in a program that uses Lockstep; none if the file is not a script."""
     rules = (
         replace(launching.recipe_by_world_size, check=launching.by_world_size),
         replace(sampling.metric_of_one_share, check=sampling.of_one_share),
         launching.loss_of_all_combined,
         sampling.metric_of_all_combined,
+        sampling.order_of_a_set,
     )
-    words = ("torchmetrics", "ignite", ".micro_batches", "on_output")
+    words = ("torchmetrics", "ignite", ".micro_batches", "on_output", "(set(", " set(")
     asks = launching.COUNTS.search(text) or any(each in text for each in words)
     try:
         return check_text(text, path, rules) if asks else []

@@ -7,7 +7,6 @@ docs/moving.md. Finders go by the names of calls, so that what they say is advic
 from __future__ import annotations
 
 import ast
-import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -284,10 +283,10 @@ def _batch_size(script: Script, begin: ast.AST) -> str:
         if isinstance(each, ast.BinOp) and _PROCESSES.search(script.text(each.right)):
             return script.text(each.left)
     size = script.text(found[0])
-    fewer = math.gcd(int(size), 8) if size.isdigit() else 8
+    fewer = next(k for k in (8, 4, 2, 7, 5, 3, 1) if int(size) % k == 0) if size.isdigit() else 8
     if script.torch_calls("DistributedSampler"):
         return f"{size} * N"
-    return size if fewer in (1, 8) else f"{size}, micro_batches={fewer}"  # which has to divide the batch
+    return size if fewer == 8 else f"{size}, micro_batches={fewer}"  # which has to divide the batch
 
 
 def _devices(script: Script) -> Iterator[_Found]:
@@ -319,6 +318,9 @@ def _loaders(script: Script) -> Iterator[_Found]:
             yield call, "stays; the batch size of a step, for all devices together, is that of lockstep.init"
     if script.torch_calls("DistributedSampler"):
         yield from ((call, _SAMPLER) for call in script.method_calls("set_epoch"))
+    for call in script.calls:
+        if constant(argument(call, "download")) is True:
+            yield call, "leave out, and download once, before the run: its processes would do it at the same time"
 
 
 def _loops(script: Script) -> Iterator[_Found]:
@@ -327,8 +329,9 @@ def _loops(script: Script) -> Iterator[_Found]:
         around, over_batches = loops_around(script, call), batches_around(script, call)
         if over_batches is not None:
             yield over_batches, _over_batches(script, over_batches)
+            tested = set().union(*map(names_in, script.tests_around(call)))  # if phase == "train":
             for loop in around[around.index(over_batches) + 1 :]:
-                if not isinstance(loop, ast.For) or not isinstance(loop.iter, ast.List | ast.Tuple):
+                if not isinstance(loop, ast.For) or range_of(script, loop) or not tested & names_in(loop.target):
                     yield loop, _over_epochs(script, loop, around)
                     break
                 yield loop, _PHASES
@@ -409,7 +412,7 @@ def _backward(script: Script, call: ast.Call, name: str, loss: ast.expr | None) 
     rest = "leave out the model's call and the loss"
     rest += "" if loop is None or is_here else "; give batch to this function"
     is_pair = isinstance(loss, ast.Call) and len(loss.args) == 2 and not loss.keywords and bool(script.name(loss))
-    given = _WITH_FORWARD if is_here or is_pair else "loss_fn), where loss_fn(output, target) returns the loss"
+    given = _WITH_FORWARD
     if inputs and loop is not None and loss is not None:
         given = _by_inputs(script, loop, inputs, loss)
     elif isinstance(loss, ast.Attribute) and loss.attr == "loss":
@@ -450,15 +453,17 @@ def _inputs(script: Script, loop: ast.For, loss: ast.expr | None) -> dict[str, s
 
 def _numbers(script: Script) -> Iterator[_Found]:
     """The lines that compute from the output of the model below a backward pass."""
+    sizes = {part for node, _ in _sizes(script) for part in ast.walk(node)}
+    own = {"self", *(script.text(loss_of(script, call)) for call in backwards(script))}
     for call in backwards(script):
         loop, loss = batches_around(script, call), source_of(script, call)
-        if loop is None or not isinstance(loss, ast.Call) or not script.same_function(loop, call):
+        if loop is None or not isinstance(loss, ast.Call | ast.BinOp) or not script.same_function(loop, call):
             continue
-        nodes = [each for part in loop.body for each in ast.walk(part)]
+        nodes = [each for part in loop.body for each in ast.walk(part) if each not in sizes]
         made = [(names_in(each), node) for node in nodes if isinstance(node, ast.Assign) for each in node.targets]
         above = [pair for pair in made if script.follows(loss, pair[1]) and not script.holds(pair[1], loss)]
         names = names_in(loss) & set().union(*(each for each, _ in made)) - names_in(loop.target)
-        names = names.union(*(each for each, node in above if names & names_in(node.value)))
+        names = names.union(*(each for each, node in above if names & names_in(node.value))) - own
         for node in nodes:
             if isinstance(node, ast.Name) and node.id in names and is_below_step(script, node, call):
                 yield node, f"computed from {node.id}{_NOT_IN_LOOP}"
@@ -530,36 +535,40 @@ def _sizes(script: Script) -> Iterator[_Found]:
     """Sizes of what a loop over batches has read: ``len(x)``, ``x.size(0)``, ``x.shape[0]``."""
     for call in backwards(script):
         loop = batches_around(script, call)
+        parts = names_in(loop.target).union(_inputs(script, loop, None)) if loop else set()
         for node in (each for part in (loop.body if loop else ()) for each in ast.walk(part)):
             size = _SIZE.fullmatch(script.text(node)) if isinstance(node, ast.expr) else None
-            if loop and isinstance(node, ast.expr) and size and names_in(loop.target) & set(size.groups()):
+            if isinstance(node, ast.expr) and size and parts & set(size.groups()):
                 is_named = getattr(script.statement(node), "value", None) is node  # n = len(x)
                 if is_named or (is_below_step(script, node, call) and not isinstance(script.parent(node), ast.Slice)):
                     yield node, "len(batch), where it counts samples: those of the step over all processes"
 
 
 def _evaluations(script: Script) -> Iterator[_Found]:
-    """Loops over data in which gradients are off."""
+    """Loops over data in which gradients are off, or the model is called after ``model.eval()``."""
+    calls, loops = backwards(script), list[ast.For | ast.comprehension]()
+    trained = {loop for call in calls for loop in loops_around(script, call)}
     for node in script.find(ast.With, *FUNCTIONS):
         contexts = [each.context_expr for each in node.items] if isinstance(node, ast.With) else node.decorator_list
         names = [last_name(each.func if isinstance(each, ast.Call) else each) for each in contexts]
         if not {"no_grad", "inference_mode"} & set(names):
             continue
-        loops = [each for each in ast.walk(node) if isinstance(each, ast.For | ast.comprehension)]
+        loops += [each for each in ast.walk(node) if isinstance(each, ast.For | ast.comprehension)]
         if isinstance(node, ast.With):  # for x, y in data: with torch.no_grad(): ...
             around = script.around(node, ast.For, within_function=True)
-            calls = backwards(script)
             loops += [each for each in around if not any(script.holds(each, call) for call in calls)]
-        for loop in loops:
-            (data, *_) = read_by(script, loop.iter) or [loop.iter]
-            is_named = isinstance(data, ast.Name | ast.Attribute) and _DATA.search(last_name(data))
-            made = [last_name(each.func) for each in script.sources(data, 1) if isinstance(each, ast.Call)]
-            if "DataLoader" in made or (is_named and isinstance(loop, ast.For)):
-                yield (
-                    loop if isinstance(loop, ast.For) else loop.iter,
-                    f"instead of the loop: run.evaluate({script.text(data)}, metric), the mean of metric(output, "
-                    "target) over all samples",
-                )
+    for call in script.method_calls("eval"):
+        used = [each for each in script.calls if script.text(each.func) == script.owner(call)]
+        below = [each for each in script.find(ast.For) if each not in trained and script.follows(each, call)]
+        loops += [loop for loop in below if any(script.holds(loop, each) for each in used)]
+    for loop in loops:
+        (data, *_) = read_by(script, loop.iter) or [loop.iter]
+        is_named = isinstance(data, ast.Name | ast.Attribute) and _DATA.search(last_name(data))
+        made = [last_name(each.func) for each in script.sources(data, 1) if isinstance(each, ast.Call)]
+        if "DataLoader" in made or (is_named and isinstance(loop, ast.For)):
+            mean = "the mean of metric(output, target) over all samples"
+            place = loop if isinstance(loop, ast.For) else loop.iter
+            yield place, f"instead of the loop: run.evaluate({script.text(data)}, metric), {mean}"
 
 
 def _outputs(script: Script) -> Iterator[_Found]:

@@ -383,9 +383,9 @@ def read_by(script: Script, node: ast.expr) -> list[ast.expr]:
 
 
 def range_of(script: Script, loop: Loop) -> ast.Call | None:
-    """The ``range(...)`` that a loop counts in; None for other loops."""
+    """The ``range(...)``, or the sampler, whose numbers a loop goes over; None for other loops."""
     match read_by(script, loop.iter) if isinstance(loop, ast.For) else []:
-        case [ast.Call(func=function) as call, *_] if last_name(function) in _COUNTING:
+        case [ast.Call(func=f) as call, *_] if last_name(f) in _COUNTING or last_name(f).endswith("Sampler"):
             return call
     return None
 

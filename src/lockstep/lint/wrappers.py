@@ -171,6 +171,7 @@ def source_of(script: Script, call: ast.Call) -> ast.expr | None:
             node = node.left
         elif isinstance(node, ast.Name):
             values = script.values(node)
+            values = [each for each in values if each and loop and script.holds(loop[0], each)] or values
             node = values[0] if len(values) == 1 else None
     return node
 

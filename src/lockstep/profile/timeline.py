@@ -159,8 +159,7 @@ class Timeline(Callback):
                 "" if phase == "script" else phase, now, step=step, micro_batch=micro_batch, thread=thread
             )
             if micro_batch >= 0:
-                key = EVALUATION_EPOCH if phase == "evaluate" else epoch
-                self._recorder.label(thread, epoch=key)
+                self._recorder.label(thread, epoch=EVALUATION_EPOCH if phase == "evaluate" else epoch)
 
     def on_samples(self, indices: Indices) -> None:
         """Labels the span of a micro-batch with its first sample, which identifies its read."""

@@ -213,8 +213,7 @@ def _arrows(spans: Sequence[TraceSpan], rank: int, lanes: dict[str, int], origin
         last = max(source.began, source.ended - 1000)  # an arrow begins within a span
         common = {"name": "micro-batch", "cat": "data", "id": f"{rank}.{number}", "pid": rank}
         yield {**common, "ph": "s", "ts": _microseconds(last - origin), "tid": lanes[source.lane]}
-        begun = _microseconds(use.began - origin)
-        yield {**common, "ph": "f", "bp": "e", "ts": begun, "tid": lanes[use.lane]}
+        yield {**common, "ph": "f", "bp": "e", "ts": _microseconds(use.began - origin), "tid": lanes[use.lane]}
 
 
 def _key(span: TraceSpan) -> tuple[Any, Any]:

@@ -187,8 +187,8 @@ class LoopRehearsal:
         done = run.rehearsals.done
         done[LoopRehearsal] = done.get(LoopRehearsal, 0) + 1
         is_first = done[LoopRehearsal] == 1
-        if is_first and run.is_main and run.world.world_size > 1:
-            warn_of_settings()
+        if is_first and run.is_main:
+            warn_of_settings(is_alone=run.world.world_size == 1)
         watched, by_rank = Watched({"": model}, (model, prepared.forward_pass.model)), False
         findings, look = Findings(), _sums if is_first else dict[str, float]
         short, self._compute = shortened(self._batch, self._opened.compute, strategy.share, 1)

@@ -212,10 +212,8 @@ def sum_and_weight(value: Any, samples: int) -> tuple[Tensor, Tensor]:
     if isinstance(value, tuple) and len(value) == 2:
         total, weight = map(_plain, value)
         total = wide(total) if isinstance(total, Tensor) else torch.tensor(float(total), dtype=torch.float64)
-        if isinstance(weight, Tensor):
-            weight = wide(weight)
-        else:  # torch.tensor would copy to the device, which waits for it
-            weight = torch.full((), float(weight), device=total.device)
+        # torch.tensor would copy to the device, which waits for it.
+        weight = wide(weight) if isinstance(weight, Tensor) else torch.full((), float(weight), device=total.device)
         if weight.requires_grad:
             raise trained_weight()
         # A copy of a single number: the function may write its next one into the same tensor

@@ -176,6 +176,7 @@ def record_of(error: BaseException, *, rank: int, beat: Beat | None) -> ErrorRec
         error.__cause__ = cause
     part = _users_part(error.__traceback__)
     own = _users_frames(part)
+    part = part if own or not isinstance(error, SyntaxError) else None  # which names the line of a script itself
     shown = "".join(_without_own_frames(traceback.TracebackException(type(error), error, part)).format())
     return ErrorRecord(
         rank=rank,

@@ -310,8 +310,7 @@ class GradientTree:
         totals = [reducer.total(bucket) for bucket in buckets] if reducer is not None else []
         totals += [slot.stack[0] for slot, count in zip(self.slots, used) if count and slot.total is None]
         for device in {total.device for total in totals}:
-            here = [total for total in totals if total.device == device]
-            torch._foreach_div_(here, weight.to(device))
+            torch._foreach_div_([total for total in totals if total.device == device], weight.to(device))
         finite = all_finite(totals if losses is None else [*totals, losses], weight.device)
         for slot, count in zip(self.slots, used):
             if count:

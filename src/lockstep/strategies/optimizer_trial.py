@@ -315,8 +315,7 @@ class _Copy:
         try:
             for name, value in vars(optimizer).items():
                 if name not in ("param_groups", "state", "step"):  # a scheduler wraps the step of the object
-                    is_hooks = name.endswith("_hooks")
-                    vars(made)[name] = OrderedDict() if is_hooks else copy.deepcopy(value, memo)
+                    vars(made)[name] = OrderedDict() if name.endswith("_hooks") else copy.deepcopy(value, memo)
             made.param_groups = [_group(group, members) for group, members in zip(optimizer.param_groups, self._groups)]
             made.state = defaultdict(dict)
             made.state.update({k: copy.deepcopy(v) for k, v in optimizer.state.items() if isinstance(k, str)})

@@ -32,7 +32,7 @@ class Cause(Enum):
     SAME_DRAWS = "every rank draws the same random numbers to prepare its samples"
     TARGETS = "samples have other targets"
     MODEL_RANDOMNESS = "the model drew other random numbers, in dropout for example"
-    OPERATOR = "an operator does not give the same bits twice"
+    OPERATOR = "the program does not give the same bits twice, on one device either"
     ROUNDING = "sums inside of the model are added in another order"
     MODE = "modules are in another mode, train() or eval()"
     HIDDEN_STATE = "the model keeps state of its own, which depends on how often a rank calls it"
@@ -207,11 +207,12 @@ def _forward(
 ) -> Diagnosis:
     (reference, other), tensor = traces, f"loss of micro-batch {number}"
     ratio = _quotient(float.fromhex(theirs.losses[number]), float.fromhex(mine.losses[number]))
-    if repeats is False:
-        return Diagnosis(Cause.OPERATOR, mine.step, tensor)
     rounding = None
     if abs(ratio - 1) < max(_LAST_BITS, _UNITS * reference.unit):
         rounding = Diagnosis(Cause.ROUNDING, mine.step, tensor, f"{ratio - 1:+.1e}")
+    if repeats is False:
+        possible = ("an operator without a fixed order",) if rounding else _OF_EACH_RUN
+        return Diagnosis(Cause.OPERATOR, mine.step, tensor, possible=possible)
     if rounding and other.level != "A":
         return rounding  # which is expected, so there is nothing else to explain
     detail = f"{ratio:.9g} times as large"
@@ -237,6 +238,7 @@ _OF_OUTPUT = (
     "statistics over several micro-batches",
     "a generator of its own",
 )
+_OF_EACH_RUN = (PREPARED_OTHERWISE[-1], "random numbers without a seed", "the time")
 _OF_LOSS = ("weights or a divisor computed from each rank's share", "a loss that keeps state")
 
 

@@ -135,10 +135,11 @@ def _found(reference: FirstStep | None, step: FirstStep, again: Callable[[int, s
         return StepComparison(step, gap)
     if reference.batch_norm and without(WITHOUT_BATCH_NORM) <= tolerance:
         return StepComparison(step, gap, "batch_norm", _BATCH_NORM)
+    if without(EVALUATING) <= tolerance:  # so that it is no cause that whether a loss is a mean is not known
+        both = ("batch_norm", f"{_RANDOM} {_BATCH_NORM}")
+        return StepComparison(step, gap, *both if reference.batch_norm else ("random", _RANDOM))
     if deviations := reference.deviations or step.deviations:
         return StepComparison(step, gap, "loss", " ".join(f"The loss {name} {why}" for name, why in deviations.items()))
-    if without(EVALUATING) <= tolerance:
-        return StepComparison(step, gap, "random", _RANDOM)
     if reference.shapes != step.shapes:
         return StepComparison(step, gap, "shapes", _SHAPES)
     return StepComparison(step, gap, "unknown", _UNKNOWN)

@@ -514,3 +514,40 @@ def test_a_rank_that_leaves_the_loop_before_its_last_step_is_named():
     """The other one ended in a TypeError."""
     for message in run_ranks(left_early, 2):
         assert re.search(r"run\.backward .* on rank 0; run\.fingerprint .* on rank 1", message), message
+
+
+WORDS = ["the", "winters", "shall", "besiege", "thy", "brow", "and", "dig", "deep", "trenches", "in", "beauty"]
+
+
+def words_in_an_order(world, follows_rank):
+    """A network on texts, by the numbers that a dictionary gives their words: that of a set has another order."""
+    own = WORDS[world.rank :] + WORDS[: world.rank] if follows_rank else WORDS
+    numbers = {word: number for number, word in enumerate(own)}
+    run = lockstep.init(global_batch=4, micro_batches=4)
+    model = nn.Sequential(nn.Embedding(len(WORDS), 4), nn.Flatten(), nn.Linear(4, len(WORDS)))
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    data = [(word, torch.tensor([0.5]), {"length": len(word)}) for word in WORDS]
+
+    def forward(data):
+        return model(torch.tensor([[numbers[word]] for word in data[0]]))
+
+    def loss(output, data):
+        return nn.functional.cross_entropy(output, data[2]["length"]) * data[1].mean()
+
+    try:
+        for _ in run.epochs(2):
+            for batch in run.batches(data):
+                run.backward(batch, loss, forward=forward)
+                optimizer.step()
+                optimizer.zero_grad()
+    except ConfigError as error:
+        return str(error)
+    return run.fingerprint()
+
+
+def test_a_dictionary_in_another_order_on_each_rank_is_refused_where_samples_are_texts():
+    """By torchrun, where each process orders a set of strings in its own way; the ranks trained on other numbers."""
+    for found in run_ranks(words_in_an_order, 3, True):
+        assert "The loss of one micro-batch has other bits on other ranks" in found
+        assert "the variable 'numbers'" in found
+    assert set(run_ranks(words_in_an_order, 3, False)) == set(run_ranks(words_in_an_order, 1, False))

@@ -3,6 +3,8 @@
 import linecache
 import logging
 import os
+import subprocess
+import sys
 import time
 from contextlib import suppress
 
@@ -361,6 +363,45 @@ def test_a_learning_rate_by_the_number_of_processes_is_named_with_its_line():
     assert len(said) == 1 and "(script.py:8: lr=0.1 * world_size)" in said[0]
     assert not others
     assert run_ranks(run_script, 1, SCRIPT.format(lr="0.1 * world_size")) == [[]]
+
+
+WORDS = """
+import torch
+import lockstep
+words = ["the", "winters", "shall", "besiege", "thy", "brow"] * 4
+numbers = {word: number for number, word in enumerate(set(words))}
+run = lockstep.init(global_batch=4, micro_batches=2)
+model = torch.nn.Linear(2, 6)
+model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+data = torch.utils.data.TensorDataset(torch.ones(24, 2), torch.tensor([numbers[word] for word in words]))
+for batch in run.batches(data):
+    run.backward(batch, torch.nn.functional.cross_entropy)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "seed", "is_told"),
+    [
+        ((sys.executable,), {}, True),
+        ((sys.executable,), {"PYTHONHASHSEED": "0"}, False),
+        ((sys.executable, "-m", "lockstep", "run", "--devices", "cpu:2"), {}, False),
+    ],
+)
+def test_words_in_the_order_of_a_set_are_named_where_the_next_process_has_another_order(
+    command, seed, is_told, tmp_path
+):
+    """A run that was resumed by ``python train.py`` gave the words other numbers, without a word."""
+    (tmp_path / "train.py").write_text(WORDS)
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
+    result = subprocess.run(
+        [*command, "train.py"], cwd=tmp_path, env=inherited | seed, capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+    said = "train.py:5: A set of anything but integers has another order in every process"
+    assert (said in result.stdout + result.stderr) is is_told
+    assert ("Sort it, or start the script by lockstep run" in result.stderr) is is_told
 
 
 @pytest.mark.slow

@@ -441,8 +441,8 @@ def order_of_a_set(script: Script) -> Iterator[Hit]:
         if is_named and name not in sorted_later and not {"sorted", "len", "set"}.intersection(inside):
             yield Hit(
                 call,
-                "a set of strings has another order in every process: the numbers mean other classes in the next run, "
-                "and on other ranks.",
+                "a set of anything but integers has another order in every process: the indices mean other classes in "
+                "the next run, and on other ranks.",
                 f"{kind}(sorted({script.text(call.args[0])}))",
             )
 

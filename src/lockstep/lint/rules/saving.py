@@ -26,12 +26,10 @@ from lockstep.lint.wrappers import (
     leaves_files,
     reduces,
     runs_of,
-    starts_group,
     wraps,
 )
 
 _LOGS = ("add_scalar", "add_scalars", "log_metric", "log_metrics")
-_CHECKS = ("os.path.exists", "os.path.isdir", "os.path.lexists")
 _MAKERS = ("os.makedirs", "os.mkdir")
 _CHECKPOINT = re.compile(r"check|ckpt|resume|pretrain|weight|state|model|snapshot|\bcp\b", re.IGNORECASE)
 # fmt: off
@@ -79,38 +77,35 @@ def tracker_on_every_rank(script: Script) -> Iterator[Hit]:
 @rule("LS056", "Every rank downloads the data set into the same folder at the same time.")
 def download_on_every_rank(script: Script) -> Iterator[Hit]:
     """Not under a rank test, not under a lock, not before the ranks are spawned."""
-    if not starts_group(script) or is_managed(script):
-        return
-    for call in script.calls:
+    barriers = script.torch_calls("barrier")
+    for call in script.calls if leaves_files(script) else ():
         wanted = constant(argument(call, "download")) is True
         if not wanted or not script.name(call).startswith(("torchvision.", "torchaudio.")):
             continue
-        barriers = [each for each in script.torch_calls("barrier") if script.same_function(each, call)]
-        ordered = any(script.around(call, ast.With)) or any(each.lineno < call.lineno for each in barriers)
-        if runs_on_ranks(script, call) and not ordered and not on_one_rank(script, call):
+        above = any(each.lineno < call.lineno and script.same_function(each, call) for each in barriers)
+        ordered = any(script.around(call, ast.With)) or above
+        if not ordered and runs_on_ranks(script, call) and not on_one_rank(script, call):
             yield Hit(
                 call,
                 "all ranks download and unpack into this folder at once, and read each other's half-written files.",
-                "download=local_rank == 0  # and torch.distributed.barrier() before the others open it",
+                "download=False, and download it once, before the ranks start",
             )
 
 
-@rule("LS057", "A folder is made where it was not there a moment ago: another rank can make it in between.")
+@rule("LS057", "Every rank makes a folder that was not there a moment ago: another rank can make it in between.")
 def folder_made_by_several_ranks(script: Script) -> Iterator[Hit]:
-    """exists() and makedirs() without exist_ok, reached by all ranks."""
+    """makedirs() without exist_ok, also below a test of exists(), reached by all ranks."""
     if not leaves_files(script):
         return
     for call in script.calls:
         if script.name(call) not in _MAKERS or argument(call, "exist_ok", 2) is not None:
             continue
-        parts = [part for test in script.tests_around(call) for part in ast.walk(test)]
-        asked = any(script.name(part) in _CHECKS for part in parts if isinstance(part, ast.Call))
         path = call.args[0] if call.args else None
         excused = script.is_tried(call) or mentions_rank(script, path) or on_one_rank(script, call)
-        if asked and not excused and runs_on_ranks(script, call):
+        if not excused and runs_on_ranks(script, call):
             yield Hit(
                 call,
-                "between the test and this line another rank can make the folder: FileExistsError.",
+                "another rank can have made the folder just before: FileExistsError.",
                 f"os.makedirs({script.text(path) if path else 'folder'}, exist_ok=True)",
             )
 

@@ -266,19 +266,24 @@ def counts_read(found: Snapshot, codes: Iterable[CodeType], ranks: int) -> list[
 
 _REMEDIES = {
     "LS059": "Give all samples to run.evaluate, or also= to run.backward",
+    "LS067": "Sort it, or start the script by lockstep run",
     "LS069": "Print it as it is returned",
     "LS070": "Give the samples to run.evaluate, or make a metric of torchmetrics with sync_on_compute=False",
 }
 """The remedy for the findings of a rule, by its number."""
 
 
-def warn_of_settings() -> None:
-    """Warns of settings and numbers that the files of the running loop make depend on the number of processes."""
+def warn_of_settings(*, is_alone: bool) -> None:
+    """Warns of what the files of the running loop make depend on the number of processes, or on the order of a set.
+
+    ``is_alone`` is True for one process. What starts ranks for Lockstep gives all of them one order of sets.
+    """
     from lockstep.lint.check import depends_on_world_size  # seldom needed, and slow to import
 
     files = dict.fromkeys(frame.f_code.co_filename for frame in users_frames())
     texts = [("".join(linecache.getlines(file)), Path(file).name) for file in files]
     found = [each for text, name in texts for each in depends_on_world_size(text, name)]
+    found = [each for each in found if (sys.flags.hash_randomization if each.rule == "LS067" else not is_alone)]
     settings = [each for each in found if each.rule == "LS068"]
     told = [f"{each.path}:{each.line}: {each.wrong.partition(' is another value')[0]}" for each in settings]
     if told:

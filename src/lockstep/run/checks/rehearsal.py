@@ -236,8 +236,8 @@ class Rehearsals:
                 "batch to the next. Put it into the model's forward, or into forward=."
             )
         self.require_equal_draws()
-        if len(self.done) == done == 1 and self._is_main and self._strategy.all_ranks is not None:
-            warn_of_settings()
+        if len(self.done) == done == 1 and self._is_main:
+            warn_of_settings(is_alone=self._strategy.all_ranks is None)
         findings = self._rehearse(prepared, compute, batch, loss, scale)
         if self._is_for_resume:
             self._judge_resumption(findings, prepared.state)

@@ -338,25 +338,30 @@ def shortened(batch: Batch, compute: StepCompute, share: Share, most: int) -> tu
 def on_all_ranks(batch: Batch, compute: RehearsalCompute, strategy: Strategy) -> tuple[Batch, RehearsalCompute] | None:
     """The short step with rank 0's first micro-batch in place of every one, under the same keys. Collective.
 
-    None where the data are not tensors, or not of one structure on all ranks that have some.
+    None where the data are not tensors, texts and numbers, or not of one structure on all ranks that have some.
     """
     leaves: list[Any] = []
     data = [each.data for each in batch.micro_batches]
     structure = repr(map_leaves(data, leaves.append))
-    sendable = all(type(leaf) is Tensor and leaf.layout is torch.strided for leaf in leaves)
-    kinds = [[list(leaf.shape), str(leaf.dtype).removeprefix("torch.")] for leaf in leaves] if sendable else None
-    everyone = strategy.gather_records([structure, kinds])
+    tensors = [leaf for leaf in leaves if type(leaf) is Tensor and leaf.layout is torch.strided]
+    sendable = len(tensors) == sum(type(leaf) not in (str, int, float, bool, type(None)) for leaf in leaves)
+    kinds = [
+        [list(leaf.shape), str(leaf.dtype).removeprefix("torch.")] if type(leaf) is Tensor else [None, leaf]
+        for leaf in leaves
+    ]
+    everyone = strategy.gather_records([structure, kinds if sendable else None])
     structures = {each for each, kinds in everyone if kinds != []}
     if len(structures) != 1 or not everyone[0][1] or None in (kinds for _, kinds in everyone):
         return None
     group = strategy.all_ranks
     assert group is not None, "there are several ranks"
-    sent = [torch.empty(size, dtype=getattr(torch, dtype)) for size, dtype in everyone[0][1]]
+    sent = [torch.empty(size, dtype=getattr(torch, dtype)) for size, dtype in everyone[0][1] if size is not None]
     if dist.get_rank(group) == 0:
-        sent = [leaf.clone() for leaf in leaves]
+        sent = [leaf.clone() for leaf in tensors]
     sent = [each.to(strategy.device) for each in sent]
     broadcast_tensors(sent, 0, group)
-    values = iter(each.cpu() for each in sent)
+    received = iter(each.cpu() for each in sent)
+    values = iter([value if size is None else next(received) for size, value in everyone[0][1]])
     data, first = map_leaves(data, lambda _: next(values)), batch.plan.indices[0]
     parts = tuple(replace(each, data=data[0], indices=first) for each in batch.micro_batches)
     plan = replace(batch.plan, indices=(first,) * batch.plan.leaves)

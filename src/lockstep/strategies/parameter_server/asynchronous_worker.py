@@ -160,8 +160,7 @@ class Worker:
 
     def _push(self, report: Mapping[str, Any]) -> None:
         """Sends each server its part of the gradients, and the first one the statistics of running buffers."""
-        named = self._parameters.items()
-        gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named}
+        gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in self._parameters.items()}
         content = {**report, "version": self._version, **self._stop.as_content()}
         for server in range(len(self._servers)):
             body = b""

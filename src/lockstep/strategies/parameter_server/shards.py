@@ -92,8 +92,7 @@ class ParameterShards:
     def __init__(
         self, model: nn.Module, servers: int, server: int, whole: Collection[str] = (), *, apart: bool = False
     ) -> None:
-        named = dict(model.named_parameters())
-        self.parameters = {name: p for name, p in named.items() if p.requires_grad}
+        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         """All that are trained, whole, by name."""
         _require_storable(list(self.parameters.values()))
         sizes = {n: Size(p.shape[0] if p.dim() else 1, p.nbytes) for n, p in self.parameters.items()}

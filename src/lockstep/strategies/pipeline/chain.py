@@ -171,8 +171,7 @@ def draws_without_key(module: nn.Module) -> str | None:
 
 
 def _drops(module: nn.Module) -> bool:
-    drops = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
-    return drops or isinstance(module, nn.RReLU)
+    return (isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0) or isinstance(module, nn.RReLU)
 
 
 def is_watched(module: nn.Module) -> bool:

@@ -170,8 +170,7 @@ class TensorSpec:
 
     def copied(self, tensor: Tensor, device: torch.device) -> Tensor:
         """A copy on a device with the strides and the offset of the spec."""
-        pairs = zip(self.shape, self.strides)
-        repeated = tuple(1 if stride == 0 and size else size for size, stride in pairs)
+        repeated = tuple(1 if stride == 0 and size else size for size, stride in zip(self.shape, self.strides))
         laid_out = self._place(repeated, device)
         for dim, size in enumerate(repeated):
             tensor = tensor.narrow(dim, 0, size)

@@ -194,8 +194,7 @@ def _read_within(where: str, label: str, value: Any, read: set[Any], depth: int)
         yield where, (*value,)
     elif depth:
         own = value if isinstance(value, dict) else getattr(value, "__dict__", {})
-        is_module = isinstance(value, nn.Module)
-        held = {**own, **own["_buffers"], **own["_modules"]} if is_module else own
+        held = {**own, **own["_buffers"], **own["_modules"]} if isinstance(value, nn.Module) else own
         for key in [key for key in held if isinstance(key, str | int) and key in read]:
             yield from _read_within(f"{key!r} of {label}", f"{key!r} of {label}", held[key], read, depth - 1)
 

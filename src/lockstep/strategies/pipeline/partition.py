@@ -45,8 +45,7 @@ def split(
         starts = balanced([_bytes(link.module) for link in links], stages, inseparable(links))
         if not starts:
             raise ConfigError(too_few(links, stages, strategy))
-    edges = [0, *starts, len(links)]
-    return [list(links[start:stop]) for start, stop in pairwise(edges)]
+    return [list(links[start:stop]) for start, stop in pairwise([0, *starts, len(links)])]
 
 
 def balanced(weights: Sequence[float], stages: int, joints: frozenset[int] = frozenset()) -> list[int]:

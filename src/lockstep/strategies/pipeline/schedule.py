@@ -146,5 +146,4 @@ def waiting(spans: list[list[ScheduledPass]]) -> float:
     """The part of the time from the first start to the last stop in which ranks wait, over all ranks."""
     every = [span for mine in spans for span in mine]
     length = max(span.stop for span in every) - min(span.start for span in every)
-    busy = sum(span.stop - span.start for span in every)
-    return 1 - busy / (length * len(spans))
+    return 1 - sum(span.stop - span.start for span in every) / (length * len(spans))
