@@ -407,8 +407,13 @@ def draws_in_forward(model: nn.Module) -> bool:
     """Returns whether a forward pass of the model may draw random numbers; code that is not known might."""
     if hooked_globally() or first_hooked(model) is not None:
         return True
-    others = [m for m in model.modules() if not type(m).__module__.startswith("lockstep.models.")]  # which draw nothing
-    return any(_may_draw(module) for module in others if not _passes_through(module))
+    own = [m for m in model.modules() if not _passes_through(m) and not _draws_through_children(m)]
+    return any(_may_draw(module) for module in own)
+
+
+def _draws_through_children(module: nn.Module) -> bool:
+    """Returns whether a module is one of the built-in models' own, which draw nothing themselves."""
+    return type(module).__module__.startswith("lockstep.models.")
 
 
 def in_backward() -> bool:
