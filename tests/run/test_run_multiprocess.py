@@ -333,7 +333,9 @@ def with_marks(world, mark, strategy):
     return run.fingerprint()
 
 
-@pytest.mark.parametrize("mark", ["rate", "mask", "normalised"])
+@pytest.mark.parametrize(
+    "mark", ["rate", *(pytest.param(each, marks=pytest.mark.slow) for each in ("mask", "normalised"))]
+)
 def test_optimizers_find_what_is_set_on_a_parameter(mark):
     """Under fsdp and parameter_server they took what they take where nothing is set, and ended in other bits."""
     expected = with_marks(None, mark, "single")
