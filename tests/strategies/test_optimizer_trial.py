@@ -324,3 +324,22 @@ def test_optimizers_that_find_parameters_by_which_object_they_are_are_told(kind)
     for parameter, (place, values, attributes) in zip(WHOLE.parameters(), before):
         assert parameter.data_ptr() == place and torch.equal(parameter, values) and parameter.grad is None
         assert vars(parameter) == attributes and not optimizer.state[parameter]
+
+
+class ByKind(optim.SGD):
+    """Normalises the gradients of parameters of one kind."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in (each for group in self.param_groups for each in group["params"]):
+            parameter.grad /= parameter.grad.norm() + 1 if parameter.kind == "matrix" else 1
+        return super().step(closure)
+
+
+def test_every_kind_of_parameter_that_an_attribute_tells_is_tried():
+    parameters = [nn.Parameter(torch.randn(3, 4)) for _ in range(3)]
+    for parameter, kind in zip(parameters, ["vector", "vector", "matrix"]):
+        parameter.kind = kind
+    assert try_optimizer(ByKind(parameters, lr=0.1), CPU).unit is Unit.PARAMETER
+    parameters[2].kind = "vector"
+    assert try_optimizer(ByKind(parameters, lr=0.1), CPU).unit is Unit.ELEMENT

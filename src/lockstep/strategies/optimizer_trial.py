@@ -24,11 +24,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.core.fingerprint import octets
+from lockstep.core.values import is_plain
 from lockstep.errors import ConfigError
 from lockstep.runtime.devices import open_gpus
 from lockstep.strategies.absent import users_attributes
 from lockstep.strategies.sharding import rows_of
 
+_MOST_MARKS = 4
+"""Values of an attribute of parameters, such as a kind or a rate, each of which is tried."""
 _ROWS = (1, 8, 37)
 """Rows of the small parameters; of one row some ranks get none."""
 _LARGE = 8192
@@ -255,18 +258,21 @@ class _Example:
 
 def _examples(parameters: Sequence[Tensor], device: torch.device) -> Iterator[_Example]:
     """Small parameters in a few sizes for each number type, number of dimensions and set of the user's attributes."""
-    kinds = defaultdict[Any, list[Tensor]](list)
+    kinds, values = defaultdict[Any, list[Tensor]](list), defaultdict[str, set[Any]](set)
+    marks = {p: [each for each in users_attributes(p).items() if is_plain(each[1])] for p in parameters}
+    for name, value in itertools.chain.from_iterable(marks.values()):
+        values[name].add(value)
     for p in parameters:
         if p.dim() and p.numel() and (p.is_floating_point() or p.is_complex()):
-            marks = ((name, value is True) for name, value in users_attributes(p).items())
-            kinds[p.dtype, p.dim(), frozenset(marks)].append(p)
+            told = {(name, value if len(values[name]) <= _MOST_MARKS else None) for name, value in marks[p]}
+            kinds[p.dtype, p.dim(), frozenset(told), frozenset(users_attributes(p))].append(p)
     generator = torch.Generator().manual_seed(1)
 
     def draw(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         wide = torch.complex128 if dtype.is_complex else torch.float64
         return torch.randn(shape, dtype=wide, generator=generator).to(device, dtype)
 
-    for (dtype, dims, _), originals in kinds.items():
+    for (dtype, dims, *_), originals in kinds.items():
         original = originals[0]
         most = max(1, round(_NUMBERS ** (1 / max(1, dims - 1))))
         inner = [max(1, min(size, most - place)) for place, size in enumerate(original.shape[1:])]
