@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.core.fingerprint import octets
-from lockstep.core.values import is_plain
 from lockstep.errors import ConfigError
 from lockstep.runtime.devices import open_gpus
 from lockstep.strategies.absent import users_attributes
@@ -259,7 +258,7 @@ class _Example:
 def _examples(parameters: Sequence[Tensor], device: torch.device) -> Iterator[_Example]:
     """Small parameters in a few sizes for each number type, number of dimensions and set of the user's attributes."""
     kinds, values = defaultdict[Any, list[Tensor]](list), defaultdict[str, set[Any]](set)
-    marks = {p: [each for each in users_attributes(p).items() if is_plain(each[1])] for p in parameters}
+    marks = {p: [m for m in users_attributes(p).items() if isinstance(m[1], int | float | str)] for p in parameters}
     for name, value in itertools.chain.from_iterable(marks.values()):
         values[name].add(value)
     for p in parameters:
