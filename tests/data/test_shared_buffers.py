@@ -228,7 +228,7 @@ def test_without_addresses_for_rooms_the_same_bits_arrive(monkeypatch):
     def refuse(workers, each, gpus):
         raise OSError("cannot allocate memory")
 
-    monkeypatch.setattr("lockstep.data.workers.SharedBuffers", refuse)
+    monkeypatch.setattr("lockstep.data.worker_process.SharedBuffers", refuse)
     loader = loader_of(Blocks(), 4, workers=2)
     seen = [index for batch in loader.batches(0) for index, x in blocks_of(batch).items() if (x == index).all()]
     loader.close()

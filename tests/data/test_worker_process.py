@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from lockstep.data.reader import Request, SampleReader
-from lockstep.data.workers import Failure, WorkerDataset, explain_loss
+from lockstep.data.worker_process import Failure, WorkerDataset, explain_loss
 from lockstep.errors import RankError
 
 
