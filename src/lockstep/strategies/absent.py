@@ -336,7 +336,7 @@ _OWN = frozenset({*get_annotations(AbsentTensor), *get_annotations(AbsentParamet
 
 
 def users_attributes(parameter: Tensor) -> dict[str, Any]:
-    """What the user has set on a parameter, such as ``p.lr_scale = 0.1``, which optimizers read."""
+    """Attributes that the user has set on a parameter, such as ``p.lr_scale = 0.1``, which optimizers read."""
     return {name: value for name, value in vars(parameter).items() if name not in _OWN}
 
 

@@ -246,7 +246,7 @@ class _Example:
         return found.clone() if self.part is None else found[self.part].clone()
 
     def attribute(self, value: Any) -> Any:
-        """What the user has set on the parameter, for this one; a part has that of the whole, as rows do."""
+        """A value that the user has set on the parameter, for this one; a part has that of the whole, as rows do."""
         return self.state(value) if self.part is None else replace(self, values=self.whole, part=None).state(value)
 
     @property

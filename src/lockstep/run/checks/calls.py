@@ -278,10 +278,12 @@ def warn_of_settings(*, is_alone: bool) -> None:
 
     ``is_alone`` is True for one process. What starts ranks for Lockstep gives all of them one order of sets.
     """
-    from lockstep.lint.check import depends_on_world_size  # seldom needed, and slow to import
-
     files = dict.fromkeys(frame.f_code.co_filename for frame in users_frames())
     texts = [("".join(linecache.getlines(file)), Path(file).name) for file in files]
+    if is_alone and not (sys.flags.hash_randomization and any("set(" in text for text, _ in texts)):
+        return
+    from lockstep.lint.check import depends_on_world_size  # seldom needed, and slow to import
+
     found = [each for text, name in texts for each in depends_on_world_size(text, name)]
     found = [each for each in found if (sys.flags.hash_randomization if each.rule == "LS067" else not is_alone)]
     settings = [each for each in found if each.rule == "LS068"]
