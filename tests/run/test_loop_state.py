@@ -3,6 +3,7 @@
 import copy
 import ctypes
 import functools
+import json
 import random
 import re
 import sys
@@ -24,6 +25,7 @@ from lockstep.run import frame_variables
 from lockstep.run.code_analysis import changed_by_reading, live_in, live_in_next_pass
 from lockstep.run.frame_variables import Variables, parts_of
 from lockstep.run.loop_state import LoopState
+from lockstep.run.lost_variables import LoopNotes
 
 STEPS = 3
 
@@ -35,6 +37,12 @@ def live_here(level=1):
 def next_pass_here(level=1):
     frame = sys._getframe(level)
     return live_in_next_pass(frame.f_code, frame.f_lasti)
+
+
+def test_notes_are_the_same_after_json() -> None:
+    notes = LoopNotes(saved={"n": "1"}, read={"b", "a"}, generators={"rng": ["numpy", 1]}, walks=2)
+    assert LoopNotes.from_json(json.loads(json.dumps(notes.as_json()))) == notes
+    assert LoopNotes.from_json({}) == LoopNotes()
 
 
 def test_a_counter_is_live_and_what_is_set_anew_is_not():

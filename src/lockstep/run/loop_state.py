@@ -1,104 +1,33 @@
-"""The state that the user's loop keeps in variables, and what of it a resumed run has lost.
+"""The state that the user's loop keeps in variables, over a stop and a resume.
 
     frames of the user's code,      main         rng, step, history, ema, ...
     the outermost first             Task.train   self.best, ...
                                     Lockstep     run.batches, run.save, ...
 
 Generators of random numbers are stored in checkpoints and restored. Of other variables that the loop will read again
-(``live_names``) a checkpoint notes the values. If a variable of a resumed loop has the value of the run's beginning
-instead, it is lost: a warning names it, and the run is refused if the loss reads it or a data set holds it.
+(``Variables.live``) a checkpoint notes the values; ``lost_variables`` compares them with those of a resumed run.
 """
 
 from __future__ import annotations
 
-import logging
 import re
-from collections import deque
-from collections.abc import Callable, Collection, Container, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
-import numpy as np
-from torch import Tensor
-
 from lockstep.core.users_code import owners_of, users_frames
-from lockstep.core.values import Part, is_plain, text_of_plain
-from lockstep.data.keyed import encoded_state, set_encoded_state
-from lockstep.errors import ConfigError
+from lockstep.data.keyed import encoded_state
 from lockstep.numerics.hidden_state import Snapshot
-from lockstep.run.code_analysis import (
-    Carried,
-    Places,
-    carried_since,
-    changed_by_loop,
-    changed_since,
-    names_ahead,
-    read_after_loops,
-    unset_names,
-)
+from lockstep.run.code_analysis import Places, changed_by_loop, names_ahead
 from lockstep.run.frame_variables import Variables
+from lockstep.run.lost_variables import LoopNotes, Lost, ResumedLoop, words_of
 from lockstep.runtime.events import StepEvents
-from lockstep.text import shorten
-
-logger = logging.getLogger(__name__)
 
 _VARIABLE = re.compile(r"\.(?!<)(?![^ ]*: )|\[")
 """Where the name of a variable of a frame ends, and that of an attribute or entry begins."""
 _LAST = re.compile(r"\w+$")
 """The last word of a name; none of an entry."""
 _VERSION = re.compile(r"version \d+,? ?")
-_DIGEST = re.compile(r" of digest \w+")
-
-
-@dataclass(frozen=True)
-class Lost:
-    """A variable of a resumed run that is not what it was at the checkpoint."""
-
-    held: list[Any]
-    """A tensor, a module and its tensors, an array, or a container."""
-    plain: Part | None
-    state: str
-    """See ``state_of``; where the steps begin."""
-
-    @classmethod
-    def of(cls, found: Variables, name: str) -> Lost:
-        """A variable, as the steps begin."""
-        held = found.held(name)
-        return cls(held, found.plain.get(name), state_of(held))
-
-    def is_read_by(self, found: Snapshot, changed: Container[str], names: set[str]) -> bool:
-        """True where a loss reads it, and the step is not known to have set it again.
-
-        Args:
-            found: what was looked at in a step.
-            changed: the names of what the loss and the model have changed themselves in it.
-            names: all that their code has.
-        """
-        if state_of(self.held) == self.state:
-            words = [word for each in self.held if (word := found.name_of(each)) and word not in changed]
-            if any(names.issuperset(re.findall(_ATTRIBUTE, word)) for word in words):
-                return True
-        if self.plain is None or self.plain.place not in found.places:
-            return False
-        word, now = found.places[self.plain.place]
-        value = self.plain.value
-        if isinstance(self.plain.holder, str):  # a live variable: nothing sets it before it is read
-            return now is value or (is_plain(now) and text_of_plain(now) == text_of_plain(value))
-        # Others that are equal may be one object.
-        return now is value and type(now) is float and names.issuperset(re.findall(_ATTRIBUTE, word))
-
-
-_ATTRIBUTE = r"attribute '(?!_content'|_val'|_fields')(\w+)'"
-"""Not those in which omegaconf and ml_collections keep the values of a config, which no code of the user's names."""
-
-
-def state_of(held: Collection[Any]) -> str:
-    """A text that changes when what is held is changed in place."""
-    versions = [each._version if isinstance(each, Tensor) and not each.is_inference() else 0 for each in held]
-    arrays = [hash(each.tobytes()) for each in held if isinstance(each, np.ndarray)]
-    return repr([versions, arrays, *(len(each) for each in held if isinstance(each, list | dict | deque))])
 
 
 class LoopState:
@@ -128,42 +57,29 @@ class LoopState:
         self.unsaved: list[str] = []
         """Optimizers of the loop that step parameters of the run with a state that no checkpoint holds."""
         self._first: dict[str, str] = {}
-        """The texts when the run began, in the first process of all resumes."""
         self._start: dict[str, str] = {}
-        """The texts when the steps of the current epoch began."""
         self._entered: dict[str, str] = {}
-        """The texts when the first steps of this loop began; a loop before it, such as a pretraining, has its own."""
-        self._places: set[str] = set()
+        self._taken: set[str] = set()
+        self._set_in_data: set[str] = set()
         self._at_epoch: dict[str, Any] = {}
-        """The generators' states when the current epoch began."""
+        self._walks = 0
+        """See the fields of ``LoopNotes``; here of all variables."""
+        self._places: set[str] = set()
+        """The places of the code where loops over steps have begun, as text."""
         self._at_end: dict[str, str] = {}
         """The texts when the steps of the last epoch had ended; of what evaluations have changed, those after them."""
-        self._set_in_data: set[str] = set()
-        """The variables that data sets hold and the loop has changed."""
         self._by_reading: set[str] = set()
         """The variables that data sets hold and reading has changed."""
-        self._stored: Mapping[str, Any] = {}
-        """The result of ``capture`` for the checkpoint, until the first steps of a resumed run."""
-        self._inside = self._in_epochs = False
-        """True if the checkpoint was written while batches were read; true once ``run.epochs`` has given an epoch."""
-        self._resumed: tuple[Variables, dict[str, str], dict[FrameType, int]] | None = None
-        """The variables of a resumed run at the start of its first epoch, states of tensors, and places of frames."""
-        self._untouched: set[str] = set()
-        """The variables that the loop's own code has not set between the start of that epoch and its first steps."""
-        self._carried: set[str] = set()
-        """The variables that it has computed there from their own lost values."""
+        self._resumed: ResumedLoop | None = None
+        """Of a resumed run, until its first steps."""
         self._generators: dict[str, Any] = {}
         """The generators that existed when the steps of the current epoch began."""
         self._measured = set[float]()
         """The results of evaluations before the first step."""
-        self._taken = set[str]()
-        """Floats that the script had taken from the run before its first step: a setting, or such a result."""
         self._begun: Places = {}
         """Where the code of the frames began the steps of the current epoch."""
         self._born: dict[str, str] = {}
         """The first texts of attributes and globals that were not there when the steps of this process began."""
-        self._walks = 0
-        """The number of loops over steps that have begun, over all resumes."""
 
     def _look(self, **loop: bool) -> Variables:
         callbacks = self.events.callbacks if self.events else ()
@@ -174,21 +90,16 @@ class LoopState:
 
     def resume(self, stored: Mapping[str, Any], *, inside: bool) -> None:
         """Takes what ``capture`` returned. ``inside``: it was written while the batches of an epoch were read."""
-        maps = ("first", "start", "saved", "at_epoch", "generators")
-        self._stored = {**stored, **{name: dict(stored[name]) for name in maps}} if stored else {}
-        self._inside, self._in_epochs = inside, False
-        self._first, self._walks = dict(stored.get("first", {})), stored.get("walks", 0)
-        self._set_in_data, self._taken = set(stored.get("set_between", ())), set(stored.get("taken", ()))
+        notes = LoopNotes.from_json(stored)
+        self._resumed = ResumedLoop(notes, inside=inside, is_main=self._is_main) if stored else None
+        self._first, self._walks = dict(notes.first), notes.walks
+        self._set_in_data, self._taken = set(notes.set_in_data), set(notes.taken)
 
     def begin_epoch(self) -> None:
         """Restores the generators' states, once after a resume; called where ``run.epochs`` gives an epoch."""
         found = self._look(enters_loop=True)
-        if self._stored and not self._in_epochs:
-            _give(found, self._stored["at_epoch" if self._inside else "generators"])
-            found.renew_floats(self._stored["saved"].keys())
-            states = {name: state_of(held) for name, held in found.tensors.items()}
-            self._resumed = found, states, {frame: frame.f_lasti for frame in users_frames()}
-        self._in_epochs = True
+        if self._resumed is not None:
+            self._resumed.begin_epoch(found)
         self._first = {**found.texts, **self._first}
         self._at_epoch = {name: encoded_state(each) for name, each in found.generators.items()}
 
@@ -197,45 +108,28 @@ class LoopState:
 
         ``any_left``: at least one step is left, so that the loop will make a pass.
         """
-        stored, self._begun = self._stored, {}
-        found = self._look(enters_loop=bool(stored) and any_left)
+        resumed, self._begun = self._resumed, {}
+        found = self._look(enters_loop=resumed is not None and any_left)
         if not self._walks:
             self._taken = self._taken_from_run(found)
         for frame in users_frames():
             self._begun = {**self._begun, frame.f_code: (*self._begun.get(frame.f_code, ()), frame.f_lasti)}
         if (place := str(self._begun)) not in self._places:
             self._places.add(place)
-            self._entered = dict(stored.get("entered", stored.get("first", {})))
+            self._entered = dict(resumed.notes.entered) if resumed else {}
         self._entered = {**found.texts, **self._entered}
-        if stored:
-            if self._inside:
-                _give(found, stored["generators"])
-            elif not self._in_epochs:
-                self._give_without_epochs(found)
-            if self._resumed and self._in_epochs:
-                self._untouched, self._carried = self._untouched_in(found), self._carried_in(found)
+        if resumed is not None:
+            resumed.begin_steps(found)
+            self.lost = resumed.compare(
+                found,
+                # Outside of the steps a pass of the loop around them has begun.
+                found if resumed.inside else self._look(enters_loop=any_left),
+                firsts=(self._first, self._entered),
+                taken=self._taken_from_run(found),
+                set_in_data=self._set_in_data,
+            )
+            resumed.warn_of_unset(any_left=any_left)
             self._resumed = None
-            found.renew_floats(stored["saved"].keys())
-            # Outside of the steps a pass of the loop around them has begun.
-            began = found if self._inside else self._look(enters_loop=any_left)
-            unread = found.local - found.live
-            lost = self._lost(found, unread=unread - began.live)
-            self._require_generators(found, lost)
-            self._require_data(lost)
-            certain = [name for name in lost if name not in unread and self._is_certain(name)]
-            self.lost = {name: Lost.of(found, name) for name in certain}
-            born, there = stored.get("born", {}), {*found.texts, *stored["generators"]}
-            lost |= {name: (text, "nothing") for name, text in born.items() if name not in there}
-            self._tell_lost(found, lost)
-            had = [name.rpartition(": ")[2] for name in stored.get("had", ())]
-            unset = [name for name in unset_names(enters_loop=any_left) if name in had]
-            if unset and self._is_main:
-                logger.warning(
-                    "The loop goes on and may read variables that are not there in this resumed run: %s. That would be "
-                    "a NameError. Set them before it, as loss = float('nan'), or to what run.extra has kept.",
-                    shorten(unset, 4),
-                )
-            self._stored = {}
         self._first = {**found.texts, **self._first}
         self._note_data(found)
         self._start, self._generators, self._at_end = found.texts, found.generators, {}
@@ -243,25 +137,8 @@ class LoopState:
 
     def end_epochs(self) -> None:
         """Warns of what a resumed run, which had no step left, has lost and the code after the loop reads."""
-        read, found, saved = read_after_loops(), self._look(), self._stored.get("saved", {})
-        lost = {n: (saved[n], t) for n, t in found.texts.items() if saved.get(n, t) != t and read & {*_words(n)[0]}}
-        self._tell_lost(found, lost)
-
-    def _tell_lost(self, found: Variables, lost: Mapping[str, tuple[str, str]]) -> None:
-        if lost and self._is_main:
-            texts = {name: [_DIGEST.sub("", each) for each in pair] for name, pair in lost.items()}
-            words = [
-                f"{name} (other values)"
-                if name in found.with_values or now == before
-                else f"{name} ({now}, was {before})"
-                for name, (before, now) in texts.items()
-            ]
-            logger.warning(
-                "The loop goes on to read variables that are not what they were at the checkpoint: %s. What "
-                "depends on them is not what it would have been without the stop. Keep numbers and texts in "
-                "run.extra, and tensors in a module that run.prepare is given: checkpoints hold both.",
-                shorten(words, 5),
-            )
+        if self._resumed is not None:
+            self._resumed.compare_at_end(self._look())
 
     def note_made(self) -> None:
         """Notes what the first step has made."""
@@ -348,117 +225,10 @@ class LoopState:
         return {
             name
             for name in names
-            if by_loop.isdisjoint({_words(name)[0][-1], *others.get(name, ()), *others.get(name.partition("[")[0], ())})
+            if by_loop.isdisjoint(
+                {words_of(name)[0][-1], *others.get(name, ()), *others.get(name.partition("[")[0], ())}
+            )
         }
-
-    def _give_without_epochs(self, found: Variables) -> None:
-        """Restores the generators' states at the end of an epoch, in a loop that is not over ``run.epochs``."""
-        states = self._stored["generators"]
-        for name in self._stored["fresh"]:
-            is_there = name in found.generators and states.get(name) is not None
-            if is_there and self._walks == 1 and encoded_state(found.generators[name]) != states[name]:
-                raise ConfigError(
-                    f"The generator {name} of the loop has drawn numbers in the first epoch. Whether it begins anew in "
-                    "each epoch or goes on cannot be told in this resumed run. Loop over run.epochs, or keep its state "
-                    "in run.extra and give it back before run.batches."
-                )
-        _give(found, {name: state for name, state in states.items() if name not in self._stored["fresh"]})
-
-    def _lost(self, found: Variables, unread: Collection[str]) -> dict[str, tuple[str, str]]:
-        """The variables that a stop has lost, each with its text at the checkpoint and its text now."""
-        lost, taken = {}, self._taken & self._taken_from_run(found)
-        for name, text in found.texts.items():
-            before = self._stored["saved"].get(name)
-            if before is None:
-                continue
-            if name in self._carried:
-                is_lost = not self._inside or before != text
-            elif before == text or name in found.generators or name in unread:
-                is_lost = False
-            else:
-                is_lost = self._begins_anew(name, text, before, found, is_taken=name in taken)
-            if is_lost:
-                lost[name] = before, text
-        return lost
-
-    def _begins_anew(self, name: str, text: str, before: str, found: Variables, *, is_taken: bool) -> bool:
-        """True if a variable that differs from the checkpoint's is not what the loop had made of it.
-
-        Within the steps of an epoch nothing but the loop's body could set it. After them the start of the next epoch
-        may: what is set again in each epoch has one value at the start of every one.
-
-        Args:
-            is_taken: the script takes its value from the run, which now gives a different one.
-        """
-        firsts, start = (self._first.get(name), self._entered.get(name)), self._stored["start"].get(name)
-        may_differ = name in found.with_values  # by values, of which a text tells too little
-        if self._inside:
-            return may_differ or is_taken or text in (*firsts, start)
-        is_untouched = name in self._untouched
-        if may_differ and self._in_epochs:
-            return is_untouched
-        if text in firsts:
-            is_lost = is_untouched or name in self._stored["read"] or start != text
-        else:
-            is_lost = is_taken and (is_untouched or not self._in_epochs)
-        return is_lost or (may_differ and before in firsts)
-
-    def _require_data(self, lost: Collection[str]) -> None:
-        """Refuses data sets that are not as the loop had left them."""
-        if names := sorted(filter(self._is_certain, self._set_in_data & set(lost))):
-            raise ConfigError(
-                f"The loop had changed {shorten(names, 3)} in a data set, or what it reads, when the checkpoint was "
-                "written, and no checkpoint holds that: this resumed run would go on with other samples. Keep what the "
-                "loop changes in run.extra, and give it back to the data set before run.batches."
-            )
-
-    def _require_generators(self, found: Variables, lost: Collection[str]) -> None:
-        """Refuses, or warns of, generators that are not there yet, so that they cannot get their states back."""
-        missing = self._stored["generators"].keys() - found.generators.keys()
-        if names := sorted(missing & set(lost)):
-            raise ConfigError(
-                f"The loop draws random numbers from {shorten(names, 3)}, which does not exist yet where this resumed "
-                "run goes on, so it would draw others. Make the generator before the loop over run.batches."
-            )
-        if (names := sorted(missing - set(self._stored["local"]))) and self._is_main:
-            logger.warning(
-                "%s had drawn random numbers when the checkpoint was written, and does not exist yet. If it is not "
-                "made anew in each step, make it before the loop over run.batches, so that it can go on.",
-                shorten(names, 3),
-            )
-
-    def _is_certain(self, name: str) -> bool:
-        """False where the start of an epoch may set it: each epoch then has a value of its own, as in a curriculum."""
-        is_carried = name in self._stored["read"] or name in self._untouched | self._carried
-        return self._inside or is_carried or (not self._in_epochs and name not in self._stored["plain"])
-
-    def _untouched_in(self, found: Variables) -> set[str]:
-        """The variables that the loop's own code has not set since the epoch began, as far as objects and code tell."""
-        assert self._resumed is not None
-        was, states, frames = self._resumed
-        changed, names = changed_since(frames), set()
-        for name, text in found.texts.items():
-            value, held = found.values[name], found.tensors.get(name)
-            if was.texts.get(name) != text or value is not was.values[name]:
-                continue
-            is_untouched = changed.isdisjoint(re.findall(r"\w+", name.rpartition(": ")[2]))
-            if held is not None:
-                is_untouched = states[name] == state_of(held)
-            if is_untouched or name in was.renewed:
-                names.add(name)
-        return names
-
-    def _carried_in(self, found: Variables) -> set[str]:
-        """The variables that the start of an epoch computes from their own lost values, as ``self.scale *= 0.5``."""
-        assert self._resumed is not None
-        was, _, frames = self._resumed
-        carried, stored = carried_since(frames), self._stored
-        now, then = (found.texts, stored["start"]) if self._inside else (was.texts, stored["saved"])
-        names = found.texts.keys() - (found.local - (was.live & was.texts.keys()))
-        differ = [each for each in names if now.get(each) != then.get(each, now.get(each))]
-        owned = {name for name in differ if not carried.isdisjoint(_owners(name, name in found.local))}
-        fewer = {name for name in differ if _count(found.texts[name]) < _count(then[name])}
-        return owned | {name for name in fewer if Carried(_words(name)[0][-1], "entries") in carried}
 
     def _is_noted(self, name: str, found: Variables) -> bool:
         """True if the variable has changed since the run began, or a resumed run may take it from another state."""
@@ -486,46 +256,21 @@ class LoopState:
         changed = [name for name in self._born.keys() & names if seen.get(name) != found.texts[name]]
         owners = {name[: end.start()] for name in changed for end in re.finditer(r"[.[]|$", name)}
         born = [name for name in owners & self._born.keys() if {*_LAST.findall(name)} & found.asked_for]
-        return {
-            "born": {name: found.texts[name] for name in born},
-            "first": {name: self._first[name] for name in noted},
-            "start": {name: self._start[name] for name in noted if name in self._start},
-            "entered": {name: self._entered[name] for name in noted if name in self._entered},
-            "saved": noted,
-            "read": sorted(found.read & noted.keys()),
-            "plain": sorted(found.plain.keys() & noted.keys()),
-            "at_epoch": self._at_epoch,
-            "generators": {name: encoded_state(each) for name, each in generators.items()},
-            "fresh": sorted(name for name in generators if self._start.get(name) == self._first.get(name)),
-            "local": sorted(found.local & generators.keys()),
-            "set_between": sorted(self._set_in_data),
-            "taken": sorted(self._taken & noted.keys()),
-            "had": sorted((found.live | found.read) & found.local),
-            "walks": self._walks,
-        }
-
-
-def _owners(name: str, is_variable: bool) -> set[Carried]:
-    """The names by which code may change a value, or an object that holds it."""
-    words, keys = _words(name)
-    if is_variable:
-        return {Carried(words[-1]), Carried(words[-1], "own")}
-    values = {Carried(word) for word in words[-1:] + keys[-1:]}
-    return values | {Carried(words[0], "object")} | {Carried(word, "attribute") for word in words + keys}
-
-
-def _words(name: str) -> tuple[list[str], list[str]]:
-    """The words of a variable with its attributes, and those of the key of an entry."""
-    path, _, entry = name.partition("[")
-    return re.findall(r"\w+", path.rpartition(": ")[2]), re.findall(r"\w+", entry)
-
-
-def _count(text: str) -> int:
-    """The number of entries in the text of a container; 0 in any other."""
-    return int(found[1]) if (found := re.match(r"(\d+) entries", text)) else 0
-
-
-def _give(found: Variables, states: Mapping[str, Any]) -> None:
-    for name, state in states.items():
-        if name in found.generators:
-            set_encoded_state(found.generators[name], state)
+        notes = LoopNotes(
+            saved=noted,
+            first={name: self._first[name] for name in noted},
+            start={name: self._start[name] for name in noted if name in self._start},
+            entered={name: self._entered[name] for name in noted if name in self._entered},
+            born={name: found.texts[name] for name in born},
+            read=found.read & noted.keys(),
+            plain=found.plain.keys() & noted.keys(),
+            taken=self._taken & noted.keys(),
+            had=(found.live | found.read) & found.local,
+            set_in_data=self._set_in_data,
+            generators={name: encoded_state(each) for name, each in generators.items()},
+            at_epoch=self._at_epoch,
+            fresh={name for name in generators if self._start.get(name) == self._first.get(name)},
+            local=found.local & generators.keys(),
+            walks=self._walks,
+        )
+        return notes.as_json()
