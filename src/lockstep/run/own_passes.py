@@ -30,9 +30,9 @@ from lockstep.data.batch import Batch, MicroBatch
 from lockstep.errors import ConfigError
 from lockstep.numerics.hidden_state import Kind
 from lockstep.run.checks.calls import warn_of_settings, watching_calls
+from lockstep.run.checks.findings import Findings
 from lockstep.run.checks.means import deviation_of_parts, has_rows, leaves_of, own_rows, together
 from lockstep.run.checks.short_step import (
-    Findings,
     RehearsalCompute,
     Watched,
     noting_mistakes,

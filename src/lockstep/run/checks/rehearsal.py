@@ -47,16 +47,15 @@ from lockstep.run.checks.calls import (
     warn_of_settings,
     watching_calls,
 )
+from lockstep.run.checks.findings import Findings, refuse_evaluation
 from lockstep.run.checks.means import Deviation, judge_with_model
 from lockstep.run.checks.short_step import (
     Buffers,
-    Findings,
     RehearsalCompute,
     Watched,
     noting_mistakes,
     on_all_ranks,
     put_back,
-    refuse_evaluation,
     shortened,
     taken_gradients,
     with_own_data,
