@@ -257,7 +257,7 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
 
     def _prepare(self) -> None:
         """Prepares model, optimizer and scheduler, once. Collective."""
-        run, args, events = self.run, self.args, self.callback_handler
+        run, events = self.run, self.callback_handler
         if run._prepared is not None:
             return
         run.add_callback(KeepsExtra(run, "transformers", self._kept))
@@ -268,18 +268,21 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
         if isinstance(self.processing_class, transformers.PreTrainedTokenizerBase):
             align_special_tokens(self.model, self.processing_class)
         steps = run.steps_per_epoch(loader, model=self.model)
-        total = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * steps)
-        self.create_optimizer_and_scheduler(total)
+        self.create_optimizer_and_scheduler(self._total_steps(steps))
         self.model, self.optimizer, self.lr_scheduler = run.prepare(self.model, self.optimizer, self.lr_scheduler)
         events.model, events.optimizer, events.lr_scheduler = self.model, self.optimizer, self.lr_scheduler
         events.train_dataloader = loader
         self._try_items(loader)
 
+    def _total_steps(self, steps: int) -> int:
+        """The optimizer steps of the whole training, where an epoch has so many ``steps``."""
+        return int(self.args.max_steps) if self.args.max_steps > 0 else math.ceil(self.args.num_train_epochs * steps)
+
     def _begin(self, steps: int) -> TrainerState:
         """Makes the state of the training, new or as the run was resumed with."""
         run, args = self.run, self.args
         stateful = [each for each in self.callback_handler.callbacks if isinstance(each, ExportableState)]
-        total = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * steps)
+        total = self._total_steps(steps)
         self.state = state = TrainerState(stateful_callbacks=[*stateful, self.control])
         state.max_steps, state.num_train_epochs = total, math.ceil(total / steps)
         state.train_batch_size, state.global_step = run.options.global_batch, run.position.step

@@ -472,7 +472,6 @@ class Rehearsals:
                 "loop computes from it differs between processes.",
                 told(new, _MOST),
             )
-
         self._warn_of_asked(found.asked)
         left = [name for name in found.left if without_key(name) not in self._warned]
         self._warned.update(map(without_key, left))
