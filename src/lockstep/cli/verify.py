@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lockstep.cli.command_line import Parser
-from lockstep.cli.shared_options import add_options, add_train_options, require_files, write_file
+from lockstep.cli.shared_options import add_options, add_train_options, require_at_least, require_files, write_file
 from lockstep.cli.train import device_counts, job_on_one_device, strategy_names
 from lockstep.config.job import JobConfig
 from lockstep.config.strategy_options import STRATEGIES
@@ -70,8 +70,7 @@ def main(arguments: argparse.Namespace) -> int:
         1 if a layout breaks its promise or refuses the program while it trains, if one whose strategy was given did not
         run, or if none ran; else 0.
     """
-    if arguments.steps < 1:
-        raise ConfigError(f"--steps is {arguments.steps}, and must be at least 1.")
+    require_at_least(arguments, 1, "steps")
     require_files(arguments, ("json",))
     stop_after = _stop_after(arguments)
     if arguments.micro_batches:
