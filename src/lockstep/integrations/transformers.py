@@ -26,6 +26,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
@@ -41,6 +42,7 @@ from transformers.trainer_utils import (
 
 from lockstep.checkpoint.manifest import decode, encode
 from lockstep.core.values import is_users_object
+from lockstep.data.batch import Batch
 from lockstep.data.keyed import generators_kept
 from lockstep.distributed.collectives import broadcast_tensors, gather_json
 from lockstep.errors import ConfigError
@@ -196,7 +198,7 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
         speed = speed_metrics("train", started, num_samples=samples, num_steps=done)
         return TrainOutput(state.global_step, metrics["train_loss"], {**speed, **metrics, "epoch": state.epoch})
 
-    def _train_step(self, batch: Any, steps_by_metric: bool) -> Tensor:
+    def _train_step(self, batch: Batch, steps_by_metric: bool) -> Tensor:
         """Updates the model with one batch, and returns its loss."""
         run, args, events, state = self.run, self.args, self.callback_handler, self.state
         self.control = events.on_step_begin(args, state, self.control)
@@ -301,7 +303,7 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
     def _is_over(self) -> bool:
         return bool(self.control.should_training_stop) or self.state.global_step >= self.state.max_steps
 
-    def _backward(self, batch: Any) -> Tensor:
+    def _backward(self, batch: Batch) -> Tensor:
         """The gradients and the loss of a step; counts its tokens, where that is asked for."""
         if self.args.include_num_input_tokens_seen in (False, "no"):
             return self.run.backward(batch, compute_loss, forward=self._loss_of)  # type: ignore[no-any-return]
@@ -546,7 +548,9 @@ class _Rows:
         self._forms = forms
         return torch.cat([each.reshape(len(each), -1).double() for each in tensors], 1)
 
-    def unpacked(self, packed: Tensor | None, rows: int, group: Any, device: torch.device) -> tuple[Any, Any]:
+    def unpacked(
+        self, packed: Tensor | None, rows: int, group: dist.ProcessGroup | None, device: torch.device
+    ) -> tuple[Any, Any]:
         """Outputs and labels of all samples as arrays, on every rank; None where there are none. Collective."""
         forms: list[Any] = [[list(shape), str(dtype).removeprefix("torch.")] for shape, dtype in self._forms]
         if group is not None:

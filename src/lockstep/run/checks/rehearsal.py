@@ -109,11 +109,11 @@ class Rehearsals:
         self._strategy, self._events, self._is_main = strategy, events, is_main
         self.times: float = _TIMES[options.checks]
         """See ``_TIMES``."""
-        self.done: dict[Any, int] = {}
+        self.done: dict[CodeType | type, int] = {}
         """How often each loss function was rehearsed or looked at, by its code."""
-        self.due: dict[Any, Due] = {}
+        self.due: dict[CodeType | type, Due] = {}
         """When the next one of each is due; see ``Run.backward_pass``."""
-        self._starts: dict[Any, dict[str, tuple[str, Any]]] = {}
+        self._starts: dict[CodeType | type, dict[str, tuple[str, Any]]] = {}
         """For each loss, the places that its calls have changed, also in the model: text and value before the first."""
         self.deviations: dict[str, str] = {}
         """Why losses are not means over samples, by their names."""
@@ -253,7 +253,7 @@ class Rehearsals:
             raise other_on_ranks(everyone, OFF)
         self._require_equal_variables(done)
 
-    def _schedule(self, code: Any, epoch: int, step: int) -> int:
+    def _schedule(self, code: CodeType | type, epoch: int, step: int) -> int:
         """The number of rehearsals of a loss with this one, after which it sets when the next is due."""
         self.done[code] = done = self.done.get(code, 0) + 1
         if done < self.times:
@@ -573,5 +573,6 @@ def _name_of(function: Any) -> str:
 def _placed(loss: Any) -> str:
     """The name of a loss in messages: of a lambda with its file and line."""
     name, code = _name_of(loss), code_of(loss)
-    is_lambda = name.endswith("<lambda>")
-    return f"{name} ({Path(code.co_filename).name}:{code.co_firstlineno})" if is_lambda else name
+    if isinstance(code, CodeType) and name.endswith("<lambda>"):
+        return f"{name} ({Path(code.co_filename).name}:{code.co_firstlineno})"
+    return name
