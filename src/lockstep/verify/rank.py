@@ -41,8 +41,8 @@ from lockstep.run import Run, RunOptions
 from lockstep.run.prepare import hyperparameters
 from lockstep.runtime import Callback
 from lockstep.runtime.control import Stopped, StopReason
+from lockstep.runtime.devices import peak_memory
 from lockstep.runtime.events import observe_new_runs
-from lockstep.runtime.process_handle import peak_memory
 from lockstep.strategies import IndependentStrategy, StepResult
 from lockstep.trainer import Trainer
 from lockstep.trainer.gradient_record import whole_gradients
