@@ -179,13 +179,10 @@ class GradientDigest:
         """The entries, ready for JSON."""
         return {"digest": self.digest, "parameters": dict(self.parameters)}
 
-    def differing(self, other: GradientDigest) -> list[str]:
-        """Names of the parameters whose digests differ, in name order; none where all bits are equal."""
-        return differing(self.parameters, other.parameters)
-
     def difference(self, other: GradientDigest, most: int) -> str:
         """The names of at most ``most`` parameters that differ, and their number, as text; empty if none differs."""
-        names, every = self.differing(other), len(self.parameters.keys() | other.parameters.keys())
+        mine, theirs = self.parameters, other.parameters
+        names, every = differing(mine, theirs), len(mine.keys() | theirs.keys())
         return f"{shorten(names, most)} ({len(names)} of {every} parameters)" if names else ""
 
 
