@@ -28,7 +28,7 @@ from lockstep.core.world import World
 from lockstep.data.adopt import adopt
 from lockstep.data.formats.arrow_files import optional_module
 from lockstep.data.keyed import encoded_states, set_encoded_states
-from lockstep.data.naming import known_classes, path_of, told_other_columns
+from lockstep.data.naming import differing_columns, known_classes, path_of
 from lockstep.errors import CheckpointError, CheckpointMismatch, ConfigError, LockstepError
 from lockstep.job.assemble import balance, build_model, collated, data_to_predict
 from lockstep.job.instantiate import importable_from, instantiate, instantiate_function
@@ -59,7 +59,7 @@ def main(payload: Any) -> None:
     component = Component(target=target, args=arguments)
     data_set = data_to_predict(config, component)
     is_other = run.is_main and component != config.data.validation
-    if is_other and (differ := told_other_columns(_training_set(config), data_set)):
+    if is_other and (differ := differing_columns(_training_set(config), data_set)):
         raise ConfigError(differ)
     source = collated(data_set, config.data)
     model = build_model(config)

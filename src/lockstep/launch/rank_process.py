@@ -59,6 +59,10 @@ from lockstep.runtime.stack_dump import Mark, serve_stack_dumps, stack_marker
 from lockstep.runtime.stop_signals import wait_for_critical_threads
 from lockstep.runtime.torch_internals import made_optimizers, opened_groups
 
+_LAST_BARRIER_SECONDS = 2.0
+_LAST_WRITE_SECONDS = 2.5
+"""Time to finish a checkpoint when a rank fails; the supervisor sends SIGKILL three seconds after SIGTERM."""
+
 
 @stack_marker(Mark.RUNS_TARGET)
 def run_target(target: Target) -> Any:
@@ -120,11 +124,6 @@ def _run_function(target: FunctionTarget) -> Any:
         )
     args, kwargs = pickle.loads(base64.b64decode(target.arguments))
     return found(*args, **kwargs)
-
-
-_LAST_BARRIER_SECONDS = 2.0
-_LAST_WRITE_SECONDS = 2.5
-"""Time to finish a checkpoint when a rank fails; the supervisor sends SIGKILL three seconds after SIGTERM."""
 
 
 @dataclass(frozen=True, kw_only=True)
