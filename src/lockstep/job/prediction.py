@@ -32,7 +32,7 @@ from lockstep.data.naming import differing_columns, known_classes, path_of
 from lockstep.errors import CheckpointError, CheckpointMismatch, ConfigError, LockstepError
 from lockstep.job.assemble import balance, build_model, collated, data_to_predict
 from lockstep.job.instantiate import importable_from, instantiate, instantiate_function
-from lockstep.job.rank import OUTCOME
+from lockstep.job.run_folder import read_outcome
 from lockstep.models import load_weights
 from lockstep.models.weights import metadata_of
 from lockstep.run import Run
@@ -90,12 +90,6 @@ def has_gone_on(folder: Path) -> bool:
     """True where a run, which ended once, has checkpoints of later steps than the weights of its end."""
     exported = folder / WEIGHTS
     return exported.is_file() and "step" in metadata_of(exported) and not has_ended(folder)
-
-
-def read_outcome(folder: Path) -> dict[str, Any]:
-    """The record that a run wrote when it ended; empty where it has not."""
-    path = folder / OUTCOME
-    return dict(json.loads(path.read_bytes())) if path.is_file() else {}
 
 
 def recorded_fingerprint(folder: Path) -> str:
