@@ -246,7 +246,7 @@ class Rehearsals:
         self.judge(found, _placed(loss))
         if found.keeps:
             self.due[code] = replace(self.due[code], at_latest=max(_COUNTED, step + step // 4))
-        if found.by_rank:
+        if found.ranks_differ:
             state, device = prepared.state, self._strategy.device
             compared_replicas(state, lambda each: checksums(each, device), device, of_all_modules=False)
             everyone = self._strategy.gather_records(self._places)
@@ -331,7 +331,7 @@ class Rehearsals:
                 findings.disturbed = disturbed.other_gradients(first)
             # Each time: a loop may give back what a step has left on its rank.
             if strategy.share.holders > 1:
-                findings.by_rank = self._pass_of_all(short, rehearsal, scale)
+                findings.ranks_differ = self._pass_of_all(short, rehearsal, scale)
                 self._places = {n: t for n, t in before.texts.items() if "environment variable" not in n}
             findings.deviation = self._judge_loss(judging, compute, batch, loss)
         passes = _Passes(first, [*others, *from_start], from_start, before, after, later)
@@ -436,14 +436,14 @@ class Rehearsals:
         watched.restore()
         return [found]
 
-    def _pass_of_all(self, batch: Batch, compute: RehearsalCompute, scale: float) -> list[int]:
-        """The losses of the first micro-batch, computed by every process under the same keys; empty if they are equal.
+    def _pass_of_all(self, batch: Batch, compute: RehearsalCompute, scale: float) -> bool:
+        """Returns whether processes that compute rank 0's micro-batch under the same keys get losses of other bits.
 
-        It is also empty if the data of the micro-batch are not tensors, or not alike on all ranks.
+        False, too, where the data of the micro-batch are not tensors, or not alike on all ranks.
         """
         common = on_all_ranks(batch, compute, self._strategy)
         losses = [] if common is None else self._pass(*common, scale).losses
-        return losses if any(loss != losses[0] for loss in losses) else []
+        return any(loss != losses[0] for loss in losses)
 
     def _pass(self, batch: Batch, compute: StepCompute, scale: float) -> _Result:
         """One computation of the short step, on data of its own: a forward pass may write into its input."""
