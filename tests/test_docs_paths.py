@@ -11,7 +11,11 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "lockstep"
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-FLOWS = re.findall(r"^(\w[\w/]*\.py) {2,}(\w.*?) {2,}\S", ARCHITECTURE.read_text().partition("## Four flows")[2], re.M)
+FLOWS = re.findall(  # without the lines of "The path of a step", which name files only
+    r"^(\w[\w/]*\.py) {2,}(\w[\w.]*(?:, \w[\w.]*)*) {2,}(\S.*)$",
+    ARCHITECTURE.read_text().partition("## Four flows")[2],
+    re.M,
+)
 
 
 def dotted_name_exists(name):
@@ -55,19 +59,16 @@ def test_the_architecture_names_every_package():
     assert {str(path.parent.relative_to(PACKAGE)) for path in PACKAGE.glob("*/__init__.py")} <= listed
 
 
-@pytest.mark.parametrize(("file", "functions"), FLOWS, ids=lambda value: value.replace(", ", "+"))
-def test_the_functions_of_the_flows_exist(file, functions):
-    if "." not in functions and " " in functions:
-        return  # a line of "The path of a step", which names files only
-    tree = ast.parse((PACKAGE / file).read_text())
-    for function in functions.split(", "):
-        body = tree.body
-        for name in function.split("."):
-            found = [
-                node
-                for top in body
-                for node in ([top] if "." in function else ast.walk(top))
-                if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name
-            ]
-            assert found, f"{file} has no {function}"
-            body = found[0].body
+def definitions(body, name):
+    """The functions and classes of this name in some statements; a name without a dot may be in a class."""
+    first, _, rest = name.partition(".")
+    nodes = body if rest else [node for top in body for node in ast.walk(top)]
+    found = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == first]
+    return found if not rest else [inner for node in found for inner in definitions(node.body, rest)]
+
+
+@pytest.mark.parametrize(("file", "functions", "words"), FLOWS, ids=lambda value: value.replace(", ", "+"))
+def test_the_functions_of_the_flows_exist(file, functions, words):
+    named = [(file, function) for function in functions.split(", ")]
+    for path, name in [*named, *re.findall(r"(\S+\.py): (\w+)", words)]:
+        assert definitions(ast.parse((PACKAGE / path).read_text()).body, name), f"{path} has no {name}"

@@ -28,7 +28,7 @@ from typing import Any
 import psutil
 
 from lockstep.core.world import usable_cores
-from lockstep.distributed.network import addresses, chosen, interface_towards
+from lockstep.distributed.network import addresses, data_interface, interface_towards
 from lockstep.errors import ConfigError
 from lockstep.launch.runs import find_runs
 from lockstep.text import format_bytes
@@ -189,7 +189,7 @@ def _way_to_master(master: tuple[str, int], asked: str, environment: Mapping[str
     """The interface that this run uses: the one that was asked for, else the one that leads to ``--master``."""
     known = addresses()
     try:
-        name = chosen(asked, interface_towards(*master, known), known, environment)
+        name = data_interface(asked, interface_towards(*master, known), known, environment)
     except ConfigError as error:
         return fault("interface", str(error), "Correct --master or --interface.")
     return ok("interface", f"{name}, for the data of a run whose --master is {master[0]}")

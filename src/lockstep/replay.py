@@ -34,6 +34,7 @@ from lockstep.job.run_folder import Start, read_starts
 from lockstep.run import Run
 from lockstep.runtime import Callback
 from lockstep.strategies import Compute, StepResult
+from lockstep.strategies.gradients import run_backward
 from lockstep.text import labelled, numbered, plural, shorten
 from lockstep.trainer import Trainer
 from lockstep.trainer.gradient_record import (
@@ -277,7 +278,7 @@ def _backward_of_one(run: Run, batch: Batch, loss: Callable[..., Any], k: int) -
 
     def one_micro_batch(batch: Batch, compute: Compute, *, scale: float, stop: int) -> StepResult:
         total, weight = compute(batch.micro_batches[k])
-        (total if scale == 1.0 else total * scale).backward()  # type: ignore[no-untyped-call]  # torch's stub
+        run_backward(total, scale)
         value, weight = total.detach().double(), weight.double()
         finite = torch.ones_like(value).bool()  # NaN is reported as it is
         return StepResult(value / weight, value.reshape(1), weight, torch.zeros_like(value), finite)

@@ -96,7 +96,7 @@ def test_help_ends_well(command, name):
         (("new", "~no-such-user/x", "--yes"), "there is no such home folder"),
         (("slurm", "digits", "--output", "absent/job.sh"), "the folder 'absent' does not exist"),
         (("slurm", "digits", "--output", "x" * 300), "longer than one can be"),
-        (("slurm", "digits", "--gpus-per-node", "-1"), "--gpus-per-node is -1, and must be 0 or more."),
+        (("slurm", "digits", "--gpus-per-node", "-1"), "--gpus-per-node is -1, and must be at least 0."),
         (("slurm", "digits", "--gpus-per-node", "9" * 25), "at most 65,536 devices"),
         (("slurm", "digits", "--nodes", "9" * 25), "and must be at most 65,536."),
         (("slurm", "digits", "--nodes", "60000", "--tasks-per-node", "4000"), "at most 65,536 devices"),

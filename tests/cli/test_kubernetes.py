@@ -178,7 +178,7 @@ def test_the_manifest_is_written_to_a_file_or_given_to_kubectl(command, tmp_path
         (("--runtime", "torch"), "only a TrainJob has one"),
         (("--nodes", "0"), "--nodes is 0, and must be at least 1."),
         (("--user", "0"), "--user is 0, and must be at least 1."),
-        (("--restarts", "-1"), "--restarts and --gpus-per-node must be 0 or more."),
+        (("--restarts", "-1"), "--restarts is -1, and must be at least 0."),
         (("--nodes", "16"), "micro_batches=8"),
         (("--memory", "much"), "--memory 'much' is not a size."),
         (("--mount", "shared"), "--mount 'shared' is not an absolute path."),

@@ -28,8 +28,8 @@ def test_what_follows_the_script_belongs_to_the_script():
     [
         (["absent.py"], "script 'absent.py' is not a file"),
         (["--devices", "many", "{script}"], "devices should be a number, 'auto'"),
-        (["--threads", "0", "{script}"], "threads=0"),
-        (["--grace", "-1", "{script}"], "grace=-1"),
+        (["--threads", "0", "{script}"], "threads should be at least 1 and at most 4096 and is 0"),
+        (["--grace", "-1", "{script}"], "grace should be at least 0 and at most 1,000,000,000 and is -1"),
     ],
 )
 def test_a_mistake_is_refused_before_anything_starts(words, message, tmp_path):

@@ -8,7 +8,7 @@ from PIL import Image
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from lockstep.data import check_labels, known_labels
-from lockstep.data.naming import class_names, require_map_style, sample_error, uncollatable
+from lockstep.data.naming import class_names, require_map_style, sample_error, why_uncollatable
 from lockstep.errors import ConfigError, DataError
 
 
@@ -75,11 +75,11 @@ TENSOR = torch.zeros(3)
     ],
 )
 def test_samples_that_make_no_batch_are_told_apart(samples, said):
-    assert re.search(said, uncollatable(["sample 3", "sample 7"], samples))
+    assert re.search(said, why_uncollatable(["sample 3", "sample 7"], samples))
 
 
 def test_what_is_not_known_to_be_wrong_is_left_to_torch():
-    assert uncollatable(["sample 3", "sample 7"], [(TENSOR, "a"), (TENSOR, "bc")]) == ""
+    assert why_uncollatable(["sample 3", "sample 7"], [(TENSOR, "a"), (TENSOR, "bc")]) == ""
 
 
 @pytest.mark.parametrize("data", ["data/train", {"train": [1]}, (TENSOR, TENSOR)])

@@ -12,8 +12,8 @@ from lockstep.distributed import network
 from lockstep.distributed.network import (
     Interface,
     addresses,
-    chosen,
     data_address,
+    data_interface,
     interface_of_master,
     interface_towards,
     require_loopback,
@@ -96,13 +96,13 @@ def test_this_hosts_own_addresses_are_found():
     [("", {}, "eth0"), ("ib0", {}, "ib0"), ("", {"GLOO_SOCKET_IFNAME": "ib0"}, "ib0")],
 )
 def test_the_choice_can_be_set_and_is_made_otherwise(asked, environment, name):
-    assert chosen(asked, KNOWN[1], KNOWN, environment) == name
+    assert data_interface(asked, KNOWN[1], KNOWN, environment) == name
 
 
 @pytest.mark.fault("M7")
 def test_an_interface_that_is_not_there_is_refused():
     with pytest.raises(ConfigError, match="'eth7' was asked for, and this host has eth0, ib0, lo"):
-        chosen("eth7", KNOWN[1], KNOWN, {})
+        data_interface("eth7", KNOWN[1], KNOWN, {})
 
 
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="unshare makes the network without an interface that is up")
@@ -120,4 +120,4 @@ def test_a_loopback_interface_that_is_down_is_refused_in_a_sentence():
 @pytest.mark.fault("M7")
 def test_loopback_between_hosts_is_refused():
     with pytest.raises(ConfigError, match="'lo' was asked for, and it does not leave this host"):
-        chosen("lo", KNOWN[1], KNOWN, {})
+        data_interface("lo", KNOWN[1], KNOWN, {})

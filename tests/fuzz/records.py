@@ -115,8 +115,8 @@ class Attempt:
     def _greeting(self, rng, folder):
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            channel = HostChannel(ours, b"token", "hub")
-            lines = [{"hello": "lockstep 1", "nonce": "00" * 32}, {"proof": "00" * 32}, {"proof": "11" * 32}]
+            channel = HostChannel(ours, b"token", "server")
+            lines = [{"hello": "lockstep 2", "nonce": "00" * 32}, {"proof": "00" * 32}, {"proof": "11" * 32}]
             odd = rng.randrange(len(lines))
             for number, line in enumerate(lines):
                 text = (odd_json(line, rng) if number == odd else json.dumps(line)).encode()

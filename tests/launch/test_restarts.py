@@ -177,7 +177,7 @@ def test_a_signal_between_two_attempts_is_heeded(number, code, capsys):
 
 
 def test_settings_that_make_no_sense_are_refused():
-    with pytest.raises(ConfigError, match="restarts=-1"):
+    with pytest.raises(ConfigError, match="restarts should be at least 0 and is -1"):
         options(restarts=-1)
     with pytest.raises(ConfigError, match=r"'rest' is not known.*remaining, same"):
         options(restart_world="rest")

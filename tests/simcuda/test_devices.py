@@ -232,8 +232,8 @@ def test_mistakes_in_the_streams_of_fsdp_are_found(machine, mistake):
 
 @pytest.mark.slow
 def test_fsdp_gathers_the_next_block_while_one_computes(machine):
-    """At the begin of a micro-batch the first block is asked for with what belongs to none, and the second before the
-    first computes; the last block of the forward pass is kept."""
+    """At the beginning of a micro-batch the first block is asked for with what belongs to none, and the second before
+    the first computes; the last block of the forward pass is kept."""
     found = machine.run(train, 2, "decoder", "fsdp", {"micro_batches": 2}, True)
     for each in found:
         launches = [name.split()[0] for name in each.order if "all_gather" in name or name.endswith(" 0")]

@@ -59,7 +59,7 @@ LAYOUTS = [
     *[Layout("pipeline", world, jobs=UNTIED, slow=True) for world in (2, 3, 4)],  # and pipeline/test_strategy_...
     Layout("pipeline", 3, {"pipeline": {"schedule": "gpipe"}}, UNTIED, slow=True),
     Layout("pipeline", 2, {"pipeline": {"schedule": "interleaved"}}, UNTIED, slow=True),
-    Layout("tensor", 2, bound=1e-3, slow=True),  # of its own: tensor/test_bound
+    Layout("tensor", 2, bound=1e-3, slow=True),  # of its own: tensor/test_strategy_bound
     Layout("hybrid", 4, {"mesh": "data=2,tensor=2"}, bound=1e-3, slow=True),
     Layout("hybrid", 4, {"mesh": "data=2,pipeline=2"}, UNTIED, slow=True),
     Layout("hybrid", 4, {"mesh": "pipeline=2,data=2", "pipeline": {"schedule": "interleaved"}}, UNTIED, slow=True),

@@ -32,9 +32,9 @@ def test_a_digest_holds_the_proof_whole_and_of_each_parameter_enough_to_name_it(
 
 def test_parameters_that_differ_are_named_and_so_is_one_that_only_one_side_has():
     mine = GradientDigest.of(DIGESTS)
-    assert mine.differing(GradientDigest.of(dict(reversed(DIGESTS.items())))) == []
-    assert mine.differing(GradientDigest.of({**DIGESTS, "fc.bias": "c" * 64})) == ["fc.bias"]
-    assert mine.differing(GradientDigest.of({"fc.bias": "b" * 64})) == ["fc.weight"]
+    assert mine.difference(GradientDigest.of(dict(reversed(DIGESTS.items()))), 5) == ""
+    assert mine.difference(GradientDigest.of({**DIGESTS, "fc.bias": "c" * 64}), 5) == "fc.bias (1 of 2 parameters)"
+    assert mine.difference(GradientDigest.of({"fc.bias": "b" * 64}), 5) == "fc.weight (1 of 2 parameters)"
 
 
 def test_a_resumed_run_takes_back_the_steps_that_it_will_do_again(tmp_path):

@@ -30,7 +30,7 @@ from lockstep.job.instantiate import importable_from, instantiate
 from lockstep.job.run_folder import choose_run_folder, discard, planned_run_folder, run_folder
 from lockstep.job.summary import Facts, describe
 from lockstep.launch import EntryTarget
-from lockstep.launch.rank_process import end_process, run_target
+from lockstep.launch.rank_process import LAST_WRITE_SECONDS, end_process, run_target
 from lockstep.models import freeze
 from lockstep.runtime.control import Stopped
 from lockstep.runtime.devices import collectives_for, gpu, has_gpus
@@ -59,10 +59,6 @@ def print_plan(config: JobConfig, devices: int, hosts: int) -> None:
         hosts=hosts,
     )
     sys.stdout.write(describe(config, facts, str(planned_run_folder(config))) + "\n")
-
-
-_LAST_WRITE_SECONDS = 2.5
-"""For a checkpoint that is being written when a rank fails."""
 
 
 def join(config: JobConfig, world: World, entry: str, proof: str, profile: str) -> None:
@@ -116,7 +112,7 @@ def _end(error: Exception, world: World) -> None:
         say(f"rank {world.rank}: {error}")
     else:
         traceback.print_exception(error)
-    wait_for_critical_threads(_LAST_WRITE_SECONDS)
+    wait_for_critical_threads(LAST_WRITE_SECONDS)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(error.exit_code if isinstance(error, LockstepError) else EXIT_RANK)

@@ -22,13 +22,11 @@ from lockstep.cli.shared_options import (
     add_train_options,
     deliver,
     node_options,
+    require_at_least,
     require_files,
     require_positive,
 )
-from lockstep.config.checks import refuse
 from lockstep.config.job import JobConfig
-from lockstep.config.job_file import load_job
-from lockstep.config.rules import machine_problems
 from lockstep.errors import EXIT_CONFIG, EXIT_DATA, EXIT_NON_FINITE, EXIT_PREEMPTED, ConfigError
 from lockstep.text import plural
 
@@ -95,10 +93,7 @@ class _Pods:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         _check(arguments)
-        ranks = arguments.tasks_per_node or arguments.gpus_per_node or 1
-        settings = train.overrides(arguments)
-        config = load_job(arguments.job, settings, devices_are_all=False, is_here=False)
-        refuse(machine_problems(config, arguments.nodes * ranks, is_here=False))
+        config, ranks, cores = train.job_of_nodes(arguments, is_here=False)
         self.nodes, self.restarts, self.image = arguments.nodes, arguments.restarts, arguments.image
         self.name = _name(arguments, config)
         self.secret, self.runtime = arguments.secret, arguments.runtime
@@ -106,7 +101,6 @@ class _Pods:
         self.grace_period: int = arguments.grace_period or default
         self.labels = {"app.kubernetes.io/name": "lockstep", "app.kubernetes.io/instance": self.name}
         self.command = self._command(arguments, ranks)
-        cores = ranks * (arguments.cpus_per_task or config.run.threads or 1)
         amounts = {"cpu": str(cores), **({"memory": arguments.memory} if arguments.memory else {})}
         gpus = {"nvidia.com/gpu": str(arguments.gpus_per_node)} if arguments.gpus_per_node else {}
         self.resources = {"requests": amounts, "limits": {**amounts, **gpus}}
@@ -182,8 +176,7 @@ def _check(arguments: argparse.Namespace) -> None:
             raise ConfigError(f"--{option} is missing. Name {example}.")
     numbers = ("nodes", "tasks_per_node", "cpus_per_task", "grace_period", "start_limit", "user")
     require_positive(arguments, *numbers)
-    if arguments.restarts < 0 or arguments.gpus_per_node < 0:
-        raise ConfigError("--restarts and --gpus-per-node must be 0 or more.")
+    require_at_least(arguments, 0, "restarts", "gpus_per_node")
     if arguments.memory and not _QUANTITY.fullmatch(arguments.memory):
         raise ConfigError(f"--memory {arguments.memory!r} is not a size. Use a number and a unit, such as 16Gi.")
     if not re.fullmatch(r"(/[\w.-]+)+", arguments.mount):

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 from lockstep.cli.command_line import Parser
-from lockstep.cli.shared_options import add_options, add_train_options, require_files, write_file
+from lockstep.cli.shared_options import add_options, add_train_options, require_at_least, require_files, write_file
 from lockstep.cli.train import device_counts, job_on_one_device, strategy_names
 from lockstep.config.job import JobConfig
 from lockstep.config.strategy_options import STRATEGIES
@@ -48,10 +48,8 @@ def add_arguments(parser: Parser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Measures the layouts, prints the tables and writes what was asked for."""
-    for name, least in (("steps", 1), ("warm_up", 0), ("rounds", 1)):
-        if getattr(arguments, name) < least:
-            option = "--" + name.replace("_", "-")
-            raise ConfigError(f"{option} is {getattr(arguments, name)}, and must be at least {least}.")
+    require_at_least(arguments, 1, "steps", "rounds")
+    require_at_least(arguments, 0, "warm_up")
     require_files(arguments, _FILES)
     if arguments.interconnect and not arguments.predict:
         raise ConfigError("--interconnect was given without --predict. Add --predict.")

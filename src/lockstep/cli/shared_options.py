@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import os
 import platform
 import re
@@ -98,13 +99,18 @@ def write_file(path: Path | str, content: str | bytes) -> None:
 _MOST_HOSTS = 65_536
 
 
-def require_positive(arguments: argparse.Namespace, *options: str) -> None:
-    """Raises ``ConfigError`` for a number of these options that was given and is below 1, or of more than there are."""
+def require_at_least(arguments: argparse.Namespace, least: int, *options: str, most: float = math.inf) -> None:
+    """Raises ``ConfigError`` for a number of these options that was given and is too small, or too large."""
     for name in options:
         value = getattr(arguments, name)
-        if value is not None and not 1 <= value <= _MOST_HOSTS:
-            limit = "at least 1" if value < 1 else f"at most {_MOST_HOSTS:,}"
+        if value is not None and not least <= value <= most:
+            limit = f"at least {least}" if value < least else f"at most {most:,}"
             raise ConfigError(f"--{name.replace('_', '-')} is {value}, and must be {limit}.")
+
+
+def require_positive(arguments: argparse.Namespace, *options: str) -> None:
+    """Raises ``ConfigError`` for a number of these options that was given and is below 1, or of more than there are."""
+    require_at_least(arguments, 1, *options, most=_MOST_HOSTS)
 
 
 def node_options(number: str) -> list[tuple[str, str, Any, str]]:

@@ -16,12 +16,10 @@ from lockstep.cli.shared_options import (
     add_train_options,
     deliver,
     node_options,
+    require_at_least,
     require_files,
     require_positive,
 )
-from lockstep.config.checks import refuse
-from lockstep.config.job_file import load_job
-from lockstep.config.rules import machine_problems
 from lockstep.errors import ConfigError
 
 _SCRIPT = """\
@@ -74,14 +72,10 @@ def main(arguments: argparse.Namespace) -> int:
 def batch_script(arguments: argparse.Namespace) -> str:
     """Returns the script. Raises ``ConfigError`` where the job and the hosts do not fit."""
     require_positive(arguments, "nodes", "tasks_per_node", "cpus_per_task", "warn")
-    if arguments.gpus_per_node < 0:
-        raise ConfigError(f"--gpus-per-node is {arguments.gpus_per_node}, and must be 0 or more.")
+    require_at_least(arguments, 0, "gpus_per_node")
     if arguments.time and not _TIME.fullmatch(arguments.time):
         raise ConfigError(f"--time {arguments.time!r} is not a time. Use minutes, H:MM:SS or D-HH:MM:SS.")
-    ranks = arguments.tasks_per_node or arguments.gpus_per_node or 1
-    config = load_job(arguments.job, train.overrides(arguments), devices_are_all=False)
-    refuse(machine_problems(config, arguments.nodes * ranks))
-    cores = ranks * (arguments.cpus_per_task or config.run.threads or 1)
+    config, ranks, cores = train.job_of_nodes(arguments)
     options = {
         "job-name": config.job,
         "nodes": arguments.nodes,

@@ -305,6 +305,18 @@ _REPORT_SECONDS = 10
 """The ranks must have saved so long before the limit: then they are ended, and the report is written."""
 
 
+def job_of_nodes(arguments: argparse.Namespace, *, is_here: bool = True) -> tuple[JobConfig, int, int]:
+    """The job of a cluster's command, the ranks of each node, and the cores that these need.
+
+    Raises:
+        ConfigError: the job and the nodes do not fit; ``is_here`` is as in ``AvailableDevices``.
+    """
+    ranks = arguments.tasks_per_node or arguments.gpus_per_node or 1
+    config = load_job(arguments.job, overrides(arguments), devices_are_all=False, is_here=is_here)
+    refuse(machine_problems(config, arguments.nodes * ranks, is_here=is_here))
+    return config, ranks, ranks * (arguments.cpus_per_task or config.run.threads or 1)
+
+
 def command_of_node(arguments: argparse.Namespace, ranks: int, seconds: int) -> list[str]:
     """The words of ``lockstep train`` on one node of a cluster, which has ``--gpus-per-node``.
 

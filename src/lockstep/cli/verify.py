@@ -10,36 +10,24 @@ import argparse
 import dataclasses
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from collections.abc import Sequence
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from lockstep.cli.command_line import Parser
-from lockstep.cli.shared_options import add_options, add_train_options, require_files, write_file
+from lockstep.cli.shared_options import add_options, add_train_options, require_at_least, require_files, write_file
 from lockstep.cli.train import device_counts, job_on_one_device, strategy_names
-from lockstep.config.job import JobConfig
 from lockstep.config.strategy_options import STRATEGIES
 from lockstep.errors import EXIT_DONE, ConfigError
 from lockstep.launch import ScriptTarget
-from lockstep.launch.supervisor import run_sequentially
 from lockstep.text import comma_separated, plural
 from lockstep.verify import micro_batches
-from lockstep.verify.layouts import DEVICES, REFERENCE, RUN_FOLDER, Layout, layouts, reason_of, run_layout
+from lockstep.verify.layouts import DEVICES, REFERENCE, compare_all, layouts, run_job, run_script
 from lockstep.verify.micro_batches import AS_IT_IS, VARIANTS, FirstStep, compared
-from lockstep.verify.plain.diagnosis import compare_plain, trace_of
-from lockstep.verify.plain.record import Recording
-from lockstep.verify.report import Comparison, as_json, compare, is_enlarged, largest_difference, table
-from lockstep.verify.trace import FINAL, Trace, refusal
+from lockstep.verify.report import Comparison, as_json, table
 
-_NUDGES = 16
-"""Runs that look for what rounding can do, each of one device."""
-ENTRY = "lockstep.verify.rank:main"
-MICRO_BATCHES_ENTRY = "lockstep.verify.rank:watch_micro_batches"
-SCRIPT_ENTRY = "lockstep.verify.rank:watch_script"
 EXIT_DIFFERENT = 1
-L = TypeVar("L")
 
 
 def add_arguments(parser: Parser) -> None:
@@ -70,8 +58,7 @@ def main(arguments: argparse.Namespace) -> int:
         1 if a layout breaks its promise or refuses the program while it trains, if one whose strategy was given did not
         run, or if none ran; else 0.
     """
-    if arguments.steps < 1:
-        raise ConfigError(f"--steps is {arguments.steps}, and must be at least 1.")
+    require_at_least(arguments, 1, "steps")
     require_files(arguments, ("json",))
     stop_after = _stop_after(arguments)
     if arguments.micro_batches:
@@ -88,9 +75,9 @@ def main(arguments: argparse.Namespace) -> int:
             "hybrid needs 4, 6, 8 and so on."
         )
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
-        start = partial(_run_job, config, arguments.steps)
+        start = partial(run_job, config, arguments.steps)
         others = {each.label: each for each in chosen}
-        comparisons = _compare_all(start, REFERENCE, others, Path(folder), stop_after)
+        comparisons = compare_all(start, REFERENCE, others, Path(folder), stop_after)
     _show(comparisons, arguments)
     unproven = [each for each in comparisons if each.trace.refused]
     failed = any(each.is_broken for each in comparisons) or len(unproven) == len(chosen)
@@ -102,9 +89,9 @@ def _verify_script(arguments: argparse.Namespace, stop_after: int) -> int:
     target, threads = _script(arguments)
     counts = [count for count in device_counts(arguments.devices) or DEVICES if count > 1]
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
-        start = partial(_run_script, target, arguments.steps, threads)
+        start = partial(run_script, target, arguments.steps, threads)
         others = {plural(count, "process"): count for count in counts}
-        comparisons = _compare_all(start, 1, others, Path(folder), stop_after)
+        comparisons = compare_all(start, 1, others, Path(folder), stop_after)
     _show(comparisons, arguments)
     failed = any(each.is_broken or each.trace.refused for each in comparisons)
     return EXIT_DIFFERENT if failed else EXIT_DONE
@@ -161,7 +148,7 @@ def _verify_micro_batches(arguments: argparse.Namespace) -> int:
         def computed(count: int, variant: str = AS_IT_IS) -> FirstStep:
             print(f"computing {plural(count, 'micro-batch')}, {variant}", file=sys.stderr)
             place = Path(folder) / f"{count}-{VARIANTS.index(variant)}"
-            return _first_step({**payload, "micro_batches": count, "variant": variant}, threads, place)
+            return micro_batches.first_step({**payload, "micro_batches": count, "variant": variant}, threads, place)
 
         findings = compared([computed(count) for count in counts], computed)
     print(micro_batches.table(findings))
@@ -173,198 +160,7 @@ def _verify_micro_batches(arguments: argparse.Namespace) -> int:
     return EXIT_DIFFERENT if any(each.is_mistake for each in findings) else EXIT_DONE
 
 
-def _first_step(payload: dict[str, Any], threads: int | None, folder: Path) -> FirstStep:
-    folder.mkdir()
-    outcome = run_sequentially(MICRO_BATCHES_ENTRY, payload, ranks=1, threads=threads, folder=folder)
-    if (folder / "step.json").exists():
-        return FirstStep.read(folder / "step.json")
-    sentence, reason = refusal(folder), reason_of(outcome.lines)
-    if outcome.code == EXIT_DONE:
-        reason = "it made no step with lockstep.init and run.backward"
-    return FirstStep(payload["micro_batches"], refused=sentence or reason, in_training=bool(sentence))
-
-
 def _show(comparisons: Sequence[Comparison], arguments: argparse.Namespace) -> None:
     print(table(comparisons))
     if arguments.json:
         write_file(arguments.json, as_json(comparisons))
-
-
-@dataclass(frozen=True)
-class How:
-    """Options of a run beside its layout."""
-
-    nudge: int = 0
-    """The number of a change in last places, or 0."""
-    stop_after: int = 0
-    """Steps after which it saves and stops, or 0."""
-    resume: Path | None = None
-    """The folder of a run that has stopped, from which it resumes."""
-
-    @property
-    def payload(self) -> dict[str, int]:
-        """For the entry of the ranks."""
-        return {"nudge": self.nudge, "stop_after": self.stop_after}
-
-
-@dataclass(frozen=True)
-class Ran:
-    """A run of a job in one layout, or of a script on one number of processes."""
-
-    trace: Trace
-    """Of a loop on ``lockstep.init``; of any other only the label, and the reason why it did not run."""
-    folder: Path
-    records: Recording | None = None
-    """Of a script's loop with a ``Recorder``."""
-
-
-def _compare_all(
-    start: Callable[[L, Path, How], Ran], one: L, others: Mapping[str, L], folder: Path, stop_after: int
-) -> list[Comparison]:
-    """Compares runs, by their labels, with that of one device. Raises ``ConfigError`` where one device fails.
-
-    ``start`` is given the layout, a folder, and further options. ``stop_after``: see ``How``.
-    """
-    judge = _Judge(partial(start, one), folder)
-    reference = judge.reference
-    if reference.trace.in_training:
-        return [Comparison(reference.trace, "")]
-    if reference.trace.refused:
-        raise ConfigError(reference.trace.refused)
-    if stop_after and reference.records is not None:
-        raise ConfigError("--stop-after is for loops on lockstep.init, whose runs can be resumed.")
-    if stop_after and stop_after >= (made := reference.trace.steps[-1].step + 1):
-        raise ConfigError(
-            f"--stop-after is {stop_after}, and the run has {plural(made, 'step')}. Give a smaller number."
-        )
-    first, records = reference.trace, reference.records
-    if records is not None:
-        first = trace_of(records, first.label)
-    comparisons = [Comparison(first, "A")]
-    for number, (label, layout) in enumerate(others.items()):
-        print(f"running {label} ({number + 1} of {len(others)})", file=sys.stderr)
-        comparisons.append(judge.compare(start(layout, folder / str(number), How())))
-    if stop_after:
-        proven = [each.trace for each in comparisons if not (each.trace.refused or each.trace.independent)]
-        every = {first.label: one, **others}
-        resumed = _resumed(start, {each.label: every[each.label] for each in proven}, folder, stop_after)
-        comparisons += [judge.compare(ran, since=ran.trace.first) for ran in resumed]
-    return comparisons
-
-
-class _Judge:
-    """Compares runs with that of one device, and repeats the latter where that may explain a difference.
-
-    Args:
-        start: runs one device, in a folder and with further options.
-        folder: gets the folders of its runs.
-    """
-
-    def __init__(self, start: Callable[[Path, How], Ran], folder: Path) -> None:
-        self._start, self._folder = start, folder
-        self._moves: list[float] = []
-        self.reference = start(folder / "reference", How())
-
-    @cached_property
-    def _again(self) -> Ran:
-        """One device a second time, which shows operators that are not deterministic."""
-        return self._start(self._folder / "again", How())
-
-    def _moved(self, number: int) -> float:
-        """How far one device moves that rounds otherwise."""
-        nudged = self._start(self._folder / f"nudged-{number}", How(nudge=number))
-        if nudged.trace.refused:
-            raise ConfigError(nudged.trace.refused)
-        return largest_difference(self.reference.folder / FINAL, nudged.folder / FINAL)
-
-    def _sensitivity(self, gap: float) -> float:
-        """The most of several changes, until they explain a gap: a step may turn on a single value that is nearly 0."""
-        for number in range(1, _NUDGES + 1):
-            if number > len(self._moves):
-                self._moves.append(self._moved(number))
-            if is_enlarged(gap, max(self._moves[:number])):
-                break
-        return max(self._moves[:number])
-
-    def compare(self, other: Ran, since: int | None = None) -> Comparison:
-        """Compares a run, ``since`` the step in which it begins."""
-        if other.trace.refused:
-            return Comparison(other.trace, "")
-        if self.reference.records is not None or other.records is not None:
-            mine, theirs = _records(self.reference), _records(other)
-            return compare_plain(mine, theirs, other.trace.label, again=_records(self._again))
-        expected = self.reference.trace if since is None else self.reference.trace.since(since)
-        gap = largest_difference(self.reference.folder / FINAL, other.folder / FINAL)
-        found = compare(expected, other.trace, gap)
-        if found.diagnosis is None or self._again.trace.refused:
-            return found
-        repeats = compare(expected, self._again.trace.since(expected.first), 0.0).diagnosis is None
-        moves = self._sensitivity(gap) if found.needs_sensitivity else None
-        return compare(expected, other.trace, gap, repeats=repeats, sensitivity=moves)
-
-
-def _resumed(
-    start: Callable[[L, Path, How], Ran], layouts: Mapping[str, L], folder: Path, stop_after: int
-) -> Iterator[Ran]:
-    """Runs that are stopped in each layout and resumed in the one after it, as the first after the last."""
-    for number, (first, second) in enumerate(zip(layouts, [*layouts, *layouts][1:])):
-        label = f"{first}, then {second}"
-        print(f"running {label} ({number + 1} of {len(layouts)})", file=sys.stderr)
-        place = folder / f"stopped-{number}"
-        ran = start(layouts[first], place, How(stop_after=stop_after))
-        level = ran.trace.level
-        if not ran.trace.refused:
-            ran = start(layouts[second], folder / f"resumed-{number}", How(resume=place / RUN_FOLDER))
-        refused = bool(ran.trace.refused)
-        highest = max(level, ran.trace.level)
-        trace = dataclasses.replace(ran.trace, label=label, level=highest, in_training=refused)
-        yield dataclasses.replace(ran, trace=trace)
-
-
-def _run_job(config: JobConfig, steps: int, layout: Layout, folder: Path, how: How) -> Ran:
-    trace, resume = folder / "trace.json", str(how.resume or "")
-    reason = run_layout(layout, config, ENTRY, folder, resume=resume, steps=steps, label=layout.label, **how.payload)
-    if not reason and trace.exists():
-        return Ran(Trace.read(trace), folder)
-    sentence = refusal(folder) if folder.exists() else ""
-    reason = sentence or reason or "its ranks recorded no step"
-    refused = Trace(layout.label, layout.strategy, layout.ranks, "", refused=reason, in_training=bool(sentence))
-    return Ran(refused, folder)
-
-
-def _run_script(target: ScriptTarget, steps: int, threads: int | None, count: int, folder: Path, how: How) -> Ran:
-    folder.mkdir()
-    label = plural(count, "process")
-    payload = {
-        "script": dataclasses.asdict(target),
-        "steps": steps,
-        "label": label,
-        "resume": str(how.resume or ""),
-        **how.payload,
-    }
-    outcome = run_sequentially(SCRIPT_ENTRY, payload, ranks=count, threads=threads, folder=folder)
-    if outcome.code == EXIT_DONE and (folder / "trace.json").exists():
-        return Ran(Trace.read(folder / "trace.json"), folder)
-    trace = Trace(label, "", count, "")
-    if outcome.code == EXIT_DONE and any((folder / "records").glob("rank-*.jsonl")):
-        return Ran(trace, folder, Recording.read(folder / "records"))
-    if sentence := refusal(folder):
-        return Ran(dataclasses.replace(trace, refused=sentence, in_training=True), folder)
-    reason = (
-        f"{target.path} finished no step that was recorded. Train with lockstep.init and its run.batches, or call "
-        "recorder.step() of a lockstep.verify.Recorder after each step."
-    )
-    if outcome.code != EXIT_DONE:
-        report = [line for line in outcome.lines if not line.startswith("Logs: ")]
-        print(*report, sep="\n", file=sys.stderr)
-        reason = reason_of(outcome.lines) or f"exit code {outcome.code}"
-    return Ran(dataclasses.replace(trace, refused=reason), folder)
-
-
-def _records(ran: Ran) -> Recording:
-    if ran.records is None:
-        raise ConfigError(
-            f"On {ran.trace.label} the script trained with lockstep.init, on others with a Recorder. Use the same on "
-            "every number of processes."
-        )
-    return ran.records

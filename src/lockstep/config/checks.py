@@ -173,7 +173,7 @@ def workers(value: int | str) -> str | None:
     return f"should be a number of processes from 0 to {_MOST_PROCESSES}, or 'auto', and is {value!r:.60}."
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class DeviceRequest:
     """Devices as a user asks for them."""
 

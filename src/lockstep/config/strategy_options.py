@@ -20,9 +20,6 @@ STRATEGIES = ("single", "dp", "ddp", "fsdp", "layers", "pipeline", "parameter_se
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 """Every ``--precision``."""
 
-REDUCERS = ("ordered", "ring", "bf16", "powersgd")
-"""Every way to sum gradients over ranks."""
-
 SYNC_BATCH_NORM = ("single", "ddp")
 """The strategies in which the micro-batches of a process run side by side if asked to."""
 
@@ -36,6 +33,15 @@ class Level(enum.Enum):
     """Equal within a stated bound; same data, same meaning."""
     STATISTICAL = "C"
     """The same quality at the end."""
+
+
+REDUCERS = {
+    "ordered": Level.BITWISE,
+    "ring": Level.TOLERANCE,
+    "bf16": Level.TOLERANCE,
+    "powersgd": Level.STATISTICAL,
+}
+"""Every way to sum gradients over ranks, and the level that it promises."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Random numbers of a sample, computed from the sample's key instead of drawn from a stream.
+"""Random numbers of a sample, computed from its key instead of drawn from a stream, and the check that they all are.
 
 Code that draws from torch, NumPy or ``random`` finds the three generators seeded for the sample it works on
 (about 9 microseconds). Code of ours takes its numbers from ``SampleKeys.uniforms``, which touches no

@@ -47,12 +47,12 @@ def path_of(dataset: Any, index: int) -> str:
 
 def sample_error(dataset: Any, index: int, error: BaseException) -> DataError:
     """The ``DataError`` for a sample whose reading raised ``error``."""
-    found = str(error) if isinstance(error, DataError) else told(error)
+    found = str(error) if isinstance(error, DataError) else error_text(error)
     name = sample_name(dataset, index)
     return DataError(f"S{name[1:]} cannot be read: {found}")
 
 
-def told(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """An error of user code, with what to do where it is torch's about CUDA in a loader process."""
     places = [frame.f_globals.get("__name__") for frame, _ in walk_tb(error.__traceback__)]
     of_fork = places[-1:] == ["torch.cuda"] and torch.cuda._is_in_bad_fork()
@@ -65,7 +65,7 @@ _COLLATABLE = (torch.Tensor, np.ndarray, np.generic, float, int, str, bytes, Map
 _OWN_COLLATE = "or a collate function that {}: run.batches(DataLoader(dataset, collate_fn=...))."
 
 
-def uncollatable(names: Sequence[str], samples: Sequence[Any], place: str = "") -> str:
+def why_uncollatable(names: Sequence[str], samples: Sequence[Any], place: str = "") -> str:
     """A sentence on why torch cannot make one batch of samples, and what to do; empty where that is not known.
 
     Args:
@@ -96,7 +96,7 @@ def uncollatable(names: Sequence[str], samples: Sequence[Any], place: str = "") 
         keys = first
     elif isinstance(first, Sequence) and not isinstance(first, str | bytes):
         keys = range(len(first))
-    inner = (uncollatable(names, [each[key] for each in samples], f"{place}[{key!r}]") for key in keys)
+    inner = (why_uncollatable(names, [each[key] for each in samples], f"{place}[{key!r}]") for key in keys)
     return next((found for found in inner if found), "")
 
 
@@ -186,7 +186,7 @@ def _within(dataset: Any) -> Iterator[Any]:
         dataset = getattr(dataset, "dataset", None)
 
 
-def told_other_columns(trained: Any, used: Any) -> str:
+def differing_columns(trained: Any, used: Any) -> str:
     """A sentence where a data set has other columns than the one that is trained on; empty where that is not known.
 
     Columns are known by ``feature_names`` of a data set or one in it.
@@ -200,7 +200,7 @@ def told_other_columns(trained: Any, used: Any) -> str:
     )
 
 
-def told_other_classes(trained: Any, evaluated: Any) -> str:
+def differing_classes(trained: Any, evaluated: Any) -> str:
     """A sentence where a label is another class in the data set that is evaluated; empty where that is not known."""
     names, others = known_classes(trained), known_classes(evaluated)
     label = next((label for label, (one, two) in enumerate(zip(names, others)) if one != two), None)

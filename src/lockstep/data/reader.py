@@ -41,7 +41,7 @@ from lockstep.data.batch import map_leaves, pinned
 from lockstep.data.images.image_arrays import ImageArrays
 from lockstep.data.images.transforms import warn_renamed
 from lockstep.data.keyed import Rereading, SampleKeys, generators_kept, seed_generators
-from lockstep.data.naming import sample_error, sample_name, told, uncollatable, unwrap_subset
+from lockstep.data.naming import error_text, sample_error, sample_name, unwrap_subset, why_uncollatable
 from lockstep.errors import DataError
 from lockstep.runtime.stack_dump import Mark, stack_marker
 from lockstep.text import shorten
@@ -439,7 +439,7 @@ class SampleReader:
         except DataError:
             raise
         except Exception as error:
-            raise DataError(f"{_named(keys)} cannot be read: {told(error)}") from error
+            raise DataError(f"{_named(keys)} cannot be read: {error_text(error)}") from error
 
     def _named_error(self, broken: BrokenSample, keys: SampleKeys) -> DataError:
         return sample_error(self._given, int(keys.indices[broken.position]), broken.cause)
@@ -449,7 +449,7 @@ class SampleReader:
         try:
             samples = self._dataset.__getitems__(self._rows(keys).tolist())
         except Exception as error:
-            raise DataError(f"{_named(keys)} cannot be read: {told(error)}") from error
+            raise DataError(f"{_named(keys)} cannot be read: {error_text(error)}") from error
         return self._collated(list(samples), keys)
 
     def _read_each(self, keys: SampleKeys) -> Any:
@@ -470,10 +470,10 @@ class SampleReader:
             if self._collate is not None:
                 raise DataError(
                     f"{_named(keys)} cannot be collated into one micro-batch: the collate function of the DataLoader "
-                    f"raised {told(error)}"
+                    f"raised {error_text(error)}"
                 ) from error
             names = [sample_name(self._given, int(index)) for index in keys.indices]
-            why = uncollatable(names, samples) or f"{told(error)}. Give a DataLoader with a collate function."
+            why = why_uncollatable(names, samples) or f"{error_text(error)}. Give a DataLoader with a collate function."
             raise DataError(f"{_named(keys)} cannot be collated into one micro-batch: {why}") from error
 
 

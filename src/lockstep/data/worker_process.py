@@ -116,12 +116,12 @@ def _obey_only_the_parent(number: signal.Signals) -> None:
     parent = os.getppid()
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
 
-    def wait() -> None:
+    def obey() -> None:
         while True:
             if signal.sigwaitinfo({number}).si_pid == parent:
                 os._exit(0)
 
-    threading.Thread(target=wait, name="lockstep-sigterm", daemon=True).start()
+    threading.Thread(target=obey, name="lockstep-sigterm", daemon=True).start()
     signal.pthread_sigmask(signal.SIG_SETMASK, {number})
 
 

@@ -226,9 +226,10 @@ def open_reading(
     """The way to read a data set: in worker processes if there are any and the set is not in memory, else here.
 
     Args:
-        prefetch: micro-batches that may be read ahead by all workers together; each is kept busy with two at
-            least.
+        dataset: any map-style data set.
+        prefetch: micro-batches that may be read ahead by all workers together; each is kept busy with two at least.
         per_step: micro-batches of a step that this process reads; a request asks for several of them.
+        rows: samples of a micro-batch.
         options: see ``ReadingOptions``.
     """
     seed, collate, trace = options.get("seed", 0), options.get("collate"), options.get("trace")
@@ -252,7 +253,7 @@ def open_reading(
 
 
 def sample_digests(dataset: Any, indices: Sequence[int], **options: Unpack[ReadingOptions]) -> dict[str, str]:
-    """Digests of some samples as they are read for training, by the words of messages.
+    """Digests of some samples as they are read for training, by the name of each in messages.
 
     They are read where training reads them: in a worker process if there are any, so that files which a set keeps open
     are not opened here.

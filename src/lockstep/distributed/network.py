@@ -90,7 +90,7 @@ def data_address(host: str, port: int, environment: Mapping[str, str]) -> str:
     return found.address if found.address in own else next(iter(alike or own), found.address)
 
 
-def chosen(asked: str, found: Interface, known: list[Interface], environment: Mapping[str, str]) -> str:
+def data_interface(asked: str, found: Interface, known: list[Interface], environment: Mapping[str, str]) -> str:
     """Returns the name of the interface for the ranks' data: the one that was asked for, else the one that was found.
 
     A ``GLOO_SOCKET_IFNAME`` of the user counts like ``--interface``. ``ConfigError`` if it is not one of ``known``, or

@@ -219,7 +219,7 @@ def _bytes(values: Tensor) -> Tensor:
 
 
 def _cut(row: Tensor, lengths: Sequence[int]) -> Sequence[Tensor]:
-    """The begin of a row in parts of these lengths; views."""
+    """The beginning of a row in parts of these lengths; views."""
     return row[: sum(lengths)].split_with_sizes(list(lengths))
 
 

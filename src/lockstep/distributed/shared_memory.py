@@ -155,4 +155,4 @@ def host_identity() -> str:
         spaces = [Path("/proc/self/ns", kind).readlink() for kind in ("pid", "net")]
     except OSError:
         return ""
-    return f"{boot} {spaces} {os.getuid()}" if is_available() and hasattr(os, "memfd_create") else ""
+    return f"{boot} {spaces} {os.getuid()}" if is_available() else ""

@@ -31,8 +31,8 @@ from lockstep.explain.curves import FILE, RunLog, chart, final_table, read_logs
 from lockstep.explain.timeline import explain_timeline, timeline_svg
 from lockstep.job.assemble import balance, build_model, collated, data_to_predict
 from lockstep.job.instantiate import importable_from, instantiate_function
-from lockstep.job.prediction import class_names, has_gone_on, load_run, read_outcome
-from lockstep.job.run_folder import Start, one_recipe, read_starts
+from lockstep.job.prediction import class_names, has_gone_on, load_run
+from lockstep.job.run_folder import Start, one_recipe, read_outcome, read_starts
 from lockstep.run import Run
 from lockstep.text import percent, plural
 from lockstep.trainer.state import Accuracy, is_of_log_probabilities

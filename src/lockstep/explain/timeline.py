@@ -130,19 +130,19 @@ _TITLE, _SHARE = 34, 6
 _BAR = WIDTH - _TITLE - _SHARE
 
 
-def timeline_text(trace: TimelineFacts) -> str:
+def timeline_text(facts: TimelineFacts) -> str:
     """Time to the right, from the first event to the last; ``#`` where a lane is busy."""
-    lines = paragraph(headline(trace))
-    for rank in trace.ranks:
+    lines = paragraph(headline(facts))
+    for rank in facts.ranks:
         lines += ["", rank.title]
-        lines += [_line(lane, trace.milliseconds) for lane in rank.lanes]
-        lines += paragraph(verdict(rank, trace.milliseconds))
-    return "\n".join([*lines, *left_out(trace.chosen.left_out("rank"))])
+        lines += [_line(lane, facts.milliseconds) for lane in rank.lanes]
+        lines += paragraph(verdict(rank, facts.milliseconds))
+    return "\n".join([*lines, *left_out(facts.chosen.left_out("rank"))])
 
 
-def headline(trace: TimelineFacts) -> str:
+def headline(facts: TimelineFacts) -> str:
     """Duration and number of ranks."""
-    return f"{trace.milliseconds:.4g} ms of {plural(trace.chosen.total, 'rank')}"
+    return f"{facts.milliseconds:.4g} ms of {plural(facts.chosen.total, 'rank')}"
 
 
 def verdict(rank: RankLanes, milliseconds: float) -> str:
@@ -194,13 +194,13 @@ _STYLES = {
 _READING, _REST = 3, 7
 
 
-def timeline_svg(trace: TimelineFacts) -> str:
+def timeline_svg(facts: TimelineFacts) -> str:
     """A block of rows for each rank, a row of boxes for each lane, all on one scale of time."""
-    drawing = Drawing(headline(trace))
-    scale = _WIDTH / trace.milliseconds
-    for rank in trace.ranks:
-        _draw_rank(drawing, rank, scale, trace.milliseconds)
-    drawing.caption(*left_out(trace.chosen.left_out("rank")))
+    drawing = Drawing(headline(facts))
+    scale = _WIDTH / facts.milliseconds
+    for rank in facts.ranks:
+        _draw_rank(drawing, rank, scale, facts.milliseconds)
+    drawing.caption(*left_out(facts.chosen.left_out("rank")))
     return drawing.svg()
 
 

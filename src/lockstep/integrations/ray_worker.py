@@ -7,7 +7,6 @@ controller sends: ``place``, ``make_run_directory`` and ``take_place`` before th
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import shutil
 import socket
@@ -32,7 +31,8 @@ from lockstep.config.options import RunOptions
 from lockstep.core.world import World
 from lockstep.distributed.authentication import write_rank_key
 from lockstep.errors import ConfigError
-from lockstep.job.rank import OUTCOME, train
+from lockstep.job.rank import train
+from lockstep.job.run_folder import read_outcome
 from lockstep.launch.hosts.coordinator import SharedStall
 from lockstep.launch.runs import run_directory, write_note
 from lockstep.launch.stalls import StallWatch
@@ -124,7 +124,7 @@ def train_job(job: str, place: RunPlace) -> dict[str, Any]:
     if not world.is_main:
         return {}
     lines = lines.replace(str(folder), place.shown)
-    return {**json.loads((folder / OUTCOME).read_text()), "report": lines}
+    return {**read_outcome(folder), "report": lines}
 
 
 @dataclasses.dataclass(frozen=True)

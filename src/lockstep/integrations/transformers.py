@@ -26,6 +26,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
@@ -41,6 +42,7 @@ from transformers.trainer_utils import (
 
 from lockstep.checkpoint.manifest import decode, encode
 from lockstep.core.values import is_users_object
+from lockstep.data.batch import Batch
 from lockstep.data.keyed import generators_kept
 from lockstep.distributed.collectives import broadcast_tensors, gather_json
 from lockstep.errors import ConfigError
@@ -196,7 +198,7 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
         speed = speed_metrics("train", started, num_samples=samples, num_steps=done)
         return TrainOutput(state.global_step, metrics["train_loss"], {**speed, **metrics, "epoch": state.epoch})
 
-    def _train_step(self, batch: Any, steps_by_metric: bool) -> Tensor:
+    def _train_step(self, batch: Batch, steps_by_metric: bool) -> Tensor:
         """Updates the model with one batch, and returns its loss."""
         run, args, events, state = self.run, self.args, self.callback_handler, self.state
         self.control = events.on_step_begin(args, state, self.control)
@@ -257,7 +259,7 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
 
     def _prepare(self) -> None:
         """Prepares model, optimizer and scheduler, once. Collective."""
-        run, args, events = self.run, self.args, self.callback_handler
+        run, events = self.run, self.callback_handler
         if run._prepared is not None:
             return
         run.add_callback(KeepsExtra(run, "transformers", self._kept))
@@ -268,18 +270,21 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
         if isinstance(self.processing_class, transformers.PreTrainedTokenizerBase):
             align_special_tokens(self.model, self.processing_class)
         steps = run.steps_per_epoch(loader, model=self.model)
-        total = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * steps)
-        self.create_optimizer_and_scheduler(total)
+        self.create_optimizer_and_scheduler(self._total_steps(steps))
         self.model, self.optimizer, self.lr_scheduler = run.prepare(self.model, self.optimizer, self.lr_scheduler)
         events.model, events.optimizer, events.lr_scheduler = self.model, self.optimizer, self.lr_scheduler
         events.train_dataloader = loader
         self._try_items(loader)
 
+    def _total_steps(self, steps: int) -> int:
+        """The optimizer steps of the whole training, where an epoch has so many ``steps``."""
+        return int(self.args.max_steps) if self.args.max_steps > 0 else math.ceil(self.args.num_train_epochs * steps)
+
     def _begin(self, steps: int) -> TrainerState:
         """Makes the state of the training, new or as the run was resumed with."""
         run, args = self.run, self.args
         stateful = [each for each in self.callback_handler.callbacks if isinstance(each, ExportableState)]
-        total = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * steps)
+        total = self._total_steps(steps)
         self.state = state = TrainerState(stateful_callbacks=[*stateful, self.control])
         state.max_steps, state.num_train_epochs = total, math.ceil(total / steps)
         state.train_batch_size, state.global_step = run.options.global_batch, run.position.step
@@ -298,7 +303,7 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
     def _is_over(self) -> bool:
         return bool(self.control.should_training_stop) or self.state.global_step >= self.state.max_steps
 
-    def _backward(self, batch: Any) -> Tensor:
+    def _backward(self, batch: Batch) -> Tensor:
         """The gradients and the loss of a step; counts its tokens, where that is asked for."""
         if self.args.include_num_input_tokens_seen in (False, "no"):
             return self.run.backward(batch, compute_loss, forward=self._loss_of)  # type: ignore[no-any-return]
@@ -543,7 +548,9 @@ class _Rows:
         self._forms = forms
         return torch.cat([each.reshape(len(each), -1).double() for each in tensors], 1)
 
-    def unpacked(self, packed: Tensor | None, rows: int, group: Any, device: torch.device) -> tuple[Any, Any]:
+    def unpacked(
+        self, packed: Tensor | None, rows: int, group: dist.ProcessGroup | None, device: torch.device
+    ) -> tuple[Any, Any]:
         """Outputs and labels of all samples as arrays, on every rank; None where there are none. Collective."""
         forms: list[Any] = [[list(shape), str(dtype).removeprefix("torch.")] for shape, dtype in self._forms]
         if group is not None:

@@ -29,7 +29,7 @@ from lockstep.data import SkipBroken, StepLoader, adopt, check_labels
 from lockstep.data.images.decoding import decoded_as
 from lockstep.data.images.encoded import EncodedPairs
 from lockstep.data.keyed import encoded_states, set_encoded_states
-from lockstep.data.naming import known_classes, told_other_classes, told_other_columns, unwrap_subset
+from lockstep.data.naming import differing_classes, differing_columns, known_classes, unwrap_subset
 from lockstep.data.wrappers.wrapping import Wrapping
 from lockstep.distributed.collectives import gather_json
 from lockstep.errors import ConfigError
@@ -287,7 +287,7 @@ def _model(config: JobConfig, reads_weights: bool) -> nn.Module:
 def check_classes(config: JobConfig, data_sets: Sequence[Any]) -> None:
     """Compares what labels and columns of the data sets mean, and labels with the model's classes, where known."""
     trained, evaluated = (each and adopt(each).dataset for each in data_sets)
-    if differ := told_other_columns(trained, evaluated) or told_other_classes(trained, evaluated):
+    if differ := differing_columns(trained, evaluated) or differing_classes(trained, evaluated):
         raise ConfigError(differ)
     classes = config.model.args.get("num_classes")
     if isinstance(classes, int):

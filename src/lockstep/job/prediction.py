@@ -28,11 +28,11 @@ from lockstep.core.world import World
 from lockstep.data.adopt import adopt
 from lockstep.data.formats.arrow_files import optional_module
 from lockstep.data.keyed import encoded_states, set_encoded_states
-from lockstep.data.naming import known_classes, path_of, told_other_columns
+from lockstep.data.naming import differing_columns, known_classes, path_of
 from lockstep.errors import CheckpointError, CheckpointMismatch, ConfigError, LockstepError
 from lockstep.job.assemble import balance, build_model, collated, data_to_predict
 from lockstep.job.instantiate import importable_from, instantiate, instantiate_function
-from lockstep.job.rank import OUTCOME
+from lockstep.job.run_folder import read_outcome
 from lockstep.models import load_weights
 from lockstep.models.weights import metadata_of
 from lockstep.run import Run
@@ -59,7 +59,7 @@ def main(payload: Any) -> None:
     component = Component(target=target, args=arguments)
     data_set = data_to_predict(config, component)
     is_other = run.is_main and component != config.data.validation
-    if is_other and (differ := told_other_columns(_training_set(config), data_set)):
+    if is_other and (differ := differing_columns(_training_set(config), data_set)):
         raise ConfigError(differ)
     source = collated(data_set, config.data)
     model = build_model(config)
@@ -90,12 +90,6 @@ def has_gone_on(folder: Path) -> bool:
     """True where a run, which ended once, has checkpoints of later steps than the weights of its end."""
     exported = folder / WEIGHTS
     return exported.is_file() and "step" in metadata_of(exported) and not has_ended(folder)
-
-
-def read_outcome(folder: Path) -> dict[str, Any]:
-    """The record that a run wrote when it ended; empty where it has not."""
-    path = folder / OUTCOME
-    return dict(json.loads(path.read_bytes())) if path.is_file() else {}
 
 
 def recorded_fingerprint(folder: Path) -> str:

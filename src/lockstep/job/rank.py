@@ -23,6 +23,7 @@ from lockstep.errors import ConfigError, DataError
 from lockstep.job.assemble import assemble
 from lockstep.job.run_folder import (
     FILE,
+    OUTCOME,
     Start,
     one_recipe,
     read_starts,
@@ -37,9 +38,6 @@ from lockstep.text import format_bytes, percent, plural, samples_per_second
 from lockstep.trainer import Trainer, TrainingOutcome
 from lockstep.trainer.audit_record import AuditRecorder
 from lockstep.trainer.gradient_record import GradientLog, GradientRecorder
-
-OUTCOME = "outcome.json"
-"""The file of a run folder that has the fingerprint in which the run ended, and a command that ends in the same."""
 
 logger = logging.getLogger(__name__)
 

@@ -39,6 +39,8 @@ from lockstep.runtime.output import say
 from lockstep.text import shorten
 
 FILE, LOCK, RANKS = "job.json", "lock", "ranks"
+OUTCOME = "outcome.json"
+"""The file that has the fingerprint in which the run ended, and a command that ends in the same."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +110,12 @@ def read_starts(folder: Path) -> list[Start]:
         return starts
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"'{path}' is not what 'lockstep train' wrote: {error!r}.") from error
+
+
+def read_outcome(folder: Path) -> dict[str, Any]:
+    """The record that a run wrote when it ended; empty where it has not."""
+    path = folder / OUTCOME
+    return dict(json.loads(path.read_bytes())) if path.is_file() else {}
 
 
 def with_start(earlier: Sequence[Start], new: Start) -> str:

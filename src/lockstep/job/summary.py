@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from lockstep.config.job import JobConfig, ScheduleConfig
 from lockstep.config.rules import planned_shares
+from lockstep.config.strategy_options import REDUCERS, Level
 from lockstep.core.plan import BatchShape, SamplePlan, Share, StepPlan
 from lockstep.text import labelled, plural, shorten
 
 _PLOT_WIDTH = 60
 _PLOT_HEIGHT = 8
 _MOST_NUMBERS = 4
-_LEVELS = {"ring": "B (tolerance)", "bf16": "B (tolerance)", "powersgd": "C (statistical)"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,15 +72,16 @@ def _work(config: JobConfig, facts: Facts, ranks: int) -> list[str]:
 
 
 def _level(config: JobConfig) -> str:
-    training = config.training
-    if training.strategy == "parameter_server" and config.parameter_server.mode == "asynchronous":
-        return "C (statistical)"
-    if not training.deterministic:
-        return "C (statistical) on CUDA: deterministic = false"
+    training, level = config.training, REDUCERS[config.training.reduce]
+    is_asynchronous = training.strategy == "parameter_server" and config.parameter_server.mode == "asynchronous"
     splits_layers = training.strategy == "tensor" or "tensor" in training.mesh
     rounds = training.strategy == "fsdp" and (config.fsdp.cpu_offload or config.fsdp.mixed_precision)
-    exact = "B (tolerance)" if rounds or (splits_layers and not config.tensor.shards) else "A (bitwise)"
-    return _LEVELS.get(training.reduce, exact)
+    if is_asynchronous or not training.deterministic:
+        level = Level.STATISTICAL
+    elif level is Level.BITWISE and (rounds or (splits_layers and not config.tensor.shards)):
+        level = Level.TOLERANCE
+    why = "" if is_asynchronous or training.deterministic else " on CUDA: deterministic = false"
+    return f"{level.value} ({level.name.lower()}){why}"
 
 
 def _steps(config: JobConfig, plan: SamplePlan) -> list[str]:

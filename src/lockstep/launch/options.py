@@ -25,7 +25,7 @@ from itertools import takewhile
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from lockstep.config.checks import LONGEST, check_fields, device_request, threads
+from lockstep.config.checks import at_least, check_fields, device_request, one_of, seconds, threads
 from lockstep.core.world import (
     DEBUG_RANK,
     LOOPBACK,
@@ -35,7 +35,7 @@ from lockstep.core.world import (
     threads_of_environment,
     usable_cores,
 )
-from lockstep.errors import ConfigError, nearest
+from lockstep.errors import ConfigError
 
 _MOST_CPU_RANKS = 8
 _LIST_SECONDS = 20.0
@@ -162,16 +162,16 @@ class LaunchOptions:
 
     devices: Devices
     """One per rank."""
-    threads: int | None = None
+    threads: int | None = field(default=None, metadata={"check": threads})
     """Intra-op threads per rank. Part of the recipe, so the default does not depend on the number of ranks:
     ``OMP_NUM_THREADS`` if set, else 1."""
     preload: tuple[str, ...] = ()
     """Modules that the fork server imports beside torch, once for all ranks."""
     log_directory: str = ""
     """Where ranks write output and error records; if empty, a temporary folder, kept after a failure."""
-    grace: float = 25.0
+    grace: float = field(default=25.0, metadata={"check": seconds(or_none=True)})
     """Seconds after a preemption signal until ranks that did not stop are killed."""
-    stall_limit: float = 60.0
+    stall_limit: float = field(default=60.0, metadata={"check": seconds(or_none=True)})
     """Minimum number of seconds without progress after which a run that waits for a rank is ended; 0: never."""
     debug_rank: int | None = None
     """The rank that waits for a debugger before it starts; set by ``with_debugger``."""
@@ -183,9 +183,9 @@ class LaunchOptions:
     """Starts the ranks with the environment of portable bits."""
     hash_seed: str = "0"
     """``PYTHONHASHSEED`` of the ranks if it is not set; without it a set of strings has another order in every run."""
-    restarts: int = 0
+    restarts: int = field(default=0, metadata={"check": at_least(0)})
     """How often the run is restarted after a process was lost."""
-    restart_world: str = "same"
+    restart_world: str = field(default="same", metadata={"check": one_of(*RESTART_WORLDS)})
     """The devices of a restart: ``same``, or ``remaining`` for those whose ranks were not lost (formerly ``left``)."""
     fits: Callable[[int], bool] = field(default=lambda ranks: True, repr=False)
     """Returns whether the target can run on a number of ranks; called for ``restart_world="remaining"``."""
@@ -195,21 +195,9 @@ class LaunchOptions:
     """Id of the run, the same over all restarts; a new one if empty."""
 
     def __post_init__(self) -> None:
-        check_fields(self, prefix="")
         if self.restart_world == "left":
             object.__setattr__(self, "restart_world", "remaining")
-        if self.restarts < 0:
-            raise ConfigError(f"restarts={self.restarts} was given; it must be 0 or more.")
-        if self.restart_world not in RESTART_WORLDS:
-            raise ConfigError(
-                f"restart_world {self.restart_world!r} is not known.{nearest(self.restart_world, RESTART_WORLDS)}"
-            )
-        if self.threads is not None and threads(self.threads):
-            raise ConfigError(f"threads={self.threads} was given; a rank needs at least 1, and at most 4096.")
-        if not 0 <= self.stall_limit <= LONGEST:
-            raise ConfigError(f"stall_limit={self.stall_limit:g} was given; it must be 0 (never) or more seconds.")
-        if not 0 <= self.grace <= LONGEST:
-            raise ConfigError(f"grace={self.grace:g} was given; it must be 0 or more seconds.")
+        check_fields(self, prefix="")
 
 
 def new_run_id() -> str:

@@ -59,6 +59,10 @@ from lockstep.runtime.stack_dump import Mark, serve_stack_dumps, stack_marker
 from lockstep.runtime.stop_signals import wait_for_critical_threads
 from lockstep.runtime.torch_internals import made_optimizers, opened_groups
 
+_LAST_BARRIER_SECONDS = 2.0
+LAST_WRITE_SECONDS = 2.5
+"""Time to finish a checkpoint when a rank fails; the supervisor sends SIGKILL three seconds after SIGTERM."""
+
 
 @stack_marker(Mark.RUNS_TARGET)
 def run_target(target: Target) -> Any:
@@ -120,11 +124,6 @@ def _run_function(target: FunctionTarget) -> Any:
         )
     args, kwargs = pickle.loads(base64.b64decode(target.arguments))
     return found(*args, **kwargs)
-
-
-_LAST_BARRIER_SECONDS = 2.0
-_LAST_WRITE_SECONDS = 2.5
-"""Time to finish a checkpoint when a rank fails; the supervisor sends SIGKILL three seconds after SIGTERM."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,7 +200,7 @@ def _run(task: RankTask, world: World, heartbeat: Heartbeat, page: ErrorPage) ->
             write_record(Path(task.log_directory), record)
         if task.log:
             print(record.traceback, file=sys.stderr)
-        wait_for_critical_threads(_LAST_WRITE_SECONDS)
+        wait_for_critical_threads(LAST_WRITE_SECONDS)
         return record.exit_code
 
 
@@ -227,7 +226,7 @@ def _note_ending(
 
 def _leave_with(ending: SystemExit, task: RankTask, world: World, heartbeat: Heartbeat) -> int:
     if isinstance(ending, stop_signals.Ended):
-        wait_for_critical_threads(_LAST_WRITE_SECONDS)
+        wait_for_critical_threads(LAST_WRITE_SECONDS)
         return int(128 + signal.SIGTERM)
     if ending.code is None or isinstance(ending.code, int):
         code = ending.code or EXIT_DONE
@@ -237,7 +236,7 @@ def _leave_with(ending: SystemExit, task: RankTask, world: World, heartbeat: Hea
     if code in (EXIT_DONE, EXIT_PREEMPTED, EXIT_INTERRUPTED):
         _leave(task, world, heartbeat)
     else:
-        wait_for_critical_threads(_LAST_WRITE_SECONDS)
+        wait_for_critical_threads(LAST_WRITE_SECONDS)
     return code & 0xFF
 
 

@@ -13,7 +13,7 @@ _messages = logging.getLogger(__name__)
 _MEANS = ("loss", "accuracy", "samples_per_second")
 
 
-def that_stay(values: Mapping[str, float]) -> dict[str, float]:
+def without_partial_means(values: Mapping[str, float]) -> dict[str, float]:
     """The results of an epoch, without its means where a run ended within it: what was written cannot be taken back.
 
     A run that resumes there writes the means of the whole epoch.
@@ -52,7 +52,7 @@ class TensorBoard:
 
     def epoch(self, epoch: int, step: int, values: Mapping[str, float], *, is_last: bool = False) -> None:
         """Writes each result, and makes everything so far visible."""
-        self._write(step, tags(that_stay(values), of_epoch=True))
+        self._write(step, tags(without_partial_means(values), of_epoch=True))
         if self._writer is not None:
             self._writer.flush()
 

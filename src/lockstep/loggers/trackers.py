@@ -12,7 +12,7 @@ from typing import Any
 
 from lockstep.config.reader import flat
 from lockstep.loggers.console import import_installed
-from lockstep.loggers.tensorboard import tags, that_stay
+from lockstep.loggers.tensorboard import tags, without_partial_means
 
 
 class _Tracker(ABC):
@@ -39,7 +39,7 @@ class _Tracker(ABC):
 
     def epoch(self, epoch: int, step: int, values: Mapping[str, float], *, is_last: bool = False) -> None:
         """Sends each result."""
-        self._write(step, tags(that_stay(values), of_epoch=True))
+        self._write(step, tags(without_partial_means(values), of_epoch=True))
 
     def close(self) -> None:
         """Ends the run at the tracker."""

@@ -28,6 +28,7 @@ from torch.profiler import ProfilerActivity
 from lockstep.config.options import RunOptions
 from lockstep.core.plan import Indices
 from lockstep.core.world import World
+from lockstep.data.batch import Batch
 from lockstep.data.keyed import EVALUATION_EPOCH
 from lockstep.data.reader import ReadTrace
 from lockstep.errors import ConfigError
@@ -166,14 +167,14 @@ class Timeline(Callback):
         if self._recording and len(indices):
             self._recorder.label(self._thread(), first=int(indices[0]))
 
-    def on_backward_begin(self, batch: Any, scale: float) -> None:
+    def on_backward_begin(self, batch: Batch, scale: float) -> None:
         """Ends the window before the first step after it is computed."""
         if self._first is not None and batch.plan.step >= self._last:
             self.finish()
         if self._recording:
             self._enter("compute", step=batch.plan.step)
 
-    def on_backward_end(self, batch: Any, result: Any) -> None:
+    def on_backward_end(self, batch: Batch, result: object) -> None:
         """Ends the spans of replica threads."""
         if self._recording:
             for thread in range(1, len(self._threads)):

@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.config.strategy_options import Level
+from lockstep.config.strategy_options import REDUCERS
 from lockstep.core.summation_tree import Node, fold_in_place
 from lockstep.distributed.collectives import all_gather_flat
-from lockstep.reduce.reducer import BucketShape, NodeLayout, Reducer, most_slots
+from lockstep.reduce.reducer import Bucket, BucketShape, NodeLayout, Reducer, most_slots
 from lockstep.runtime.devices import current_stream, new_stream, on_stream
 from lockstep.runtime.stack_dump import Mark, stack_marker
 
@@ -33,7 +33,7 @@ class OrderedReducer(Reducer):
     ranks.
     """
 
-    level = Level.BITWISE
+    level = REDUCERS["ordered"]
 
     def __init__(self, group: dist.ProcessGroup, gather_group: dist.ProcessGroup, device: torch.device) -> None:
         self._group, self._gather_group, self._device = group, gather_group, device
@@ -52,10 +52,6 @@ class OrderedReducer(Reducer):
         """See ``Reducer.begin``."""
         self._layout = NodeLayout.of(leaves, self._ranks)
         self._started = self._folded = 0
-
-    def staging(self, bucket: int, slot: int, turn: int | None = None) -> Tensor:
-        """See ``Reducer.staging``."""
-        return self._buckets[bucket].staging(slot)
 
     def start(self, bucket: int) -> None:
         """See ``Reducer.start``."""
@@ -77,14 +73,6 @@ class OrderedReducer(Reducer):
             current_stream(self._device).wait_stream(self._side_stream)
         return self._headers
 
-    def total(self, bucket: int) -> Tensor:
-        """See ``Reducer.total``."""
-        return self._buckets[bucket].total
-
-    def renew(self, bucket: int) -> None:
-        """See ``Reducer.renew``."""
-        self._buckets[bucket].renew()
-
     def _send(self, bucket: int) -> None:
         self._buckets[bucket].send(self._layout, self._rank, self._group)
         self.bytes_sent += self._buckets[bucket].bytes_sent(len(self._layout.ranks[self._rank]))
@@ -103,7 +91,7 @@ class OrderedReducer(Reducer):
             bucket.fold_and_gather(self._layout, self._gather_group)
 
 
-class OrderedBucket:
+class OrderedBucket(Bucket):
     """The memory of one bucket, and the state of its exchange."""
 
     def __init__(self, shape: BucketShape, ranks: int, slots: int, device: torch.device) -> None:
@@ -115,17 +103,16 @@ class OrderedBucket:
         self._incoming = torch.zeros(slots * padded, dtype=shape.dtype, device=device)
         self._gathered = self._outgoing[0]  # what was sent has arrived everywhere when the sums come
         self.total = self._gathered[: self._numel]
-        """The flat sum, once it is finished."""
         self._work: dist.Work | None = None
 
     def renew(self) -> None:
-        """Gives ``total`` new memory, so that the old may be kept."""
+        """See ``Bucket.renew``."""
         self._outgoing = torch.zeros_like(self._outgoing)
         self._gathered = self._outgoing[0]
         self.total = self._gathered[: self._numel]
 
-    def staging(self, slot: int) -> Tensor:
-        """The memory into which this rank writes its node number ``slot``."""
+    def staging(self, slot: int, turn: int = 0) -> Tensor:
+        """See ``Bucket.staging``."""
         return self._outgoing[slot, : self._numel]
 
     def bytes_sent(self, nodes: int) -> int:
@@ -191,7 +178,7 @@ class Bf16Reducer(OrderedReducer):
     (running statistics), are summed as they are.
     """
 
-    level = Level.TOLERANCE
+    level = REDUCERS["bf16"]
 
     def _make_bucket(self, shape: BucketShape, slots: int) -> OrderedBucket:
         rounds = bool(shape.members) and shape.dtype.itemsize > torch.bfloat16.itemsize

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.config.strategy_options import Level
+from lockstep.config.strategy_options import REDUCERS
 from lockstep.distributed.collectives import all_gather_flat
 from lockstep.reduce.reducer import BucketShape, NodeLayout, Reducer, most_slots
 from lockstep.runtime.stack_dump import Mark, stack_marker
@@ -15,7 +15,7 @@ from lockstep.runtime.stack_dump import Mark, stack_marker
 class RingReducer(Reducer):
     """Adds a rank's nodes to one tensor and hands it to ``all_reduce``."""
 
-    level = Level.TOLERANCE
+    level = REDUCERS["ring"]
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group, self._device = group, device

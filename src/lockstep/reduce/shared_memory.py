@@ -23,12 +23,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.config.strategy_options import Level
+from lockstep.config.strategy_options import REDUCERS
 from lockstep.core.summation_tree import fold
 from lockstep.core.world import usable_cores
 from lockstep.distributed.shared_memory import CACHE_LINE, Word, share_memory
 from lockstep.errors import StallError
-from lockstep.reduce.reducer import BucketShape, NodeLayout, Reducer, most_slots, shard_edge
+from lockstep.reduce.reducer import Bucket, BucketShape, NodeLayout, Reducer, most_slots, shard_edge
 from lockstep.runtime.stack_dump import Mark, stack_marker
 
 _FOLDED_BY_ALL_BYTES = 4 << 20
@@ -41,7 +41,7 @@ class SharedMemoryReducer(Reducer):
     ``StallError`` that names it.
     """
 
-    level = Level.BITWISE
+    level = REDUCERS["ordered"]
     turns = 2
 
     def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
@@ -82,10 +82,6 @@ class SharedMemoryReducer(Reducer):
         self._started = self._folded = 0
         self.turn = self._steps % 2
 
-    def staging(self, bucket: int, slot: int, turn: int | None = None) -> Tensor:
-        """See ``Reducer.staging``."""
-        return self._buckets[bucket].slots(self.turn if turn is None else turn)[self._rank, slot]
-
     def start(self, bucket: int) -> None:
         """See ``Reducer.start``."""
         self._started += 1
@@ -113,14 +109,6 @@ class SharedMemoryReducer(Reducer):
                 bucket.copy_out()
         return headers.clone()
 
-    def total(self, bucket: int) -> Tensor:
-        """See ``Reducer.total``."""
-        return self._buckets[bucket].total
-
-    def renew(self, bucket: int) -> None:
-        """See ``Reducer.renew``."""
-        self._buckets[bucket].renew()
-
     def _fold_next(self) -> None:
         self._buckets[self._folded].fold(self._layout, self.turn)
         self._folded += 1
@@ -137,11 +125,11 @@ class SharedMemoryReducer(Reducer):
                 )
 
 
-class _SharedBucket:
+class _SharedBucket(Bucket):
     """The shared memory of one bucket: slots[turn, rank, node, numel], then result[numel] where it is sharded."""
 
     def __init__(self, shape: BucketShape, rank: int, ranks: int, slots: int, memory: mmap.mmap, place: int) -> None:
-        self.sharded = _is_sharded(shape, ranks)
+        self._rank, self.sharded = rank, _is_sharded(shape, ranks)
         turns = 1 if self.sharded else 2
         held = turns * ranks * slots * shape.numel
         everything = _map(memory, shape.dtype, held + self.sharded * shape.numel, place)
@@ -159,6 +147,9 @@ class _SharedBucket:
 
     def slots(self, turn: int) -> Tensor:
         return self._slots[turn % self._slots.shape[0]]
+
+    def staging(self, slot: int, turn: int = 0) -> Tensor:
+        return self.slots(turn)[self._rank, slot]
 
     def bytes_sent(self, nodes: int) -> int:
         result = self._shard.stop - self._shard.start if self.sharded else 0
@@ -180,7 +171,7 @@ class _SharedBucket:
             target.copy_(fold(nodes, layout.leaves, torch.add))
 
     def renew(self) -> None:
-        """Gives other memory to ``total``."""
+        """See ``Bucket.renew``."""
         self.total = torch.empty_like(self.total)
         if not self.sharded:
             self._result = self.total

@@ -398,9 +398,9 @@ class _EffectsReader:
         self._sets_by_name = sets_by_name
         """True for code that may set attributes whose names are strings in it."""
         self._loads: _Loads = defaultdict(list)
-        self._texts: list[tuple[Any, str]] = []
+        self._texts: list[tuple[dis.Positions | None, str]] = []
         """Strings in the code, and their positions."""
-        self._seen: set[tuple[Any, str, frozenset[str]]] = set()
+        self._seen: set[tuple[int | None, str, frozenset[str]]] = set()
         """Names that were read: the line, and the variables of which each is an attribute."""
         self._is_in_place = False
         """True after ``+=`` and the like."""
@@ -455,7 +455,7 @@ class _EffectsReader:
             return {*base, *keys}
         if kind == "LOAD_CONST" and isinstance(each.argval, str) and self._sets_by_name:
             return {each.argval}
-        return _argument_of_next(where, self._loads) if kind.startswith("CALL") and "next" in base else set()
+        return _argument_of_next(where, self._loads) if where and kind.startswith("CALL") and "next" in base else set()
 
     def _carried(
         self, each: dis.Instruction, base: Collection[str], known: frozenset[str], changes: Collection[str]
@@ -485,7 +485,7 @@ _Loads = defaultdict[tuple[int | None, int | None], list[tuple[dis.Positions, st
 of the second name that an instruction loads, and of all names with PYTHONNODEBUGRANGES."""
 
 
-def _base_names(where: Any, loads: _Loads) -> set[str]:
+def _base_names(where: dis.Positions | None, loads: _Loads) -> set[str]:
     """The name ``x`` in ``x[...]``, ``x.method`` and ``x(...)``: the longest one that begins where they do."""
     if not where:
         return set()
@@ -495,7 +495,7 @@ def _base_names(where: Any, loads: _Loads) -> set[str]:
     return found or {name for _, name in loads[where[0], None]}
 
 
-def _argument_of_next(where: Any, loads: _Loads) -> set[str]:
+def _argument_of_next(where: dis.Positions, loads: _Loads) -> set[str]:
     """The name ``x`` in ``next(x)``."""
     every = itertools.chain.from_iterable(loads.values())
     own = [(at, name) for at, name in every if _is_within(at, where) and at[::2] != where[::2]]
@@ -503,7 +503,7 @@ def _argument_of_next(where: Any, loads: _Loads) -> set[str]:
     return first or {name for _, name in loads[where[0], None]}
 
 
-def _is_within(inner: Any, outer: Any) -> bool:
+def _is_within(inner: dis.Positions | None, outer: dis.Positions | None) -> bool:
     if inner is None or outer is None or None in (*inner, *outer):
         return False
     begins = (outer[0], outer[2]) <= (inner[0], inner[2])

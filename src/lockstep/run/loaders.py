@@ -21,7 +21,7 @@ from lockstep.data import EvaluationLoader, SkipBroken, Source, StepLoader, Stre
 from lockstep.data.adopt import SideBySide, unused_side_by_side
 from lockstep.data.batch import Batch
 from lockstep.data.changes import BEGINNING, Notes, choices
-from lockstep.data.naming import told_other_classes, told_other_columns, unwrap_subset
+from lockstep.data.naming import differing_classes, differing_columns, unwrap_subset
 from lockstep.data.reader import ReadTrace
 from lockstep.data.workers import ReadingOptions, sample_digests
 from lockstep.distributed.collectives import all_reduce_max, gather_json
@@ -216,7 +216,7 @@ class LoaderCache:
                 **self._reading(known, workers, "loader (evaluation)"),
             )
             for trained in [each.source.dataset for each in self._by_id.values() if each.training]:
-                self._warn(told_other_columns(trained, source.dataset), told_other_classes(trained, source.dataset))
+                self._warn(differing_columns(trained, source.dataset), differing_classes(trained, source.dataset))
         return known.evaluation[key]
 
     def read_ahead(self, loader: StepLoader, next_epoch: int | None) -> None:

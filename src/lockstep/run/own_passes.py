@@ -189,7 +189,7 @@ class LoopRehearsal:
         is_first = done[LoopRehearsal] == 1
         if is_first and run.is_main:
             warn_of_settings(is_alone=run.world.world_size == 1)
-        watched, by_rank = Watched({"": model}, (model, prepared.forward_pass.model)), False
+        watched = Watched({"": model}, (model, prepared.forward_pass.model))
         findings, look = Findings(), _sums if is_first else dict[str, float]
         short, self._compute = shortened(self._batch, self._opened.compute, strategy.share, 1)
         try:
@@ -207,7 +207,7 @@ class LoopRehearsal:
                 changed = after.changed(later := watched.now())
                 watched.buffers.restore()
                 if is_first and strategy.share.holders > 1:
-                    by_rank = yield from self._pass_of_all(short)
+                    findings.ranks_differ = yield from self._pass_of_all(short)
                 if is_first:
                     with evaluating(model), torch.enable_grad():
                         findings.deviation = yield from self._deviation()
@@ -219,7 +219,7 @@ class LoopRehearsal:
             if second[kept] != first[kept]:
                 raise _keeps(kept, first[kept], second[kept])
         run.rehearsals.judge(findings.of_all_ranks(strategy), _NAME)
-        if by_rank:
+        if findings.ranks_differ:
             raise other_on_ranks(strategy.gather_records({}), _OFF)
 
     def backward(self, loss: Any) -> None:

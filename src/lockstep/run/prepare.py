@@ -91,29 +91,7 @@ class Parts:
         for module in (model, *modules):
             _require_own_memory(module, initial_values if module is model else None)
         schedulers = tuple(each for each in others if not isinstance(each, Optimizer | nn.Module))
-        for each in schedulers:
-            if isinstance(each, type):
-                raise ConfigError(
-                    f"run.prepare was given the class {each.__name__}. Create an instance: {each.__name__}(...)."
-                )
-            if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
-                name = type(each).__name__
-                remedy = "Give data sets to run.batches and run.evaluate."
-                if any(isinstance(part, Optimizer) for part in getattr(each, "__dict__", {}).values()):
-                    remedy = f"Give it the optimizer that this steps, and make the {name} of the one that it returns."
-                elif hasattr(each, "__next__"):
-                    remedy = "Make it of the DataLoader afterwards: batches = cycle(accelerator.prepare(loader))."
-                raise ConfigError(
-                    "run.prepare takes a model, optimizers, schedulers, and modules to keep beside the model; a "
-                    f"{name} is none of them. {remedy}"
-                )
-            if foreign := _foreign_state(each):
-                raise ConfigError(
-                    f"run.prepare was given a {type(each).__module__}.{type(each).__qualname__}, whose state_dict() "
-                    f"{foreign}. It takes optimizers of the class torch.optim.Optimizer, and schedulers and the like "
-                    "whose state_dict() is a dict that a checkpoint can hold: use torch's own optimizer, derive yours "
-                    "from it, or leave it out of run.prepare in a run that writes no checkpoints."
-                )
+        _require_schedulers(schedulers)
         _require_own_parameters(optimizers, list(model.parameters()))
         if left := [name for name, parameter in model.named_parameters() if parameter.grad is not None]:
             raise ConfigError(
@@ -173,6 +151,33 @@ class Parts:
                     f"Optimizer {number} ({type(optimizer).__name__}) has a scheduler that run.prepare was not given, "
                     "so a checkpoint would not hold it. Make it first: run.prepare(model, optimizer, scheduler)."
                 )
+
+
+def _require_schedulers(given: Sequence[Any]) -> None:
+    """Raises ``ConfigError`` for what is neither a model nor an optimizer, and no scheduler either."""
+    for each in given:
+        if isinstance(each, type):
+            raise ConfigError(
+                f"run.prepare was given the class {each.__name__}. Create an instance: {each.__name__}(...)."
+            )
+        if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
+            name = type(each).__name__
+            remedy = "Give data sets to run.batches and run.evaluate."
+            if any(isinstance(part, Optimizer) for part in getattr(each, "__dict__", {}).values()):
+                remedy = f"Give it the optimizer that this steps, and make the {name} of the one that it returns."
+            elif hasattr(each, "__next__"):
+                remedy = "Make it of the DataLoader afterwards: batches = cycle(accelerator.prepare(loader))."
+            raise ConfigError(
+                "run.prepare takes a model, optimizers, schedulers, and modules to keep beside the model; a "
+                f"{name} is none of them. {remedy}"
+            )
+        if foreign := _foreign_state(each):
+            raise ConfigError(
+                f"run.prepare was given a {type(each).__module__}.{type(each).__qualname__}, whose state_dict() "
+                f"{foreign}. It takes optimizers of the class torch.optim.Optimizer, and schedulers and the like "
+                "whose state_dict() is a dict that a checkpoint can hold: use torch's own optimizer, derive yours "
+                "from it, or leave it out of run.prepare in a run that writes no checkpoints."
+            )
 
 
 def _foreign_state(each: Any) -> str:

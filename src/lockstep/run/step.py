@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields
 from functools import cache
+from types import CodeType
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -174,7 +175,7 @@ def with_exact_mean(function: Callable[..., Any]) -> Callable[..., Any]:
     return sum_and_weight_of
 
 
-def code_of(function: Any) -> Any:
+def code_of(function: Any) -> CodeType | type:
     """The code of a function, by which the functions that one line makes in a loop, such as lambdas, are the same."""
     function = getattr(function, "func", function)
     return getattr(function, "__code__", type(function))
@@ -185,7 +186,7 @@ _IGNORED = -100
 
 
 @cache
-def _leaves_out(code: Any) -> bool:
+def _leaves_out(code: CodeType | type) -> bool:
     """True if code seems, by its names, to take torch's own mean over the targets that are not ignored."""
     names, constants = getattr(code, "co_names", ()), getattr(code, "co_consts", ())
     own = code in (F.cross_entropy.__code__, F.nll_loss.__code__)

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 
@@ -147,9 +149,12 @@ def passing(devices: Sequence[torch.device]) -> Callable[[], bool]:
     return lambda: all(mark.query() for mark in marks)
 
 
-def peak_memory_of_gpus() -> int:
-    """The most bytes that this process has had allocated on one GPU."""
-    return max(torch.cuda.max_memory_allocated(each) for each in range(count_gpus()))
+def peak_memory(device: torch.device) -> int:
+    """The most bytes that this process has had: allocated on one GPU, or else resident, Python and torch included."""
+    if device.type != "cpu":
+        return max(torch.cuda.max_memory_allocated(each) for each in range(count_gpus()))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
 
 
 def memory_shortages() -> int:

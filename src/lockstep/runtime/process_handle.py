@@ -1,37 +1,19 @@
-"""A process of this host, signalled and waited for without taking a later process with the same id for it.
-
-``peak_memory`` is of this process itself.
-"""
+"""A process of this host, signalled and waited for without taking a later process with the same id for it."""
 
 from __future__ import annotations
 
 import os
-import resource
 import select
 import signal
-import sys
 import time
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import psutil
 
 from lockstep.errors import ConfigError
 
-if TYPE_CHECKING:
-    import torch
-
 _PAUSE = 0.02
-
-
-def peak_memory(device: torch.device) -> int:
-    """The most bytes that this process has had: allocated on one GPU, or else resident, Python and torch included."""
-    if device.type != "cpu":
-        from lockstep.runtime.devices import peak_memory_of_gpus
-
-        return peak_memory_of_gpus()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else 1024 * peak
 
 
 def all_pids() -> list[int]:

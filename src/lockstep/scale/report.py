@@ -209,7 +209,7 @@ def layout_table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
 
 def phase_table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     """A head, and a row for each rank: milliseconds of each phase that occurs; the slowest rank is marked."""
-    occurring = [phase for phase in PHASES if any(phase in rank for row in rows for rank in row.ranks)]
+    occurring = _occurring(rows)
     table: list[tuple[str, ...]] = [("layout", "rank", *occurring, "ms/step")]
     for row in rows:
         for rank, phases in enumerate(row.ranks):
@@ -217,6 +217,10 @@ def phase_table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
             times = (f"{1000 * phases.get(phase, 0.0):.2f}" for phase in occurring)
             table.append((row.label, f"{rank}{mark}", *times, f"{1000 * sum(phases.values()):.2f}"))
     return table
+
+
+def _occurring(rows: Sequence[Row]) -> list[str]:
+    return [phase for phase in PHASES if any(phase in rank for row in rows for rank in row.ranks)]
 
 
 def text(report: ScaleReport) -> str:
@@ -316,8 +320,7 @@ def _steps(rows: Sequence[Row]) -> str:
     """A bar for each rank, its parts as wide as their share of the longest step."""
     colours = dict(zip(PHASES, COLOURS))
     longest = max(sum(phases.values()) for row in rows for phases in row.ranks)
-    found = [phase for phase in PHASES if any(phase in rank for row in rows for rank in row.ranks)]
-    keys = [f'<span class="key"><i style="background:{colours[name]}"></i>{name}</span>' for name in found]
+    keys = [f'<span class="key"><i style="background:{colours[name]}"></i>{name}</span>' for name in _occurring(rows)]
     lines = []
     for row in rows:
         for rank, phases in enumerate(row.ranks):

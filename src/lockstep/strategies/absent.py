@@ -37,7 +37,6 @@ _KNOWN = frozenset(
 )
 """The attributes and methods of a parameter that need no values, and are the same wherever these are."""
 
-
 _WHERE: dict[str, Callable[[torch.device], Any]] = {
     "device": lambda device: device,
     "get_device": lambda device: -1 if device.index is None else device.index,
@@ -46,7 +45,6 @@ _WHERE: dict[str, Callable[[torch.device], Any]] = {
     "is_meta": lambda device: False,
 }
 """The attributes that tell code where to put its own tensors."""
-
 
 _FACTORS = frozenset({"mul_", "div_", "true_divide_", "__imul__", "__idiv__", "__itruediv__"})
 

@@ -42,21 +42,29 @@ def digest_gradients(run: Run) -> tuple[dict[str, str], float]:
         Digests by parameter name, without those that have no gradient, and the norm, summed in float64; nothing and
         NaN on the other processes.
     """
-    strategy, saved = run.strategy, run.require_prepared().state
-    if strategy.replicated and not run.is_main:
+    if run.strategy.replicated and not run.is_main:
         return {}, math.nan
-    held = strategy.trainable()
-    mine = [name for name, parameter in held.items() if parameter.grad is not None]
-    group = None if strategy.replicated else strategy.all_ranks
-    used = {name for names in gather_json(mine, group, run.device) for name in names}
     digests, squares = {}, 0.0
-    for name in sorted(used):
-        part = held[name].grad if name in held else None
-        whole = strategy.gather_full(name, part, saved.model.tensors[name].dtype)
+    for name, whole in whole_gradients(run):
         if run.is_main:
             digests[name] = digest_tensor(whole)
             squares += float(sum_of_squares(whole))
     return digests, math.sqrt(squares) if run.is_main else math.nan
+
+
+def whole_gradients(run: Run) -> Iterator[tuple[str, Tensor]]:
+    """The name and the whole gradient of each parameter that has one, in name order.
+
+    Collective where no process holds the whole model: every rank must go through all of them.
+    """
+    strategy, tensors = run.strategy, run.require_prepared().state.model.tensors
+    held = strategy.trainable()
+    mine = [name for name, parameter in held.items() if parameter.grad is not None]
+    group = None if strategy.replicated else strategy.all_ranks
+    used = {name for names in gather_json(mine, group, run.device) for name in names}
+    for name in sorted(used):
+        part = held[name].grad if name in held else None
+        yield name, strategy.gather_full(name, part, tensors[name].dtype)
 
 
 class MicroBatchWatch(Callback):
@@ -171,13 +179,10 @@ class GradientDigest:
         """The entries, ready for JSON."""
         return {"digest": self.digest, "parameters": dict(self.parameters)}
 
-    def differing(self, other: GradientDigest) -> list[str]:
-        """Names of the parameters whose digests differ, in name order; none where all bits are equal."""
-        return differing(self.parameters, other.parameters)
-
     def difference(self, other: GradientDigest, most: int) -> str:
         """The names of at most ``most`` parameters that differ, and their number, as text; empty if none differs."""
-        names, every = self.differing(other), len(self.parameters.keys() | other.parameters.keys())
+        mine, theirs = self.parameters, other.parameters
+        names, every = differing(mine, theirs), len(mine.keys() | theirs.keys())
         return f"{shorten(names, most)} ({len(names)} of {every} parameters)" if names else ""
 
 

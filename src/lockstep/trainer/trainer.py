@@ -19,10 +19,9 @@ from lockstep.data.naming import known_classes
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.loggers import Logger
 from lockstep.run import Run
-from lockstep.runtime.devices import is_gpu
+from lockstep.runtime.devices import is_gpu, peak_memory
 from lockstep.runtime.error_record import users_lines
 from lockstep.runtime.events import Callback
-from lockstep.runtime.process_handle import peak_memory
 from lockstep.text import plural
 from lockstep.trainer.state import Meter, Progress, TrainingOutcome, TrainingParts
 

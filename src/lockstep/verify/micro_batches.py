@@ -11,9 +11,14 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
+from lockstep.errors import EXIT_DONE
+from lockstep.launch.supervisor import run_sequentially
 from lockstep.text import aligned, shorten
-from lockstep.verify.trace import JsonRecord
+from lockstep.verify.layouts import reason_of
+from lockstep.verify.trace import JsonRecord, refusal
 
 VARIANTS = AS_IT_IS, WITHOUT_BATCH_NORM, EVALUATING = "as it is", "batch norm in evaluation mode", "eval"
 """How a step is computed. Modules that drop at random are switched off in each: masks belong to a micro-batch."""
@@ -209,3 +214,18 @@ def as_json(findings: Sequence[StepComparison]) -> str:
         for each in findings
     ]
     return json.dumps(found, indent=1) + "\n"
+
+
+_ENTRY = "lockstep.verify.rank:watch_micro_batches"
+
+
+def first_step(payload: dict[str, Any], threads: int | None, folder: Path) -> FirstStep:
+    """Computes a step in one process, which is given ``payload`` and the folder: see ``watch_micro_batches``."""
+    folder.mkdir()
+    outcome = run_sequentially(_ENTRY, payload, ranks=1, threads=threads, folder=folder)
+    if (folder / "step.json").exists():
+        return FirstStep.read(folder / "step.json")
+    sentence, reason = refusal(folder), reason_of(outcome.lines)
+    if outcome.code == EXIT_DONE:
+        reason = "it made no step with lockstep.init and run.backward"
+    return FirstStep(payload["micro_batches"], refused=sentence or reason, in_training=bool(sentence))

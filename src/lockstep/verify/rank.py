@@ -41,10 +41,11 @@ from lockstep.run import Run, RunOptions
 from lockstep.run.prepare import hyperparameters
 from lockstep.runtime import Callback
 from lockstep.runtime.control import Stopped, StopReason
+from lockstep.runtime.devices import peak_memory
 from lockstep.runtime.events import observe_new_runs
-from lockstep.runtime.process_handle import peak_memory
 from lockstep.strategies import IndependentStrategy, StepResult
 from lockstep.trainer import Trainer
+from lockstep.trainer.gradient_record import whole_gradients
 from lockstep.verify.layouts import RUN_FOLDER
 from lockstep.verify.micro_batches import AS_IT_IS, EVALUATING, WITHOUT_BATCH_NORM, FirstStep, Pass
 from lockstep.verify.plain.checks import by_name
@@ -228,16 +229,9 @@ class Observer(Callback):
         self._observing += time.perf_counter() - began
 
     def _gradients(self) -> dict[str, tuple[str, float]]:
-        strategy, held = self.run.strategy, self.run.strategy.trainable()
-        own = [name for name, parameter in held.items() if parameter.grad is not None]
-        used = {name for names in self._gather(own) for name in names}
-        found = {}
-        for name in self._names:
-            if name in used:
-                gradient = held[name].grad if name in own else None
-                whole = strategy.gather_full(name, gradient, self._saved.model.tensors[name].dtype)
-                found[name] = digest_tensor(whole), float(whole.double().norm())
-        return found
+        whole = whole_gradients(self.run)
+        found = {name: (digest_tensor(gradient), float(gradient.double().norm())) for name, gradient in whole}
+        return {name: found[name] for name in self._names if name in found}
 
     def _state(self) -> tuple[dict[str, str], list[str]]:
         """Digests of the whole model, and the names whose bits differ between ranks. Collective."""

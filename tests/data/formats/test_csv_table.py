@@ -6,7 +6,7 @@ import torch
 from torch.utils.data import Subset
 
 from lockstep.data import CSVTable
-from lockstep.data.naming import told_other_columns
+from lockstep.data.naming import differing_columns
 from lockstep.data.reader import SampleReader
 from lockstep.errors import ConfigError, DataError
 
@@ -31,9 +31,9 @@ def test_columns_in_another_order_than_those_of_the_training_are_told(tmp_path):
     """A validation table whose columns are in another order had its numbers taken for others."""
     trained = table(tmp_path, classes=["rose", "tulip"])
     turned = table(tmp_path, "b,a,kind\n2.5,1,rose\n", classes=["rose", "tulip"])
-    assert "trained on are a, b, and here they are b, a" in told_other_columns(Subset(trained, [0]), turned)
+    assert "trained on are a, b, and here they are b, a" in differing_columns(Subset(trained, [0]), turned)
     named = table(tmp_path, "b,a,kind\n2.5,1,rose\n", columns=["a", "b"], classes=["rose", "tulip"])
-    assert told_other_columns(trained, named) == told_other_columns(None, turned) == ""
+    assert differing_columns(trained, named) == differing_columns(None, turned) == ""
 
 
 def test_chosen_columns_delimiter_and_a_number_as_the_target(tmp_path):

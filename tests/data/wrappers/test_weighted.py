@@ -91,6 +91,8 @@ def test_weights_that_do_not_fit_are_refused(weights, message):
 def test_what_cannot_be_drawn_from_is_refused():
     with pytest.raises(DataError, match="labels or targets of Each"):
         Weighted(Each())
+    with pytest.raises(DataError, match=r"^Weights that balance classes need an attribute labels or targets of Each"):
+        class_weights(Each(), 3)
     with pytest.raises(ConfigError, match="samples=0"):
         Weighted(TENSORS, samples=0)
     with pytest.raises(ConfigError, match=r"SkipBroken\(Weighted"):

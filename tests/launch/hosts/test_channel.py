@@ -21,26 +21,26 @@ def pair():
     other.close()
 
 
-def greet(hub, member):
+def greet(server, client):
     """Lets both ends say all that they have to say; returns what each has heard."""
     heard = [], []
     for _ in range(6):
-        for end, messages in zip((hub, member), heard, strict=True):
+        for end, messages in zip((server, client), heard, strict=True):
             end.flush()
             messages += end.receive()
     return heard
 
 
 def test_both_ends_of_the_same_token_hear_each_other(pair):
-    hub, member = HostChannel(pair[0], TOKEN, "hub"), HostChannel(pair[1], TOKEN, "member")
-    assert not hub.send({"too": "early"})
-    greet(hub, member)
-    assert hub.is_proven
-    assert member.is_proven
+    server, client = HostChannel(pair[0], TOKEN, "server"), HostChannel(pair[1], TOKEN, "client")
+    assert not server.send({"too": "early"})
+    greet(server, client)
+    assert server.is_proven
+    assert client.is_proven
     for number in range(3):
-        assert hub.send({"number": number})
-        assert member.send({"number": -number, "text": "é\n"})
-    assert greet(hub, member) == (
+        assert server.send({"number": number})
+        assert client.send({"number": -number, "text": "é\n"})
+    assert greet(server, client) == (
         [{"number": -n, "text": "é\n"} for n in range(3)],
         [{"number": n} for n in range(3)],
     )
@@ -48,19 +48,19 @@ def test_both_ends_of_the_same_token_hear_each_other(pair):
 
 @pytest.mark.fault("X2")
 def test_another_token_is_found_on_both_ends_and_nothing_is_delivered(pair):
-    hub, member = HostChannel(pair[0], TOKEN, "hub"), HostChannel(pair[1], TOKEN[::-1], "member")
-    assert greet(hub, member) == ([], [])
-    assert (hub.fault, member.fault) == (Fault.TOKEN, Fault.TOKEN)
-    assert not hub.send({"secret": 1})
+    server, client = HostChannel(pair[0], TOKEN, "server"), HostChannel(pair[1], TOKEN[::-1], "client")
+    assert greet(server, client) == ([], [])
+    assert (server.fault, client.fault) == (Fault.TOKEN, Fault.TOKEN)
+    assert not server.send({"secret": 1})
 
 
 def test_what_one_end_says_cannot_be_sent_back_to_it(pair):
     """A client without the token mirrors every line."""
-    hub, client = HostChannel(pair[0], TOKEN, "hub"), pair[1]
+    server, client = HostChannel(pair[0], TOKEN, "server"), pair[1]
     for _ in range(2):
         client.sendall(client.recv(65536))
-        assert hub.receive() == []
-    assert hub.fault is Fault.TOKEN
+        assert server.receive() == []
+    assert server.fault is Fault.TOKEN
 
 
 @pytest.mark.parametrize(
@@ -68,12 +68,12 @@ def test_what_one_end_says_cannot_be_sent_back_to_it(pair):
     [
         b"GET / HTTP/1.1\r\n",
         b"[]\n",
-        b'{"hello": "lockstep 1"}\n',
-        b'{"hello": "lockstep 2", "nonce": "' + b"0" * 64 + b'"}\n',
-        b'{"hello": "lockstep 1", "nonce": 3}\n',
-        b'{"hello": "lockstep 1", "nonce": "' + b"\\ud800" * 64 + b'"}\n',
-        b'{"hello": "lockstep 1", "nonce": ' + b"9" * 900 + b"}\n",
-        b'{"hello": "lockstep 1", "nonce": "' + b"0" * 64 + b'"}\n{"proof": "' + b"\\ud800" * 64 + b'"}\n',
+        b'{"hello": "lockstep 2"}\n',
+        b'{"hello": "lockstep 1", "nonce": "' + b"0" * 64 + b'"}\n',
+        b'{"hello": "lockstep 2", "nonce": 3}\n',
+        b'{"hello": "lockstep 2", "nonce": "' + b"\\ud800" * 64 + b'"}\n',
+        b'{"hello": "lockstep 2", "nonce": ' + b"9" * 900 + b"}\n",
+        b'{"hello": "lockstep 2", "nonce": "' + b"0" * 64 + b'"}\n{"proof": "' + b"\\ud800" * 64 + b'"}\n',
         b"[" * 1000 + b"\n",
         b"\xff\xfe\n",
         b"\n",
@@ -81,21 +81,21 @@ def test_what_one_end_says_cannot_be_sent_back_to_it(pair):
     ],
 )
 def test_whoever_does_not_speak_as_lockstep_is_cut_off(pair, line):
-    hub = HostChannel(pair[0], TOKEN, "hub")
+    server = HostChannel(pair[0], TOKEN, "server")
     pair[1].sendall(line)
-    assert hub.receive() == []
-    assert hub.fault is Fault.UNKNOWN_PROTOCOL
+    assert server.receive() == []
+    assert server.fault is Fault.UNKNOWN_PROTOCOL
 
 
 def test_ten_thousand_changed_greetings_and_lines_never_pass_and_never_raise():
     draw = random.Random(20)
-    good = b'{"hello": "lockstep 1", "nonce": "' + b"0" * 64 + b'"}\n{"proof": "' + b"1" * 64 + b'"}\n{"stop": true}\n'
+    good = b'{"hello": "lockstep 2", "nonce": "' + b"0" * 64 + b'"}\n{"proof": "' + b"1" * 64 + b'"}\n{"stop": true}\n'
     for number in range(10_000):
         words = bytearray(made_up(draw) if number % 2 else good)
         for _ in range(draw.randrange(4)):
             place = draw.randrange(len(words))
             words[place : place + draw.randrange(3)] = draw.randbytes(draw.randrange(3))
-        channel = HostChannel(Said(bytes(words)), TOKEN, "hub")
+        channel = HostChannel(Said(bytes(words)), TOKEN, "server")
         assert channel.receive() == []
         assert not channel.is_proven
 
@@ -107,7 +107,7 @@ def made_up(draw):
     return f'{hello}\n{{"proof": {values[2]}}}\n'.encode(errors="surrogatepass")
 
 
-NONCE, QUOTED = f'"{"0" * 64}"', '"lockstep 1"'
+NONCE, QUOTED = f'"{"0" * 64}"', '"lockstep 2"'
 
 
 def json_value(draw, depth):
@@ -156,19 +156,19 @@ class Between:
     """Passes bytes between two channels, and may change them."""
 
     def __init__(self):
-        (self.near_hub, self.hub_end), (self.near_member, self.member_end) = (
+        (self.near_server, self.server_end), (self.near_client, self.client_end) = (
             socket.socketpair(),
             socket.socketpair(),
         )
-        self.hub, self.member = (
-            HostChannel(self.hub_end, TOKEN, "hub"),
-            HostChannel(self.member_end, TOKEN, "member"),
+        self.server, self.client = (
+            HostChannel(self.server_end, TOKEN, "server"),
+            HostChannel(self.client_end, TOKEN, "client"),
         )
         for _ in range(6):
-            self.near_hub.sendall(self.take(self.member, self.near_member))
-            self.near_member.sendall(self.take(self.hub, self.near_hub))
-        assert self.hub.is_proven
-        assert self.member.is_proven
+            self.near_server.sendall(self.take(self.client, self.near_client))
+            self.near_client.sendall(self.take(self.server, self.near_server))
+        assert self.server.is_proven
+        assert self.client.is_proven
 
     @staticmethod
     def take(channel, near):
@@ -181,7 +181,7 @@ class Between:
             return b""
 
     def close(self):
-        for end in (self.near_hub, self.hub_end, self.near_member, self.member_end):
+        for end in (self.near_server, self.server_end, self.near_client, self.client_end):
             end.close()
 
 
@@ -194,30 +194,30 @@ def between():
 
 @pytest.mark.fault("X2")
 def test_a_line_that_is_sent_again_is_not_taken_again(between):
-    between.member.send({"stop": True})
-    line = between.take(between.member, between.near_member)
-    between.near_hub.sendall(line + line)
-    assert between.hub.receive() == [{"stop": True}]
-    assert between.hub.fault is Fault.FORGED
+    between.client.send({"stop": True})
+    line = between.take(between.client, between.near_client)
+    between.near_server.sendall(line + line)
+    assert between.server.receive() == [{"stop": True}]
+    assert between.server.fault is Fault.FORGED
 
 
 @pytest.mark.fault("X2")
 def test_a_line_that_was_changed_is_not_taken(between):
-    between.member.send({"stop": False, "step": 1})
-    line = between.take(between.member, between.near_member)
-    between.near_hub.sendall(line.replace(b'"step": 1', b'"step": 2'))
-    assert between.hub.receive() == []
-    assert between.hub.fault is Fault.FORGED
+    between.client.send({"stop": False, "step": 1})
+    line = between.take(between.client, between.near_client)
+    between.near_server.sendall(line.replace(b'"step": 1', b'"step": 2'))
+    assert between.server.receive() == []
+    assert between.server.fault is Fault.FORGED
 
 
 def test_an_overheard_session_cannot_be_sent_to_another_connection(pair):
-    hub, member = HostChannel(pair[0], TOKEN, "hub"), HostChannel(pair[1], TOKEN, "member")
-    greet(hub, member)
+    server, client = HostChannel(pair[0], TOKEN, "server"), HostChannel(pair[1], TOKEN, "client")
+    greet(server, client)
     first, second = socket.socketpair()
     with first, second:
-        other = HostChannel(first, TOKEN, "hub")
-        second.sendall(json.dumps({"hello": "lockstep 1", "nonce": member._handshake.nonce.hex()}).encode() + b"\n")
-        proof = member._handshake.proof(hub._handshake.nonce).hex()
+        other = HostChannel(first, TOKEN, "server")
+        second.sendall(json.dumps({"hello": "lockstep 2", "nonce": client._handshake.nonce.hex()}).encode() + b"\n")
+        proof = client._handshake.proof(server._handshake.nonce).hex()
         second.sendall(json.dumps({"proof": proof}).encode() + b"\n")
         assert other.receive() == []
         assert other.fault is Fault.TOKEN
@@ -225,29 +225,29 @@ def test_an_overheard_session_cannot_be_sent_to_another_connection(pair):
 
 def test_a_line_that_never_ends_is_cut_off(between):
     part = b"0" * (1 << 16)
-    while between.hub.is_open:
+    while between.server.is_open:
         with contextlib.suppress(BlockingIOError):
-            between.near_hub.send(part)
-        between.hub.receive()
-        assert len(between.hub._received) <= LONGEST_LINE + 2 * len(part)
-    assert between.hub.fault is Fault.UNKNOWN_PROTOCOL
+            between.near_server.send(part)
+        between.server.receive()
+        assert len(between.server._received) <= LONGEST_LINE + 2 * len(part)
+    assert between.server.fault is Fault.UNKNOWN_PROTOCOL
 
 
 def test_a_closed_connection_is_seen(between):
-    between.near_hub.close()
-    assert between.hub.receive() == []
-    assert between.hub.fault is Fault.GONE
+    between.near_server.close()
+    assert between.server.receive() == []
+    assert between.server.fault is Fault.GONE
 
 
 def test_a_message_waits_for_the_one_before_it(between):
     """The newest state is worth sending, not every one of them."""
     large = {"text": "x" * (1 << 20)}
-    assert between.hub.send(large)
-    assert between.hub.has_unsent
-    assert not between.hub.send({"text": "later"})
+    assert between.server.send(large)
+    assert between.server.has_unsent
+    assert not between.server.send({"text": "later"})
     heard = []
     while not heard:
-        between.near_member.sendall(between.take(between.hub, between.near_hub))
-        heard = between.member.receive()
+        between.near_client.sendall(between.take(between.server, between.near_server))
+        heard = between.client.receive()
     assert heard == [large]
-    assert between.hub.send({"text": "later"})
+    assert between.server.send({"text": "later"})

@@ -130,24 +130,24 @@ def test_a_host_of_a_former_run_is_refused_and_ends_itself():
     options = HostOptions(nodes=2, node=1, master=f"127.0.0.1:{free_port()}", token=b"t" * 32)
     hello = Hello(node=0, name="fa", ranks=2, instance="one", settings={})
     plan = {"name": "fa", "run_id": "", "ranks": {}, "rendezvous": ""}
-    member = ControlClient(options, replace(hello, node=1, instance="two"), str)
-    with closing(member):
+    client = ControlClient(options, replace(hello, node=1, instance="two"), str)
+    with closing(client):
         first = ControlServer(options, "127.0.0.1", hello, str)
-        exchange(member, first, {"plan": {**plan, "run_id": first.run_id}}, lambda: "plan" in member.peer.state)
-        assert member.wait_for_plan()["run_id"] == first.run_id
+        exchange(client, first, {"plan": {**plan, "run_id": first.run_id}}, lambda: "plan" in client.peer.state)
+        assert client.wait_for_plan()["run_id"] == first.run_id
         assert first.peers
         first.close()
         with closing(ControlServer(options, "127.0.0.1", hello, str)) as second:
-            exchange(member, second, {}, lambda: member.peer.lost)
+            exchange(client, second, {}, lambda: client.peer.lost)
             assert not second.peers
-            assert f"host 0 was started anew, with the run {second.run_id}" in member.peer.lost
+            assert f"host 0 was started anew, with the run {second.run_id}" in client.peer.lost
 
 
-def exchange(member, server, state, until):
+def exchange(client, server, state, until):
     """Lets both speak until it is so."""
     deadline = time.monotonic() + 10
     while not until():
         assert time.monotonic() < deadline
         server.exchange(state)
-        member.exchange({})
-        member.wait(0.05)
+        client.exchange({})
+        client.wait(0.05)

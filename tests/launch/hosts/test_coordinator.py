@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from tests.launch.hosts.test_messages import SNAPSHOT
+from tests.launch.hosts.test_outcome_messages import SNAPSHOT
 
 from lockstep.core.world import World
 from lockstep.launch.hosts.coordinator import SharedStall

@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from tests.launch.hosts.test_messages import BEAT, END, RECORD
+from tests.launch.hosts.test_outcome_messages import BEAT, END, RECORD
 
 from lockstep.config.checks import from_plain
 from lockstep.launch.hosts.outcome import RunOutcome, decide_outcome

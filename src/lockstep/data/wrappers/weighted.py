@@ -99,8 +99,8 @@ def _labels(dataset: Any) -> npt.NDArray[np.int64]:
     labels = known_labels(dataset)
     if labels is None or labels.min() < 0:
         raise DataError(
-            f"weights='balanced' needs an attribute labels or targets of {type(dataset).__name__}, with one integer "
-            "of 0 or more for each sample. Add it, or give the weights yourself."
+            f"Weights that balance classes need an attribute labels or targets of {type(dataset).__name__}, with one "
+            "integer of 0 or more for each sample. Add it, or give the weights yourself."
         )
     return labels
 

@@ -1,6 +1,6 @@
 """One end of a connection between two supervisors: JSON lines, each authenticated with the token.
 
-    both        {"hello": "lockstep 1", "nonce": ...}
+    both        {"hello": "lockstep 2", "nonce": ...}
     both        {"proof": see ``lockstep.distributed.authentication``}
     then        HMAC(session key, side, number of the line, text) text
 
@@ -29,7 +29,7 @@ from lockstep.distributed.authentication import (
     parse_object,
 )
 
-_HELLO = "lockstep 1"
+_HELLO = "lockstep 2"
 LONGEST_LINE = 4 << 20
 """Bytes; a longer line closes the connection."""
 _PROOF = 2 * PROOF_BYTES  # in hexadecimal digits
@@ -49,7 +49,7 @@ class Fault(Enum):
 class HostChannel:
     """A non-blocking connection, made or being made, that delivers only authenticated messages.
 
-    ``side`` is ``hub`` or ``member``: different at both ends, so a message cannot be reflected to its sender.
+    ``side`` is ``server`` or ``client``: different at both ends, so a message cannot be reflected to its sender.
     """
 
     def __init__(self, connection: socket.socket, token: bytes, side: str) -> None:
@@ -57,7 +57,7 @@ class HostChannel:
         with suppress(OSError):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.connection = connection
-        self._sides = (side, "member" if side == "hub" else "hub")
+        self._sides = (side, "client" if side == "server" else "server")
         self._handshake = Handshake(token, *self._sides)
         self._other_nonce = b""
         self._seal: Seal | None = None

@@ -220,7 +220,7 @@ class ControlServer(_ControlLink):
                 return
             if len(self._unauthenticated) >= _MOST_UNAUTHENTICATED:
                 self._unauthenticated.pop(0).close()
-            self._unauthenticated.append(self._open_channel(connection, "hub"))
+            self._unauthenticated.append(self._open_channel(connection, "server"))
 
     def _authenticate(self, channel: HostChannel) -> None:
         """Waits for the first authenticated message, which says which host it is."""
@@ -378,7 +378,7 @@ class ControlClient(_ControlLink):
             self._why_not = error.strerror or str(error)
             connection.close()
             return
-        self._attempt = self._open_channel(connection, "member")
+        self._attempt = self._open_channel(connection, "client")
 
     def _follow_attempt(self, attempt: HostChannel, now: float) -> None:
         attempt.flush()

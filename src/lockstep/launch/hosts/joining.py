@@ -12,7 +12,7 @@ from typing import Any
 
 from lockstep.config.checks import from_plain
 from lockstep.core.world import LOOPBACK, HostLayout, host_name
-from lockstep.distributed.network import Interface, addresses, chosen, interface_of_master, interface_towards
+from lockstep.distributed.network import Interface, addresses, data_interface, interface_of_master, interface_towards
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.launch.hosts.control_link import ControlClient, ControlServer, listen
 from lockstep.launch.hosts.roll_call import Hello, HostOptions, Plan
@@ -114,7 +114,7 @@ def _serve(
     options: HostOptions, hello: Hello, known: list[Interface], decide: Callable[[int], Any]
 ) -> tuple[ControlServer, Plan, str]:
     found = interface_of_master(options.host, options.port, known)
-    interface = chosen(options.interface, found, known, os.environ)
+    interface = data_interface(options.interface, found, known, os.environ)
     listen(found.address, options.port + 1).close()  # the ranks' store needs it
     address = f"[{found.address}]" if ":" in found.address else found.address
     server = ControlServer(options, found.address, hello, say)
@@ -168,7 +168,7 @@ def _send_plan(server: ControlServer, options: HostOptions, plan: Plan) -> None:
 
 def _join(options: HostOptions, hello: Hello, known: list[Interface]) -> tuple[ControlClient, Plan, str]:
     found = interface_towards(options.host, options.port, known)
-    interface = chosen(options.interface, found, known, os.environ)
+    interface = data_interface(options.interface, found, known, os.environ)
     client = ControlClient(options, hello, say)
     if not options.shares_terminal:
         say(f"joining host 0 at {options.master} from {found.address} ({found.name}); data over {interface}")

@@ -28,8 +28,8 @@ class Findings:
     losses_differ: bool = False
     keeps: bool = False
     """True if calls changed anything."""
-    by_rank: list[int] = field(default_factory=list)
-    """The bits of the losses of one micro-batch that several processes have computed, if they differ."""
+    ranks_differ: bool = False
+    """True if several processes have computed one micro-batch, and their losses have other bits."""
     gradients: list[str] = field(default_factory=list)
     """Parameters whose gradients differ."""
     disturbed: list[str] = field(default_factory=list)
@@ -48,17 +48,16 @@ class Findings:
     """Sums of a loop that runs the model itself, which grow in each of its passes."""
 
     def of_all_ranks(self, strategy: Strategy) -> Findings:
-        """The findings of all ranks together. Collective."""
+        """The findings of all ranks together: all entries of lists and dicts, and the first text. Collective."""
         whole = Findings()
         for each in strategy.gather_records(vars(self)):
-            whole.losses_differ |= each["losses_differ"]
-            whole.keeps |= each["keeps"]
-            whole.deviation = whole.deviation or each["deviation"]
-            whole.by_rank = whole.by_rank or each["by_rank"]
-            for name in ("foreign", "changed"):
-                vars(whole)[name] |= each[name]
-            for name in ("written", "gradients", "disturbed", "drew", "left", "lost", "asked", "added"):
-                vars(whole)[name] = list(dict.fromkeys([*vars(whole)[name], *each[name]]))
+            for name, found in vars(whole).items():
+                if isinstance(found, list):
+                    found[:] = dict.fromkeys([*found, *each[name]])
+                elif isinstance(found, dict):
+                    found.update(each[name])
+                else:
+                    setattr(whole, name, found or each[name])
         return whole
 
     def note_changes(

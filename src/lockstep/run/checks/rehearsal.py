@@ -108,11 +108,11 @@ class Rehearsals:
         self._strategy, self._events, self._is_main = strategy, events, is_main
         self.times: float = _TIMES[options.checks]
         """See ``_TIMES``."""
-        self.done: dict[Any, int] = {}
+        self.done: dict[CodeType | type, int] = {}
         """How often each loss function was rehearsed or looked at, by its code."""
-        self.due: dict[Any, Due] = {}
+        self.due: dict[CodeType | type, Due] = {}
         """When the next one of each is due; see ``Run.backward_pass``."""
-        self._starts: dict[Any, dict[str, tuple[str, Any]]] = {}
+        self._starts: dict[CodeType | type, dict[str, tuple[str, Any]]] = {}
         """For each loss, the places that its calls have changed, also in the model: text and value before the first."""
         self.deviations: dict[str, str] = {}
         """Why losses are not means over samples, by their names."""
@@ -245,14 +245,14 @@ class Rehearsals:
         self.judge(found, _placed(loss))
         if found.keeps:
             self.due[code] = replace(self.due[code], at_latest=max(_COUNTED, step + step // 4))
-        if found.by_rank:
+        if found.ranks_differ:
             state, device = prepared.state, self._strategy.device
             compared_replicas(state, lambda each: checksums(each, device), device, of_all_modules=False)
             everyone = self._strategy.gather_records(self._places)
             raise other_on_ranks(everyone, OFF)
         self._require_equal_variables(done)
 
-    def _schedule(self, code: Any, epoch: int, step: int) -> int:
+    def _schedule(self, code: CodeType | type, epoch: int, step: int) -> int:
         """The number of rehearsals of a loss with this one, after which it sets when the next is due."""
         self.done[code] = done = self.done.get(code, 0) + 1
         if done < self.times:
@@ -330,7 +330,7 @@ class Rehearsals:
                 findings.disturbed = disturbed.other_gradients(first)
             # Each time: a loop may give back what a step has left on its rank.
             if strategy.share.holders > 1:
-                findings.by_rank = self._pass_of_all(short, rehearsal, scale)
+                findings.ranks_differ = self._pass_of_all(short, rehearsal, scale)
                 self._places = {n: t for n, t in before.texts.items() if "environment variable" not in n}
             findings.deviation = self._judge_loss(judging, compute, batch, loss)
         passes = _Passes(first, [*others, *from_start], from_start, before, after, later)
@@ -435,14 +435,14 @@ class Rehearsals:
         watched.restore()
         return [found]
 
-    def _pass_of_all(self, batch: Batch, compute: RehearsalCompute, scale: float) -> list[int]:
-        """The losses of the first micro-batch, computed by every process under the same keys; empty if they are equal.
+    def _pass_of_all(self, batch: Batch, compute: RehearsalCompute, scale: float) -> bool:
+        """Returns whether processes that compute rank 0's micro-batch under the same keys get losses of other bits.
 
-        It is also empty if the data of the micro-batch are not tensors, or not alike on all ranks.
+        False, too, where the data of the micro-batch are not tensors, or not alike on all ranks.
         """
         common = on_all_ranks(batch, compute, self._strategy)
         losses = [] if common is None else self._pass(*common, scale).losses
-        return losses if any(loss != losses[0] for loss in losses) else []
+        return any(loss != losses[0] for loss in losses)
 
     def _pass(self, batch: Batch, compute: StepCompute, scale: float) -> _Result:
         """One computation of the short step, on data of its own: a forward pass may write into its input."""
@@ -471,7 +471,6 @@ class Rehearsals:
                 "loop computes from it differs between processes.",
                 told(new, _MOST),
             )
-
         self._warn_of_asked(found.asked)
         left = [name for name in found.left if without_key(name) not in self._warned]
         self._warned.update(map(without_key, left))
@@ -573,5 +572,6 @@ def _name_of(function: Any) -> str:
 def _placed(loss: Any) -> str:
     """The name of a loss in messages: of a lambda with its file and line."""
     name, code = _name_of(loss), code_of(loss)
-    is_lambda = name.endswith("<lambda>")
-    return f"{name} ({Path(code.co_filename).name}:{code.co_firstlineno})" if is_lambda else name
+    if isinstance(code, CodeType) and name.endswith("<lambda>"):
+        return f"{name} ({Path(code.co_filename).name}:{code.co_firstlineno})"
+    return name

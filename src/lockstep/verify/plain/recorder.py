@@ -50,8 +50,7 @@ from lockstep.data.keyed import encoded_state
 from lockstep.errors import ConfigError
 from lockstep.numerics.sync_batch_norm import SyncBatchNorm
 from lockstep.run.prepare import hyperparameters, implementation
-from lockstep.runtime.devices import open_gpus
-from lockstep.runtime.process_handle import peak_memory
+from lockstep.runtime.devices import open_gpus, peak_memory
 from lockstep.verify.plain.record import LOSS, BatchRecord, Measure, RankRecord, Sample, StepRecord
 
 LENGTH = 16

@@ -5,8 +5,8 @@ import io
 import pytest
 from PIL import Image
 from tests.scale.browser import OVERLAPPING_WORDS, needs_browser, open_page
-from tests.scale.test_page import a_row
 from tests.scale.test_prediction import ONE
+from tests.scale.test_report_page import a_row
 
 from lockstep.scale.measured import Row
 from lockstep.scale.prediction import PRESETS, WORLDS, CheckedPrediction, Forecast, predict
