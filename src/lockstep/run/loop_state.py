@@ -35,6 +35,7 @@ from lockstep.run.code_analysis import (
     changed_by_loop,
     changed_since,
     names_ahead,
+    places_of_frames,
     read_after_loops,
     unset_names,
 )
@@ -192,17 +193,16 @@ class LoopState:
         self._first = {**found.texts, **self._first}
         self._at_epoch = {name: encoded_state(each) for name, each in found.generators.items()}
 
-    def begin_steps(self, *, any_left: bool = False) -> None:
+    def begin_steps(self, begun: Places | None = None, *, any_left: bool = False) -> None:
         """Notes the variables before the steps of an epoch; warns of those that a resumed run has lost.
 
-        ``any_left``: at least one step is left, so that the loop will make a pass.
+        ``begun``: where code has asked for the steps; None: here. ``any_left``: the loop will make a pass.
         """
         stored, self._begun = self._stored, {}
         found = self._look(enters_loop=bool(stored) and any_left)
         if not self._walks:
             self._taken = self._taken_from_run(found)
-        for frame in users_frames():
-            self._begun = {**self._begun, frame.f_code: (*self._begun.get(frame.f_code, ()), frame.f_lasti)}
+        self._begun = places_of_frames() if begun is None else begun
         if (place := str(self._begun)) not in self._places:
             self._places.add(place)
             self._entered = dict(stored.get("entered", stored.get("first", {})))
