@@ -100,8 +100,8 @@ class Resumption:
         if changed := changed + self._extra_carried(run) + self._attributes_set_since(run):
             raise ConfigError(
                 f"The run goes on within epoch {run.position.epoch + 1}, and before run.batches gave a batch the body "
-                f"of the loop over epochs has changed {shorten(changed, 3)}. Without the stop it would have done that "
-                "at the start of the epoch only, so the bits would not continue. Do it under 'if not run.position.done:'."
+                f"of the loop over epochs has changed {shorten(changed, 3)}. Without the stop it would do that at the "
+                "start of the epoch only, so the bits would not continue. Do it under 'if not run.position.done:'."
             )
 
     def _extra_carried(self, run: RunState) -> list[str]:
