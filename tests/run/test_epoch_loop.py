@@ -3,6 +3,7 @@
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
+from itertools import count, islice, zip_longest
 
 import numpy as np
 import pytest
@@ -132,6 +133,9 @@ def bar(batches):
             lambda batches: zip(batches, DataLoader([0, 1, 2])),
             "the _SingleProcessDataLoaderIter in zip begins",
         ),
+        (lambda batches: zip_longest(batches, [1]), "the list_iterator in zip_longest begins anew"),
+        (lambda batches: map(lambda *each: each, count(), batches), "the count in map begins anew"),
+        (lambda batches: islice(batches, 9), "the count of islice begins anew"),
         (lambda batches: enumerate(batches, 2), ""),
         (bar, ""),
         (iter, ""),

@@ -966,6 +966,30 @@ class Annealing:
     load = save
 
 
+class Averaging:
+    """A meter of an installed package, as that of timm."""
+
+    __module__ = "pip.of_another_package"
+
+    def __init__(self):
+        self.reset()
+
+    def reset(self):
+        self.count = 0
+
+    def update(self, value):
+        self.count += value
+
+
+class Bar(Averaging):
+    """A progress bar of an installed package: what it shows is of no account."""
+
+    __module__ = "pip.of_another_package"
+
+    def close(self):
+        raise AssertionError
+
+
 class Holding(nn.Module):
     """An average that holds the model, too."""
 
@@ -976,6 +1000,7 @@ class Holding(nn.Module):
 
 def beside(state, model, stop=None):
     average, warmup, schedule, annealing = Holding(model), Damped(), Falling(), Annealing()
+    meter, bar = Averaging(), Bar()
     stored = None
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
     state.begin_epoch()
@@ -985,11 +1010,13 @@ def beside(state, model, stop=None):
         warmup.last_step += 1
         schedule(optimizer)
         annealing()
+        meter.update(1)
+        bar.update(1)
         stored = state.capture() if step == stop else stored
     return stored
 
 
-def test_averages_and_warmups_of_installed_packages_that_prepare_was_not_given_are_named(caplog):
+def test_averages_warmups_and_meters_of_installed_packages_that_prepare_was_not_given_are_named(caplog):
     model = nn.Linear(1, 1, bias=False)
     known = dict.fromkeys(map(id, (model, model.weight)), "held")
     stored = beside(LoopState(known, is_main=True), model, 1)
@@ -999,6 +1026,8 @@ def test_averages_and_warmups_of_installed_packages_that_prepare_was_not_given_a
     assert "beside: warmup.last_step (0, was 2)" in record.getMessage()
     assert "beside: schedule.calls (0, was 2)" in record.getMessage()
     assert "beside: annealing.rate (1.0, was 0.25)" in record.getMessage()
+    assert "beside: meter.count (0, was 2)" in record.getMessage()
+    assert "bar." not in record.getMessage()
 
 
 class Average:

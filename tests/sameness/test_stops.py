@@ -384,6 +384,71 @@ def test_what_a_loop_does_at_the_start_of_an_epoch_is_not_done_twice(start):
         assert compare(expected, found, DDP).what == "equal", found
 
 
+BETWEEN = {
+    "for group in optimizer.param_groups: group['lr'] *= 0.5": "lr of optimizer 0, group 0",
+    "seen = 0.0": "seen (0.0, was ",
+    "place = rng.random()": "",
+}
+
+
+@pytest.mark.parametrize("start", BETWEEN)
+def test_what_a_loop_does_before_the_first_of_its_batches_counts_as_the_start_of_the_epoch(start):
+    """``bar = tqdm(run.batches(data)); total = 0.0; for batch in bar``: such a sum began anew without a word."""
+    made = ["batches = run.batches(data)", "seen = place = 0.0", start, "for batch in batches:"]
+    steps = "".join(f"        {line}\n" for line in made)
+    train = TRAIN.replace("        for batch in run.batches(data):\n", steps)
+    train = train.replace("    for epoch", "    rng = torch.Generator().manual_seed(4)\n    for epoch", 1)
+    noted = "            seen += float(model[0].bias.sum())\n            found[f'e{epoch}s{step} seen'] = seen\n"
+    drawn = "            found[f'e{epoch}s{step} drawn'] = place + float(torch.rand((), generator=rng))\n"
+    train = train.replace("            ended(model, step)\n", noted if "seen" in start else drawn)
+    text = BEGIN + FROZEN + train.replace("rng.random()", "float(torch.rand((), generator=rng))")
+    expected = run_trial(text, [SINGLE], 40, WORLDS)
+    found = run_trial(text, [stopped(SINGLE, 3), DDP], 40, WORLDS)
+    if "lr" in start:
+        assert found.how == "refused" and f"has changed {BETWEEN[start]}" in found.message, found
+    elif BETWEEN[start]:
+        assert any(BETWEEN[start] in each for each in found.warnings), found
+    else:
+        assert compare(expected, found, DDP).what == "equal", found
+
+
+MOVED = """
+def train(run, epochs):
+    global found
+    found = {}
+    model = layers()
+    groups = [{"params": list(model[:2].parameters())}, {"params": list(model[2:].parameters())}]
+    model, optimizer = run.prepare(model, torch.optim.SGD(groups, lr=0.1, momentum=0.9))
+    for epoch in run.epochs(epochs):
+        for batch in run.batches(data):
+            found[f"e{epoch}s{run.position.step} loss"] = float(run.backward(batch, F.cross_entropy)).hex()
+            optimizer.step()
+            optimizer.zero_grad()
+            if run.position.step == 1:
+                MOVE
+        optimizer.param_groups[0]["lr"] *= 0.5
+    found["fingerprint"] = run.fingerprint()
+    return found
+"""
+
+
+@pytest.mark.parametrize("step", [0, 4])
+@pytest.mark.parametrize(
+    "move",
+    [
+        "optimizer.param_groups.reverse()",
+        'optimizer.param_groups[0]["params"].append(optimizer.param_groups[1]["params"].pop())',
+    ],
+)
+def test_groups_that_the_loop_has_made_of_other_parameters_are_not_those_of_a_resumed_run(move, step):
+    text = BEGIN + MOVED.replace("MOVE", move)
+    found = run_trial(text, [stopped(SINGLE, step), SINGLE], 40, WORLDS)
+    if step:
+        assert found.how == "refused" and "have other parameters or another order" in found.message, found
+    else:
+        assert compare(run_trial(text, [SINGLE], 40, WORLDS), found, SINGLE).what == "equal", found
+
+
 ADDED = """
 def train(run, epochs):
     global found

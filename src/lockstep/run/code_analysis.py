@@ -593,6 +593,12 @@ def read_after_loops() -> set[str]:
     return found
 
 
+def places_of_frames() -> Places:
+    """Where the user's running frames are."""
+    frames = users_frames()
+    return {each.f_code: [one.f_lasti for one in frames if one.f_code is each.f_code] for each in frames}
+
+
 def changed_since(offsets: Mapping[FrameType, int]) -> set[str]:
     """The names that the user's running frames may have changed since these ``offsets`` of instructions."""
     return changed_names(*_run_since(offsets))

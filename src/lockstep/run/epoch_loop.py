@@ -15,6 +15,7 @@ steps are done once their own backward passes have run, whichever batch was take
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import math
 import sys
@@ -30,6 +31,7 @@ from typing import Any
 from lockstep.core.plan import StepPlan
 from lockstep.data.batch import Batch
 from lockstep.errors import CheckpointError, ConfigError
+from lockstep.run.code_analysis import Places, places_of_frames
 from lockstep.run.loop_state import LoopState
 from lockstep.runtime.events import NO_EVENTS, StepEvents
 from lockstep.text import plural, shorten
@@ -103,8 +105,8 @@ _MOST_AROUND = 6
 def restarted_around(steps: Generator[Batch], done: int) -> list[str]:
     """Names what is iterated together with the steps of an epoch and restarts where a resumed run goes on.
 
-    ``enumerate`` and ``zip`` around ``run.batches`` are in no variable, so they are looked for among the objects that
-    refer to the steps.
+    ``enumerate``, ``zip`` and the like around ``run.batches`` are in no variable, so they are looked for among the
+    objects that refer to the steps.
     """
     found: list[str] = []
     inner = [steps, *_generators_around(steps)]
@@ -113,12 +115,12 @@ def restarted_around(steps: Generator[Batch], done: int) -> list[str]:
         around = [each for each in gc.get_referrers(*inner) if id(each) not in known]
         inner = [each for each in around if isinstance(each, tuple | Iterator)]
         known |= {id(around), id(inner), *map(id, inner)}
-        for each in inner:
-            if type(each) is enumerate and int(each.__reduce__()[1][1]) < done:
-                found.append("the count of enumerate")
-            elif type(each) is zip:
+        for each, kind in zip(inner, map(type, inner)):
+            if kind is itertools.islice or (kind is enumerate and int(each.__reduce__()[1][1]) < done):
+                found.append(f"the count of {kind.__name__}")
+            elif kind in (zip, itertools.zip_longest, map):
                 held = [one for one in gc.get_referents(*gc.get_referents(each)) if id(one) not in known]
-                found += [f"the {type(one).__name__} in zip" for one in held if isinstance(one, Iterator)]
+                found += [f"the {type(one).__name__} in {kind.__name__}" for one in held if isinstance(one, Iterator)]
         if not inner:
             break
     return list(dict.fromkeys(found))
@@ -151,8 +153,10 @@ class EpochLoop:
 
     def __init__(self, events: StepEvents = NO_EVENTS, *, is_alone: bool = True) -> None:
         self.position, self._events, self._is_alone = Position(), events, is_alone
-        self._variables: LoopState | None = None
+        self._variables = LoopState({}, is_main=False)
         self._key: Callable[[str, int], None] = lambda place, number: None
+        self.begin_steps: Callable[[], None] = lambda: None
+        """Called where a loop over steps asks for the first one: what comes before, a resumed run does anew."""
         self._current: Batch | None = None
         self.backward_passes = 0
         """The number of backward passes over the current step that are done."""
@@ -209,8 +213,7 @@ class EpochLoop:
             while self.position.epoch < count:
                 self._is_rest = False
                 self._key("epoch", self.position.epoch)
-                if self._variables is not None:
-                    self._variables.begin_epoch()
+                self._variables.begin_epoch()
                 yield self.position.epoch
                 if newest != self._epoch_loops:
                     raise ConfigError(
@@ -222,7 +225,7 @@ class EpochLoop:
                 self._next_epoch()
                 self._back = replace(self.position)
             self._key("epoch", count)  # what the script draws next, also where no epoch was left
-            if self._variables is not None and self.is_resumed:
+            if self.is_resumed:
                 self._variables.end_epochs()
         except GeneratorExit:
             self.position.inside = self.position.inside or self._left_early
@@ -252,15 +255,15 @@ class EpochLoop:
 
     def steps(self, read: Read, after: Callable[[], None]) -> Generator[Batch]:
         """The steps from where the run stands to the end of the epoch; ``after`` is called when one is over."""
-        if self._variables is not None:
-            self._variables.begin_steps(any_left=self.position.done <= self._last_place)
         walk = _Walk()
-        steps = self._steps(walk, read, after)
+        steps = self._steps(walk, read, after, places_of_frames())
         walk.steps = weakref.ref(steps)
         return steps
 
-    def _steps(self, walk: _Walk, read: Read, after: Callable[[], None]) -> Generator[Batch]:
+    def _steps(self, walk: _Walk, read: Read, after: Callable[[], None], asked: Places) -> Generator[Batch]:
         position = self.position
+        self.begin_steps()
+        self._variables.begin_steps(asked, any_left=position.done <= self._last_place)
         self.count_step()
         if self.in_epochs and self._finished_epoch == position.epoch:
             raise self._all_steps_done()
@@ -303,11 +306,11 @@ class EpochLoop:
                 self._is_rest, walk.thread = True, None
                 if self.in_epochs:
                     position.inside = False
-                self._end_steps()
+                self._variables.end_steps()
             raise
         if is_rest:
             raise self._all_steps_done()
-        self._end_steps()
+        self._variables.end_steps()
         walk.thread = None
         self._back = replace(position, inside=True)
         position.inside, self._finished_epoch = False, position.epoch
@@ -323,10 +326,6 @@ class EpochLoop:
                 "sets together write run.batches((one, other)).",
                 *(place, batch.plan.epoch + 1, shorten(found, 4)),
             )
-
-    def _end_steps(self) -> None:
-        if self._variables is not None:
-            self._variables.end_steps()
 
     @property
     def _left_early(self) -> bool:

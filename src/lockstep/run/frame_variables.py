@@ -552,11 +552,12 @@ def _is_users_callback(value: Any) -> bool:
 
 @functools.cache
 def _keeps_state(kind: type) -> bool:
-    """True for schedules and averages of installed packages, as far as their class shows."""
+    """True for schedules, averages and meters of installed packages, as far as their class shows."""
     methods = {name: each for cls in kind.__mro__ for name, each in vars(cls).items()}
-    functions = [each for each in methods.values() if type(each) is FunctionType]
-    sets_rates = any("param_groups" in names_in(each.__code__) for each in functions)
-    return sets_rates or "load_state_dict" in methods or methods.keys() >= {"__call__", "save", "load"}
+    codes = (each.__code__ for each in methods.values() if type(each) is FunctionType)
+    sets_rates = any("param_groups" in names_in(code) for code in codes)
+    is_meter = "reset" in methods and methods.keys() & {"update", "add"} and not methods.keys() & {"close", "stop"}
+    return sets_rates or is_meter or "load_state_dict" in methods or methods.keys() >= {"__call__", "save", "load"}
 
 
 def _functions_in(value: Any) -> list[FunctionType]:

@@ -18,7 +18,7 @@ from typing import Any
 from lockstep.core.users_code import owners_of, users_frames
 from lockstep.data.keyed import encoded_state
 from lockstep.numerics.hidden_state import Snapshot
-from lockstep.run.code_analysis import Places, changed_by_loop, names_ahead
+from lockstep.run.code_analysis import Places, changed_by_loop, names_ahead, places_of_frames
 from lockstep.run.frame_variables import Variables
 from lockstep.run.lost_variables import LoopNotes, Lost, ResumedLoop, words_of
 from lockstep.runtime.events import StepEvents
@@ -103,17 +103,16 @@ class LoopState:
         self._first = {**found.texts, **self._first}
         self._at_epoch = {name: encoded_state(each) for name, each in found.generators.items()}
 
-    def begin_steps(self, *, any_left: bool = False) -> None:
+    def begin_steps(self, begun: Places | None = None, *, any_left: bool = False) -> None:
         """Notes the variables before the steps of an epoch; warns of those that a resumed run has lost.
 
-        ``any_left``: at least one step is left, so that the loop will make a pass.
+        ``begun``: where code has asked for the steps; None: here. ``any_left``: the loop will make a pass.
         """
         resumed, self._begun = self._resumed, {}
         found = self._look(enters_loop=resumed is not None and any_left)
         if not self._walks:
             self._taken = self._taken_from_run(found)
-        for frame in users_frames():
-            self._begun = {**self._begun, frame.f_code: (*self._begun.get(frame.f_code, ()), frame.f_lasti)}
+        self._begun = places_of_frames() if begun is None else begun
         if (place := str(self._begun)) not in self._places:
             self._places.add(place)
             self._entered = dict(resumed.notes.entered) if resumed else {}

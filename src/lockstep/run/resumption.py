@@ -39,6 +39,7 @@ class Resumption:
 
     def __init__(self, loop: EpochLoop) -> None:
         self._loop = loop
+        loop.begin_steps = self.begin_steps
         self.run: RunState | None = None
         """Once it is prepared."""
         self._place, self._held = "", dict[str, str]()
@@ -95,12 +96,11 @@ class Resumption:
         if not before or self.run is None:
             return
         run = self.run
-        now = {words: value for words, value in _set(run).items() if before.get(words)}
-        changed = [words for words, value in now.items() if value != before[words]]
+        changed = [words for words, value in _set(run).items() if before.get(words, value) not in ("", value)]
         if changed := changed + self._extra_carried(run) + self._attributes_set_since(run):
             raise ConfigError(
-                f"The run goes on within epoch {run.position.epoch + 1}, and before run.batches the body of the loop "
-                f"over epochs has changed {shorten(changed, 3)}. Without the stop it would have done that at the "
+                f"The run goes on within epoch {run.position.epoch + 1}, and before run.batches gave a batch the body "
+                f"of the loop over epochs has changed {shorten(changed, 3)}. Without the stop it would do that at the "
                 "start of the epoch only, so the bits would not continue. Do it under 'if not run.position.done:'."
             )
 

@@ -238,7 +238,6 @@ class Run:
         self.strategy.require_no_failure()
         self.strategy.require_no_calls()
         has_changed = self._loaders.refresh(data, "training")
-        self._writer.resumption.begin_steps()
         source = self._loaders.source(data)
         fix_graphs()
         smallest, photos = prepared.state.model.smallest_micro_batch, decoded_as(source.dataset)

@@ -479,16 +479,22 @@ class RunState:
         """Adds the groups that the loop of the checkpoint's run had added; their settings come with the others."""
         known = self.model.parameters
         for number, made in enumerate(state.progress.get("made_groups", ())):
+            groups = [each["parameters"] for each in state.optimizer_records[str(number)]["groups"]]
             if made == self._made_groups[number]:  # else of another script: see _load_optimizer
-                for group in state.optimizer_records[str(number)]["groups"][made:]:
-                    if all(name in known for name in group["parameters"]):
-                        self.add_group[number]({"params": [known[name] for name in group["parameters"]]})
+                if [*map(set, groups[:made])] != [*map(set, self.model.members[number])]:
+                    raise CheckpointMismatch(
+                        f"The groups of optimizer {number} have other parameters or another order in the checkpoint. "
+                        "Make them before run.prepare, and let the loop do nothing to them but add_param_group."
+                    )
+                for group in groups[made:]:
+                    if all(name in known for name in group):
+                        self.add_group[number]({"params": [known[name] for name in group]})
 
     def _load_optimizer(self, number: int, optimizer: Optimizer, state: CheckpointState) -> None:
         tensors, record = _under(f"{number}|", state.optimizer), state.optimizer_records[str(number)]
         if not isinstance(record, dict):
             raise CheckpointError("The checkpoint's optimizer record is not one. Use another checkpoint.")
-        members, held, elementwise = None, {}, is_elementwise(optimizer)
+        held, elementwise = {}, is_elementwise(optimizer)
         for key, tensor in tensors.items():
             parameter = state.model.get(name := key.partition("|")[0])
             fits = parameter is not None and tensor.shape == parameter.shape
@@ -500,8 +506,7 @@ class RunState:
             part = self.strategy.local_shard(name, tensor) if fits and not self.strategy.replicated else tensor
             if part is not None:
                 held[key] = part
-        if not self.strategy.replicated:
-            members = self.model.members[number]
+        members = None if self.strategy.replicated else self.model.members[number]
         checkpoint.load_optimizer_state(optimizer, self._names(), held, record, members)
 
     def _names(self) -> dict[Tensor, str]:
