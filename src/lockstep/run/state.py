@@ -200,8 +200,8 @@ class RunState:
             if key not in _HOW and _is_plain(plain_number(value))
         }
         self._made_groups = [len(each.param_groups) for each in self.parts.optimizers]
-        self._attributes = Attributes(self.parts, self.idle)
         is_whole = self.strategy.replicated
+        self._attributes = Attributes(self.parts, self.idle, is_whole=is_whole)
         self._first_unsaved = [unsaved_tensors(each, is_whole) for each in self.parts.optimizers]
         self._first_buffers = self._buffers()
 

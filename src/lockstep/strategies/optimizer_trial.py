@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from lockstep.core.fingerprint import octets
 from lockstep.errors import ConfigError
+from lockstep.numerics.hidden_state import Snapshot
 from lockstep.runtime.devices import open_gpus
 from lockstep.strategies.absent import users_attributes
 from lockstep.strategies.sharding import rows_of
@@ -337,6 +338,7 @@ class _Copy:
     def step(self, with_gradients: bool = True) -> str:
         """Takes a few steps, and notes what they led to; gives what is wrong where they fail."""
         step: Any = type(self._optimizer).step
+        before = Snapshot({"": type(self._optimizer)})
         try:
             if callable(begin := getattr(self._optimizer, "train", None)):
                 begin()  # as a loop calls it that evaluates other weights than it trains
@@ -349,6 +351,8 @@ class _Copy:
                 step(self._optimizer)
         except Exception as error:  # an optimizer of the user's may fail on small parameters in any way
             return f"fails on small parameters ({type(error).__name__}: {error})"
+        finally:
+            before.restore()  # what it keeps by parameter, in a global dict
         self.found = [[self._tensors(parameter) for _, parameter in members] for members in self._groups]
         return ""
 

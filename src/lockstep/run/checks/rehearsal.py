@@ -36,7 +36,7 @@ from lockstep.errors import ConfigError
 from lockstep.numerics.compilation import fix_graphs
 from lockstep.numerics.hidden_state import Kind, Snapshot, draws_globally, told, without_key
 from lockstep.numerics.randomness import KeyedRandomness
-from lockstep.run.attributes import UnheldPlaces, held_places
+from lockstep.run.attributes import held_places
 from lockstep.run.checks.agreement import compared_replicas
 from lockstep.run.checks.calls import (
     ASKED,
@@ -62,6 +62,7 @@ from lockstep.run.checks.short_step import (
     with_own_data,
 )
 from lockstep.run.code_analysis import read_in_loop
+from lockstep.run.resumption import UnheldPlaces
 from lockstep.run.step import StepCompute, code_of
 from lockstep.run.step_errors import other_on_ranks
 from lockstep.run.whole_batch import SurrogateCompute, stand_in, surrogate
