@@ -475,6 +475,37 @@ def test_what_an_optimizer_keeps_by_parameter_is_there_after_a_stop_or_refuses_i
         assert f"does not hold {name} of Own" in found.message, found
 
 
+OF_A_STAGE = """
+class Loss:
+    first, cache = None, {}
+    def __call__(self, output, target):
+        if len(output) not in self.cache:
+            self.cache[len(output)] = torch.linspace(0.5, 1.0, 4)
+        if FIRST and self.first is None:
+            self.first = float(output.detach().mean())
+        return F.cross_entropy((output - (self.first or 0.0)) * self.cache[len(output)], target, reduction="none")
+loss = Loss()
+def make():
+    return layers()
+"""
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("layout", [PIPELINE, pytest.param(SERVERS, marks=pytest.mark.slow)])
+def test_what_only_the_process_keeps_that_computes_the_loss_is_named_after_a_stop(layout, first):
+    """It was lost without a word; and a cache, which that process fills again, refused the run for the others."""
+    text = BEGIN + OF_A_STAGE.replace("FIRST", str(first)) + TRAIN.replace("batch, F.cross_entropy", "batch, loss")
+    expected = run_trial(text, [SINGLE], 40, WORLDS)
+    for phases in ([stopped(layout, 4), SINGLE], [stopped(layout, 4), layout]):
+        found = run_trial(text, phases, 40, WORLDS)
+        assert found.how == "ran", found
+        told = "".join(found.warnings)
+        assert "cache (0 entries, was 1 entries)" in told
+        assert ("loss.first (None, was " in told) is first
+        same = expected.found[0]["fingerprint"] == found.found[0]["fingerprint"]
+        assert same is not first
+
+
 TAKEN_AHEAD = """
 def make():
     return layers(nn.Dropout(0.2))

@@ -11,19 +11,18 @@ import copy
 import enum
 import itertools
 import math
-import random
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.core.fingerprint import octets
+from lockstep.data.keyed import encoded_states, generators_kept
 from lockstep.errors import ConfigError
 from lockstep.numerics.hidden_state import Snapshot
 from lockstep.runtime.devices import open_gpus
@@ -398,16 +397,10 @@ def _are_near(one: Tensor, other: Tensor) -> bool:
 def _own_randomness() -> Iterator[Any]:
     """Keeps all generators as they are; gives a function that tells whether numbers were drawn in between."""
     devices = open_gpus()
-    before = random.getstate(), np.random.get_state()
 
     def states() -> list[Any]:
-        of_torch = [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices)]
-        return [*(each.tolist() for each in of_torch), random.getstate(), repr(np.random.get_state())]
+        return [*encoded_states(), *(torch.cuda.get_rng_state(device).tolist() for device in devices)]
 
-    with torch.random.fork_rng(devices):
+    with torch.random.fork_rng(devices), generators_kept():
         start = states()
-        try:
-            yield lambda: states() != start
-        finally:
-            random.setstate(before[0])
-            np.random.set_state(before[1])
+        yield lambda: states() != start

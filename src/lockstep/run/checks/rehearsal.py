@@ -244,6 +244,7 @@ class Rehearsals:
             self._judge_resumption(findings, prepared.state)
             return
         found = findings.of_all_ranks(self._strategy)
+        prepared.state.loop.lost = {n: each for n, each in prepared.state.loop.lost.items() if n not in found.filled}
         self.judge(found, _placed(loss))
         if found.keeps:
             self.due[code] = replace(self.due[code], at_latest=max(_COUNTED, step + step // 4))
@@ -387,7 +388,9 @@ class Rehearsals:
             findings.asked += counts_read(before, codes, strategy.all_ranks.size())
         if is_early and is_called and (lost := state.loop.lost):
             names = names_reached(codes, before.functions)
-            findings.lost = [name for name, each in lost.items() if each.is_read_by(before, noted, names)]
+            read = [name for name, each in lost.items() if each.is_read_by(before, (), names)]
+            findings.lost = [name for name in read if lost[name].is_read_by(before, noted, names)]
+            findings.filled = [name for name in read if name not in findings.lost]
         findings.lost += self._unheld.look(state, roots, before, moved)
         state.idle -= moved
         if not (findings.losses_differ or findings.gradients):

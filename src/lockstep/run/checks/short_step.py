@@ -106,6 +106,8 @@ class Findings:
     """Numbers and tensors that each micro-batch overwrites, and the loop reads."""
     lost: list[str] = field(default_factory=list)
     """Variables of the loop that the loss or the model reads, and that are not what they were before a stop."""
+    filled: list[str] = field(default_factory=list)
+    """Such that the forward pass or the loss has set itself, on one of the processes, as a cache."""
     asked: list[str] = field(default_factory=list)
     """Lines and places in which the loss or the model reads the number of processes."""
     added: list[str] = field(default_factory=list)
@@ -121,8 +123,9 @@ class Findings:
             whole.by_rank = whole.by_rank or each["by_rank"]
             for name in ("foreign", "changed"):
                 vars(whole)[name] |= each[name]
-            for name in ("written", "gradients", "disturbed", "drew", "left", "lost", "asked", "added"):
+            for name in ("written", "gradients", "disturbed", "drew", "left", "lost", "filled", "asked", "added"):
                 vars(whole)[name] = list(dict.fromkeys([*vars(whole)[name], *each[name]]))
+        whole.lost = [name for name in whole.lost if name not in whole.filled]
         return whole
 
     def note_changes(
