@@ -213,6 +213,23 @@ def test_what_a_hook_keeps_on_a_parameter_is_found_and_taken_away():
     assert (layer.bias.seen, vars(layer.weight)) == (1, {})
 
 
+COUNTS = {"steps": 0}
+
+
+@torch.no_grad()
+def counted():
+    COUNTS["steps"] += 1
+
+
+def test_what_a_decorated_function_names_is_found_and_put_back():
+    before = Snapshot({"the loss": counted})
+    counted()
+    changed = before.changed(Snapshot({"the loss": counted}, restorable=False))
+    assert changed == {"the global variable 'COUNTS'['steps']": ("0", "1")}
+    before.restore()
+    assert COUNTS == {"steps": 0}
+
+
 def test_two_names_that_change_places_are_seen():
     owner = Meter()
     owner.one, owner.other = torch.zeros(2), torch.ones(2)

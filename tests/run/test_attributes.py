@@ -522,6 +522,51 @@ def test_an_attribute_that_the_script_sets_anew_before_its_loop_is_told(tmp_path
     assert "'if not run.position.step:'" in caplog.text
 
 
+class Scaling(torch.optim.SGD):
+    """Keeps a momentum on each parameter, which also has a rate of its own."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in (each for group in self.param_groups for each in group["params"]):
+            if not hasattr(parameter, "momentum"):
+                parameter.momentum, parameter.steps = torch.zeros_like(parameter), 0
+            parameter.momentum.mul_(0.9).add_(parameter.grad)
+            parameter.steps += 1
+            parameter.grad = parameter.momentum * (parameter.lr_scale / parameter.steps)
+        return super().step(closure)
+
+
+def scaled(folder, epochs, stop=None):
+    """Trains up to so many epochs, the last of them to step ``stop``; each step lowers the rates of parameters."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 40), nn.Dropout(0.2), nn.Linear(40, 3))
+    for parameter in net.parameters():
+        parameter.lr_scale = 1.0
+    run, model, optimizer = begin(net, Scaling, directory=folder, resume="auto")
+    for epoch in run.epochs(epochs):
+        for batch in run.batches(dataset()):
+            train_step(run, batch, optimizer)
+            for parameter in model.parameters():
+                parameter.lr_scale *= 0.9
+            if (epoch, run.position.done) == (epochs - 1, stop):
+                run.save()
+                break
+        else:
+            run.save()
+    found = run.fingerprint()
+    run.close()
+    return found
+
+
+@pytest.mark.parametrize("stop", [1, None])
+def test_what_the_loop_and_the_optimizer_set_on_parameters_goes_through_a_checkpoint(stop, tmp_path, caplog):
+    """Momenta were lost without a word; rates were those of the beginning, with a warning about the loss."""
+    whole = scaled(tmp_path / "whole", 3)
+    scaled(tmp_path / "parts", 1 if stop is None else 2, stop)
+    assert scaled(tmp_path / "parts", 3) == whole
+    assert "parameter" not in caplog.text
+
+
 class Rotating(nn.Module):
     def __init__(self):
         super().__init__()

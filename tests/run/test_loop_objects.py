@@ -5,6 +5,7 @@ import asyncio
 import collections
 import ctypes
 import functools
+import io
 import itertools
 import multiprocessing
 import queue
@@ -148,6 +149,8 @@ CHANGED = {
     "frozenset": (lambda: frozenset({1}), lambda held: setattr(held, "x", frozenset({len(held.x) + 1, 7}))),
     "array.array": (lambda: array.array("d", [1.0]), halve_entry),
     "bytearray": (lambda: bytearray(b"\x01"), lambda held: held.x.append(1)),
+    "text": (io.StringIO, lambda held: held.x.write("loss 0.5\n")),
+    "bytes": (io.BytesIO, lambda held: held.x.write(b"loss")),
     "shared value": (lambda: multiprocessing.Value("d", 1.0), halve_value),
     "shared array": (lambda: multiprocessing.Array("d", [1.0]), halve_entry),
     "ctypes": (lambda: ctypes.c_double(1.0), halve_value),

@@ -487,6 +487,90 @@ def test_groups_that_the_loop_has_added_to_an_optimizer_are_there_after_a_stop(p
     assert again.how == "refused" and "under if not run.position.done" in again.message, again
 
 
+OWN_STEP = """
+momenta = {}
+def of_parameter(p):
+    return momenta.setdefault(p, torch.zeros_like(p))
+class Own(torch.optim.Optimizer):
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.05})
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in (each for group in self.param_groups for each in group["params"] if each.grad is not None):
+            MOMENTUM
+            p.add_(m.mul_(0.9).add_(p.grad), alpha=-0.05 * getattr(p, "lr_scale", 1.0))
+def make():
+    return layers()
+def ended(model, step):
+    for p in model[0].parameters():
+        p.lr_scale = 0.9 ** (step + 1)
+"""
+MOMENTA = {
+    "state": "m = self.state[p].setdefault('m', torch.zeros_like(p))",
+    "on the parameter": "p.m = m = getattr(p, 'm', torch.zeros_like(p))",
+    "in a global": "m = of_parameter(p)",
+}
+
+
+@pytest.mark.parametrize(
+    "phases",
+    [
+        pytest.param([stopped(FSDP, 4), FSDP], id="fsdp"),
+        pytest.param([stopped(SERVERS, 4), SERVERS], id="servers", marks=pytest.mark.slow),
+        pytest.param([stopped(PIPELINE, 4), FSDP], id="pipeline, fsdp", marks=pytest.mark.slow),
+        pytest.param([stopped(DDP, 4), FSDP], id="ddp, fsdp", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("where", MOMENTA)
+def test_what_an_optimizer_keeps_by_parameter_is_there_after_a_stop_or_refuses_it(where, phases):
+    """It was lost without a word, on the parameter under every strategy; so were rates that the loop had set there."""
+    train = TRAIN.replace("torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)", "Own(model.parameters())")
+    text = BEGIN + OWN_STEP.replace("MOMENTUM", MOMENTA[where]) + train
+    expected = run_trial(text, [SINGLE], 40, WORLDS)
+    assert compare(expected, run_trial(text, phases[-1:], 40, WORLDS), phases[-1]).what == "equal"
+    found = run_trial(text, phases, 40, WORLDS)
+    if where == "state":
+        assert compare(expected, found, phases[-1]).what == "equal", found
+    elif where == "in a global" and phases[0].name == DDP.name:
+        assert any("momenta (0 entries, was 6 entries)" in words for words in found.warnings), found
+    elif phases[0].name == DDP.name:
+        assert "the attribute 'm' of the parameter 'weight' of 0" in found.message, found
+    else:
+        name = "momenta[... 0]" if where == "in a global" else "'m' of parameter 0"
+        assert f"does not hold {name} of Own" in found.message, found
+
+
+OF_A_STAGE = """
+class Loss:
+    first, cache = None, {}
+    def __call__(self, output, target):
+        if len(output) not in self.cache:
+            self.cache[len(output)] = torch.linspace(0.5, 1.0, 4)
+        if FIRST and self.first is None:
+            self.first = float(output.detach().mean())
+        return F.cross_entropy((output - (self.first or 0.0)) * self.cache[len(output)], target, reduction="none")
+loss = Loss()
+def make():
+    return layers()
+"""
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("layout", [PIPELINE, pytest.param(SERVERS, marks=pytest.mark.slow)])
+def test_what_only_the_process_keeps_that_computes_the_loss_is_named_after_a_stop(layout, first):
+    """It was lost without a word; and a cache, which that process fills again, refused the run for the others."""
+    text = BEGIN + OF_A_STAGE.replace("FIRST", str(first)) + TRAIN.replace("batch, F.cross_entropy", "batch, loss")
+    expected = run_trial(text, [SINGLE], 40, WORLDS)
+    for phases in ([stopped(layout, 4), SINGLE], [stopped(layout, 4), layout]):
+        found = run_trial(text, phases, 40, WORLDS)
+        assert found.how == "ran", found
+        told = "".join(found.warnings)
+        assert "cache (0 entries, was 1 entries)" in told
+        assert ("loss.first (None, was " in told) is first
+        same = expected.found[0]["fingerprint"] == found.found[0]["fingerprint"]
+        assert same is not first
+
+
 TAKEN_AHEAD = """
 def make():
     return layers(nn.Dropout(0.2))

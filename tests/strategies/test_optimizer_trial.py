@@ -343,3 +343,26 @@ def test_every_kind_of_parameter_that_an_attribute_tells_is_tried():
     assert try_optimizer(ByKind(parameters, lr=0.1), CPU).unit is Unit.PARAMETER
     parameters[2].kind = "vector"
     assert try_optimizer(ByKind(parameters, lr=0.1), CPU).unit is Unit.ELEMENT
+
+
+MOMENTA = {}
+
+
+class Outside(optim.SGD):
+    """Keeps momenta in a global dict."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in (each for group in self.param_groups for each in group["params"]):
+            momentum = MOMENTA.setdefault(id(parameter), torch.zeros_like(parameter))
+            parameter.grad.add_(momentum.mul_(0.9).add_(parameter.grad))
+        return super().step(closure)
+
+
+def test_what_an_optimizer_keeps_in_a_global_is_as_it_was_after_each_trial():
+    """Entries of small parameters were left there, and taken for those of others that had their ids later."""
+    optimizer = Outside([nn.Parameter(torch.randn(37, 4)), nn.Parameter(torch.randn(37))], lr=0.1)
+    MOMENTA["mine"] = torch.zeros(1)
+    assert try_optimizer(optimizer, CPU).unit is Unit.ELEMENT
+    assert not knows_parameters(optimizer)
+    assert [*MOMENTA] == ["mine"]

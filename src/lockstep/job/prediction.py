@@ -11,6 +11,7 @@ import io
 import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from lockstep.core.atomic import write_whole
 from lockstep.core.world import World
 from lockstep.data.adopt import adopt
 from lockstep.data.formats.arrow_files import optional_module
-from lockstep.data.keyed import encoded_states, set_encoded_states
+from lockstep.data.keyed import generators_kept
 from lockstep.data.naming import differing_columns, known_classes, path_of
 from lockstep.errors import CheckpointError, CheckpointMismatch, ConfigError, LockstepError
 from lockstep.job.assemble import balance, build_model, collated, data_to_predict
@@ -155,13 +156,9 @@ def class_names(folder: Path, config: JobConfig) -> tuple[str, ...]:
 
 def _training_set(config: JobConfig) -> Any:
     """The data that a run has trained on; None where it is not there any more. Draws no random numbers."""
-    before = encoded_states()
-    try:
+    with generators_kept(), suppress(LockstepError, OSError):
         return instantiate(config.data.train, name="data.train")
-    except (LockstepError, OSError):
-        return None
-    finally:
-        set_encoded_states(before)
+    return None
 
 
 def table(outputs: Tensor, data_set: Any, loss: Any, classes: Sequence[str] = ()) -> dict[str, Any]:

@@ -214,7 +214,7 @@ class Snapshot:
         elif isinstance(value, nn.Module):
             self._module(value, name)
         elif isinstance(value, FunctionType):
-            self._function(value, name or value.__qualname__)
+            self._function(inspect.unwrap(value), name or value.__qualname__)  # as of torch.no_grad()
         elif isinstance(value, (np.ndarray, *CONTAINERS, *_TRANSPARENT)):
             if isinstance(value, np.ndarray):
                 self._array(value, name)

@@ -6,7 +6,7 @@
     layers, parameters, files, data sets               left out: they are stored elsewhere, or no state
 
 Tensors of optimizers are not held here; ``unsaved_tensors`` names those that are in no ``state_dict()``.
-``UnheldPlaces`` watches what no checkpoint holds, such as globals that the model reads.
+``UnheldPlaces`` of ``resumption`` watches what no checkpoint holds, such as globals that the model reads.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import copy
 import inspect
 import json
-import logging
 import math
 import re
 import weakref
@@ -22,7 +21,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,6 +47,7 @@ from lockstep.core.values import (
     is_plain,
     is_users_object,
     octets_of,
+    reached_from,
     refill,
     set_octets,
     stored_in,
@@ -56,21 +56,16 @@ from lockstep.core.values import (
 from lockstep.data.keyed import encoded_state, set_encoded_state
 from lockstep.distributed.collectives import gather_json
 from lockstep.errors import ConfigError
-from lockstep.numerics.hidden_state import ALIAS, Snapshot, without_key
+from lockstep.numerics.hidden_state import without_key
 from lockstep.numerics.running_buffers import persistent_buffers
 from lockstep.run.prepare import Parts
 from lockstep.strategies import Strategy
-from lockstep.strategies.absent import AbsentTensor
+from lockstep.strategies.absent import AbsentTensor, users_attributes
 from lockstep.strategies.sharding import has_no_gaps
-from lockstep.text import shorten
-
-if TYPE_CHECKING:
-    from lockstep.run.state import RunState
-
-logger = logging.getLogger(__name__)
 
 Place = tuple[str, str]
 """An object, as ``"module layers.0"``, and its attribute."""
+_First = Mapping[str, Callable[[], Any]]
 _OF_TORCH = (
     *("_opt_called", "_step_count", "_numel_cache", "_step_supports_amp_scaling", "_zero_grad_profile_name"),
     *("_need_device_dtype_check_for_fused", "_warned_capturable_if_run_uncaptured", "_is_full_backward_hook"),
@@ -82,8 +77,6 @@ _MOST_NUMBERS, _LEAST_BYTES = 4_096, 64 << 20
 """Numbers of a tensor that is held as text; bytes of all other tensors together, if the model has fewer."""
 _MOST_ENTRIES, _MOST_DEPTH = 100_000, 20
 """Of the values that one attribute holds."""
-_MOST_NAMES = 3
-"""In a message."""
 _STRIDES = "strides of its tensors"
 """Stands for an attribute: how a module's parameters and buffers lie in memory. Bits of products depend on it."""
 _LEFT_OUT: JSON = ["left out"]
@@ -99,9 +92,10 @@ class Values:
     """The values that some objects keep in attributes now, as JSON in which every list begins with a value's kind.
 
     ``first`` gives by path the objects that there were at first: one that has taken another's place is marked as new.
+    Without ``is_whole`` this process may have a part of a parameter; tensors on parameters are left out then.
     """
 
-    def __init__(self, holders: Mapping[str, Any], first: Mapping[str, Callable[[], Any]] | None = None) -> None:
+    def __init__(self, holders: Mapping[str, Any], first: _First | None = None, *, is_whole: bool = True) -> None:
         self.found: dict[Place, JSON] = {}
         self.tensors: dict[str, Tensor] = {}
         """Tensors of more numbers than are held as text, by path."""
@@ -116,12 +110,13 @@ class Values:
         modules = {name: each for name, each in holders.items() if isinstance(each, nn.Module)}
         own = (each for m in modules.values() for each in (m._parameters, persistent_buffers(m)))
         registered = [tensor for held in own for tensor in held.values() if tensor is not None]
-        self._known = {id(each) for each in holders.values()}
+        self._known = {id(each) for each in holders.values() if not isinstance(each, Tensor)}
         self._memory = {memory for each in registered if (memory := _memory_of(each))}
         self._room = max(_LEAST_BYTES, sum(each.nbytes for each in registered))
         self._first, self._paths = first, dict[int, str]()
-        self._place, self._entries = ("", ""), 0
+        self._place, self._entries, self._has_tensors = ("", ""), 0, True
         for name, holder in holders.items():
+            self._has_tensors = _has_tensors(holder, is_whole)
             for key, value in _attributes(holder).items():
                 self._place, self._entries = (name, key), 0
                 self.found[name, key] = self._value(value, f"{name}|{key}")
@@ -156,7 +151,7 @@ class Values:
     def _object(self, value: Any, path: str, depth: int) -> JSON:
         kind = type(value)
         if issubclass(kind, Tensor | Optimizer | type | FunctionType | BuiltinFunctionType):
-            if self._place[0].startswith("optimizer "):
+            if not self._has_tensors:
                 return _LEFT_OUT
             return self._tensor(value, path) if issubclass(kind, Tensor) else self._unheld()
         if issubclass(kind, np.ndarray):
@@ -242,8 +237,8 @@ class _Restoring:
     def __init__(self, now: Values, tensors: Mapping[str, Tensor], device: torch.device) -> None:
         self._now, self._tensors, self._device = now, tensors, device
         self._objects = dict(now.objects)
-        self.is_whole = True
-        """False once a part had no counterpart here."""
+        self.is_whole = self.has_tensors = True
+        """False once a part had no counterpart here, and where no tensor of the holder is restored."""
 
     def value(self, stored: Any, own: Any, path: str) -> Any:
         """Returns what to hold in place of ``own``, which may be missing."""
@@ -276,7 +271,7 @@ class _Restoring:
             case ["generator", state] if encoded_state(own) is not None:
                 set_encoded_state(own, json.loads(state))
                 return own
-            case ["tensor" | "numbers" | "strided", *_, is_on_host]:
+            case ["tensor" | "numbers" | "strided", *_, is_on_host] if self.has_tensors:
                 # One on the CPU may be what there is before the first step.
                 is_there = isinstance(own, Tensor) and not own.is_cpu
                 device = own.device if is_there else "cpu" if is_on_host else self._device
@@ -361,14 +356,15 @@ class _Restoring:
 
 
 class Attributes:
-    """The values that the optimizers and modules of a run keep, beside what they kept when this was made.
+    """The values that the optimizers, modules and parameters of a run keep, beside what they kept at first.
 
     ``idle``: attributes that each call sets again and nothing depends on, in words; a resumed run needs none like them.
+    ``is_whole``: see ``Values``.
     """
 
-    def __init__(self, parts: Parts, idle: Collection[str] = ()) -> None:
-        self._parts, self._idle = parts, idle
-        first = Values(self._holders())
+    def __init__(self, parts: Parts, idle: Collection[str] = (), *, is_whole: bool = True) -> None:
+        self._parts, self._idle, self._is_whole = parts, idle, is_whole
+        first = Values(self._holders(), is_whole=is_whole)
         self._first = {place: json.dumps(value) for place, value in first.found.items()}
         self._objects = {path: reference(value) for path, value in first.objects.items()}
         self.lost: list[str] = []
@@ -376,7 +372,7 @@ class Attributes:
 
     def _holders(self) -> dict[str, Any]:
         optimizers = {f"optimizer {number}": each for number, each in enumerate(self._parts.optimizers)}
-        return optimizers | {f"module {name}": each for name, each in self._parts.named_modules.items()}
+        return optimizers | _holders_in(self._parts.named_modules)
 
     def capture(self, strategy: Strategy, tensors: dict[str, Tensor]) -> dict[str, Any]:
         """The values that have changed since, as JSON; large tensors go into ``tensors``. Collective.
@@ -384,7 +380,7 @@ class Attributes:
         Where processes differ, the value is that of the first one that has it: a loop changes it on all of them, and
         what calls on a single process leave must not matter.
         """
-        now = Values(self._holders(), self._objects)
+        now = Values(self._holders(), self._objects, is_whole=self._is_whole)
         held = {place: value for place, value in now.found.items() if value != _LEFT_OUT}
         changed = {
             place: _pruned(value, json.loads(self._first[place])) if place in self._first else value
@@ -425,6 +421,7 @@ class Attributes:
                     lost.append(f"the strides of tensors of {name.removeprefix('module ')}")
                 continue
             restoring.is_whole, own = True, _attributes(holder).get(key, _MISSING)
+            restoring.has_tensors = _has_tensors(holder, self._is_whole)
             found = restoring.value(value, own, f"{name}|{key}")
             if not restoring.is_whole:
                 lost += {words_of(name, key)} - set(stored.get("idle", ()))
@@ -449,8 +446,22 @@ def _pruned(value: Any, first: Any) -> Any:
     return _LEFT_OUT if value == first else value
 
 
+def _holders_in(modules: Mapping[str, nn.Module]) -> dict[str, Any]:
+    """Modules and their parameters by names of which ``words_of`` makes the words of a ``Snapshot``."""
+    found: dict[str, Any] = {f"module {path}": each for path, each in modules.items()}
+    own = ((path, *pair) for path, each in modules.items() for pair in each._parameters.items())
+    return found | {f"the parameter {key!r} of {path or 'the model'}": p for path, key, p in own if p is not None}
+
+
+def _has_tensors(holder: Any, is_whole: bool) -> bool:
+    """False where tensors of a holder are stored elsewhere, or ``unsaved_tensors`` names them."""
+    return not isinstance(holder, Optimizer) and (is_whole or not isinstance(holder, Tensor))
+
+
 def _attributes(holder: Any) -> dict[str, Any]:
     """The attributes of an object that are its own, and a module's buffers that no ``state_dict()`` has."""
+    if isinstance(holder, Tensor):
+        return users_attributes(holder)
     split = [each for each in type(holder).__mro__ if each.__module__.startswith("lockstep.strategies.")]
     left_out = _OF_BASES.union(_OF_TORCH, *map(inspect.get_annotations, split))
     # Names that begin with two underscores are those of torch's notes on what it has wrapped.
@@ -512,8 +523,9 @@ def words_of(holder: str, key: str) -> str:
 def unsaved_tensors(optimizer: Optimizer, is_whole: bool) -> dict[str, str]:
     """Tensors that an optimizer of the user's own keeps where no checkpoint looks, by name, as texts.
 
-    Those in its attributes, in entries of ``state`` that belong to no parameter, and in optimizers that it wraps, where
-    not each process holds them whole; of such entries also numbers and texts.
+    Those in its attributes, in entries of ``state`` that belong to no parameter, of which also numbers and texts; and
+    where not each process holds them whole, those in optimizers that it wraps, on parameters, and in what its code
+    reads, such as a dict of parameters in a global.
     """
     if type(optimizer).__module__.startswith("torch.optim"):
         return {}
@@ -529,16 +541,21 @@ def unsaved_tensors(optimizer: Optimizer, is_whole: bool) -> dict[str, str]:
     def look(value: Any, name: str) -> None:
         if is_plain(value) and name.startswith("state["):
             found[name] = text_of_plain(value)
-        if is_plain(value) or id(value) in seen:
+        if is_plain(value) or id(value) in seen or (isinstance(value, nn.Module) and not is_whole):
             return
         seen.add(id(value))
         if isinstance(value, Tensor) and not value.is_meta and not isinstance(value, AbsentTensor):
             found[name] = f"{tuple(value.shape)} {int(sum_of_bits(value))}"
         elif isinstance(value, Optimizer):
             look(value.state, f"{name}.state")
+        elif isinstance(value, FunctionType | type) and not is_whole:
+            look_at(reached_from(value, 0), name)
         elif isinstance(value, CONTAINERS) or is_users_object(value):
-            for part in inside(value):
-                look(part.value, part.path(name))
+            look_at(inside(value), name)
+
+    def look_at(parts: Iterable[Part], name: str) -> None:
+        for part in parts:
+            look(part.value, part.path(name))
 
     for key, value in vars(optimizer).items():
         if key not in ("defaults", "param_groups"):
@@ -546,6 +563,11 @@ def unsaved_tensors(optimizer: Optimizer, is_whole: bool) -> dict[str, str]:
     for parameter, value in optimizer.state.items():
         if id(parameter) not in members and parameter not in named:
             look(value, f"state[{parameter!r}]" if isinstance(parameter, str) else "state[...]")
+    if not is_whole:
+        look(type(optimizer), "")
+        for number, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+            for key, value in users_attributes(p).items():
+                look(value, f"{key!r} of parameter {number}")
     return found
 
 
@@ -553,7 +575,7 @@ def held_places(model: nn.Module) -> Callable[[str], bool]:
     """A function that says whether a checkpoint holds a place, given in the words of a ``Snapshot``."""
     modules = dict(model.named_modules())
     owners = {path or "the model" for path, each in modules.items() if has_extra_state(each)}
-    values = Values({f"module {path}": module for path, module in modules.items()})
+    values = Values(_holders_in(modules))
     held = {place for place, value in values.found.items() if value != _LEFT_OUT}
     places = {words_of(*place) for place in held - values.unheld}
 
@@ -563,66 +585,3 @@ def held_places(model: nn.Module) -> Callable[[str], bool]:
         return is_ours or without_key(name).rpartition(" of ")[2] in owners
 
     return is_held
-
-
-_SWITCH = re.compile(r"True|False|None|-?\d+|['\"].*", re.DOTALL)
-"""The text of a value that a step may switch back to what it was at first, such as every second step."""
-
-
-class UnheldPlaces:
-    """The places that the model and the loss read and no checkpoint holds: globals, variables of functions, attributes
-    of classes, functions and hooks. A checkpoint notes those that the loop has changed.
-
-    A resumed run has lost such a place if its value is again that of the run's beginning.
-    """
-
-    def __init__(self, is_main: bool) -> None:
-        self._is_main = is_main
-        self._roots: dict[str, Callable[[], Any]] = {}
-        self._first: dict[str, str] = {}
-        """The texts at the first rehearsal of all, over all resumes."""
-        self._start: dict[str, str] = {}
-        """The texts at the newest rehearsal after the first epoch."""
-        self._moved: set[str] = set()
-        """The places that calls themselves change, without the keys of entries."""
-
-    def look(self, state: RunState, roots: Mapping[str, Any], found: Snapshot, moved: set[str]) -> list[str]:
-        """Takes what a rehearsal has looked at; returns what a stop has lost, and warns of what it may have lost."""
-        state.capture_places = self.changed
-        self._roots |= {name: reference(root) for name, root in roots.items()}
-        self._moved |= moved
-        lost: list[str] = []
-        uncertain: list[str] = []
-        for name in sorted(state.places.keys() & found.texts.keys()):
-            first, saved, start = state.places.pop(name)
-            self._first[name] = first
-            is_set_anew = not state.was_inside and start == first  # where an epoch begins
-            if found.texts[name] == first and not is_set_anew and without_key(name) not in self._moved:
-                is_certain = state.was_inside and not _SWITCH.fullmatch(first)
-                (lost if is_certain else uncertain).append(f"{name} ({first}, was {saved})")
-        self._first = {**found.texts, **self._first}
-        if state.position.epoch:
-            self._start = found.texts
-        if uncertain and self._is_main:
-            logger.warning(
-                "The model or the loss reads %s, which is what it was at the start of the run and not what it was at "
-                "the checkpoint. Unless that is right, keep it in run.extra and give it back before run.batches.",
-                shorten(uncertain, _MOST_NAMES),
-            )
-        return lost
-
-    def changed(self, state: RunState) -> dict[str, list[str]]:
-        """By place: the first value, the value now, and the value at the start of an epoch (empty if unknown)."""
-        roots = {name: root for name, each in self._roots.items() if (root := each()) is not None}
-        known = [each for model in (state.parts.model, state.model.module) for each in model.buffers()]
-        now = Snapshot(roots, known, restorable=False)
-        found = {
-            name: [self._first[name], text, self._start.get(name, "")]
-            for name, text in now.texts.items()
-            if self._first.get(name, text) != text and without_key(name) not in self._moved
-            if not (text.startswith(ALIAS) or self._first[name].startswith(ALIAS))  # it has another name, too
-        }
-        if not found:
-            return {}
-        is_held, of_loop = held_places(state.parts.model), state.loop.seen_in(now)
-        return {name: each for name, each in found.items() if name not in of_loop and not is_held(name)}

@@ -1,9 +1,10 @@
-"""A check that a resumed run does once what the loop has done since the last save: neither never nor again."""
+"""Checks that a resumed run does once what the loop has done since the last save, and has what the model reads."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 from lockstep.core.fingerprint import sum_of_bits
 from lockstep.core.users_code import users_frames
 from lockstep.errors import ConfigError
-from lockstep.run.attributes import words_of
+from lockstep.numerics.hidden_state import ALIAS, Snapshot, without_key
+from lockstep.run.attributes import held_places, reference, words_of
 from lockstep.run.code_analysis import Carried, carried_since, changed_since
 from lockstep.run.epoch_loop import EpochLoop
 from lockstep.run.optimizer_step import has_gradients
@@ -240,3 +242,66 @@ def _schedulers(parts: Parts) -> dict[str, str]:
         f"scheduler {number} ({type(each).__name__})": str(each.state_dict())
         for number, each in enumerate(parts.schedulers)
     }
+
+
+_SWITCH = re.compile(r"True|False|None|-?\d+|['\"].*", re.DOTALL)
+"""The text of a value that a step may switch back to what it was at first, such as every second step."""
+
+
+class UnheldPlaces:
+    """The places that the model and the loss read and no checkpoint holds: globals, variables of functions, attributes
+    of classes, functions and hooks. A checkpoint notes those that the loop has changed.
+
+    A resumed run has lost such a place if its value is again that of the run's beginning.
+    """
+
+    def __init__(self, is_main: bool) -> None:
+        self._is_main = is_main
+        self._roots: dict[str, Callable[[], Any]] = {}
+        self._first: dict[str, str] = {}
+        """The texts at the first rehearsal of all, over all resumes."""
+        self._start: dict[str, str] = {}
+        """The texts at the newest rehearsal after the first epoch."""
+        self._moved: set[str] = set()
+        """The places that calls themselves change, without the keys of entries."""
+
+    def look(self, state: RunState, roots: Mapping[str, Any], found: Snapshot, moved: set[str]) -> list[str]:
+        """Takes what a rehearsal has looked at; returns what a stop has lost, and warns of what it may have lost."""
+        state.capture_places = self.changed
+        self._roots |= {name: reference(root) for name, root in roots.items()}
+        self._moved |= moved
+        lost: list[str] = []
+        uncertain: list[str] = []
+        for name in sorted(state.places.keys() & found.texts.keys()):
+            first, saved, start = state.places.pop(name)
+            self._first[name] = first
+            is_set_anew = not state.was_inside and start == first  # where an epoch begins
+            if found.texts[name] == first and not is_set_anew and without_key(name) not in self._moved:
+                is_certain = state.was_inside and not _SWITCH.fullmatch(first)
+                (lost if is_certain else uncertain).append(f"{name} ({first}, was {saved})")
+        self._first = {**found.texts, **self._first}
+        if state.position.epoch:
+            self._start = found.texts
+        if uncertain and self._is_main:
+            logger.warning(
+                "The model or the loss reads %s, which is what it was at the start of the run and not what it was at "
+                "the checkpoint. Unless that is right, keep it in run.extra and give it back before run.batches.",
+                shorten(uncertain, 3),
+            )
+        return lost
+
+    def changed(self, state: RunState) -> dict[str, list[str]]:
+        """By place: the first value, the value now, and the value at the start of an epoch (empty if unknown)."""
+        roots = {name: root for name, each in self._roots.items() if (root := each()) is not None}
+        known = [each for model in (state.parts.model, state.model.module) for each in model.buffers()]
+        now = Snapshot(roots, known, restorable=False)
+        found = {
+            name: [self._first[name], text, self._start.get(name, "")]
+            for name, text in now.texts.items()
+            if self._first.get(name, text) != text and without_key(name) not in self._moved
+            if not (text.startswith(ALIAS) or self._first[name].startswith(ALIAS))  # it has another name, too
+        }
+        if not found:
+            return {}
+        is_held, of_loop = held_places(state.parts.model), state.loop.seen_in(now)
+        return {name: each for name, each in found.items() if name not in of_loop and not is_held(name)}

@@ -200,8 +200,8 @@ class RunState:
             if key not in _HOW and _is_plain(plain_number(value))
         }
         self._made_groups = [len(each.param_groups) for each in self.parts.optimizers]
-        self._attributes = Attributes(self.parts, self.idle)
         is_whole = self.strategy.replicated
+        self._attributes = Attributes(self.parts, self.idle, is_whole=is_whole)
         self._first_unsaved = [unsaved_tensors(each, is_whole) for each in self.parts.optimizers]
         self._first_buffers = self._buffers()
 
@@ -468,12 +468,20 @@ class RunState:
             "extra": self.extra,
             "data": self.data,
             "run": self.run_id,
-            "loop": self.loop.capture(inside=self.position.inside),
+            "loop": self._loop_of_all(),
             "sources": self.sources,
             "made_with": list(self.made_with),
             "places": {**self.places, **self.capture_places(self)},  # some may not have been looked at yet
         }
         return CheckpointState({}, {}, progress, self.model.aliases)
+
+    def _loop_of_all(self) -> dict[str, Any]:
+        """What ``LoopState`` notes here, and what it notes in a process that computes another part. Collective."""
+        mine = self.loop.capture(inside=self.position.inside)
+        for each in [] if self.strategy.replicated else self.strategy.gather_records(mine):
+            mine |= {key: {**each[key], **mine[key]} for key, value in each.items() if isinstance(value, dict)}
+            mine |= {key: sorted({*each[key], *mine[key]}) for key, value in each.items() if isinstance(value, list)}
+        return mine
 
     def _add_groups(self, state: CheckpointState) -> None:
         """Adds the groups that the loop of the checkpoint's run had added; their settings come with the others."""

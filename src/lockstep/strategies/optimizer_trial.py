@@ -11,20 +11,20 @@ import copy
 import enum
 import itertools
 import math
-import random
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.core.fingerprint import octets
+from lockstep.data.keyed import encoded_states, generators_kept
 from lockstep.errors import ConfigError
+from lockstep.numerics.hidden_state import Snapshot
 from lockstep.runtime.devices import open_gpus
 from lockstep.strategies.absent import users_attributes
 from lockstep.strategies.sharding import rows_of
@@ -337,6 +337,7 @@ class _Copy:
     def step(self, with_gradients: bool = True) -> str:
         """Takes a few steps, and notes what they led to; gives what is wrong where they fail."""
         step: Any = type(self._optimizer).step
+        before = Snapshot({"": type(self._optimizer)})
         try:
             if callable(begin := getattr(self._optimizer, "train", None)):
                 begin()  # as a loop calls it that evaluates other weights than it trains
@@ -349,6 +350,8 @@ class _Copy:
                 step(self._optimizer)
         except Exception as error:  # an optimizer of the user's may fail on small parameters in any way
             return f"fails on small parameters ({type(error).__name__}: {error})"
+        finally:
+            before.restore()  # what it keeps by parameter, in a global dict
         self.found = [[self._tensors(parameter) for _, parameter in members] for members in self._groups]
         return ""
 
@@ -394,16 +397,10 @@ def _are_near(one: Tensor, other: Tensor) -> bool:
 def _own_randomness() -> Iterator[Any]:
     """Keeps all generators as they are; gives a function that tells whether numbers were drawn in between."""
     devices = open_gpus()
-    before = random.getstate(), np.random.get_state()
 
     def states() -> list[Any]:
-        of_torch = [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices)]
-        return [*(each.tolist() for each in of_torch), random.getstate(), repr(np.random.get_state())]
+        return [*encoded_states(), *(torch.cuda.get_rng_state(device).tolist() for device in devices)]
 
-    with torch.random.fork_rng(devices):
+    with torch.random.fork_rng(devices), generators_kept():
         start = states()
-        try:
-            yield lambda: states() != start
-        finally:
-            random.setstate(before[0])
-            np.random.set_state(before[1])
+        yield lambda: states() != start

@@ -42,6 +42,8 @@ class Findings:
     """Numbers and tensors that each micro-batch overwrites, and the loop reads."""
     lost: list[str] = field(default_factory=list)
     """Variables of the loop that the loss or the model reads, and that are not what they were before a stop."""
+    filled: list[str] = field(default_factory=list)
+    """Such that the forward pass or the loss has set itself, on one of the processes, as a cache."""
     asked: list[str] = field(default_factory=list)
     """Lines and places in which the loss or the model reads the number of processes."""
     added: list[str] = field(default_factory=list)
@@ -58,6 +60,7 @@ class Findings:
                     found.update(each[name])
                 else:
                     setattr(whole, name, found or each[name])
+        whole.lost = [name for name in whole.lost if name not in whole.filled]
         return whole
 
     def note_changes(

@@ -36,7 +36,7 @@ from lockstep.errors import ConfigError
 from lockstep.numerics.compilation import fix_graphs
 from lockstep.numerics.hidden_state import Kind, Snapshot, draws_globally, told, without_key
 from lockstep.numerics.randomness import KeyedRandomness
-from lockstep.run.attributes import UnheldPlaces, held_places
+from lockstep.run.attributes import held_places
 from lockstep.run.checks.agreement import compared_replicas
 from lockstep.run.checks.calls import (
     ASKED,
@@ -61,6 +61,7 @@ from lockstep.run.checks.short_step import (
     with_own_data,
 )
 from lockstep.run.code_analysis import read_in_loop
+from lockstep.run.resumption import UnheldPlaces
 from lockstep.run.step import StepCompute, code_of
 from lockstep.run.step_errors import other_on_ranks
 from lockstep.run.whole_batch import SurrogateCompute, stand_in, surrogate
@@ -242,6 +243,7 @@ class Rehearsals:
             self._judge_resumption(findings, prepared.state)
             return
         found = findings.of_all_ranks(self._strategy)
+        prepared.state.loop.lost = {n: each for n, each in prepared.state.loop.lost.items() if n not in found.filled}
         self.judge(found, _placed(loss))
         if found.keeps:
             self.due[code] = replace(self.due[code], at_latest=max(_COUNTED, step + step // 4))
@@ -385,7 +387,9 @@ class Rehearsals:
             findings.asked += counts_read(before, codes, strategy.all_ranks.size())
         if is_early and is_called and (lost := state.loop.lost):
             names = names_reached(codes, before.functions)
-            findings.lost = [name for name, each in lost.items() if each.is_read_by(before, noted, names)]
+            read = [name for name, each in lost.items() if each.is_read_by(before, (), names)]
+            findings.lost = [name for name in read if lost[name].is_read_by(before, noted, names)]
+            findings.filled = [name for name in read if name not in findings.lost]
         findings.lost += self._unheld.look(state, roots, before, moved)
         state.idle -= moved
         if not (findings.losses_differ or findings.gradients):

@@ -12,7 +12,6 @@ computes with a tensor of its own, such as ``if self.gate.item() > 0.5``, whose 
 
 from __future__ import annotations
 
-import random
 import sys
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
@@ -21,7 +20,6 @@ from functools import cache
 from inspect import isfunction
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
@@ -29,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from lockstep.core.users_code import names_in
+from lockstep.data.keyed import encoded_states, generators_kept
 from lockstep.numerics.blocks import CONTAINERS
 from lockstep.numerics.compilation import is_compiled
 from lockstep.numerics.hidden_state import Snapshot
@@ -333,24 +332,19 @@ def reading(module: nn.Module, *, training: bool) -> Iterator[list[ChainLink] | 
     Evaluation is read without gradients and with autocast, so that a forward that looks at these is none. Inside the
     context is as it is what the forward has set; afterwards that is as before.
     """
-    before, numbers, draws = Snapshot({"": module}), torch.get_rng_state(), random.getstate()
-    legacy = np.random.get_state(legacy=False)
+    before, draws = Snapshot({"": module}), encoded_states()
     module.training = training
     try:
-        try:
-            with torch.set_grad_enabled(training), _autocast(not training):
-                nodes = _OneLevel(module).nodes(module)
-        except Exception:
-            # The user's forward may fail in any way when it is read with stand-ins; it is then no chain.
-            nodes = []
-        drew = random.getstate() != draws or not torch.equal(torch.get_rng_state(), numbers)
-        drew = drew or str(np.random.get_state(legacy=False)) != str(legacy)
-        yield None if drew or not nodes else _as_chain(module, nodes)
+        with generators_kept():
+            try:
+                with torch.set_grad_enabled(training), _autocast(not training):
+                    nodes = _OneLevel(module).nodes(module)
+            except Exception:
+                # The user's forward may fail in any way when it is read with stand-ins; it is then no chain.
+                nodes = []
+            yield None if encoded_states() != draws or not nodes else _as_chain(module, nodes)
     finally:
         before.restore()
-        torch.set_rng_state(numbers)
-        np.random.set_state(legacy)
-        random.setstate(draws)
 
 
 @contextmanager
