@@ -105,7 +105,6 @@ PREPARED_OTHERWISE = (
     "a data set that changes its samples",
     "the order of a set of strings, which differs from run to run",
 )
-MADE_UNSEEDED = "a model that is made above torch.manual_seed or lockstep.init(seed=...)"
 _LAST_BITS = 1e-5
 """Relative difference of a loss that rounding explains within one forward pass."""
 _ROUNDING = 1e-4
@@ -129,7 +128,7 @@ def diagnose(reference: Trace, other: Trace, *, repeats: bool | None = None) -> 
     if found is None and name:
         if other.first:
             return Diagnosis(Cause.RESUMED, other.first, repr(name))
-        return Diagnosis(Cause.START, -1, repr(name), possible=(MADE_UNSEEDED,))
+        return Diagnosis(Cause.START, -1, repr(name), possible=("a model made above torch.manual_seed",))
     for mine, theirs in zip(reference.steps, other.steps):
         if mine.step != theirs.step:
             skipping, one = ("it", theirs) if theirs.step > mine.step else ("the reference", mine)
