@@ -1345,3 +1345,81 @@ def test_backward_passes_with_a_step_between_them_are_calls_of_their_own():
         "where no step is between them, add their losses in one function; else each is a run.backward of its own"
         in said
     )
+
+
+def test_an_object_of_an_optimizer_that_nothing_steps_is_made_of_the_prepared_one():
+    """As the schedule of a class of one's own, without ``state_dict``, that is called; ``run.prepare`` refused it."""
+    found = advice(
+        """
+        import torch
+        from utility.step_lr import StepLR
+        optimizer = SAM(model.parameters(), torch.optim.SGD, lr=0.1)
+        schedule = StepLR(optimizer, 0.1, 200)
+        for x, y in loader:
+            optimizer.zero_grad()
+            f(model(x), y).backward()
+            optimizer.step()
+            schedule(epoch)
+        """
+    )
+    assert "model, optimizer = run.prepare(model, optimizer)" in found[5][0]
+    assert found[5][1:] == ["below run.prepare, of the optimizer that it returns: this object steps what it is given"]
+
+
+def test_samples_that_an_agent_draws_where_no_loop_is_in_the_file():
+    found = advice(
+        """
+        import torch
+        class Agent:
+            def __init__(self):
+                self.optimizer = torch.optim.Adam(self.net.parameters())
+            def update(self, memory, n):
+                state, action, value = memory.sample(batch_size=n)
+                target, _ = self.policy.sample(state)
+                f(self.net(state), target).backward()
+                self.optimizer.step()
+        """
+    )
+    assert found[7] == [
+        "stays; each update has (batch,) = run.batches(TensorDataset(...), shuffle=False), of the samples drawn"
+    ]
+    assert 8 not in found
+
+
+def test_files_that_each_process_would_write():
+    found = advice(
+        """
+        import json, torch, wandb
+        import numpy as np
+        optimizer = torch.optim.Adam(model.parameters())
+        experiment = wandb.init()
+        for x, y in loader:
+            f(model(x), y).backward()
+            experiment.log({"step": 1})
+        np.save("losses.npy", losses)
+        json.dump(results, file)
+        with open("losses.txt", "w") as file, open("data.txt") as data, open("wa.txt", mode="rb") as other:
+            pass
+        """
+    )
+    assert {line for line, said in found.items() if "under if run.is_main:" in said} == {5, 8, 9, 10, 11}
+
+
+def test_a_run_that_begins_in_a_method_belongs_to_the_object():
+    found = advice(
+        """
+        import torch
+        class Engine:
+            def train(self, model, loader):
+                optimizer = torch.optim.SGD(model.parameters(), 0.1)
+                for x, y in loader:
+                    f(model(x), y).backward()
+        """
+    )
+    assert found[3] == ["in the methods of this class, run is self.run"]
+    assert "self.run = lockstep.init(" in found[5][0]
+
+
+def test_what_python_says_of_a_line_ends_once():
+    with pytest.raises(ConfigError, match=r"Did you mean print\(\.\.\.\)\.$"):
+        changes("print 'done'")

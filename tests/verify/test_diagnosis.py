@@ -77,6 +77,7 @@ def test_parameters_that_began_differently_come_first():
     other.start["b"] = "other"
     found = diagnose(trace(), other)
     assert (found.cause, found.step, found.tensor) == (Cause.START, -1, "'b'")
+    assert any("above torch.manual_seed" in each for each in found.possible)
     resumed = other.since(1)
     resumed.start["b"] = "other"
     found = diagnose(trace().since(1), resumed)

@@ -327,6 +327,9 @@ losses = {
 }
 middle = {"batch_norm": nn.BatchNorm1d(16), "dropout": nn.Dropout(0.5)}.get(kind, Own())
 model = nn.Sequential(nn.Linear(12, 16), middle, nn.ReLU(), nn.Linear(16, 4))
+if kind == "channels_last":
+    model = nn.Sequential(nn.Unflatten(1, (3, 2, 2)), nn.Conv2d(3, 4, 2), nn.Flatten())
+    model.to(memory_format=torch.channels_last)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 run = lockstep.init(global_batch=32, micro_batches=4, seed=0, checks="off")
 model, optimizer = run.prepare(model, optimizer)
@@ -341,6 +344,7 @@ for batch in run.batches(data):
     ("kind", "cause", "words"),
     [
         ("plain", "", ""),
+        ("channels_last", "", ""),
         ("dropout", "", ""),
         ("whole", "", ""),
         ("batch_norm", "batch_norm", "sync_batch_norm=True"),

@@ -39,6 +39,7 @@ from lockstep.lint.wrappers import (
     backwards,
     batches_around,
     drawn_by,
+    inputs_of,
     is_above,
     is_below_step,
     is_scaler,
@@ -86,6 +87,7 @@ _READ = re.compile(r"[\w.]+(\[('\w+'|\d+|[a-z][^:,]*:[^:,]*)\])?|(torch\.from_nu
 """Texts of what a loop reads: ``y``, ``batch["y"]``, ``y[i : i + 32]``, ``torch.tensor(y)``."""
 _PROCESSES = re.compile(r"world|n_?gpu|num_(gpu|proc|dev)|nproc|replicas", re.IGNORECASE)
 """Names of the number of processes."""
+_DRAWN = re.compile(r"^[\w.]*(mem|buf|replay|experience)\w*\.sample\w*\(", re.IGNORECASE)
 _MOVE = re.compile(r"^\w+(\.(to|cuda)\([^()]*(\([^()]*\))?[^()]*\))?$|\bfor\b")
 """Texts of what moves a batch to a device or takes it apart, and does not change it."""
 
@@ -148,10 +150,10 @@ _TORCH_CALLS = {
 _WRITES = {
     "print": "run.print(...), which prints on the main process only",
     "torch.save": "run.save() to resume; for weights: state = run.state_dict(), then torch.save under if run.is_main:",
-    **dict.fromkeys(("wandb.init", "wandb.log", "mlflow.log_metric"), "under if run.is_main:"),
+    **dict.fromkeys(("wandb.init", "wandb.log", "mlflow.log_metric", "numpy.save"), "under if run.is_main:"),
 }
 """Advice on what each process would write, unless the script lets one of them do so already."""
-_WRITERS = ("SummaryWriter", "add_scalar", "add_scalars", "add_image", "save_image", "savefig")
+_WRITERS = ("SummaryWriter", "add_scalar", "add_scalars", "add_image", "save_image", "savefig", "savez", "dump")
 """Further calls that write, by their last names."""
 
 
@@ -224,10 +226,12 @@ def _preparation(script: Script) -> Iterator[_Found]:
         entries = (f"{name.rpartition('.')[2]!r}: {name}" for name in models)
         steps.append(f"models = nn.ModuleDict({{{', '.join(entries)}}})")
     inner = {target_of(script, call) for call in made if script.name(call).startswith("torch.optim.")}
+    stepped = [script.owner(each) for each in script.method_calls("step", "step_update")]
     outer = [  # ScheduledOptim(optimizer, ...), a class of one's own
         call
         for call in made
-        if "optim" in last_name(call.func).lower() and not script.name(call).startswith("torch.")
+        if not script.name(call).startswith("torch.")
+        if "optim" in last_name(call.func).lower() or target_of(script, call) not in stepped
         if call.args and (script.text(call.args[0]) in inner or "optim" in script.text(call.args[0]).lower())
     ]
     names = [target_of(script, call) for call in made if call not in outer] or ["optimizer"]
@@ -250,9 +254,10 @@ def _without_run(script: Script, first: ast.AST) -> Iterator[_Found]:
     scopes = [script.scope(node) for find in finders for node, advice in find(script) if "run." in advice]
     begin = script.scope(first)
     for scope in scopes:  # which grows
-        if not isinstance(scope, FUNCTIONS) or begin in (scope, *script.around(scope, FUNCTIONS)):
+        owner = script.class_of(scope)
+        if not isinstance(scope, FUNCTIONS) or (owner is None and begin in (scope, *script.around(scope, FUNCTIONS))):
             continue  # which sees the run
-        if (owner := script.class_of(scope)) is not None:
+        if owner is not None:
             given = "" if owner is script.class_of(first) else ", which its __init__ takes"
             yield owner, f"in the methods of this class, run is self.run{given}"
             continue
@@ -345,6 +350,8 @@ def _loops(script: Script) -> Iterator[_Found]:
             samples = [each for each in script.calls if method(each).startswith("sample") and each.args]
             samples = [each for each in samples if script.holds(around[0], each)]
             yield around[0], _REPLAY if samples else f"{begin}for batch in run.batches({drawn or 'data'}){rest}"
+        elif samples := [each for each in script.calls if _DRAWN.search(script.text(each))]:
+            yield from ((each, _REPLAY) for each in samples if script.follows(call, each))
 
 
 def _over_batches(script: Script, loop: ast.For) -> str:
@@ -408,7 +415,7 @@ def _backward(script: Script, call: ast.Call, name: str, loss: ast.expr | None) 
     """The call that makes a backward pass, by the name of its loss and the expression that it comes from."""
     loop = batches_around(script, call)
     is_here = loop is not None and script.same_function(loop, call)
-    inputs = _inputs(script, loop, loss) if loop is not None and is_here else {}
+    inputs = inputs_of(script, loop, loss) if loop is not None and is_here else {}
     rest = "leave out the model's call and the loss"
     rest += "" if loop is None or is_here else "; give batch to this function"
     is_pair = isinstance(loss, ast.Call) and len(loss.args) == 2 and not loss.keywords and bool(script.name(loss))
@@ -433,22 +440,6 @@ def _takes_output(script: Script, loss: ast.Call, call: ast.Call) -> bool:
         case [ast.Call(ast.Name() | ast.Attribute(ast.Name("self")) | ast.Attribute(attr="forward"), [_], [])]:
             return all(_READ.fullmatch(_MOVED.sub("", script.text(each))) for each in here)
     return False
-
-
-def _inputs(script: Script, loop: ast.For, loss: ast.expr | None) -> dict[str, str]:
-    """The parts of a batch where the loop or its body takes it apart, ``{"x": "data[0]"}``; else the batch that the
-    loss reads, ``{"batch": "data"}``."""
-    target = loop.target
-    if "enumerate(" in script.text(loop.iter) and isinstance(target, ast.Tuple):
-        target = target.elts[-1]
-    for node in loop.body:
-        match node:
-            case ast.Assign(targets=[ast.Tuple() as parts], value=ast.Name() | ast.ListComp() as value):
-                target = parts if isinstance(target, ast.Name) and target.id in names_in(value) else target
-    if isinstance(target, ast.Name) and loss is not None and target.id in names_in(loss):
-        return {target.id: "data"}
-    elements = target.elts if isinstance(target, ast.Tuple) else []
-    return {script.text(each): f"data[{number}]" for number, each in enumerate(elements)}
 
 
 def _numbers(script: Script) -> Iterator[_Found]:
@@ -535,7 +526,7 @@ def _sizes(script: Script) -> Iterator[_Found]:
     """Sizes of what a loop over batches has read: ``len(x)``, ``x.size(0)``, ``x.shape[0]``."""
     for call in backwards(script):
         loop = batches_around(script, call)
-        parts = names_in(loop.target).union(_inputs(script, loop, None)) if loop else set()
+        parts = names_in(loop.target).union(inputs_of(script, loop, None)) if loop else set()
         for node in (each for part in (loop.body if loop else ()) for each in ast.walk(part)):
             size = _SIZE.fullmatch(script.text(node)) if isinstance(node, ast.expr) else None
             if isinstance(node, ast.expr) and size and parts & set(size.groups()):
@@ -573,8 +564,11 @@ def _evaluations(script: Script) -> Iterator[_Found]:
 
 def _outputs(script: Script) -> Iterator[_Found]:
     begin = max(optimizers_of(script), key=lambda call: call.lineno, default=None)
+    logs = [f"{target_of(script, call)}.log" for call in script.calls_of("wandb.init")]
     for call in script.calls:
         is_print, is_writer = script.name(call) == "print", last_name(call.func) in _WRITERS
+        is_opened = script.name(call) == "open" and str(constant(argument(call, "mode", 1)))[:1] in "wax"
+        is_writer |= is_opened or script.text(call.func) in logs
         advice = "under if run.is_main:" if is_writer else _WRITES.get(script.name(call))
         if advice is None or on_one_rank(script, call):
             continue

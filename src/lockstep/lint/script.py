@@ -72,7 +72,7 @@ def parse(text: str, path: str) -> Script:
             return Script(text)
     except SyntaxError as error:
         where = f":{error.lineno}" if error.lineno else ""
-        raise ConfigError(f"{path}{where} is not valid Python 3: {error.msg}.") from error
+        raise ConfigError(f"{path}{where} is not valid Python 3: {str(error.msg).rstrip('?')}.") from error
     except ValueError as error:
         raise ConfigError(f"{path} is not valid Python source: {error}.") from error
     except (RecursionError, MemoryError) as error:

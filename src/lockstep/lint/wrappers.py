@@ -182,6 +182,22 @@ def batches_around(script: Script, call: ast.Call) -> ast.For | None:
     return next((each for each in around if isinstance(each, ast.For) and not range_of(script, each)), None)
 
 
+def inputs_of(script: Script, loop: ast.For, loss: ast.expr | None) -> dict[str, str]:
+    """The parts of a batch where the loop or its body takes it apart, ``{"x": "data[0]"}``; else the batch that the
+    loss reads, ``{"batch": "data"}``."""
+    target = loop.target
+    if "enumerate(" in script.text(loop.iter) and isinstance(target, ast.Tuple):
+        target = target.elts[-1]
+    for node in loop.body:
+        match node:
+            case ast.Assign(targets=[ast.Tuple() as parts], value=ast.Name() | ast.ListComp() as value):
+                target = parts if isinstance(target, ast.Name) and target.id in names_in(value) else target
+    if isinstance(target, ast.Name) and loss is not None and target.id in names_in(loss):
+        return {target.id: "data"}
+    elements = target.elts if isinstance(target, ast.Tuple) else []
+    return {script.text(each): f"data[{number}]" for number, each in enumerate(elements)}
+
+
 def is_below_step(script: Script, node: ast.expr, call: ast.Call) -> bool:
     """Returns True below the loss of a backward pass, and not above another: for what is no part of a step."""
     loss = source_of(script, call)

@@ -128,7 +128,7 @@ def diagnose(reference: Trace, other: Trace, *, repeats: bool | None = None) -> 
     if found is None and name:
         if other.first:
             return Diagnosis(Cause.RESUMED, other.first, repr(name))
-        return Diagnosis(Cause.START, -1, repr(name))
+        return Diagnosis(Cause.START, -1, repr(name), possible=("a model made above torch.manual_seed",))
     for mine, theirs in zip(reference.steps, other.steps):
         if mine.step != theirs.step:
             skipping, one = ("it", theirs) if theirs.step > mine.step else ("the reference", mine)

@@ -521,7 +521,7 @@ class _FirstStepWatch(Callback):
             return
         path = self._folder / f"gradients-{len(self.found.passes)}.safetensors"
         held = self._run.strategy.trainable().items()
-        save_file({name: p.grad.double() / self._scale for name, p in held if p.grad is not None}, path)
+        save_file({name: p.grad.double().contiguous() / self._scale for name, p in held if p.grad is not None}, path)
         self.found.passes.append(Pass(float(loss), str(path)))
 
     def on_step_end(self, batch: Batch) -> None:
