@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import deque
-from collections.abc import Collection, Container, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from types import FrameType
 from typing import Any
@@ -78,6 +78,14 @@ class LoopNotes:
     def as_json(self) -> dict[str, Any]:
         """The notes by name, with sorted lists for sets."""
         return {name: sorted(value) if isinstance(value, set) else value for name, value in vars(self).items()}
+
+
+def united(mine: dict[str, Any], everyone: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The notes of several processes, as JSON; the values of ``mine`` count first."""
+    for each in everyone:
+        mine |= {key: {**each[key], **mine[key]} for key, value in each.items() if isinstance(value, dict)}
+        mine |= {key: sorted({*each[key], *mine[key]}) for key, value in each.items() if isinstance(value, list)}
+    return mine
 
 
 @dataclass(frozen=True)

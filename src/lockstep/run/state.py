@@ -29,6 +29,7 @@ from lockstep.run.attributes import Attributes, unsaved_tensors, words_of
 from lockstep.run.checks.agreement import made_otherwise, source_digests
 from lockstep.run.epoch_loop import Position
 from lockstep.run.loop_state import LoopState
+from lockstep.run.lost_variables import united
 from lockstep.run.optimizer_step import GradientState, PreparedOptimizer
 from lockstep.run.prepare import (
     Parts,
@@ -478,10 +479,7 @@ class RunState:
     def _loop_of_all(self) -> dict[str, Any]:
         """What ``LoopState`` notes here, and what it notes in a process that computes another part. Collective."""
         mine = self.loop.capture(inside=self.position.inside)
-        for each in [] if self.strategy.replicated else self.strategy.gather_records(mine):
-            mine |= {key: {**each[key], **mine[key]} for key, value in each.items() if isinstance(value, dict)}
-            mine |= {key: sorted({*each[key], *mine[key]}) for key, value in each.items() if isinstance(value, list)}
-        return mine
+        return mine if self.strategy.replicated else united(mine, self.strategy.gather_records(mine))
 
     def _add_groups(self, state: CheckpointState) -> None:
         """Adds the groups that the loop of the checkpoint's run had added; their settings come with the others."""
