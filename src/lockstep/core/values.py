@@ -19,6 +19,7 @@ import asyncio
 import ctypes
 import datetime
 import functools
+import gc
 import hashlib
 import io
 import itertools
@@ -58,6 +59,7 @@ from lockstep.core.users_code import (
     CLOSED_PACKAGES,
     function_of,
     globals_in,
+    is_users_code,
     is_users_function,
     is_users_module,
     names_in,
@@ -72,6 +74,14 @@ _PLAIN = (
 BUFFERS = (bytearray, array.array, ctypes._SimpleCData, ctypes.Array, ctypes.Structure)
 _ITERATORS = ("builtins", "itertools", "collections", "_collections")
 """Modules whose iterators tell how far they have come."""
+_OF_PYTHON = frozenset(
+    """
+    _contextvars _csv _io _queue _thread array builtins collections configparser ctypes datetime decimal enum fractions
+    functools itertools operator pathlib queue statistics types
+    """.split()  # noqa: SIM905
+)
+_PLACES = ("coords", "iterindex", "line_num")
+"""Attributes of iterators that cannot be copied."""
 _MOST_CHARACTERS, _MOST_BITS, _MOST_NAMED, _SAMPLE = 60, 1 << 10, 64, 4_096
 _CLOSED = (
     *(Dataset, DataLoader, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler),
@@ -391,6 +401,38 @@ def position_of(iterator: Any) -> str:
         return ""
     _, arguments, *state = made
     return f" at ({', '.join(map(_text_of_part, (*arguments, *state)))})"
+
+
+def parts_of(value: Any) -> Any:
+    """The parts of an object of Python's own or of NumPy's, as a copy would have them; None where nothing tells."""
+    kind = type(value)
+    if kind.__module__ not in _OF_PYTHON and not kind.__module__.startswith("numpy"):
+        return None
+    if issubclass(kind, ctypes.CDLL):  # has each of its functions as an attribute once that was called
+        return None
+    with suppress(Exception):
+        if kind is GeneratorType:
+            frame, held = value.gi_frame, gc.get_referents(value)
+            module = frame.f_globals.get("__name__", "")
+            is_own = is_users_code(value.gi_code, module) and not value.gi_running
+            if not is_own or any(type(each) is kind and not is_users_code(each.gi_code, "") for each in held):
+                return None  # one around run.batches
+            return [frame.f_lasti, dict(frame.f_locals), [each for each in held if hasattr(each, "__next__")]]
+        if kind is threading.local:
+            return dict(vars(value))
+        if kind is ContextVar:
+            return [value.get(None)]
+        with suppress(TypeError):
+            return np.frombuffer(memoryview(value).cast("B"), np.uint8)
+        reduced = value.__reduce_ex__(2)
+        if issubclass(kind, functools.partial):  # which looking for its attributes gives an empty dict
+            reduced = (*reduced[:2], (*reduced[2][:3], reduced[2][3] or None))
+        return None if isinstance(reduced, str) else [*reduced[1:3], *map(list, filter(None, reduced[3:]))]
+    if not hasattr(kind, "__next__"):
+        return None
+    inner = [each for each in gc.get_referents(value) if hasattr(each, "__next__")]
+    places = [getattr(value, key) for key in _PLACES if hasattr(kind, key)]
+    return [*inner, *places, repr(value) if kind is itertools.count else None]
 
 
 def _text_of_part(part: Any) -> str:

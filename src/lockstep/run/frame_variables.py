@@ -11,18 +11,13 @@ Generators of random numbers are found wherever one of these leads to them.
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import gc
 import itertools
 import logging
 import math
 import sys
-import threading
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping
-from contextlib import suppress
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
 from inspect import GEN_CREATED, getgeneratorstate
@@ -40,7 +35,6 @@ from lockstep.core.fingerprint import digest_tensor
 from lockstep.core.users_code import (
     codes_in,
     homes_of,
-    is_users_code,
     is_users_function,
     is_users_module,
     methods_of,
@@ -72,6 +66,7 @@ from lockstep.core.values import (
     is_users_object,
     of_class,
     parted,
+    parts_of,
     parts_of_tensor,
     short_digest,
     stored_in,
@@ -142,26 +137,6 @@ class Variables:
     """By the first name of a value: the last words of the other names under which it was found."""
     renewed: set[str] = field(default_factory=set)
     """See ``renew_floats``."""
-    _most_bytes: int = _MOST_BYTES
-    _is_live: bool = True
-    _is_in_data: bool = False
-    _is_in_dataset: bool = False
-    _noted: list[str] = field(default_factory=list)
-    _codes: list[tuple[CodeType, dict[str, Any]]] = field(default_factory=list)
-    """The code and the globals of functions whose globals are still to be looked at."""
-    _modules: set[CodeType] = field(default_factory=set)
-    """The code of running modules."""
-    _reading: list[FunctionType] = field(default_factory=list)
-    """Functions that data sets hold, and the methods of objects that they hold."""
-    _bound: list[Any] = field(default_factory=list)
-    """The objects of methods that data sets hold."""
-    _changed_by_reading: set[str] = field(default_factory=set)
-    _named: dict[str, Any] = field(default_factory=dict)
-    _kept: list[Any] = field(default_factory=list)
-    """The results of ``parts_of``: the ids of objects are those of others once they are gone."""
-    _most_seen: int = _MOST_PLACES
-    _seen: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """By the id of an object: the range in ``_noted`` of the names of it and of what it holds."""
 
     @classmethod
     def of_loop(cls, known: Mapping[int, str], callbacks: Iterable[object] = (), **loop: Any) -> Variables:
@@ -169,7 +144,58 @@ class Variables:
 
         For ``loop`` see ``live_in``.
         """
-        found, frames = cls(known), users_frames()
+        found = cls(known)
+        _Search(found).look_at_loop(callbacks, **loop)
+        return found
+
+    def held(self, name: str) -> list[Any]:
+        """The tensors, arrays or containers at a name, by which a loss that reads them is recognised."""
+        value = self.values[name]
+        is_one = isinstance(value, list | dict | deque | np.ndarray)
+        return [value] if is_one else self.tensors.get(name, [])
+
+    def renew_floats(self, names: Collection[str]) -> None:
+        """Replaces floats that an object, a dict or a list holds by equal ones, so that setting them again shows."""
+        for name in names & self.plain.keys():
+            part = self.plain[name]
+            if type(part.value) is float and not (part.is_fixed or isinstance(part.holder, str)):
+                part = part._replace(value=part.value * 1.0)
+                part.put(part.value)
+                self.plain[name], self.values[name] = part, part.value
+                self.renewed.add(name)
+
+
+class _Search:
+    """The search that fills ``found``: what it is looking at, and what it still has to look at.
+
+    Args:
+        most_bytes: of a tensor or array that is read whole.
+        in_data: whether it looks at what a data set holds.
+    """
+
+    def __init__(self, found: Variables, *, most_bytes: int = _MOST_BYTES, in_data: bool = False) -> None:
+        self.found, self._most_bytes = found, most_bytes
+        self._is_live, self._is_in_data, self._is_in_dataset = True, in_data, False
+        self._noted: list[str] = []
+        self._codes: list[tuple[CodeType, dict[str, Any]]] = []
+        """The code and the globals of functions whose globals are still to be looked at."""
+        self._modules: set[CodeType] = set()
+        """The code of running modules."""
+        self._reading: list[FunctionType] = []
+        """Functions that data sets hold, and the methods of objects that they hold."""
+        self._bound: list[Any] = []
+        """The objects of methods that data sets hold."""
+        self._changed_by_reading: set[str] = set()
+        self._named: dict[str, Any] = {}
+        self._kept: list[Any] = []
+        """The results of ``parts_of``: the ids of objects are those of others once they are gone."""
+        self._most_seen = _MOST_PLACES
+        self._seen: dict[int, tuple[int, int]] = {}
+        """By the id of an object: the range in ``_noted`` of the names of it and of what it holds."""
+
+    def look_at_loop(self, callbacks: Iterable[object], **loop: Any) -> None:
+        """See ``Variables.of_loop``."""
+        found, frames = self.found, users_frames()
         variables: list[tuple[str, Part, bool]] = []
         for frame, live, owner in zip(frames, live_in(frames, **loop), owners_of(frames)):
             code, home = frame.f_code, owner.removesuffix(": ") or frame.f_globals
@@ -183,32 +209,31 @@ class Variables:
         for name, part, is_live in sorted(variables, key=lambda variable: _is_foreign(variable[1].value)):
             found.local.add(name)
             found.read |= {name} if is_live else set()
-            found._is_live = is_live or id(part.value) in read
-            found._look(part, name)
-        found._is_live = True
+            self._is_live = is_live or id(part.value) in read
+            self._look(part, name)
+        self._is_live = True
         numbers = Counter[str]()
         for each in filter(_is_users_callback, callbacks):
             numbers[name := getattr(each, "__name__", type(each).__name__)] += 1
-            found._look(Part(INNER, None, None, each), f"{name} (callback {numbers[name]})")
-        found._codes += [(frame.f_code, frame.f_globals) for frame in frames]
-        found._modules = {frame.f_code for frame in frames if frame.f_code.co_name == "<module>"}
+            self._look(Part(INNER, None, None, each), f"{name} (callback {numbers[name]})")
+        self._codes += [(frame.f_code, frame.f_globals) for frame in frames]
+        self._modules = {frame.f_code for frame in frames if frame.f_code.co_name == "<module>"}
         own = {key: id(space) for space in (each.f_globals for each in frames[::-1]) for key in [*space]}
-        found._look_at_globals(own)
-        found._look_at_what_data_reads(own)
-        return found
+        self._look_at_globals(own)
+        self._look_at_what_data_reads(own)
 
     def _look_at_what_data_reads(self, own: Mapping[str, int]) -> None:
         """Looks at the values that functions of data sets read: globals, and variables of the frames."""
         places, attributes = self._read_by_data(own)
         places = [*(("", Part(INNER, None, "", each)) for each in self._bound), *places]
         self._is_in_data = self._is_in_dataset = True
-        known = {part.place: name for name, part in self.plain.items()}
+        known = {part.place: name for name, part in self.found.plain.items()}
         seen = set[int]()
         for name, part in places:
             name, held = known.get(part.place, name), part.value
             if part.key in self._changed_by_reading:
                 first, last = self._seen.get(id(held), (0, 0))
-                self.perhaps_read.update(self._noted[first:last])
+                self.found.perhaps_read.update(self._noted[first:last])
             elif held is not None and (is_plain(held) or isinstance(held, _VALUES)):
                 self._look(part, name)
             elif is_users_object(held) and not isinstance(held, Dataset | nn.Module) and id(held) not in seen:
@@ -237,7 +262,7 @@ class Variables:
                 places.append((_name_of(key, space, own), part))
             for part in inside(function):
                 homes = homes_of(codes[0]) if part.how == VARIABLE else ()
-                local = [home for home in homes if f"{home}: {part.key}" in self.local]
+                local = [home for home in homes if f"{home}: {part.key}" in self.found.local]
                 places += [(f"{home}: {part.key}", part._replace(holder=home)) for home in local]
         return places, attributes
 
@@ -249,45 +274,29 @@ class Variables:
             if (code, id(space)) in seen:
                 continue
             seen.add((code, id(space)))
-            self.asked_for |= names_asked_for(code)
+            self.found.asked_for |= names_asked_for(code)
             self._codes += [(inner, space) for inner in code.co_consts if isinstance(inner, CodeType)]
             for key in code.co_names:
                 held = space.get(key, sys.modules.get(key))  # which the code may import
                 name = _name_of(key, space, own)
                 if type(held) is ModuleType and is_users_module(held.__name__):
                     self._codes.append((code, vars(held)))
-                elif key in space and name in self.texts:
+                elif key in space and name in self.found.texts:
                     if code not in self._modules:  # functions may read what the code of the module does not
                         first, last = self._seen.get(id(held), (0, 0))
                         self._mark([name, *self._noted[first:last]])
                 elif key in space:
                     self._look(Part(GLOBAL, space, key, held), name)
 
-    def held(self, name: str) -> list[Any]:
-        """The tensors, arrays or containers at a name, by which a loss that reads them is recognised."""
-        value = self.values[name]
-        is_one = isinstance(value, list | dict | deque | np.ndarray)
-        return [value] if is_one else self.tensors.get(name, [])
-
-    def renew_floats(self, names: Collection[str]) -> None:
-        """Replaces floats that an object, a dict or a list holds by equal ones, so that setting them again shows."""
-        for name in names & self.plain.keys():
-            part = self.plain[name]
-            if type(part.value) is float and not (part.is_fixed or isinstance(part.holder, str)):
-                part = part._replace(value=part.value * 1.0)
-                part.put(part.value)
-                self.plain[name], self.values[name] = part, part.value
-                self.renewed.add(name)
-
     def _look(self, part: Part, name: str, depth: int = 0, only_tensors: bool = False) -> None:
         """Notes a value and what it holds. ``only_tensors``: without numbers, as for objects of installed packages."""
         value = part.value
         own = vars(value).get("wrapped") if type(value) is PreparedOptimizer else value
-        held = self.known.get(id(own))
+        held = self.found.known.get(id(own))
         if value is None or is_plain(value) or held is not None:
             if not only_tensors:
                 self._note(name, text_of_plain(value) if held is None else held, value)
-                self.plain[name] = part
+                self.found.plain[name] = part
             return
         if depth < _OWN_DEPTH and part.how != ENTRY:  # however large a list beside it is, as of the episodes of a game
             self._most_seen = len(self._seen) + _MOST_PLACES
@@ -312,16 +321,16 @@ class Variables:
             self._seen[id(value)] = start, len(self._noted)
         elif first < last:
             alone = name.rpartition(" ")[2].rpartition(".")[2]
-            self.other_names.setdefault(self._noted[first], set()).add(alone)
+            self.found.other_names.setdefault(self._noted[first], set()).add(alone)
 
     def _look_into(self, value: Any, name: str, depth: int, only_tensors: bool) -> None:
         kind = type(value)
         if issubclass(kind, Optimizer) and not issubclass(kind, PreparedOptimizer):
-            self.optimizers[name] = value
+            self.found.optimizers[name] = value
             self._mark([name])
         if issubclass(kind, Tensor):
             if not issubclass(kind, AbsentTensor) and value.numel():
-                self.tensors[name] = [value]
+                self.found.tensors[name] = [value]
                 self._note(name, self._text_of(value), value, has_values=True)
         elif issubclass(kind, np.ndarray):
             self._array(value, name)
@@ -369,7 +378,7 @@ class Variables:
     def _generator(self, value: Any, state: Any, name: str, depth: int, only_tensors: bool) -> None:
         if self._is_in_data:  # reading samples draws from it
             return
-        self.generators[name] = value
+        self.found.generators[name] = value
         self._note(name, short_digest(repr(state).encode()), value)
         seeds = getattr(getattr(value, "bit_generator", value), "seed_seq", None)
         self._look(Part(ATTRIBUTE, name, "seed_seq", seeds), f"{name}.seed_seq", depth, only_tensors)
@@ -387,13 +396,13 @@ class Variables:
         if is_long and (has_tensors or not is_foreign):
             some = copied(itertools.islice(stored, 0, None, 1 + len(stored) // _samples_of(stored)))
             self._whole(value, name, some, depth, text)
-            self.with_values.add(name)
+            self.found.with_values.add(name)
         elif is_told or not only_tensors:
             order = [*filter(is_plain, value)] if issubclass(type(value), dict) and not is_foreign else []
             text += f" of digest {short_digest(repr(order).encode())}" if order else ""
             self._note(name, text, value, has_values=self._is_in_data)
         if self._is_in_data and not is_told:
-            self.perhaps_read.add(name)
+            self.found.perhaps_read.add(name)
         for key, held in entries_in(value) if not is_long else ():
             if not (is_told and self._is_in_data and (held is None or is_plain(held))):
                 self._look_at_part(Part(ENTRY, value, key, held), name, depth, only_tensors)
@@ -403,13 +412,14 @@ class Variables:
     ) -> None:
         """Notes one text for all that an object is made of; ``what`` names its kind."""
         bounds = 1 << 12 if self._is_in_data else _MOST_BYTES
-        inner = Variables(self.known, local=self.local, _is_in_data=self._is_in_data, _most_bytes=bounds)
+        found = Variables(self.found.known, local=self.found.local)
+        inner = _Search(found, most_bytes=bounds, in_data=self._is_in_data)
         for number, part in enumerate(parts):
             inner._look_at_part(Part(ENTRY, name, number, part), name, depth, only_tensors)
         self._kept, self._codes = [*self._kept, parts, inner], [*self._codes, *inner._codes]
         self._reading, self._bound = self._reading + inner._reading, self._bound + inner._bound
-        self.generators |= inner.generators
-        texts = sorted(pair for pair in inner.texts.items() if pair[0] not in inner.generators)
+        self.found.generators |= found.generators
+        texts = sorted(pair for pair in found.texts.items() if pair[0] not in found.generators)
         if not only_tensors or hasattr(type(value), "__next__"):
             self._note(name, f"{what} of digest {short_digest(repr(texts).encode())}", value)
 
@@ -424,7 +434,7 @@ class Variables:
                 self._look_at_part(part, name, depth, only_tensors)
             elif is_own and part.how == DEFAULT:
                 self._look_at_part(part._replace(holder=name), name, depth, only_tensors)
-            elif homes and not any(f"{each}: {part.key}" in self.local for each in homes):
+            elif homes and not any(f"{each}: {part.key}" in self.found.local for each in homes):
                 self._look_at_part(part._replace(holder=homes[-1]), name, depth, only_tensors)
 
     def _class(self, kind: type, depth: int, only_tensors: bool) -> None:
@@ -501,32 +511,32 @@ class Variables:
             held
             for each in module.modules()
             for held in (*each._parameters.values(), *each._buffers.values(), *vars(each).values())
-            if isinstance(held, Tensor) and id(held) not in self.known and id(each) not in self.known
+            if isinstance(held, Tensor) and id(held) not in self.found.known and id(each) not in self.found.known
         ]
         if tensors:  # one that follows the model may hold the model, too
             content = repr([self._text_of(tensor) for tensor in tensors])
-            self.tensors[name] = [module, *tensors]
+            self.found.tensors[name] = [module, *tensors]
             self._note(name, f"tensors of digest {short_digest(content.encode())}", module, has_values=True)
         for path, each in module.named_modules(prefix=name):
-            for part in [*inside_object(each), *_from_class(each)] if id(each) not in self.known else ():
+            for part in [*inside_object(each), *_from_class(each)] if id(each) not in self.found.known else ():
                 if (part.value is None or is_plain(part.value)) and part.key != "training" and part.key[0] != "_":
                     self._note(f"{path}.{part.key}", text_of_plain(part.value), part.value)
-                    self.plain |= {f"{path}.{part.key}": part} if part.how == ATTRIBUTE else {}
+                    self.found.plain |= {f"{path}.{part.key}": part} if part.how == ATTRIBUTE else {}
 
     def _note(self, name: str, text: str, value: Any, *, has_values: bool = False) -> None:
-        self.texts[name], self.values[name] = text, value
+        self.found.texts[name], self.found.values[name] = text, value
         if has_values:
-            self.with_values.add(name)
+            self.found.with_values.add(name)
         self._noted.append(name)
         self._mark([name])
 
     def _mark(self, names: Iterable[str]) -> None:
         if self._is_live:
-            self.live.update(names)
+            self.found.live.update(names)
         if self._is_in_data:
-            self.of_data.update(names)
+            self.found.of_data.update(names)
         if self._is_in_dataset:
-            self.of_datasets.update(names)
+            self.found.of_datasets.update(names)
 
 
 def _from_class(value: Any) -> list[Part]:
@@ -589,45 +599,3 @@ def _begins_with_tensors(entries: Iterable[Any]) -> bool:
 
 def _text_of_entry(entry: Any) -> str:
     return ", ".join(text_of_plain(each) if is_plain(each) else "..." for each in parted(entry))
-
-
-def parts_of(value: Any) -> Any:
-    """The parts of an object of Python's own or of NumPy's, as a copy would have them; None where nothing tells."""
-    kind = type(value)
-    if kind.__module__ not in _OF_PYTHON and not kind.__module__.startswith("numpy"):
-        return None
-    if issubclass(kind, ctypes.CDLL):  # has each of its functions as an attribute once that was called
-        return None
-    with suppress(Exception):
-        if kind is GeneratorType:
-            frame, held = value.gi_frame, gc.get_referents(value)
-            module = frame.f_globals.get("__name__", "")
-            is_own = is_users_code(value.gi_code, module) and not value.gi_running
-            if not is_own or any(type(each) is kind and not is_users_code(each.gi_code, "") for each in held):
-                return None  # one around run.batches
-            return [frame.f_lasti, dict(frame.f_locals), [each for each in held if hasattr(each, "__next__")]]
-        if kind is threading.local:
-            return dict(vars(value))
-        if kind is ContextVar:
-            return [value.get(None)]
-        with suppress(TypeError):
-            return np.frombuffer(memoryview(value).cast("B"), np.uint8)
-        reduced = value.__reduce_ex__(2)
-        if issubclass(kind, functools.partial):  # which looking for its attributes gives an empty dict
-            reduced = (*reduced[:2], (*reduced[2][:3], reduced[2][3] or None))
-        return None if isinstance(reduced, str) else [*reduced[1:3], *map(list, filter(None, reduced[3:]))]
-    if not hasattr(kind, "__next__"):
-        return None
-    inner = [each for each in gc.get_referents(value) if hasattr(each, "__next__")]
-    places = [getattr(value, key) for key in _PLACES if hasattr(kind, key)]
-    return [*inner, *places, repr(value) if kind is itertools.count else None]
-
-
-_OF_PYTHON = frozenset(
-    """
-    _contextvars _csv _io _queue _thread array builtins collections configparser ctypes datetime decimal enum fractions
-    functools itertools operator pathlib queue statistics types
-    """.split()  # noqa: SIM905
-)
-_PLACES = ("coords", "iterindex", "line_num")
-"""Attributes of iterators that cannot be copied."""
