@@ -1,5 +1,6 @@
 """A snapshot finds what objects keep, tells what changed, and puts everything back."""
 
+import functools
 import random
 from collections import OrderedDict, defaultdict, deque
 from functools import partial
@@ -226,6 +227,28 @@ def test_what_a_decorated_function_names_is_found_and_put_back():
     counted()
     changed = before.changed(Snapshot({"the loss": counted}, restorable=False))
     assert changed == {"the global variable 'COUNTS'['steps']": ("0", "1")}
+    before.restore()
+    assert COUNTS == {"steps": 0}
+
+
+def counting_calls(function):
+    calls = 0
+
+    @functools.wraps(function)
+    def wrapper():
+        nonlocal calls
+        calls += 1
+        return function()
+
+    return wrapper
+
+
+def test_what_a_decorator_of_the_users_own_counts_is_found_beside_what_the_function_names():
+    function = counting_calls(counted)
+    before = Snapshot({"the loss": function})
+    function()
+    changed = before.changed(Snapshot({"the loss": function}, restorable=False))
+    assert set(changed.values()) == {("0", "1")} and len(changed) == 2
     before.restore()
     assert COUNTS == {"steps": 0}
 

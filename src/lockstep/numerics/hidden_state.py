@@ -214,7 +214,7 @@ class Snapshot:
         elif isinstance(value, nn.Module):
             self._module(value, name)
         elif isinstance(value, FunctionType):
-            self._function(inspect.unwrap(value), name or value.__qualname__)  # as of torch.no_grad()
+            self._function(value, name or value.__qualname__)
         elif isinstance(value, (np.ndarray, *CONTAINERS, *_TRANSPARENT)):
             if isinstance(value, np.ndarray):
                 self._array(value, name)
@@ -330,6 +330,8 @@ class Snapshot:
             names = names_in(function.__code__)
             for part in globals_of(globals_in(function.__code__), function.__globals__, names):
                 self._global(part, names)
+        elif (wrapped := vars(function).get("__wrapped__")) is not None:  # as by torch.no_grad()
+            self._value(wrapped, name)
 
     def _global(self, part: Part, names: frozenset[str]) -> None:
         """One global that code names; ``names`` are all that it names, attributes of modules among them."""
