@@ -4,6 +4,7 @@ import pytest
 
 from lockstep.text import (
     aligned,
+    at_most,
     format_bytes,
     format_duration,
     numbered,
@@ -104,3 +105,9 @@ def test_durations_have_two_units(seconds, said):
 @pytest.mark.fault("T8")
 def test_escape_codes_of_names_are_shown_and_not_obeyed():
     assert printable("a\x1b[2J\x07é\r\n\tb\x9b\udcff") == "a\\x1b[2J\\x07é\\x0d\n\tb\\x9b\\udcff"
+
+
+def test_lines_beyond_a_limit_are_counted():
+    lines = ["a", "b", "c"]
+    assert at_most(2, lines) == ["a", "b", "and 1 more"]
+    assert at_most(3, lines) == at_most(4, lines) == lines

@@ -1,8 +1,10 @@
 import json
 from dataclasses import asdict, dataclass, field
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from lockstep.config.checks import (
@@ -19,6 +21,7 @@ from lockstep.config.checks import (
     near_path,
     one_of,
     plain_name,
+    python_type_problem,
     refuse,
     seconds,
     seed,
@@ -89,6 +92,24 @@ def test_all_fields_are_checked_and_every_problem_is_said_at_once():
 
     with pytest.raises(ConfigError, match=r"Numbers\.first .* 0\. Numbers\.second .* -1\."):
         Numbers(0, -1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "good", "wrong", "words"),
+    [
+        (int, [1, np.int64(2)], [1.5, "1", True], "an integer"),
+        (float, [1, 0.5, np.float32(0.5)], ["1", False], "a number"),
+        (bool, [True], ["False", 1], "true or false"),
+        (str, ["a"], [1, Path("a")], "a string"),
+        (int | str | None, [1, "a", None], [1.5, True], "an integer or a string"),
+        (str | Path, ["a", Path("a")], [1, None], "a string"),
+        (tuple[str, ...], [["a"], ()], ["a", [1]], "a list of strings"),
+        (dict[str, int], [{}, "any"], [], ""),
+    ],
+)
+def test_values_of_a_script_are_of_the_type_of_their_field(kind, good, wrong, words):
+    assert [python_type_problem(kind, value) for value in good] == [None] * len(good)
+    assert [python_type_problem(kind, each) for each in wrong] == [f"should be {words} and is {v!r}." for v in wrong]
 
 
 def test_no_problem_is_no_error():

@@ -12,9 +12,14 @@ from lockstep.core.summation_tree import (
     children,
     fold,
     fold_in_place,
+    fold_rows,
     merges_after_leaf,
     merges_by_level,
     nodes_within,
+    push_leaf,
+    push_leaves,
+    row_squares,
+    sum_of_squares,
 )
 
 BY_HAND = {
@@ -150,6 +155,65 @@ def test_folding_level_by_level_is_the_same_tree(leaves, holders):
     assert torch.equal(fold_in_place(nodes, parts, leaves), whole)
     levels = merges_by_level(tuple(nodes), leaves)
     assert sum(len(lefts) for lefts, _ in levels) == len(nodes) - 1
+
+
+def drawn(leaves, *shape):
+    """Values of which another order of addition has another sum."""
+    return 1e3 * torch.randn(leaves, *shape, generator=torch.Generator().manual_seed(leaves))
+
+
+def whole_tree(rows):
+    return fold(((leaf(k), row.clone()) for k, row in enumerate(rows)), len(rows), torch.add)
+
+
+@pytest.mark.parametrize("leaves", [*range(1, 18), 31, 33, 100])
+def test_rows_are_folded_in_the_order_of_the_tree(leaves):
+    for rows in (drawn(leaves), drawn(leaves, 64), drawn(leaves, 4, 3)):
+        before = rows.clone()
+        assert torch.equal(fold_rows(rows), whole_tree(rows)) and torch.equal(rows, before)
+
+
+def test_the_drawn_rows_have_another_sum_in_another_order():
+    rows = drawn(33, 64)
+    assert not torch.equal(fold_rows(rows.flip(0)), whole_tree(rows))
+
+
+@pytest.mark.parametrize("leaves", [*range(1, 18), 31, 33])
+def test_leaves_that_are_pushed_one_by_one_are_added_in_the_order_of_the_tree(leaves):
+    rows, last = drawn(leaves, 64), torch.empty(64)
+    alone, into, first, second = ([] for _ in range(4))
+    for k, merges in enumerate(merges_after_leaf(0, leaves, leaves)):
+        push_leaf(alone, rows[k].clone(), merges)
+        push_leaf(into, rows[k].clone(), merges, last if k == leaves - 1 else None)
+        push_leaves([first, second], [rows[k].clone(), 2 * rows[k]], merges)
+    assert [len(stack) for stack in (alone, into, first, second)] == [1] * 4
+    assert all(torch.equal(stack[0], whole_tree(rows)) for stack in (alone, into, first))
+    assert torch.equal(second[0], whole_tree(2 * rows))
+    assert (into[0] is last) == (leaves > 1)
+
+
+def test_squares_of_rows_do_not_depend_on_who_holds_them():
+    tensor = drawn(7, 5, 3)
+    parts = [row_squares(tensor[each.start : each.stop]) for each in (share(7, 3, holder) for holder in range(3))]
+    assert torch.equal(torch.cat(parts), row_squares(tensor))
+    assert torch.equal(sum_of_squares(tensor), whole_tree(row_squares(tensor)))
+    assert torch.allclose(sum_of_squares(tensor), tensor.double().square().sum(), rtol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "squares"),
+    [
+        (torch.tensor(3.0), [9.0]),
+        (torch.tensor([1.0, 2.0]), [1.0, 4.0]),
+        (torch.tensor([[3.0 + 4.0j]]), [25.0]),
+        (torch.empty(0, 4), [0.0]),
+        (torch.full((1, 2), 3e4, dtype=torch.float16), [18e8]),
+    ],
+)
+def test_squares_are_of_rows_in_float64(tensor, squares):
+    found = row_squares(tensor)
+    assert found.dtype == torch.float64 and found.tolist() == pytest.approx(squares, rel=1e-3)
+    assert sum_of_squares(tensor).item() == pytest.approx(sum(squares), rel=1e-3)
 
 
 def test_eight_nodes_are_folded_in_three_levels():

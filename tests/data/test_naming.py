@@ -8,7 +8,7 @@ from PIL import Image
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from lockstep.data import check_labels, known_labels
-from lockstep.data.naming import class_names, require_map_style, sample_error, why_uncollatable
+from lockstep.data.naming import class_names, held_out, require_map_style, sample_error, why_uncollatable
 from lockstep.errors import ConfigError, DataError
 
 
@@ -19,6 +19,22 @@ class Targets(Dataset):
 
     def __len__(self):
         return len(self.targets)
+
+
+@pytest.mark.parametrize(("count", "fraction", "expected"), [(2, 0.1, 1), (2, 0.9, 1), (10, 0.25, 2), (10, 0.99, 9)])
+def test_some_are_held_out_and_some_are_left(count, fraction, expected):
+    names = [f"{number}.png" for number in range(count)]
+    found = held_out(names, fraction, 1, "Class a")
+    assert len(found) == expected and found < set(names)
+    assert found == held_out(names[::-1], fraction, 1, "Class a")
+
+
+@pytest.mark.parametrize(
+    ("count", "fraction", "error"), [(1, 0.5, DataError), (9, 0.0, ConfigError), (9, 1, ConfigError)]
+)
+def test_too_few_names_or_no_fraction_are_refused(count, fraction, error):
+    with pytest.raises(error, match=r"Class a has 1 sample, too few|fraction of (0|1) was asked for"):
+        held_out(["a", *"bcdefghi"][:count], fraction, 1, "Class a")
 
 
 @pytest.mark.parametrize("kind", [list, np.array, torch.tensor])

@@ -60,8 +60,11 @@ def test_a_host_name_that_leads_to_loopback_is_refused_with_addresses_that_do_no
 
 
 def test_an_address_of_another_host_is_refused_for_node_0(names):
-    with pytest.raises(ConfigError, match=r"far is 10\.0\.0\.9, which is not an address of this host"):
+    refused = r"far is 10\.0\.0\.9, which is not an address of this host; its addresses are "
+    with pytest.raises(ConfigError, match=rf"{refused}127\.0\.0\.1 \(lo\), .*fd00::5 \(eth0\)\."):
         interface_of_master("far", 1, KNOWN)
+    with pytest.raises(ConfigError, match=rf"{refused}unknown\."):
+        interface_of_master("far", 1, [])
 
 
 @pytest.mark.fault("S2")

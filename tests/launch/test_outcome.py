@@ -3,6 +3,8 @@
 import signal
 from dataclasses import replace
 
+import pytest
+
 from lockstep.launch.outcome import RankEnd, judge
 from lockstep.runtime.control import StopReason
 from lockstep.runtime.error_record import ErrorRecord
@@ -98,6 +100,13 @@ def test_a_rank_that_left_is_the_cause_of_its_victims():
 def test_a_rank_that_finished_in_agreement_is_not_blamed():
     verdict = judge([finished(0), victim(1, 6.0)], NONE)
     assert (verdict.cause.rank, verdict.left_early) == (1, False)
+
+
+@pytest.mark.parametrize("membership", Membership)
+def test_only_members_that_have_joined_and_not_finished_are_in_the_group(membership):
+    is_in = membership in (Membership.JOINED, Membership.LEAVING)
+    assert end(1, 0, beat=beat(membership)).was_in_group == is_in
+    assert not end(1, 0, beat=None).was_in_group
 
 
 def test_a_rank_ended_while_it_waited_to_leave_had_left_early():

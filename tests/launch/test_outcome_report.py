@@ -43,6 +43,12 @@ def test_a_good_run_says_nothing(tmp_path):
     assert lines([end(0, 0), end(1, 0)], tmp_path) == []
 
 
+@pytest.mark.parametrize(("found", "place"), [(beat(812), " at step 812"), (beat(0), " at step 0"), (beat(-1), "")])
+def test_a_rank_that_left_is_named_with_its_step(tmp_path, found, place):
+    shown = lines([end(0, 143, ended_by_us=True), end(1, 0, beat=found)], tmp_path)
+    assert shown[0] == f"rank 1 left{place} while the others continued (pid 101, exit code 0)."
+
+
 def test_many_ranks_that_ended_alike_share_a_line(tmp_path):
     ends = [end(rank, 143, ended_by_us=True) for rank in range(64) if rank != 17]
     shown = lines([*ends, end(17, -signal.SIGKILL)], tmp_path)

@@ -120,13 +120,13 @@ def test_a_run_is_restarted_so_often_and_no_oftener(capsys):
     assert last.lines == (*LINES, "Not restarted: all 2 restarts are used up.")
 
 
-@pytest.mark.parametrize("second", [5, 4, -1])
-def test_a_restart_that_came_no_further_is_the_last(second, capsys):
-    made, last, _ = attempts([5, second], options(restarts=9), capsys)
+@pytest.mark.parametrize(("first", "second"), [(5, 5), (5, 4), (5, -1), (0, 0)])
+def test_a_restart_that_came_no_further_is_the_last(first, second, capsys):
+    made, last, _ = attempts([first, second], options(restarts=9), capsys)
     assert len(made) == 2
     assert last.lines == (
         *LINES,
-        "Not restarted: restart 1 got no further than step 5, so another would not either.",
+        f"Not restarted: restart 1 got no further than step {first}, so another would not either.",
     )
 
 

@@ -140,6 +140,10 @@ def test_a_run_that_goes_on_within_an_epoch_counts_only_the_steps_it_has_made(mo
     assert lines_of(monkeypatch, (0, 3, 4, False)) == ["epoch 1/4  loss 1  2 min 00 s left"]
 
 
+def test_before_the_first_step_no_time_is_known(monkeypatch):
+    assert lines_of(monkeypatch, (0, 4, 4, False)) == ["epoch 1/4  loss 1"]
+
+
 def test_evaluations_count_once_for_each_epoch_to_come(monkeypatch):
     """The rest of an epoch has a whole evaluation after it."""
     clock, stream = Clock(), io.StringIO()

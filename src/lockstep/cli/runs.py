@@ -34,12 +34,7 @@ from lockstep.runtime.heartbeat import Membership
 from lockstep.runtime.process_handle import ProcessHandle
 from lockstep.text import format_bytes, format_duration, plural, printable
 
-_RUN = (
-    "run",
-    "RUN",
-    "",
-    "ID of the run, its beginning or end, or the run folder of a job (default: the only run)",
-)
+_RUN = ("run", "RUN", "", "ID of the run, its beginning or end, or the run folder of a job (default: the only run)")
 
 
 def ps(arguments: argparse.Namespace) -> int:
@@ -187,12 +182,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], Callable[[a
         lambda parser: add_options(
             parser,
             ("--json", "", False, "print one JSON object per run"),
-            (
-                "--check",
-                "",
-                False,
-                "exit with 1 unless there is a run, and every rank of it runs (for probes)",
-            ),
+            ("--check", "", False, "exit with 1 unless there is a run, and every rank of it runs (for probes)"),
         ),
         ps,
     ),

@@ -268,7 +268,7 @@ def python_type_problem(kind: Any, value: Any) -> str | None:
 
     Numbers of NumPy are numbers. Fields of other types are not looked at.
     """
-    wanted = typing.get_args(kind) or (kind,)
+    wanted = typing.get_args(kind) if isinstance(kind, UnionType) else (kind,)
     if kind == tuple[str, ...]:
         fits = isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
         return None if fits else f"should be a list of strings and is {value!r}."

@@ -47,7 +47,6 @@ from lockstep.numerics.hooks import (
     forward_hooks,
     gradient_hooks,
     hooked_globally,
-    hooks_made,
     is_hooked,
     put_users_first,
 )
@@ -151,7 +150,7 @@ class KeyedRandomness:
             for place, hooks in enumerate(gradient_hooks(parameter)):
                 if is_hooked(hooks):
                     self._surround(f"gradient {place} of {name}", hooks)
-        self._hooks_seen = hooks_made()
+        self._hooks_seen = RemovableHandle.next_id
 
     def _surround(self, name: str, hooks: Hooks) -> None:
         """Keys what some hooks draw in backward, and leaves the stream around them as it was."""
@@ -180,7 +179,7 @@ class KeyedRandomness:
     def resume_micro_batch(self, step: int, k: int, phase: str = "forward") -> None:
         """Goes on with a micro-batch of this step after others: its backward pass, or further units of its forward."""
         self._require_units()
-        if self._hooks_seen != hooks_made():
+        if self._hooks_seen != RemovableHandle.next_id:
             self._look_for_hooks()
         self._where, self._phase = (step, k), phase
         self._calls, self._entered = self._begun[step, k]

@@ -21,7 +21,7 @@ from torch import Tensor
 from lockstep.config.strategy_options import REDUCERS
 from lockstep.core.summation_tree import Node, fold_in_place
 from lockstep.distributed.collectives import all_gather_flat
-from lockstep.reduce.reducer import Bucket, BucketShape, NodeLayout, Reducer, most_slots
+from lockstep.reduce.reducer import BucketShape, NodeLayout, Reducer, most_slots
 from lockstep.runtime.devices import current_stream, new_stream, on_stream
 from lockstep.runtime.stack_dump import Mark, stack_marker
 
@@ -53,6 +53,10 @@ class OrderedReducer(Reducer):
         self._layout = NodeLayout.of(leaves, self._ranks)
         self._started = self._folded = 0
 
+    def staging(self, bucket: int, slot: int, turn: int | None = None) -> Tensor:
+        """See ``Reducer.staging``."""
+        return self._buckets[bucket].staging(slot)
+
     def start(self, bucket: int) -> None:
         """See ``Reducer.start``."""
         self._send(bucket)
@@ -73,6 +77,14 @@ class OrderedReducer(Reducer):
             current_stream(self._device).wait_stream(self._side_stream)
         return self._headers
 
+    def total(self, bucket: int) -> Tensor:
+        """See ``Reducer.total``."""
+        return self._buckets[bucket].total
+
+    def renew(self, bucket: int) -> None:
+        """See ``Reducer.renew``."""
+        self._buckets[bucket].renew()
+
     def _send(self, bucket: int) -> None:
         self._buckets[bucket].send(self._layout, self._rank, self._group)
         self.bytes_sent += self._buckets[bucket].bytes_sent(len(self._layout.ranks[self._rank]))
@@ -91,7 +103,7 @@ class OrderedReducer(Reducer):
             bucket.fold_and_gather(self._layout, self._gather_group)
 
 
-class OrderedBucket(Bucket):
+class OrderedBucket:
     """The memory of one bucket, and the state of its exchange."""
 
     def __init__(self, shape: BucketShape, ranks: int, slots: int, device: torch.device) -> None:
@@ -103,16 +115,17 @@ class OrderedBucket(Bucket):
         self._incoming = torch.zeros(slots * padded, dtype=shape.dtype, device=device)
         self._gathered = self._outgoing[0]  # what was sent has arrived everywhere when the sums come
         self.total = self._gathered[: self._numel]
+        """The flat sum, once it is finished."""
         self._work: dist.Work | None = None
 
     def renew(self) -> None:
-        """See ``Bucket.renew``."""
+        """Gives ``total`` new memory, so that the old may be kept."""
         self._outgoing = torch.zeros_like(self._outgoing)
         self._gathered = self._outgoing[0]
         self.total = self._gathered[: self._numel]
 
-    def staging(self, slot: int, turn: int = 0) -> Tensor:
-        """See ``Bucket.staging``."""
+    def staging(self, slot: int) -> Tensor:
+        """The memory into which this rank writes its node number ``slot``."""
         return self._outgoing[slot, : self._numel]
 
     def bytes_sent(self, nodes: int) -> int:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from lockstep.config.strategy_options import REDUCERS
 from lockstep.core.seeding import derive_seed
-from lockstep.reduce.reducer import Bucket, BucketShape, NodeLayout, Reducer, most_slots
+from lockstep.reduce.reducer import BucketShape, NodeLayout, Reducer, most_slots
 
 _COMPRESSED = (torch.float32, torch.float64)
 
@@ -84,6 +84,10 @@ class PowerSgdReducer(Reducer):
         self._exact.begin(leaves)
         self._left.begin(self._ranks)
 
+    def staging(self, bucket: int, slot: int, turn: int | None = None) -> Tensor:
+        """See ``Reducer.staging``."""
+        return self._buckets[bucket].staging[slot]
+
     def start(self, bucket: int) -> None:
         """See ``Reducer.start``."""
         own = self._buckets[bucket]
@@ -105,18 +109,26 @@ class PowerSgdReducer(Reducer):
             bucket.restore(self._exact.total(number), self._right.total(number))
         return headers
 
+    def total(self, bucket: int) -> Tensor:
+        """See ``Reducer.total``."""
+        return self._buckets[bucket].total
+
+    def renew(self, bucket: int) -> None:
+        """See ``Reducer.renew``."""
+        self._buckets[bucket].total = torch.zeros_like(self._buckets[bucket].total)
+
     def release(self) -> None:
         """See ``Reducer.release``."""
         for part in (self._exact, self._left, self._right):
             part.release()
 
 
-class _PowerSgdBucket(Bucket):
+class _PowerSgdBucket:
     """One bucket: matrices that are compressed, and the rest, each in its place."""
 
     def __init__(self, shape: BucketShape, slots: int, rank: int, number: int, device: torch.device) -> None:
         self.dtype = shape.dtype
-        self._nodes = torch.zeros(slots, shape.numel, dtype=shape.dtype, device=device)
+        self.staging = torch.zeros(slots, shape.numel, dtype=shape.dtype, device=device)
         self.total = torch.zeros(shape.numel, dtype=shape.dtype, device=device)
         self._matrices: list[_Matrix] = []
         self._rest: list[slice] = []
@@ -137,12 +149,6 @@ class _PowerSgdBucket(Bucket):
         self._lefts = _places(m.rows * m.rank for m in self._matrices)
         self._rights = _places(m.columns * m.rank for m in self._matrices)
 
-    def staging(self, slot: int, turn: int = 0) -> Tensor:
-        return self._nodes[slot]
-
-    def renew(self) -> None:
-        self.total = torch.zeros_like(self.total)
-
     @property
     def rest(self) -> int:
         """Number of values that are summed whole."""
@@ -154,14 +160,14 @@ class _PowerSgdBucket(Bucket):
         return sum(m.rows * m.rank for m in self._matrices), sum(m.columns * m.rank for m in self._matrices)
 
     def copy_rest(self, targets: list[Tensor]) -> None:
-        for node, target in zip(self._nodes, targets):
+        for node, target in zip(self.staging, targets):
             for here, there in zip(self._rest, self._rest_packed):
                 target[there] = node[here]
 
     def project_right(self, nodes: int, target: Tensor) -> None:
         """Adds this rank's nodes to what it has left out, and writes P."""
         for matrix, place in zip(self._matrices, self._lefts):
-            for node in self._nodes[:nodes]:
+            for node in self.staging[:nodes]:
                 matrix.left_out.add_(node[matrix.place].view_as(matrix.left_out))
             target[place] = (matrix.left_out @ matrix.right).view(-1)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -58,21 +57,6 @@ def shard_edge(numel: int, ranks: int, edge: int) -> int:
     return numel if edge == ranks else min(numel, -(-numel // (16 * ranks)) * 16 * edge)
 
 
-class Bucket(ABC):
-    """The memory of one bucket."""
-
-    total: Tensor
-    """The flat sum, once it is finished."""
-
-    @abstractmethod
-    def staging(self, slot: int, turn: int = 0) -> Tensor:
-        """The memory into which this rank writes its node number ``slot``; see ``Reducer.staging``."""
-
-    @abstractmethod
-    def renew(self) -> None:
-        """Gives ``total`` new memory, so that the old may be kept."""
-
-
 class Reducer(ABC):
     """Sums buckets over the ranks of a step.
 
@@ -94,7 +78,6 @@ class Reducer(ABC):
     """The one that the current step uses."""
     bytes_sent: int = 0
     """Bytes this rank has given to others since the run began, by the algorithm's own count."""
-    _buckets: Sequence[Bucket] = ()
 
     @abstractmethod
     def allocate(self, buckets: list[BucketShape], header: int, leaves: int) -> None:
@@ -104,6 +87,7 @@ class Reducer(ABC):
     def begin(self, leaves: int) -> None:
         """Starts a step whose tree has ``leaves`` leaves."""
 
+    @abstractmethod
     def staging(self, bucket: int, slot: int, turn: int | None = None) -> Tensor:
         """The flat tensor into which this rank writes its node number ``slot`` of a bucket.
 
@@ -111,7 +95,6 @@ class Reducer(ABC):
             slot: number of the node among this rank's.
             turn: of which staging memory, which stays the same over the run; by default the current step's.
         """
-        return self._buckets[bucket].staging(slot, self.turn if turn is None else turn)
 
     @abstractmethod
     def start(self, bucket: int) -> None:
@@ -128,13 +111,13 @@ class Reducer(ABC):
             The headers of all ranks, shape (ranks, header).
         """
 
+    @abstractmethod
     def total(self, bucket: int) -> Tensor:
         """The flat sum of a bucket after ``finish``. The same memory until ``renew``."""
-        return self._buckets[bucket].total
 
+    @abstractmethod
     def renew(self, bucket: int) -> None:
         """Gives other memory to ``total(bucket)`` and ``staging(bucket, ...)``, between steps; on any rank alone."""
-        self._buckets[bucket].renew()
 
     def release(self) -> None:
         """Releases process groups, at the end of the run."""

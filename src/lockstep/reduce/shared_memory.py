@@ -28,7 +28,7 @@ from lockstep.core.summation_tree import fold
 from lockstep.core.world import usable_cores
 from lockstep.distributed.shared_memory import CACHE_LINE, Word, share_memory
 from lockstep.errors import StallError
-from lockstep.reduce.reducer import Bucket, BucketShape, NodeLayout, Reducer, most_slots, shard_edge
+from lockstep.reduce.reducer import BucketShape, NodeLayout, Reducer, most_slots, shard_edge
 from lockstep.runtime.stack_dump import Mark, stack_marker
 
 _FOLDED_BY_ALL_BYTES = 4 << 20
@@ -82,6 +82,10 @@ class SharedMemoryReducer(Reducer):
         self._started = self._folded = 0
         self.turn = self._steps % 2
 
+    def staging(self, bucket: int, slot: int, turn: int | None = None) -> Tensor:
+        """See ``Reducer.staging``."""
+        return self._buckets[bucket].slots(self.turn if turn is None else turn)[self._rank, slot]
+
     def start(self, bucket: int) -> None:
         """See ``Reducer.start``."""
         self._started += 1
@@ -109,6 +113,14 @@ class SharedMemoryReducer(Reducer):
                 bucket.copy_out()
         return headers.clone()
 
+    def total(self, bucket: int) -> Tensor:
+        """See ``Reducer.total``."""
+        return self._buckets[bucket].total
+
+    def renew(self, bucket: int) -> None:
+        """See ``Reducer.renew``."""
+        self._buckets[bucket].renew()
+
     def _fold_next(self) -> None:
         self._buckets[self._folded].fold(self._layout, self.turn)
         self._folded += 1
@@ -125,11 +137,11 @@ class SharedMemoryReducer(Reducer):
                 )
 
 
-class _SharedBucket(Bucket):
+class _SharedBucket:
     """The shared memory of one bucket: slots[turn, rank, node, numel], then result[numel] where it is sharded."""
 
     def __init__(self, shape: BucketShape, rank: int, ranks: int, slots: int, memory: mmap.mmap, place: int) -> None:
-        self._rank, self.sharded = rank, _is_sharded(shape, ranks)
+        self.sharded = _is_sharded(shape, ranks)
         turns = 1 if self.sharded else 2
         held = turns * ranks * slots * shape.numel
         everything = _map(memory, shape.dtype, held + self.sharded * shape.numel, place)
@@ -147,9 +159,6 @@ class _SharedBucket(Bucket):
 
     def slots(self, turn: int) -> Tensor:
         return self._slots[turn % self._slots.shape[0]]
-
-    def staging(self, slot: int, turn: int = 0) -> Tensor:
-        return self.slots(turn)[self._rank, slot]
 
     def bytes_sent(self, nodes: int) -> int:
         result = self._shard.stop - self._shard.start if self.sharded else 0
@@ -171,7 +180,7 @@ class _SharedBucket(Bucket):
             target.copy_(fold(nodes, layout.leaves, torch.add))
 
     def renew(self) -> None:
-        """See ``Bucket.renew``."""
+        """Gives other memory to ``total``."""
         self.total = torch.empty_like(self.total)
         if not self.sharded:
             self._result = self.total

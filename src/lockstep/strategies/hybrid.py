@@ -248,7 +248,7 @@ class _RowBucket(OrderedBucket):
         """Makes room for a step's nodes, which views of ``staging`` then see."""
         self._nodes.untyped_storage().resize_(self._bytes)
 
-    def staging(self, slot: int, turn: int = 0) -> Tensor:
+    def staging(self, slot: int) -> Tensor:
         return self._nodes[slot]
 
     def bytes_sent(self, nodes: int) -> int:

@@ -1,5 +1,7 @@
 """The rank that holds the others up, decided from what is seen of them."""
 
+from dataclasses import replace
+
 import pytest
 
 from lockstep.launch.stalls.report import StallKind, describe, judge_stall, report_stall
@@ -112,6 +114,15 @@ def test_a_report_of_many_ranks_stays_short():
     assert "the others wait for rank 50" in lines[0]
     assert all(remedy in lines[1] for remedy in ("run --stall-limit ", "train --set run.stall_limit="))
     assert lines[2].startswith("  rank 50")
+
+
+def test_a_report_has_the_lines_of_the_user_of_the_rank_and_of_its_first_worker():
+    library, worker = Frame("/x/site-packages/torch/fetch.py", 7, "fetch"), Frame("/home/u/data.py", 9, "__getitem__")
+    late = replace(snapshot(1, (library, USER, library)), workers=((library, worker), (Frame("/u/b.py", 1, "b"),)))
+    snapshots = [snapshot(0), late]
+    lines = describe(judge_stall(snapshots), snapshots)
+    assert lines[-2:] == [f"    {USER.text}", f"    {worker.text}"]
+    assert not any("fetch" in line or "b.py" in line for line in lines)
 
 
 DUMP = """Thread 0x00007f (most recent call first):
