@@ -267,8 +267,8 @@ class EpochLoop:
         if self.is_resumed and position.epoch and not self.in_epochs:
             logger.warning(
                 "The run was resumed in epoch %d, in a loop of the script's own. One over range(N) begins at 0 and "
-                "trains %s more than it would have: write for epoch in run.epochs(N), or begin a loop whose passes have "
-                "several loops over batches at a count in run.extra.",
+                "trains %s more than it would have: write for epoch in run.epochs(N), or, where each pass of it has "
+                "several loops over batches, begin it at a count in run.extra.",
                 *(position.epoch + 1, plural(position.epoch, "epoch")),
             )
         if not self.in_epochs:
