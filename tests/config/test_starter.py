@@ -148,6 +148,18 @@ def test_a_file_of_tensors_without_names_is_told_so(tmp_path):
         look_at(tmp_path / "t.pt", "tensors")
 
 
+@pytest.mark.parametrize(("lengths", "size", "samples"), [((641,), 641, 10), ((704,), 704, 10), ((320, 383), 704, 10)])
+def test_texts_have_the_samples_that_the_script_cuts(tmp_path, lengths, size, samples):
+    """One byte too many for each file was told, and a last sample that has no next byte."""
+    for number, length in enumerate(lengths):
+        (tmp_path / f"{number}.txt").write_text("x" * length)
+    found = look_at(tmp_path, "text")
+    namespace = {}
+    exec(script_text(found, "text.py", epochs=1), namespace)
+    assert (found.samples, len(namespace["datasets"]()[0]) + len(namespace["datasets"]()[1])) == (samples, samples)
+    assert found.remarks[0].startswith(f"{size} bytes in ")
+
+
 def test_the_texts_are_a_job_and_a_script_whatever_the_path_holds(tmp_path):
     folder = tmp_path / 'it\'s "here" {x} \\ \u00e9'
     folder.mkdir()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 
@@ -64,6 +65,21 @@ def test_a_record_of_starts_of_any_depth_is_refused(tmp_path):
         (tmp_path / FILE).write_bytes(text.encode(errors="surrogatepass"))
         with pytest.raises(ConfigError, match="is not what 'lockstep train' wrote"):
             read_starts(tmp_path)
+
+
+@pytest.mark.skipif(not Path("/proc/self/mem").is_file(), reason="there is no /proc here")
+def test_a_record_of_starts_that_cannot_be_read_is_not_called_another(tmp_path):
+    (tmp_path / FILE).symlink_to("/proc/self/mem")  # which root cannot read either
+    with pytest.raises(OSError, match="Input/output error"):
+        read_starts(tmp_path)
+
+
+def test_a_file_is_no_run_folder_and_is_in_one(tmp_path):
+    """Of ``runs/a/job.json`` it was asked whether ``runs/a/log.jsonl`` was meant."""
+    for name in (FILE, "log.jsonl"):
+        (tmp_path / name).touch()
+    with pytest.raises(ConfigError, match=f"It is a file. Give the folder that it is in: {tmp_path}.$"):
+        read_starts(tmp_path / FILE)
 
 
 @pytest.mark.fault("T6")

@@ -40,6 +40,14 @@ def test_a_script_must_be_a_file(tmp_path):
         ScriptTarget(path="python3", arguments=("train.py",))
 
 
+@pytest.mark.skipif(not Path("/proc/self/mem").is_file(), reason="there is no /proc here")
+def test_a_script_that_cannot_be_read_is_refused_before_a_rank_starts(tmp_path):
+    """``verify --script`` ended with a traceback of a rank. This file is one that root cannot read either."""
+    (tmp_path / "train.py").symlink_to("/proc/self/mem")
+    with pytest.raises(OSError, match="Input/output error"):
+        ScriptTarget(path=str(tmp_path / "train.py"))
+
+
 @pytest.mark.parametrize(("name", "content"), [("train.pyc", b"\xa7\r\r\n\0"), ("train.ipynb", b"{}")])
 def test_a_script_must_be_python_source(tmp_path, name, content):
     """A notebook without cells ran as an expression and ended well, others in NameError: name 'null' is not defined."""

@@ -132,6 +132,7 @@ def test_a_count_of_batches_is_no_loop_over_them():
 def test_data_sets_read_together():
     found = advice("import torch\nfor a, b in zip(one, other):\n    loss(model(a, b), b).backward()\n")
     assert found[2][0].startswith("for batch in run.batches((one, other)):")
+    assert found[2][0].endswith("read once in an epoch, where zip() ends with the smallest")
 
 
 @pytest.mark.parametrize(
@@ -1423,3 +1424,17 @@ def test_a_run_that_begins_in_a_method_belongs_to_the_object():
 def test_what_python_says_of_a_line_ends_once():
     with pytest.raises(ConfigError, match=r"Did you mean print\(\.\.\.\)\.$"):
         changes("print 'done'")
+
+
+def test_a_setting_of_torch_is_found_by_another_name():
+    found = advice(
+        """
+        import torch
+        import torch.backends.cudnn as cudnn
+        cudnn.benchmark = True
+        torch.backends.cuda.matmul.allow_tf32 = True
+        torch.optim.SGD(model.parameters(), 0.1)
+        f(model(x), y).backward()
+        """
+    )
+    assert all("threads=, precision= and deterministic=" in found[line][0] for line in (4, 5))

@@ -1,4 +1,5 @@
 import os
+import socket
 from functools import partial
 
 import pytest
@@ -8,6 +9,7 @@ from torch import nn
 
 from lockstep.errors import CheckpointError, CheckpointMismatch
 from lockstep.models import load_weights, lstm, perceptron, resnet18, resnet34, resnet50, transformer
+from lockstep.models.weights import metadata_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -168,3 +170,12 @@ def test_files_that_are_not_weights_are_named(tmp_path):
         load_weights(perceptron(), save(tmp_path / "list.pth", [torch.ones(1)]))
     with pytest.raises(CheckpointError, match=r"more than weights: epoch \(int\)"):
         load_weights(perceptron(), save(tmp_path / "mixed.pth", {"w": torch.ones(1), "epoch": 3}))
+
+
+def test_a_file_that_cannot_be_opened_is_not_called_absent(tmp_path):
+    """As one without permission to read it, for which safetensors has the same words."""
+    path = tmp_path / "model.safetensors"
+    with socket.socket(socket.AF_UNIX) as file:
+        file.bind(str(path))
+        with pytest.raises(CheckpointError, match=r"cannot be read as weights: .*No such device"):
+            metadata_of(path)

@@ -93,6 +93,7 @@ def test_a_loop_of_its_own_is_warned_where_it_was_resumed_after_an_epoch(caplog,
     for _ in range(3):
         list(steps(course))
     assert caplog.text.count("write for epoch in run.epochs(N)") == warnings
+    assert caplog.text.count("begin it at a count in run.extra") == warnings
     caplog.clear()
     course = EpochLoop()
     course.position.epoch, course.is_resumed = epoch, True

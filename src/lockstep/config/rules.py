@@ -170,7 +170,7 @@ def _ranks_have_micro_batches(options: RunSettings, machine: AvailableDevices) -
         spare = count - holders if options.strategy == "parameter_server" else 0
         yield (
             f"is {machine.shown!r}: {holders} devices cannot share micro_batches={parts}. "
-            f"Use at most {parts + spare} devices, or a recipe with more micro-batches."
+            f"Use at most {parts + spare}, or a recipe with more micro-batches."
         )
 
 

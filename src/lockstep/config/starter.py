@@ -320,7 +320,7 @@ def _look_at_text(data: Path, target: str, goal: str) -> DataSummary:
     if goal == "numbers":
         raise ConfigError("A model of text predicts the next byte, which is one of 256 classes. Leave --goal out.")
     files = [data] if data.is_file() else [path for path in _files(data) if path.suffix.lower() in _TEXTS]
-    size = sum(path.stat().st_size + 1 for path in files)
+    size = sum(path.stat().st_size for path in files) + len(files) - 1  # which a newline parts
     return DataSummary(
         data=data,
         kind="text",

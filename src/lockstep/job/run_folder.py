@@ -91,6 +91,7 @@ def require_run_folder(folder: Path) -> None:
     """Raises ``ConfigError`` where there is no such folder."""
     if not folder.is_dir():
         hint = near_path(folder) or " Give one, such as runs/digits-001."
+        hint = f" It is a file. Give the folder that it is in: {folder.parent}." if folder.is_file() else hint
         raise ConfigError(f"There is no run folder '{folder}'.{hint}")
 
 
@@ -108,7 +109,7 @@ def read_starts(folder: Path) -> list[Start]:
         if not starts:
             raise ValueError("it names no start")
         return starts
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"'{path}' is not what 'lockstep train' wrote: {error!r}.") from error
 
 

@@ -11,7 +11,6 @@ import functools
 import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,7 @@ class ScriptTarget:
             raise ConfigError(f"The script {self.path!r} is not a file.{near_path(self.path) or advice}")
         if Path(self.path).suffix == ".toml":
             raise ConfigError(f"{self.path!r} is a job, not a script. To train it: lockstep train {self.path}.")
-        with suppress(OSError), Path(self.path).open("rb") as file:
+        with Path(self.path).open("rb") as file:
             if b"\0" in file.read(4096) or Path(self.path).suffix == ".ipynb":
                 raise ConfigError(
                     f"{self.path!r} is not Python source. A notebook becomes a script by jupyter nbconvert --to script."

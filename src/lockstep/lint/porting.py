@@ -254,16 +254,13 @@ def _without_run(script: Script, first: ast.AST) -> Iterator[_Found]:
     scopes = [script.scope(node) for find in finders for node, advice in find(script) if "run." in advice]
     begin = script.scope(first)
     for scope in scopes:  # which grows
-        owner = script.class_of(scope)
-        if not isinstance(scope, FUNCTIONS) or (owner is None and begin in (scope, *script.around(scope, FUNCTIONS))):
-            continue  # which sees the run
-        if owner is not None:
+        if (owner := script.class_of(scope)) is not None and isinstance(scope, FUNCTIONS):
             given = "" if owner is script.class_of(first) else ", which its __init__ takes"
             yield owner, f"in the methods of this class, run is self.run{given}"
-            continue
-        for node in (scope, *callers_of(script, scope)):
-            yield node, "give run to this function"
-            scopes += [each for each in [script.scope(node)] if each not in scopes]
+        elif isinstance(scope, FUNCTIONS) and begin not in (scope, *script.around(scope, FUNCTIONS)):
+            for node in (scope, *callers_of(script, scope)):
+                yield node, "give run to this function"
+                scopes += [each for each in [script.scope(node)] if each not in scopes]
 
 
 def _batch_size(script: Script, begin: ast.AST) -> str:
@@ -308,7 +305,7 @@ def _devices(script: Script) -> Iterator[_Found]:
         if constant(argument(call, "device", 0)) != "meta":
             yield call, "leave out, or run.device, below lockstep.init"
     for node in script.find(ast.Assign):
-        if any("backends.cu" in script.text(target) for target in node.targets):
+        if any("backends.cu" in script.name(target) for target in node.targets):
             yield node, _SETTING
 
 
@@ -365,7 +362,8 @@ def _over_batches(script: Script, loop: ast.For) -> str:
         over = iterated if begin else iterated.replace(given, over, 1)
     if isinstance(loop.target, ast.Tuple) and "enum" in begin + over:
         target = f"{script.text(loop.target.elts[0])}, batch"
-    return f"{begin}for {target} in {over}:  # a step of all processes together, of len(batch) samples"
+    longest = "; the largest of them is read once in an epoch, where zip() ends with the smallest" if read[1:] else ""
+    return f"{begin}for {target} in {over}:  # a step of all processes together, of len(batch) samples{longest}"
 
 
 def _over_epochs(script: Script, loop: Loop, around: list[Loop]) -> str:

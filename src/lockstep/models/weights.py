@@ -308,7 +308,7 @@ def metadata_of(path: Path | str) -> dict[str, str]:
     classes as a list in JSON, where its data set shows them.
     """
     try:
-        with safetensors.safe_open(str(path), "pt") as file:
+        with Path(path).open("rb"), safetensors.safe_open(str(path), "pt") as file:
             return dict(file.metadata() or {})
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} cannot be read as weights: {error}") from error

@@ -270,7 +270,8 @@ class EpochLoop:
         if self.is_resumed and position.epoch and not self.in_epochs:
             logger.warning(
                 "The run was resumed in epoch %d, in a loop of the script's own. One over range(N) begins at 0 and "
-                "trains %s more than it would have: write for epoch in run.epochs(N).",
+                "trains %s more than it would have: write for epoch in run.epochs(N), or, where each pass of it has "
+                "several loops over batches, begin it at a count in run.extra.",
                 *(position.epoch + 1, plural(position.epoch, "epoch")),
             )
         if not self.in_epochs:
