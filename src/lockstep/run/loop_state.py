@@ -243,9 +243,10 @@ class LoopState:
 
     def end_epochs(self) -> None:
         """Warns of what a resumed run, which had no step left, has lost and the code after the loop reads."""
-        read, found, saved = read_after_loops(), self._look(), self._stored.get("saved", {})
-        lost = {n: (saved[n], t) for n, t in found.texts.items() if saved.get(n, t) != t and read & {*_words(n)[0]}}
-        self._tell_lost(found, lost)
+        read, found, saved = read_after_loops(deeply=True), self._look(), self._stored.get("saved", {})
+        lost = {n: (saved[n], t) for n, t in found.texts.items() if saved.get(n, t) != t}
+        names = {n: {_words(n)[0][0], *found.other_names.get(n, ())} for n in lost}
+        self._tell_lost(found, {n: pair for n, pair in lost.items() if read & names[n]})
 
     def _tell_lost(self, found: Variables, lost: Mapping[str, tuple[str, str]]) -> None:
         if lost and self._is_main:
