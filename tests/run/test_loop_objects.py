@@ -873,3 +873,57 @@ def test_what_is_read_after_a_loop_is_named_however_long_its_body_is(lines, tmp_
         space["long"](tmp_path, 2 * -(-len(dataset()) // GLOBAL_BATCH) + 1)
     space["long"](tmp_path)
     assert len(warnings(caplog, "long: rate (0.9, was 0.5)")) == 1
+
+
+class Meter:
+    def __init__(self):
+        self.losses = []
+
+    def record(self, loss):
+        self.losses.append(loss)
+
+
+NOTED = []
+
+
+def note(loss):
+    NOTED.append(loss)
+
+
+def noted():
+    return sum(NOTED)
+
+
+FINISHED = """
+def finished(folder):
+    run, model, optimizer = begin(directory=folder, resume="auto")
+    {make}
+    for _ in run.epochs(1):
+        for batch in run.batches(dataset()):
+            loss = float(train_step(run, batch, optimizer))
+            {step}
+        run.save()
+    run.close()
+    return {shown}
+"""
+SHOWN = {
+    "method": ("meter = Meter()", "meter.record(loss)", "sum(meter.losses)", "finished: meter.losses"),
+    "function": ("NOTED.clear()", "note(loss)", "noted()", "NOTED"),
+    "argument": ("losses = []", "(lambda held: held.append(loss))(losses)", "sum(losses)", "finished: losses"),
+    "other name": ("held = [[]]; losses = held[0]", "losses.append(loss)", "sum(held[0])", "finished: held[0]"),
+    "closure": ("count = counting()", "count()", "count.__closure__[0].cell_contents", "finished: count.count"),
+    "class": ("Shared.count = 0; own = Shared()", "Shared.step()", "own.count", "finished: own.count"),
+    "not shown": ("meter = Meter()", "meter.record(loss)", "0", ""),
+}
+
+
+@pytest.mark.parametrize("case", SHOWN)
+def test_what_a_finished_script_prints_at_its_end_is_named_where_it_is_started_again(case, tmp_path, caplog):
+    """Without a step left it printed other numbers, without a word, unless its own code changed them in the loop."""
+    make, step, shown, name = SHOWN[case]
+    space = {**globals(), "__name__": __name__}
+    exec(compile(FINISHED.format(make=make, step=step, shown=shown), __file__, "exec"), space)
+    whole = space["finished"](tmp_path)
+    assert warnings(caplog) == []
+    assert (space["finished"](tmp_path) == whole) is (case == "not shown")
+    assert [f"{name} (" in each for each in warnings(caplog)] == [True] * bool(name)

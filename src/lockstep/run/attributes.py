@@ -548,14 +548,11 @@ def unsaved_tensors(optimizer: Optimizer, is_whole: bool) -> dict[str, str]:
             found[name] = f"{tuple(value.shape)} {int(sum_of_bits(value))}"
         elif isinstance(value, Optimizer):
             look(value.state, f"{name}.state")
-        elif isinstance(value, FunctionType | type) and not is_whole:
-            look_at(reached_from(value, 0), name)
-        elif isinstance(value, CONTAINERS) or is_users_object(value):
-            look_at(inside(value), name)
-
-    def look_at(parts: Iterable[Part], name: str) -> None:
-        for part in parts:
-            look(part.value, part.path(name))
+        else:
+            is_code = isinstance(value, FunctionType | type) and not is_whole
+            is_open = is_code or isinstance(value, CONTAINERS) or is_users_object(value)
+            for part in (reached_from(value, 0) if is_code else inside(value)) if is_open else ():
+                look(part.value, part.path(name))
 
     for key, value in vars(optimizer).items():
         if key not in ("defaults", "param_groups"):

@@ -582,14 +582,19 @@ def unset_names(*, enters_loop: bool = False) -> list[str]:
     return found
 
 
-def read_after_loops() -> set[str]:
-    """The variables that the loops of the user's frames set or change, and the code after those loops reads."""
+def read_after_loops(*, deeply: bool = False) -> set[str]:
+    """The variables that loops of the user's frames change and the code after them reads; ``deeply``: all it reads."""
     found: set[str] = set()
     for code, place in [(each.f_code, each.f_lasti) for each in users_frames()]:
         instruction = _flow(code)[0][_number_at(code, place)]
         if instruction.opname == "FOR_ITER":
             after = _live_around(code)[0][_number_at(code, instruction.argval)]
-            found |= after & changed_names([(code, instruction.offset, instruction.argval)], {})
+            found |= after if deeply else after & changed_names([(code, instruction.offset, instruction.argval)], {})
+    functions, todo = _functions_of_frames(users_frames()) if deeply else {}, [*found]
+    while todo:  # what it names may be functions, which read globals
+        codes = functions.get(todo.pop(), ())
+        todo += {name for code in codes for name in names_loaded(code, "LOAD_GLOBAL")} - found
+        found.update(todo)
     return found
 
 

@@ -217,9 +217,10 @@ class ResumedLoop:
 
     def compare_at_end(self, found: Variables) -> None:
         """Warns of what a run that had no step left has lost, and the code after the loop reads."""
-        read, saved = read_after_loops(), self.notes.saved
+        read, saved = read_after_loops(deeply=True), self.notes.saved
         changed = {name: (saved[name], text) for name, text in found.texts.items() if saved.get(name, text) != text}
-        self._warn(found, {name: texts for name, texts in changed.items() if read & {*words_of(name)[0]}})
+        names = {name: {words_of(name)[0][0], *found.other_names.get(name, ())} for name in changed}
+        self._warn(found, {name: texts for name, texts in changed.items() if read & names[name]})
 
     def _warn(self, found: Variables, lost: Mapping[str, tuple[str, str]]) -> None:
         if lost and self._is_main:
