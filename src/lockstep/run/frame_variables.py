@@ -625,7 +625,7 @@ def parts_of(value: Any) -> Any:
 
 _OF_PYTHON = frozenset(
     """
-    _contextvars _csv _queue _thread array builtins collections configparser ctypes datetime decimal enum fractions
+    _contextvars _csv _io _queue _thread array builtins collections configparser ctypes datetime decimal enum fractions
     functools itertools operator pathlib queue statistics types
     """.split()  # noqa: SIM905
 )

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from types import FrameType
 from typing import Any
 
 import numpy as np
+import psutil
 from torch import Tensor
 
 from lockstep.core.users_code import owners_of, users_frames
@@ -157,8 +159,8 @@ class LoopState:
         """The generators that existed when the steps of the current epoch began."""
         self._measured = set[float]()
         """The results of evaluations before the first step."""
-        self._taken = set[str]()
-        """Floats that the script had taken from the run before its first step: a setting, or such a result."""
+        self._others = set[str]()
+        """Floats that the loop does not change, and that the script has made with other values: its constants, too."""
         self._begun: Places = {}
         """Where the code of the frames began the steps of the current epoch."""
         self._born: dict[str, str] = {}
@@ -179,7 +181,7 @@ class LoopState:
         self._stored = {**stored, **{name: dict(stored[name]) for name in maps}} if stored else {}
         self._inside, self._in_epochs = inside, False
         self._first, self._walks = dict(stored.get("first", {})), stored.get("walks", 0)
-        self._set_in_data, self._taken = set(stored.get("set_between", ())), set(stored.get("taken", ()))
+        self._set_in_data = set(stored.get("set_between", ()))
 
     def begin_epoch(self) -> None:
         """Restores the generators' states, once after a resume; called where ``run.epochs`` gives an epoch."""
@@ -200,8 +202,6 @@ class LoopState:
         """
         stored, self._begun = self._stored, {}
         found = self._look(enters_loop=bool(stored) and any_left)
-        if not self._walks:
-            self._taken = self._taken_from_run(found)
         self._begun = places_of_frames() if begun is None else begun
         if (place := str(self._begun)) not in self._places:
             self._places.add(place)
@@ -222,7 +222,7 @@ class LoopState:
             lost = self._lost(found, unread=unread - began.live)
             self._require_generators(found, lost)
             self._require_data(lost)
-            certain = [name for name in lost if name not in unread and self._is_certain(name)]
+            certain = [name for name in lost if name not in unread | self._others and self._is_certain(name)]
             self.lost = {name: Lost.of(found, name) for name in certain}
             born, there = stored.get("born", {}), {*found.texts, *stored["generators"]}
             lost |= {name: (text, "nothing") for name, text in born.items() if name not in there}
@@ -271,15 +271,6 @@ class LoopState:
         """Notes what an evaluation gives to the script, which may begin its loop with it."""
         if not self._start:
             self._measured.update(results.values() if isinstance(results, Mapping) else [results])
-
-    def _taken_from_run(self, found: Variables) -> set[str]:
-        """The variables whose values the script may have taken from the run, which gives others after a resume."""
-        numbers = {*self._settings(), *self._measured}
-        return {
-            name
-            for name, (*_, value) in found.plain.items()
-            if type(value) is float and value in numbers and name not in found.of_data
-        }
 
     def changed_in_data(self) -> dict[str, str]:
         """The texts, by name, of what data sets hold or read and the loop has changed since the run began."""
@@ -366,17 +357,22 @@ class LoopState:
 
     def _lost(self, found: Variables, unread: Collection[str]) -> dict[str, tuple[str, str]]:
         """The variables that a stop has lost, each with its text at the checkpoint and its text now."""
-        lost, taken = {}, self._taken & self._taken_from_run(found)
+        lost, numbers = {}, {*self._settings(), *self._measured}
         for name, text in found.texts.items():
-            before = self._stored["saved"].get(name)
+            before, value = self._stored["saved"].get(name), found.values[name]
             if before is None:
                 continue
-            if name in self._carried:
+            is_float = type(value) is float and name not in found.of_data
+            is_taken = is_float and value in numbers
+            is_constant = is_float and before == self._first.get(name)
+            if name in self._carried and not is_constant:
                 is_lost = not self._inside or before != text
             elif before == text or name in found.generators or name in unread:
                 is_lost = False
             else:
-                is_lost = self._begins_anew(name, text, before, found, is_taken=name in taken)
+                self._others |= {name} if is_constant and not is_taken and not _is_time(value) else set()
+                is_taken = is_taken or name in self._others
+                is_lost = self._begins_anew(name, text, before, found, is_taken=is_taken)
             if is_lost:
                 lost[name] = before, text
         return lost
@@ -385,10 +381,8 @@ class LoopState:
         """True if a variable that differs from the checkpoint's is not what the loop had made of it.
 
         Within the steps of an epoch nothing but the loop's body could set it. After them the start of the next epoch
-        may: what is set again in each epoch has one value at the start of every one.
-
-        Args:
-            is_taken: the script takes its value from the run, which now gives a different one.
+        may: what is set again in each epoch has one value at the start of every one. ``is_taken``: the script takes
+        its value from the run, or computes it, and now gets a different one.
         """
         firsts, start = (self._first.get(name), self._entered.get(name)), self._stored["start"].get(name)
         may_differ = name in found.with_values  # by values, of which a text tells too little
@@ -463,7 +457,7 @@ class LoopState:
     def _is_noted(self, name: str, found: Variables) -> bool:
         """True if the variable has changed since the run began, or a resumed run may take it from another state."""
         first = self._first.get(name)
-        is_of_run = name in found.with_values or name in self._taken
+        is_of_run = name in found.with_values or type(found.values.get(name)) is float
         return first is not None and (is_of_run or first != found.texts[name])
 
     def capture(self, *, inside: bool = False) -> dict[str, Any]:
@@ -499,10 +493,15 @@ class LoopState:
             "fresh": sorted(name for name in generators if self._start.get(name) == self._first.get(name)),
             "local": sorted(found.local & generators.keys()),
             "set_between": sorted(self._set_in_data),
-            "taken": sorted(self._taken & noted.keys()),
             "had": sorted((found.live | found.read) & found.local),
             "walks": self._walks,
         }
+
+
+def _is_time(value: float) -> bool:
+    """True for what a clock may have shown to this process, or will show within a year."""
+    age = time.time() - psutil.Process().create_time()
+    return abs(value - time.time()) < 3e7 or abs(value - time.perf_counter()) < age
 
 
 def _owners(name: str, is_variable: bool) -> set[Carried]:
