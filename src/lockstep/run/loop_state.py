@@ -163,12 +163,14 @@ class LoopState:
         """Floats that the loop does not change, and that the script has made with other values: its constants, too."""
         self._begun: Places = {}
         """Where the code of the frames began the steps of the current epoch."""
+        self._given: Places = {}
+        """Where it was given the first of them."""
         self._born: dict[str, str] = {}
         """The first texts of attributes and globals that were not there when the steps of this process began."""
         self._walks = 0
         """The number of loops over steps that have begun, over all resumes."""
 
-    def _look(self, **loop: bool) -> Variables:
+    def _look(self, **loop: bool | Places) -> Variables:
         callbacks = self.events.callbacks if self.events else ()
         found = Variables.of_loop(self._known, (*callbacks, *self._hooks()), begun=self._begun, **loop)
         born = found.texts.keys() - self._first.keys() if self._start else ()
@@ -202,7 +204,8 @@ class LoopState:
         """
         stored, self._begun = self._stored, {}
         found = self._look(enters_loop=bool(stored) and any_left)
-        self._begun = places_of_frames() if begun is None else begun
+        self._given = places_of_frames()
+        self._begun = begun or self._given
         if (place := str(self._begun)) not in self._places:
             self._places.add(place)
             self._entered = dict(stored.get("entered", stored.get("first", {})))
@@ -222,8 +225,7 @@ class LoopState:
             lost = self._lost(found, unread=unread - began.live)
             self._require_generators(found, lost)
             self._require_data(lost)
-            certain = [name for name in lost if name not in unread | self._others and self._is_certain(name)]
-            self.lost = {name: Lost.of(found, name) for name in certain}
+            self.lost = {n: Lost.of(found, n) for n in lost if n not in unread | self._others and self._is_certain(n)}
             born, there = stored.get("born", {}), {*found.texts, *stored["generators"]}
             lost |= {name: (text, "nothing") for name, text in born.items() if name not in there}
             self._tell_lost(found, lost)
@@ -371,8 +373,7 @@ class LoopState:
                 is_lost = False
             else:
                 self._others |= {name} if is_constant and not is_taken and not _is_time(value) else set()
-                is_taken = is_taken or name in self._others
-                is_lost = self._begins_anew(name, text, before, found, is_taken=is_taken)
+                is_lost = self._begins_anew(name, text, before, found, is_taken=is_taken or name in self._others)
             if is_lost:
                 lost[name] = before, text
         return lost
@@ -464,7 +465,7 @@ class LoopState:
         """The loop's part of a checkpoint; called from within the loop, and perhaps while batches are read."""
         if not self._start:
             return {}
-        seen, found = self._born, self._look(inside=inside)
+        seen, found = self._born, self._look(inside=self._given if inside else {})
         self.unsaved = [
             f"{name} ({type(each).__name__})"
             for name, each in found.optimizers.items()
