@@ -8,6 +8,7 @@ import random
 import re
 import sys
 import textwrap
+import time
 from collections import OrderedDict, deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -1029,6 +1030,24 @@ def test_averages_warmups_and_meters_of_installed_packages_that_prepare_was_not_
     assert "beside: annealing.rate (1.0, was 0.25)" in record.getMessage()
     assert "beside: meter.count (0, was 2)" in record.getMessage()
     assert "bar." not in record.getMessage()
+
+
+def timed(state, rate, stop=None):
+    began, tick, end, stored = time.time(), time.perf_counter(), time.time() + 3600, None
+    state.begin_epoch()
+    state.begin_steps()
+    for step in range(STEPS):
+        assert rate < end - began and tick
+        stored = state.capture() if step == stop else stored
+    return stored
+
+
+def test_a_float_that_a_resumed_run_makes_with_another_value_is_named_unless_it_is_a_time(caplog):
+    """One that the script computes from the model, such as the loss at the beginning, is another one there."""
+    stored = timed(LoopState({}, is_main=True), 0.5, 1)
+    timed(resumed(stored, inside=True), 0.25)
+    (record,) = caplog.records
+    assert "at the checkpoint: timed: rate (0.25, was 0.5). What" in record.getMessage()
 
 
 class Average:

@@ -720,6 +720,15 @@ def test_what_an_object_keeps_beside_its_method_that_is_the_loss_does_not_stop_a
     require_equal(alone(TRAINER), over_first_epoch(TRAINER), [SINGLE, SINGLE])
 
 
+@pytest.mark.parametrize("stop", [1, 4])
+def test_a_number_that_the_script_computes_from_the_model_before_its_loop_is_named(stop):
+    """The resumed run computes it from the weights of the checkpoint. It ended in other bits, without a word."""
+    first = "    beta = float(model[0].weight.detach().abs().mean())\n    for epoch"
+    text = weighted("beta").replace("    for epoch", first, 1)
+    found = run_trial(text, [dataclasses.replace(SINGLE, stop=stop), SINGLE], 40)
+    assert found.how == "ran" and any("train: beta (0." in each for each in found.warnings), found
+
+
 SETTERS = """def walk(epoch):
         nonlocal beta
         for batch in run.batches(data):

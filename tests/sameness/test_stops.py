@@ -412,6 +412,19 @@ def test_what_a_loop_does_before_the_first_of_its_batches_counts_as_the_start_of
         assert compare(expected, found, DDP).what == "equal", found
 
 
+def test_a_sum_that_begins_there_is_named_after_a_stop_by_return_too():
+    """The code after the call of ``run.batches`` sets it before it is read: it was not in the checkpoint."""
+    steps = "        batches = run.batches(data)\n        seen = 0.0\n        for batch in batches:\n"
+    train = TRAIN.replace("        for batch in run.batches(data):\n", steps)
+    left = (
+        "            seen += 1.0\n            if step == 1:\n                run.save()\n                return found\n"
+    )
+    train = train.replace("            ended(model, step)\n", left)
+    text = BEGIN + FROZEN + train.replace("] = run.evaluate(data, F.cross_entropy)", "] = seen")
+    found = run_trial(text, [SINGLE, SINGLE], 40, WORLDS)
+    assert found.how == "ran" and any("seen (0.0, was 2.0)" in each for each in found.warnings), found
+
+
 MOVED = """
 def train(run, epochs):
     global found

@@ -45,7 +45,7 @@ def live_in(
     frames: Sequence[FrameType],
     begun: Places = MappingProxyType({}),
     *,
-    inside: bool = False,
+    inside: Places = MappingProxyType({}),
     enters_loop: bool = False,
 ) -> list[frozenset[str]]:
     """The live names of running frames, the outermost first.
@@ -55,14 +55,14 @@ def live_in(
 
     Args:
         begun: where code has begun loops over steps. The loops around these go on, perhaps in a resumed run.
-        inside: the loops over steps go on, too.
+        inside: where it was given the first step of loops that go on, too.
         enters_loop: the innermost frame begins a loop and will make a pass, so what the body sets is not live.
     """
     found, is_set = list[frozenset[str]](), set[str]()
     for frame in reversed(frames):
         code, places = frame.f_code, begun.get(frame.f_code, ())
         passes = [live_in_next_pass(code, each) for each in places]
-        passes += [live_names(code, each) for each in places if inside]
+        passes += [live_names(code, each) for each in inside.get(code, ())]
         passes.append(_read_by_others(code, (frame.f_lasti, *places)))
         live = live_names(code, frame.f_lasti, enters_loop=enters_loop and not found).union(*passes) - is_set
         is_set |= {*code.co_freevars} & _set_by(code) - live

@@ -59,7 +59,6 @@ class LoopState:
         self._first: dict[str, str] = {}
         self._start: dict[str, str] = {}
         self._entered: dict[str, str] = {}
-        self._taken: set[str] = set()
         self._set_in_data: set[str] = set()
         self._at_epoch: dict[str, Any] = {}
         self._walks = 0
@@ -78,10 +77,12 @@ class LoopState:
         """The results of evaluations before the first step."""
         self._begun: Places = {}
         """Where the code of the frames began the steps of the current epoch."""
+        self._given: Places = {}
+        """Where it was given the first of them."""
         self._born: dict[str, str] = {}
         """The first texts of attributes and globals that were not there when the steps of this process began."""
 
-    def _look(self, **loop: bool) -> Variables:
+    def _look(self, **loop: bool | Places) -> Variables:
         callbacks = self.events.callbacks if self.events else ()
         found = Variables.of_loop(self._known, (*callbacks, *self._hooks()), begun=self._begun, **loop)
         born = found.texts.keys() - self._first.keys() if self._start else ()
@@ -93,7 +94,7 @@ class LoopState:
         notes = LoopNotes.from_json(stored)
         self._resumed = ResumedLoop(notes, inside=inside, is_main=self._is_main) if stored else None
         self._first, self._walks = dict(notes.first), notes.walks
-        self._set_in_data, self._taken = set(notes.set_in_data), set(notes.taken)
+        self._set_in_data = set(notes.set_in_data)
 
     def begin_epoch(self) -> None:
         """Restores the generators' states, once after a resume; called where ``run.epochs`` gives an epoch."""
@@ -110,9 +111,8 @@ class LoopState:
         """
         resumed, self._begun = self._resumed, {}
         found = self._look(enters_loop=resumed is not None and any_left)
-        if not self._walks:
-            self._taken = self._taken_from_run(found)
-        self._begun = places_of_frames() if begun is None else begun
+        self._given = places_of_frames()
+        self._begun = begun or self._given
         if (place := str(self._begun)) not in self._places:
             self._places.add(place)
             self._entered = dict(resumed.notes.entered) if resumed else {}
@@ -124,7 +124,7 @@ class LoopState:
                 # Outside of the steps a pass of the loop around them has begun.
                 found if resumed.inside else self._look(enters_loop=any_left),
                 firsts=(self._first, self._entered),
-                taken=self._taken_from_run(found),
+                numbers={*self._settings(), *self._measured},
                 set_in_data=self._set_in_data,
             )
             resumed.warn_of_unset(any_left=any_left)
@@ -147,15 +147,6 @@ class LoopState:
         """Notes what an evaluation gives to the script, which may begin its loop with it."""
         if not self._start:
             self._measured.update(results.values() if isinstance(results, Mapping) else [results])
-
-    def _taken_from_run(self, found: Variables) -> set[str]:
-        """The variables whose values the script may have taken from the run, which gives others after a resume."""
-        numbers = {*self._settings(), *self._measured}
-        return {
-            name
-            for name, (*_, value) in found.plain.items()
-            if type(value) is float and value in numbers and name not in found.of_data
-        }
 
     def changed_in_data(self) -> dict[str, str]:
         """The texts, by name, of what data sets hold or read and the loop has changed since the run began."""
@@ -232,14 +223,14 @@ class LoopState:
     def _is_noted(self, name: str, found: Variables) -> bool:
         """True if the variable has changed since the run began, or a resumed run may take it from another state."""
         first = self._first.get(name)
-        is_of_run = name in found.with_values or name in self._taken
+        is_of_run = name in found.with_values or type(found.values.get(name)) is float
         return first is not None and (is_of_run or first != found.texts[name])
 
     def capture(self, *, inside: bool = False) -> dict[str, Any]:
         """The loop's part of a checkpoint; called from within the loop, and perhaps while batches are read."""
         if not self._start:
             return {}
-        seen, found = self._born, self._look(inside=inside)
+        seen, found = self._born, self._look(inside=self._given if inside else {})
         self.unsaved = [
             f"{name} ({type(each).__name__})"
             for name, each in found.optimizers.items()
@@ -263,7 +254,6 @@ class LoopState:
             born={name: found.texts[name] for name in born},
             read=found.read & noted.keys(),
             plain=found.plain.keys() & noted.keys(),
-            taken=self._taken & noted.keys(),
             had=(found.live | found.read) & found.local,
             set_in_data=self._set_in_data,
             generators={name: encoded_state(each) for name, each in generators.items()},

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 from collections import deque
 from collections.abc import Collection, Container, Iterable, Mapping
 from dataclasses import dataclass, field, fields
@@ -15,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 import numpy as np
+import psutil
 from torch import Tensor
 
 from lockstep.core.users_code import users_frames
@@ -51,8 +53,6 @@ class LoopNotes:
     """Those that are read before they are set, as the code shows."""
     plain: set[str] = field(default_factory=set)
     """Those that are numbers, texts and the like."""
-    taken: set[str] = field(default_factory=set)
-    """Floats that the script had taken from the run before its first step: settings, or results of evaluations."""
     had: set[str] = field(default_factory=set)
     """The variables of functions that the loop may go on to read."""
     set_in_data: set[str] = field(default_factory=set)
@@ -153,6 +153,8 @@ class ResumedLoop:
         """The variables that the loop's own code has not set between the start of the epoch and its first steps."""
         self._carried: set[str] = set()
         """The variables that it has computed there from their own lost values."""
+        self._others: set[str] = set()
+        """Floats that the loop does not change, and that the script has made with other values: its constants, too."""
 
     def begin_epoch(self, found: Variables) -> None:
         """Restores the generators' states where ``run.epochs`` gives the first epoch."""
@@ -179,7 +181,7 @@ class ResumedLoop:
         began: Variables,
         *,
         firsts: tuple[Mapping[str, str], Mapping[str, str]],
-        taken: Collection[str],
+        numbers: Collection[float],
         set_in_data: set[str],
     ) -> dict[str, Lost]:
         """Warns of the variables that are lost, and returns those that certainly are: the loss must not read them.
@@ -188,17 +190,17 @@ class ResumedLoop:
             found: where the first steps begin.
             began: as the first pass of the loop begins, which may be a pass of the loop around the steps.
             firsts: ``first`` and ``entered`` of ``LoopNotes``, with those of this process.
-            taken: floats that the script takes from the run now.
+            numbers: settings of the optimizers and results of evaluations, which the script may have taken.
             set_in_data: those that data sets hold and the loop has changed.
 
         Raises:
             ConfigError: a generator is not there yet, or a data set is not as the loop had left it.
         """
         unread = found.local - found.live
-        lost = self._lost(found, unread - began.live, firsts, self.notes.taken.intersection(taken))
+        lost = self._lost(found, unread - began.live, firsts, numbers)
         self._require_generators(found, lost)
         self._require_data(set_in_data & lost.keys())
-        certain = [name for name in lost if name not in unread and self._is_certain(name)]
+        certain = [name for name in lost if name not in unread | self._others and self._is_certain(name)]
         there = {*found.texts, *self.notes.generators}
         absent = {name: (text, "nothing") for name, text in self.notes.born.items() if name not in there}
         self._warn(found, lost | absent)
@@ -256,19 +258,23 @@ class ResumedLoop:
         found: Variables,
         unread: Collection[str],
         firsts: tuple[Mapping[str, str], Mapping[str, str]],
-        taken: Collection[str],
+        numbers: Collection[float],
     ) -> dict[str, tuple[str, str]]:
         """The variables that a stop has lost, each with its text at the checkpoint and its text now."""
         lost = {}
         for name in filter(self.notes.saved.__contains__, found.texts):
-            before, text = self.notes.saved[name], found.texts[name]
-            if name in self._carried:
+            before, text, value = self.notes.saved[name], found.texts[name], found.values[name]
+            is_float = type(value) is float and name not in found.of_data
+            is_taken = is_float and value in numbers
+            is_constant = is_float and before == firsts[0].get(name)
+            if name in self._carried and not is_constant:
                 is_lost = not self.inside or before != text
             elif before == text or name in found.generators or name in unread:
                 is_lost = False
             else:
+                self._others |= {name} if is_constant and not is_taken and not _is_time(value) else set()
                 own = [each.get(name) for each in firsts]
-                is_lost = self._begins_anew(name, found, own, is_taken=name in taken)
+                is_lost = self._begins_anew(name, found, own, is_taken=is_taken or name in self._others)
             if is_lost:
                 lost[name] = before, text
         return lost
@@ -281,7 +287,7 @@ class ResumedLoop:
 
         Args:
             firsts: its texts when the run and when its loop began.
-            is_taken: the script takes its value from the run, which now gives a different one.
+            is_taken: the script takes its value from the run, or computes it, and now gets a different one.
         """
         text, before = found.texts[name], self.notes.saved[name]
         may_differ = name in found.with_values  # by values, of which a text tells too little
@@ -356,6 +362,12 @@ def state_of(held: Collection[Any]) -> str:
     versions = [each._version if isinstance(each, Tensor) and not each.is_inference() else 0 for each in held]
     arrays = [hash(each.tobytes()) for each in held if isinstance(each, np.ndarray)]
     return repr([versions, arrays, *(len(each) for each in held if isinstance(each, list | dict | deque))])
+
+
+def _is_time(value: float) -> bool:
+    """True for what a clock may have shown to this process, or will show within a year."""
+    age = time.time() - psutil.Process().create_time()
+    return abs(value - time.time()) < 3e7 or abs(value - time.perf_counter()) < age
 
 
 def words_of(name: str) -> tuple[list[str], list[str]]:
