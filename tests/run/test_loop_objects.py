@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 import lockstep
 from lockstep.errors import ConfigError
-from lockstep.run.code_analysis import Carried, carried_names, changed_names
+from lockstep.run.changed_names import Carried, carried_names, changed_names
 from lockstep.run.loop_state import LoopState
 
 STEPS = 3
@@ -502,7 +502,7 @@ def test_what_code_changes_is_known_where_python_leaves_out_columns():
     """As with PYTHONNODEBUGRANGES: then all names of the line count."""
     names = "{*'scale rate table weight index it total'.split()}"
     lines = (
-        "from lockstep.run.code_analysis import carried_names, changed_names",
+        "from lockstep.run.changed_names import carried_names, changed_names",
         "def changes(task, table, it, index, value):",
         "    task.scale *= 0.5",
         "    task.rate = task.rate * 0.5",

@@ -24,8 +24,9 @@ from lockstep.core.values import parts_of
 from lockstep.data.keyed import encoded_state
 from lockstep.errors import ConfigError
 from lockstep.run import frame_variables
-from lockstep.run.code_analysis import changed_by_reading, live_in, live_in_next_pass
+from lockstep.run.changed_names import changed_by_reading
 from lockstep.run.frame_variables import Variables
+from lockstep.run.live_variables import live_in, live_in_next_pass
 from lockstep.run.loop_state import LoopState
 from lockstep.run.lost_variables import LoopNotes
 

@@ -31,7 +31,7 @@ from typing import Any
 from lockstep.core.plan import StepPlan
 from lockstep.data.batch import Batch
 from lockstep.errors import CheckpointError, ConfigError
-from lockstep.run.code_analysis import Places, places_of_frames
+from lockstep.run.live_variables import Places, places_of_frames
 from lockstep.run.loop_state import LoopState
 from lockstep.runtime.events import NO_EVENTS, StepEvents
 from lockstep.text import plural, shorten

@@ -75,12 +75,8 @@ from lockstep.core.values import (
     text_of_table,
 )
 from lockstep.data.keyed import encoded_state
-from lockstep.run.code_analysis import (
-    CONSTRUCTORS,
-    changed_by_reading,
-    changed_names,
-    live_in,
-)
+from lockstep.run.changed_names import CONSTRUCTORS, changed_by_reading, changed_names
+from lockstep.run.live_variables import live_in
 from lockstep.run.optimizer_step import PreparedOptimizer
 from lockstep.strategies.absent import AbsentTensor
 

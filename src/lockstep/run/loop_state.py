@@ -18,8 +18,9 @@ from typing import Any
 from lockstep.core.users_code import owners_of, users_frames
 from lockstep.data.keyed import encoded_state
 from lockstep.numerics.hidden_state import Snapshot
-from lockstep.run.code_analysis import Places, changed_by_loop, names_ahead, places_of_frames
+from lockstep.run.changed_names import changed_by_loop
 from lockstep.run.frame_variables import Variables
+from lockstep.run.live_variables import Places, names_ahead, places_of_frames
 from lockstep.run.lost_variables import LoopNotes, Lost, ResumedLoop, words_of
 from lockstep.runtime.events import StepEvents
 

@@ -24,8 +24,9 @@ from lockstep.core.values import Part, is_plain, text_of_plain
 from lockstep.data.keyed import encoded_state, set_encoded_state
 from lockstep.errors import ConfigError
 from lockstep.numerics.hidden_state import Snapshot
-from lockstep.run.code_analysis import Carried, carried_since, changed_since, read_after_loops, unset_names
+from lockstep.run.changed_names import Carried, carried_since, changed_since
 from lockstep.run.frame_variables import Variables
+from lockstep.run.live_variables import read_after_loops, unset_names
 from lockstep.text import shorten
 
 logger = logging.getLogger(__name__)

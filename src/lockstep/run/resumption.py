@@ -15,7 +15,7 @@ from lockstep.core.users_code import users_frames
 from lockstep.errors import ConfigError
 from lockstep.numerics.hidden_state import ALIAS, Snapshot, without_key
 from lockstep.run.attributes import held_places, reference, words_of
-from lockstep.run.code_analysis import Carried, carried_since, changed_since
+from lockstep.run.changed_names import Carried, carried_since, changed_since
 from lockstep.run.epoch_loop import EpochLoop
 from lockstep.run.optimizer_step import has_gradients
 from lockstep.run.prepare import Parts, frozen_parameters, hyperparameters

@@ -34,8 +34,8 @@ from lockstep.distributed.process_group import open_group
 from lockstep.errors import CheckpointError, ConfigError, LockstepError
 from lockstep.models.weights import compare
 from lockstep.run.checks.calls import gather_agreed
-from lockstep.run.code_analysis import read_after_loops
 from lockstep.run.epoch_loop import EpochLoop, Position
+from lockstep.run.live_variables import read_after_loops
 from lockstep.run.prepare import PreparedModel
 from lockstep.run.resumption import Resumption
 from lockstep.run.session import returning_freed_memory

@@ -60,7 +60,7 @@ from lockstep.run.checks.short_step import (
     taken_gradients,
     with_own_data,
 )
-from lockstep.run.code_analysis import read_in_loop
+from lockstep.run.live_variables import read_in_loop
 from lockstep.run.resumption import UnheldPlaces
 from lockstep.run.step import StepCompute, code_of
 from lockstep.run.step_errors import other_on_ranks
