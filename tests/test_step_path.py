@@ -31,7 +31,7 @@ def traced_step(world):
     """The calls of one step within ``lockstep``, in all threads of a rank: how many of each (file, function).
 
     It is the first step of the second epoch: the model, the reducer and the loader are warm, and it reads samples.
-    ``begin_steps``, the look at the loop's variables as the steps of an epoch begin, is not of the step.
+    ``check_start`` and ``begin_steps``, which look at the loop as the steps of an epoch begin, are not of the step.
     """
     calls, tracing = Counter(), False
 
@@ -39,7 +39,7 @@ def traced_step(world):
         if (
             tracing
             and event == "call"
-            and not any(each.f_code.co_name == "begin_steps" for each, _ in walk_stack(frame))
+            and not any(each.f_code.co_name in ("check_start", "begin_steps") for each, _ in walk_stack(frame))
         ):
             calls[frame.f_code.co_filename, frame.f_code.co_qualname] += 1
 

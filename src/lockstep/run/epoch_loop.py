@@ -155,8 +155,7 @@ class EpochLoop:
         self.position, self._events, self._is_alone = Position(), events, is_alone
         self._variables = LoopState({}, is_main=False)
         self._key: Callable[[str, int], None] = lambda place, number: None
-        self.begin_steps: Callable[[], None] = lambda: None
-        """Called where a loop over steps asks for the first one: what comes before, a resumed run does anew."""
+        self._check_start: Callable[[], None] = lambda: None
         self._current: Batch | None = None
         self.backward_passes = 0
         """The number of backward passes over the current step that are done."""
@@ -187,13 +186,16 @@ class EpochLoop:
         self._back: Position | None = None
         """The position to which ``go_back`` moves; None where a resumed run could not repeat what came since."""
 
-    def attach(self, variables: LoopState, key_random_numbers: Callable[[str, int], None]) -> None:
-        """Tells ``variables`` and ``key_random_numbers`` from here on where the user's code goes on.
+    def attach(
+        self, variables: LoopState, key_random_numbers: Callable[[str, int], None], check_start: Callable[[], None]
+    ) -> None:
+        """Tells the arguments from here on where the user's code goes on.
 
         Args:
             key_random_numbers: called with a place in the loop and its number, before the user's code goes on there.
+            check_start: called where it asks for the first step of an epoch.
         """
-        self._variables, self._key = variables, key_random_numbers
+        self._variables, self._key, self._check_start = variables, key_random_numbers, check_start
 
     def epochs(self, count: int, at_end: Callable[[], None] = lambda: None) -> Iterator[int]:
         """The epochs from where the run stands up to ``count``; ``at_end`` is called at the end of the loop's body."""
@@ -262,7 +264,7 @@ class EpochLoop:
 
     def _steps(self, walk: _Walk, read: Read, after: Callable[[], None], asked: Places) -> Generator[Batch]:
         position = self.position
-        self.begin_steps()
+        self._check_start()
         self._variables.begin_steps(asked, any_left=position.done <= self._last_place)
         self.count_step()
         if self.in_epochs and self._finished_epoch == position.epoch:

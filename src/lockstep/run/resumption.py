@@ -41,7 +41,6 @@ class Resumption:
 
     def __init__(self, loop: EpochLoop) -> None:
         self._loop = loop
-        loop.begin_steps = self.begin_steps
         self.run: RunState | None = None
         """Once it is prepared."""
         self._place, self._held = "", dict[str, str]()
@@ -89,7 +88,7 @@ class Resumption:
                 shorten(lost, 3),
             )
 
-    def begin_steps(self) -> None:
+    def check_start(self) -> None:
         """Raises ``ConfigError`` where what comes before the steps of an epoch has changed the run once more."""
         self._require_restored()
         if self._loop.position.done:  # else a loop of the script's own may begin each epoch with settings

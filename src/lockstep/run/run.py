@@ -159,8 +159,9 @@ class Run:
             timeline.make_file(self.options)
         self._prepared = prepared = self._place(parts, values_from_main)
         placed = prepared.state.model
-        self._loop.attach(prepared.state.loop, placed.randomness.key_loop)
         self._writer.join(prepared.state)
+        check_start = self._writer.resumption.check_start
+        self._loop.attach(prepared.state.loop, placed.randomness.key_loop, check_start)
         if not self._resume(prepared) and self.is_main:
             warn_if_unseeded(parts.model, self._unseeded)
             warn_if_begun(stepped)
