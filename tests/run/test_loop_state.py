@@ -46,6 +46,7 @@ def test_notes_are_the_same_after_json() -> None:
     notes = LoopNotes(saved={"n": "1"}, read={"b", "a"}, generators={"rng": ["numpy", 1]}, walks=2)
     assert LoopNotes.from_json(json.loads(json.dumps(notes.as_json()))) == notes
     assert LoopNotes.from_json({}) == LoopNotes()
+    assert LoopNotes.from_json({"taken": ["lr"], "walks": 1}) == LoopNotes(walks=1)  # of an earlier version
 
 
 def test_a_counter_is_live_and_what_is_set_anew_is_not():

@@ -60,7 +60,7 @@ class LoopState:
         self._first: dict[str, str] = {}
         self._start: dict[str, str] = {}
         self._entered: dict[str, str] = {}
-        self._set_in_data: set[str] = set()
+        self._set_between: set[str] = set()
         self._at_epoch: dict[str, Any] = {}
         self._walks = 0
         """See the fields of ``LoopNotes``; here of all variables."""
@@ -95,7 +95,7 @@ class LoopState:
         notes = LoopNotes.from_json(stored)
         self._resumed = ResumedLoop(notes, inside=inside, is_main=self._is_main) if stored else None
         self._first, self._walks = dict(notes.first), notes.walks
-        self._set_in_data = set(notes.set_in_data)
+        self._set_between = set(notes.set_between)
 
     def begin_epoch(self) -> None:
         """Restores the generators' states, once after a resume; called where ``run.epochs`` gives an epoch."""
@@ -126,7 +126,7 @@ class LoopState:
                 found if resumed.inside else self._look(enters_loop=any_left),
                 firsts=(self._first, self._entered),
                 numbers={*self._settings(), *self._measured},
-                set_in_data=self._set_in_data,
+                set_between=self._set_between,
             )
             resumed.warn_of_unset(any_left=any_left)
             self._resumed = None
@@ -207,8 +207,8 @@ class LoopState:
         changed = {name for name in names if before.get(name, texts[name]) != texts[name]}
         if not self._at_end:
             changed = changed & found.of_datasets - self._not_by_loop(changed, found)
-        self._set_in_data |= changed
-        self._set_in_data -= {name for name in names if self._first.get(name) == texts[name]}
+        self._set_between |= changed
+        self._set_between -= {name for name in names if self._first.get(name) == texts[name]}
 
     def _not_by_loop(self, names: Collection[str], found: Variables) -> set[str]:
         """Those of the names whose variables neither the code of the loop nor a function that it calls changes."""
@@ -239,7 +239,7 @@ class LoopState:
             if any(id(p) in self._known for group in each.param_groups for p in group["params"])
         ]
         self._note_data(found)
-        names = found.live - self._by_reading - self._not_by_loop(found.perhaps_read - self._set_in_data, found)
+        names = found.live - self._by_reading - self._not_by_loop(found.perhaps_read - self._set_between, found)
         noted = {name: found.texts[name] for name in names if self._is_noted(name, found)}
         # A thread, or a function that has ended, may have had the others.
         generators = {**self._generators, **found.generators}
@@ -256,7 +256,7 @@ class LoopState:
             read=found.read & noted.keys(),
             plain=found.plain.keys() & noted.keys(),
             had=(found.live | found.read) & found.local,
-            set_in_data=self._set_in_data,
+            set_between=self._set_between,
             generators={name: encoded_state(each) for name, each in generators.items()},
             at_epoch=self._at_epoch,
             fresh={name for name in generators if self._start.get(name) == self._first.get(name)},

@@ -56,7 +56,7 @@ class LoopNotes:
     """Those that are numbers, texts and the like."""
     had: set[str] = field(default_factory=set)
     """The variables of functions that the loop may go on to read."""
-    set_in_data: set[str] = field(default_factory=set)
+    set_between: set[str] = field(default_factory=set)
     """Those that data sets hold and the loop has changed."""
     generators: dict[str, Any] = field(default_factory=dict)
     """The states of generators of random numbers."""
@@ -71,9 +71,11 @@ class LoopNotes:
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> LoopNotes:
-        """The notes that ``as_json`` gave; none of an empty mapping."""
+        """The notes that ``as_json`` gave, perhaps of a version that noted other things; none of an empty mapping."""
         kinds = {each.name: each.default_factory for each in fields(cls)}
-        values: dict[str, Any] = {name: set(value) if kinds[name] is set else value for name, value in stored.items()}
+        values: dict[str, Any] = {
+            name: set(stored[name]) if kind is set else stored[name] for name, kind in kinds.items() if name in stored
+        }
         return cls(**values)
 
     def as_json(self) -> dict[str, Any]:
@@ -183,7 +185,7 @@ class ResumedLoop:
         *,
         firsts: tuple[Mapping[str, str], Mapping[str, str]],
         numbers: Collection[float],
-        set_in_data: set[str],
+        set_between: set[str],
     ) -> dict[str, Lost]:
         """Warns of the variables that are lost, and returns those that certainly are: the loss must not read them.
 
@@ -192,7 +194,7 @@ class ResumedLoop:
             began: as the first pass of the loop begins, which may be a pass of the loop around the steps.
             firsts: ``first`` and ``entered`` of ``LoopNotes``, with those of this process.
             numbers: settings of the optimizers and results of evaluations, which the script may have taken.
-            set_in_data: those that data sets hold and the loop has changed.
+            set_between: those that data sets hold and the loop has changed.
 
         Raises:
             ConfigError: a generator is not there yet, or a data set is not as the loop had left it.
@@ -200,7 +202,7 @@ class ResumedLoop:
         unread = found.local - found.live
         lost = self._lost(found, unread - began.live, firsts, numbers)
         self._require_generators(found, lost)
-        self._require_data(set_in_data & lost.keys())
+        self._require_data(set_between & lost.keys())
         certain = [name for name in lost if name not in unread | self._others and self._is_certain(name)]
         there = {*found.texts, *self.notes.generators}
         absent = {name: (text, "nothing") for name, text in self.notes.born.items() if name not in there}
