@@ -311,6 +311,11 @@ def changed_by_reading(kind: type) -> frozenset[str]:
 _READING = ("__getitem__", "__getitems__", "__iter__", "__next__")
 
 
+def offsets_of_frames() -> dict[FrameType, int]:
+    """Where the user's running frames are, for a later ``changed_since``."""
+    return {frame: frame.f_lasti for frame in users_frames()}
+
+
 def changed_since(offsets: Mapping[FrameType, int]) -> set[str]:
     """The names that the user's running frames may have changed since these ``offsets`` of instructions."""
     return changed_names(*_run_since(offsets))

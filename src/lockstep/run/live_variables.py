@@ -298,16 +298,27 @@ def unset_names(*, enters_loop: bool = False) -> list[str]:
     return found
 
 
-def read_after_loops(*, deeply: bool = False) -> set[str]:
-    """The variables that loops of the user's frames change and the code after them reads; ``deeply``: all it reads."""
-    found: set[str] = set()
+def _loops() -> list[tuple[CodeType, int, int, frozenset[str]]]:
+    """The loops that the user's frames are at: the code, the offsets of begin and end, and what is live after them."""
+    found = []
     for code, place in [(each.f_code, each.f_lasti) for each in users_frames()]:
-        instruction = _flow(code)[0][_number_at(code, place)]
-        if instruction.opname == "FOR_ITER":
-            after = _live_around(code)[0][_number_at(code, instruction.argval)]
-            found |= after if deeply else after & changed_names([(code, instruction.offset, instruction.argval)], {})
-    functions, todo = functions_of_frames(users_frames()) if deeply else {}, [*found]
-    while todo:  # what it names may be functions, which read globals
+        begin = _flow(code)[0][_number_at(code, place)]
+        if begin.opname == "FOR_ITER":
+            live = _live_around(code)[0][_number_at(code, begin.argval)]
+            found.append((code, begin.offset, begin.argval, live))
+    return found
+
+
+def changed_and_read_after_loops() -> set[str]:
+    """The variables that the loops of the user's frames set or change, and the code after those loops reads."""
+    return {name for code, begin, end, live in _loops() for name in live & changed_names([(code, begin, end)], {})}
+
+
+def read_after_loops() -> set[str]:
+    """All that the code after the loops of the user's frames reads, and the functions that it names."""
+    found = {name for *_, live in _loops() for name in live}
+    functions, todo = functions_of_frames(users_frames()), [*found]
+    while todo:
         codes = functions.get(todo.pop(), ())
         todo += {name for code in codes for name in names_loaded(code, "LOAD_GLOBAL")} - found
         found.update(todo)

@@ -19,12 +19,11 @@ import numpy as np
 import psutil
 from torch import Tensor
 
-from lockstep.core.users_code import users_frames
 from lockstep.core.values import Part, is_plain, text_of_plain
 from lockstep.data.keyed import encoded_state, set_encoded_state
 from lockstep.errors import ConfigError
 from lockstep.numerics.hidden_state import Snapshot
-from lockstep.run.changed_names import Carried, carried_since, changed_since
+from lockstep.run.changed_names import Carried, carried_since, changed_since, offsets_of_frames
 from lockstep.run.frame_variables import Variables
 from lockstep.run.live_variables import read_after_loops, unset_names
 from lockstep.text import shorten
@@ -38,7 +37,7 @@ _ATTRIBUTE = r"attribute '(?!_content'|_val'|_fields')(\w+)'"
 
 @dataclass(frozen=True)
 class LoopNotes:
-    """What a checkpoint notes of the variables of the user's loop. Values are noted as texts, see ``Variables``."""
+    """The notes of a checkpoint on the variables of the user's loop. Values are noted as texts, see ``Variables``."""
 
     saved: dict[str, str] = field(default_factory=dict)
     """The values of those that the loop goes on to read and that a resumed run may not have."""
@@ -165,7 +164,7 @@ class ResumedLoop:
             _give(found, self.notes.at_epoch if self.inside else self.notes.generators)
             found.renew_floats(self.notes.saved.keys())
             states = {name: state_of(held) for name, held in found.tensors.items()}
-            self._epoch = _EpochStart(found, states, {frame: frame.f_lasti for frame in users_frames()})
+            self._epoch = _EpochStart(found, states, offsets_of_frames())
 
     def begin_steps(self, found: Variables) -> None:
         """Restores the generators' states where the first steps begin, and sees what was set since the epoch began."""
@@ -222,7 +221,7 @@ class ResumedLoop:
 
     def compare_at_end(self, found: Variables) -> None:
         """Warns of what a run that had no step left has lost, and the code after the loop reads."""
-        read, saved = read_after_loops(deeply=True), self.notes.saved
+        read, saved = read_after_loops(), self.notes.saved
         changed = {name: (saved[name], text) for name, text in found.texts.items() if saved.get(name, text) != text}
         names = {name: {words_of(name)[0][0], *found.other_names.get(name, ())} for name in changed}
         self._warn(found, {name: texts for name, texts in changed.items() if read & names[name]})

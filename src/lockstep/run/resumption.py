@@ -11,11 +11,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from lockstep.core.fingerprint import sum_of_bits
-from lockstep.core.users_code import users_frames
 from lockstep.errors import ConfigError
 from lockstep.numerics.hidden_state import ALIAS, Snapshot, without_key
 from lockstep.run.attributes import held_places, reference, words_of
-from lockstep.run.changed_names import Carried, carried_since, changed_since
+from lockstep.run.changed_names import Carried, carried_since, changed_since, offsets_of_frames
 from lockstep.run.epoch_loop import EpochLoop
 from lockstep.run.optimizer_step import has_gradients
 from lockstep.run.prepare import Parts, frozen_parameters, hyperparameters
@@ -113,7 +112,7 @@ class Resumption:
         return [f"run.extra[{key!r}]" for key in differ if carried & {Carried(key), Carried("extra")}]
 
     def _note_attributes(self, run: RunState) -> None:
-        self._noted = run.held_attributes(), {frame: frame.f_lasti for frame in users_frames()}
+        self._noted = run.held_attributes(), offsets_of_frames()
 
     def _attributes_set_since(self, run: RunState) -> list[str]:
         """Those that the loop's own code has set since they were noted; forward passes set others. Collective."""

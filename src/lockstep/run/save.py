@@ -35,7 +35,7 @@ from lockstep.errors import CheckpointError, ConfigError, LockstepError
 from lockstep.models.weights import compare
 from lockstep.run.checks.calls import gather_agreed
 from lockstep.run.epoch_loop import EpochLoop, Position
-from lockstep.run.live_variables import read_after_loops
+from lockstep.run.live_variables import changed_and_read_after_loops
 from lockstep.run.prepare import PreparedModel
 from lockstep.run.resumption import Resumption
 from lockstep.run.session import returning_freed_memory
@@ -225,7 +225,7 @@ def stop_after_step(run: Run, reason: StopReason) -> None:
     resumed run would not have it. Then a checkpoint is written, and the run stops at the end of the epoch's body.
     """
     loop = run._loop
-    is_read = loop.in_epochs and loop.is_after_last_step and bool(read_after_loops())
+    is_read = loop.in_epochs and loop.is_after_last_step and bool(changed_and_read_after_loops())
     if isinstance(run.strategy, IndependentStrategy) or not any(run.strategy.gather_records(is_read)):
         save_and_stop(run, reason)
     if run.options.directory is not None:

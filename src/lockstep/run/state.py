@@ -477,7 +477,7 @@ class RunState:
         return CheckpointState({}, {}, progress, self.model.aliases)
 
     def _loop_of_all(self) -> dict[str, Any]:
-        """What ``LoopState`` notes here, and what it notes in a process that computes another part. Collective."""
+        """The notes of ``LoopState`` here, and those of a process that computes another part. Collective."""
         mine = self.loop.capture(inside=self.position.inside)
         return mine if self.strategy.replicated else united(mine, self.strategy.gather_records(mine))
 

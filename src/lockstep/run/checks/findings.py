@@ -1,4 +1,4 @@
-"""What a rehearsal has found on one rank, and the messages with which a run is refused because of it."""
+"""The findings of a rehearsal on one rank, and the messages with which a run is refused because of them."""
 
 from __future__ import annotations
 
