@@ -28,7 +28,8 @@ from torch import Tensor
 
 from lockstep import checkpoint
 from lockstep.checkpoint import CheckpointState
-from lockstep.checkpoint.manifest import MANIFEST, canonical, encode
+from lockstep.checkpoint.manifest import MANIFEST
+from lockstep.checkpoint.record import canonical, encode
 from lockstep.core.fingerprint import differing, digest_tensors
 from lockstep.data.batch import Batch
 from lockstep.errors import CheckpointError, ConfigError, LockstepError

@@ -11,6 +11,8 @@ from tests.checkpoint.manifests import manifest_of
 
 from lockstep.checkpoint import read, read_newest, verify, write
 from lockstep.checkpoint.manifest import digest, seal
+from lockstep.checkpoint.reader import JoinedRows
+from lockstep.core.fingerprint import digest_tensor
 from lockstep.errors import CheckpointError, CheckpointMismatch
 
 
@@ -181,3 +183,22 @@ def test_verify_returns_what_the_checkpoint_consists_of(sound):
     assert manifest.step == 7
     assert manifest.files["model.safetensors"].size == (sound / "model.safetensors").stat().st_size
     assert set(safetensors.torch.load_file(sound / "model.safetensors")) == {"a.weight", "a.count"}
+
+
+def test_rows_of_several_files_are_taken_without_reading_the_others():
+    whole = torch.arange(24.0).view(8, 3)
+    parts = [whole[:3], whole[3:3], whole[3:5], whole[5:]]
+    joined = JoinedRows(parts)
+    assert joined.shape == (8, 3) and joined.numel() == 24 and joined.nbytes == 96 and joined.dtype == torch.float32
+    assert joined[3:5].data_ptr() == whole[3:].data_ptr()
+    for taken in (slice(None), slice(0, 2), slice(2, 6), slice(4, 99), slice(-2, None), slice(5, 5)):
+        found = joined[taken]
+        assert type(found) is torch.Tensor and torch.equal(found, whole[taken])
+
+
+def test_rows_of_several_files_are_one_tensor_for_everything_else():
+    whole = torch.arange(24.0).view(8, 3)
+    joined = JoinedRows([whole[:3], whole[3:]])
+    assert torch.equal(torch.empty(8, 3).copy_(joined), whole) and torch.equal(joined * 2, whole * 2)
+    assert torch.equal(joined[::2], whole[::2]) and joined.device.type == "cpu" and not joined.is_meta
+    assert torch.equal(torch.stack([joined, whole])[0], whole) and digest_tensor(joined) == digest_tensor(whole)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
 
 from lockstep import checkpoint
-from lockstep.data.naming import known_classes
+from lockstep.data.labels import known_classes
 from lockstep.errors import CheckpointError, CheckpointMismatch, ConfigError
 from lockstep.job.prediction import class_names, load_run, report, table, write_table
 from lockstep.models.weights import metadata_of

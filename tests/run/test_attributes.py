@@ -21,7 +21,7 @@ from tests.run.jobs import begin, dataset, network, train_step
 from torch import nn
 from torch.nn import functional as F
 
-from lockstep.checkpoint.manifest import canonical, decode, encode
+from lockstep.checkpoint.record import canonical, decode, encode
 from lockstep.core.fingerprint import digest_tensor
 from lockstep.core.values import slots_of
 from lockstep.errors import CheckpointMismatch, ConfigError

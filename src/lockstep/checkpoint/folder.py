@@ -8,7 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.checkpoint.manifest import JSON, read_sealed, seal
+from lockstep.checkpoint.manifest import read_sealed, seal
+from lockstep.checkpoint.record import JSON
 from lockstep.core.atomic import remove_folder, write_whole
 from lockstep.errors import CheckpointError
 

@@ -1,8 +1,7 @@
-"""The files of a checkpoint: the manifest with their sizes and SHA-256, the tensors, and the JSON record beside them.
+"""The files of a checkpoint, and the manifest with their sizes and SHA-256.
 
     manifest.json                         every file with size and SHA-256, itself sealed by a digest
-    state.json                            the record; values that JSON lacks are objects with one reserved key, as
-                                          ``{"tuple": [0.9, 0.999]}``, so that the very same values are read back
+    state.json                            the record
     model.safetensors                     the whole model, written by one process
     model-00002-of-00004.safetensors      what the second of four processes held: rows (dim 0) of some tensors
 
@@ -13,139 +12,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import re
 import stat
-from collections import Counter, deque
-from collections.abc import Collection, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import safetensors.torch
-import torch
-from torch import Tensor
-from torch.utils._pytree import tree_map
-
-from lockstep.errors import CheckpointError, CheckpointMismatch, ConfigError
-
-JSON = None | bool | int | float | str | list["JSON"] | dict[str, "JSON"]
-
-_RESERVED = frozenset({"tuple", "dict", "float", "float64", "tensor", "dtype", "deque", "counter"})
-
-_MOST_BITS = 14_000
-"""Of an int, in the digits that Python reads."""
-
-
-def encode(value: Any, path: str, tensors: dict[str, Tensor] | None = None, *, ordered: bool = False) -> JSON:
-    """Turns a value into JSON; tensors inside it go into ``tensors``, under a name made of ``path``.
-
-    Args:
-        value: None, bool, int, float, str, number types, and lists, tuples, deques, dicts and tensors of such.
-        path: name of the value, for tensor names and messages.
-        tensors: receives the tensors; None where no tensor may occur.
-        ordered: dicts come back in the order that they have, else in that of their keys.
-
-    Raises:
-        ConfigError: a value is something else, has too many digits, or holds itself.
-    """
-    try:
-        return _encode(value, path, tensors, ordered)
-    except RecursionError as error:
-        raise ConfigError(f"{path!r} holds itself, or is nested too deeply for a checkpoint.") from error
-
-
-def _encode(value: Any, path: str, tensors: dict[str, Tensor] | None, ordered: bool) -> JSON:
-    if value is None or isinstance(value, bool | str):
-        return value
-    if isinstance(value, int) and value.bit_length() <= _MOST_BITS:
-        return int(value)
-    if isinstance(value, np.float64):  # another than a float where it meets numbers of 32 bits
-        return {"float64": repr(float(value))}
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else {"float": repr(float(value))}
-    if isinstance(value, Tensor) and tensors is not None and value.layout is torch.strided:
-        tensors[path] = value.detach()
-        return {"tensor": path}
-    if isinstance(value, list | tuple):
-        items = [_encode(item, f"{path}.{i}", tensors, ordered) for i, item in enumerate(value)]
-        return items if isinstance(value, list) else {"tuple": items}
-    if type(value) is deque:
-        return {"deque": [value.maxlen, _encode(list(value), path, tensors, ordered)]}
-    if isinstance(value, torch.dtype):
-        return {"dtype": str(value).removeprefix("torch.")}
-    if isinstance(value, Mapping):
-        found = _encode_mapping(value, path, tensors, ordered)
-        return {"counter": found} if type(value) is Counter else found  # its update() adds
-    kind = f"a {type(value).__name__}" if not isinstance(value, int) else "a number of too many digits"
-    kind += f" of layout {value.layout}" if isinstance(value, Tensor) and tensors is not None else ""
-    raise ConfigError(
-        f"{path!r} is {kind}, which a checkpoint cannot hold. "
-        "Give numbers, strings, None, and lists, tuples or dicts of them."
-    )
-
-
-def _encode_mapping(value: Mapping[Any, Any], path: str, tensors: dict[str, Tensor] | None, ordered: bool) -> JSON:
-    encoded = {key: _encode(item, f"{path}.{key}", tensors, ordered) for key, item in value.items()}
-    looks_reserved = len(encoded) == 1 and next(iter(encoded)) in _RESERVED
-    is_plain = all(isinstance(key, str) for key in encoded) and not looks_reserved
-    if is_plain and (not ordered or list(encoded) == sorted(encoded)):  # `canonical` writes them sorted
-        return encoded
-    return {"dict": [[encode(key, path), item] for key, item in encoded.items()]}
-
-
-def decode(value: JSON, tensors: Mapping[str, Tensor] | None = None) -> Any:
-    """Turns the JSON of ``encode`` back into the value; tensors are looked up by name in ``tensors``."""
-    if isinstance(value, list):
-        return [decode(item, tensors) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if len(value) == 1:
-        (key, content), *_ = value.items()
-        if key in _RESERVED:
-            return _decode_reserved(key, content, tensors)
-    return {key: decode(item, tensors) for key, item in value.items()}
-
-
-def _decode_reserved(key: str, content: JSON, tensors: Mapping[str, Tensor] | None) -> Any:
-    if key == "tuple" and isinstance(content, list):
-        return tuple(decode(item, tensors) for item in content)
-    if key == "float" and content in ("inf", "-inf", "nan"):
-        return float(str(content))
-    if key == "float64" and isinstance(content, str):
-        with suppress(ValueError):
-            return np.float64(float(content))
-    if key == "tensor" and tensors is not None and content in tensors:
-        return tensors[str(content)]
-    if key == "deque" and isinstance(content, list) and len(content) == 2:
-        return deque(decode(content[1], tensors), content[0])  # type: ignore[arg-type]  # its items and its size
-    if key == "counter" and isinstance(content, dict):
-        return Counter(decode(content, tensors))
-    if key == "dtype" and isinstance(dtype := getattr(torch, str(content), None), torch.dtype):
-        return dtype
-    if key == "dict" and isinstance(content, list):
-        pairs = [item for item in content if isinstance(item, list) and len(item) == 2]
-        if len(pairs) == len(content):
-            return {decode(name, tensors): decode(item, tensors) for name, item in pairs}
-    raise CheckpointError(
-        f"Unknown tag {key!r} with {str(content)[:80]!r} in a checkpoint record. Use another checkpoint."
-    )
-
-
-def canonical(value: JSON) -> bytes:
-    """A JSON value as bytes; equal values give equal bytes."""
-
-    def text(ensure_ascii: bool) -> str:
-        return json.dumps(value, sort_keys=True, allow_nan=False, separators=(",", ":"), ensure_ascii=ensure_ascii)
-
-    try:
-        return text(False).encode()
-    except UnicodeEncodeError:  # half of a surrogate pair, as in the name of a file that is not in UTF-8
-        return text(True).encode()
-
+from lockstep.checkpoint.record import JSON, canonical
+from lockstep.errors import CheckpointError, CheckpointMismatch
 
 MODEL = "model.safetensors"
 OPTIMIZER = "optimizer.safetensors"
@@ -168,78 +43,6 @@ def tensor_files(names: Collection[str]) -> tuple[list[str], list[str]] | None:
     if shards < 1 or set(names) != expected:
         return None
     return [model for model, _ in pairs], [optimizer for _, optimizer in pairs]
-
-
-def load_tensors(paths: Iterable[Path]) -> dict[str, Tensor]:
-    """The tensors of some files, on the CPU; ``CheckpointError`` where rows of one do not fit together.
-
-    They lie in the files, which are mapped into memory, until they are read.
-    """
-    rows: dict[str, list[Tensor]] = {}
-    for path in paths:
-        for name, tensor in safetensors.torch.load_file(path).items():
-            rows.setdefault(name, []).append(tensor)
-    return {name: _joined(name, parts) for name, parts in rows.items()}
-
-
-def _joined(name: str, rows: list[Tensor]) -> Tensor:
-    if len(rows) == 1:
-        return rows[0]
-    if len({(part.dtype, part.shape[1:], part.dim() > 0) for part in rows}) > 1 or not rows[0].dim():
-        forms = ", ".join(f"{part.dtype} {list(part.shape)}" for part in rows)
-        raise CheckpointError(f"The rows of {name!r} do not make up one tensor: {forms}. Use another checkpoint.")
-    return JoinedRows(rows)
-
-
-class JoinedRows(Tensor):
-    """A tensor whose rows lie in several files: some of them can be taken without reading the others.
-
-    Whatever else is done with it is done with an ordinary tensor of all rows, made for that alone.
-    """
-
-    _parts: list[Tensor]
-
-    def __new__(cls, parts: list[Tensor]) -> JoinedRows:
-        """Makes one of parts that agree in all but their first dimension."""
-        shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
-        made = Tensor._make_subclass(cls, torch.empty(shape, dtype=parts[0].dtype, device="meta"))
-        made._parts = parts
-        return made
-
-    def __init__(self, parts: list[Tensor]) -> None:
-        """See ``__new__``."""
-
-    def rows(self, taken: slice) -> Tensor:
-        """Some consecutive rows; a view where they lie in one file."""
-        start, stop, _ = taken.indices(self.shape[0])
-        found, begin = [], 0
-        for part in self._parts:
-            own = part[max(start - begin, 0) : max(stop - begin, 0)]
-            begin += part.shape[0]
-            if own.shape[0]:
-                found.append(own)
-        return found[0] if len(found) == 1 else torch.cat(found) if found else self._parts[0][:0]
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        """Answers what needs no values; everything else is asked of an ordinary tensor."""
-        if getattr(func, "__self__", func) in _OF_SHAPE:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        if func is Tensor.__getitem__ and isinstance(args[1], slice) and args[1].step is None:
-            return args[0].rows(args[1])
-
-        def whole(value: Any) -> Any:
-            return torch.cat(value._parts) if isinstance(value, JoinedRows) else value
-
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*tree_map(whole, args), **tree_map(whole, dict(kwargs or {})))
-
-
-_OF_SHAPE: frozenset[Any] = frozenset(
-    {Tensor.shape, Tensor.dtype, Tensor.ndim, Tensor.nbytes, Tensor.dim, Tensor.numel, Tensor.size}
-)
-"""The attributes that a tensor without values has as well."""
 
 
 MANIFEST = "manifest.json"

@@ -7,13 +7,19 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import safetensors.torch
+import torch
 from safetensors import SafetensorError
+from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from lockstep.checkpoint.folder import committed_or_linked, step_of
-from lockstep.checkpoint.manifest import MANIFEST, RECORD, Manifest, decode, load_tensors, tensor_files
+from lockstep.checkpoint.manifest import MANIFEST, RECORD, Manifest, tensor_files
+from lockstep.checkpoint.record import decode
 from lockstep.checkpoint.state import CheckpointState
 from lockstep.errors import CheckpointError
 from lockstep.runtime.stop_signals import wait_for_critical_threads
@@ -103,3 +109,75 @@ def read_newest(directory: Path | str, *, written_by: str = "") -> Restored | No
         + "\n".join(f"  {reason}" for reason in refused)
         + "\nStart in another folder to train from the beginning."
     )
+
+
+def load_tensors(paths: Iterable[Path]) -> dict[str, Tensor]:
+    """The tensors of some files, on the CPU; ``CheckpointError`` where rows of one do not fit together.
+
+    They lie in the files, which are mapped into memory, until they are read.
+    """
+    rows: dict[str, list[Tensor]] = {}
+    for path in paths:
+        for name, tensor in safetensors.torch.load_file(path).items():
+            rows.setdefault(name, []).append(tensor)
+    return {name: _joined(name, parts) for name, parts in rows.items()}
+
+
+def _joined(name: str, rows: list[Tensor]) -> Tensor:
+    if len(rows) == 1:
+        return rows[0]
+    if len({(part.dtype, part.shape[1:], part.dim() > 0) for part in rows}) > 1 or not rows[0].dim():
+        forms = ", ".join(f"{part.dtype} {list(part.shape)}" for part in rows)
+        raise CheckpointError(f"The rows of {name!r} do not make up one tensor: {forms}. Use another checkpoint.")
+    return JoinedRows(rows)
+
+
+class JoinedRows(Tensor):
+    """A tensor whose rows lie in several files: some of them can be taken without reading the others.
+
+    Whatever else is done with it is done with an ordinary tensor of all rows, made for that alone.
+    """
+
+    _parts: list[Tensor]
+
+    def __new__(cls, parts: list[Tensor]) -> JoinedRows:
+        """Makes one of parts that agree in all but their first dimension."""
+        shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
+        made = Tensor._make_subclass(cls, torch.empty(shape, dtype=parts[0].dtype, device="meta"))
+        made._parts = parts
+        return made
+
+    def __init__(self, parts: list[Tensor]) -> None:
+        """See ``__new__``."""
+
+    def rows(self, taken: slice) -> Tensor:
+        """Some consecutive rows; a view where they lie in one file."""
+        start, stop, _ = taken.indices(self.shape[0])
+        found, begin = [], 0
+        for part in self._parts:
+            own = part[max(start - begin, 0) : max(stop - begin, 0)]
+            begin += part.shape[0]
+            if own.shape[0]:
+                found.append(own)
+        return found[0] if len(found) == 1 else torch.cat(found) if found else self._parts[0][:0]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        """Answers what needs no values; everything else is asked of an ordinary tensor."""
+        if getattr(func, "__self__", func) in _OF_SHAPE:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        if func is Tensor.__getitem__ and isinstance(args[1], slice) and args[1].step is None:
+            return args[0].rows(args[1])
+
+        def whole(value: Any) -> Any:
+            return torch.cat(value._parts) if isinstance(value, JoinedRows) else value
+
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*tree_map(whole, args), **tree_map(whole, dict(kwargs or {})))
+
+
+_OF_SHAPE: frozenset[Any] = frozenset(
+    {Tensor.shape, Tensor.dtype, Tensor.ndim, Tensor.nbytes, Tensor.dim, Tensor.numel, Tensor.size}
+)
+"""The attributes that a tensor without values has as well."""

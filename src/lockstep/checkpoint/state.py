@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.optim import Optimizer
 
-from lockstep.checkpoint.manifest import JSON, decode, encode
+from lockstep.checkpoint.record import JSON, decode, encode
 from lockstep.errors import CheckpointError, CheckpointMismatch, ConfigError
 from lockstep.models.weights import compare
 from lockstep.text import shorten

@@ -24,7 +24,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from lockstep.checkpoint.folder import name_of, prune
-from lockstep.checkpoint.manifest import MANIFEST, RECORD, FileEntry, Manifest, canonical, encode, file_names
+from lockstep.checkpoint.manifest import MANIFEST, RECORD, FileEntry, Manifest, file_names
+from lockstep.checkpoint.record import canonical, encode
 from lockstep.checkpoint.state import CheckpointState
 from lockstep.core.atomic import clean, file_aside, folder_aside, make_durable
 from lockstep.errors import CheckpointError, ConfigError

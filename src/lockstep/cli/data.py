@@ -45,7 +45,7 @@ def main(arguments: argparse.Namespace) -> int:
     if not 0 <= arguments.epoch < 1 << 63:
         raise ConfigError(f"--epoch {arguments.epoch} should be 0 or more, and below 2^63.")
     require_files(arguments, ("json", "sheet"))
-    from lockstep.data.naming import known_classes
+    from lockstep.data.labels import known_classes
     from lockstep.job import data_report
 
     sets = data_report.data_sets(config)

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, DataError
+from lockstep.text import plural
 
 _MASK = (1 << 63) - 1
 _NUMBER = struct.Struct("<cq").pack
@@ -72,3 +73,20 @@ def unit_seed(seed: int, step: int, micro_batch: int, unit: str, call: int, segm
 def permutation_key(seed: int, epoch: int) -> int:
     """The key of the order in which an epoch visits the samples."""
     return derive_seed(seed, "permutation", epoch)
+
+
+def held_out(names: Sequence[str], fraction: float, seed: int, what: str) -> set[str]:
+    """The names that are for validation: the ``fraction`` with the smallest keys ``(seed, name)``, rounded.
+
+    At least one is held out and at least one is left; ``what`` names the group in the error that says it is too small.
+    A name's key depends on no other name, so a few files more or less move few others.
+    """
+    if not 0.0 < fraction < 1.0:
+        raise ConfigError(f"A held-out fraction of {fraction:g} was asked for; it must lie between 0 and 1.")
+    if len(names) < 2:
+        raise DataError(
+            f"{what} has {plural(len(names), 'sample')}, "
+            "too few to train on some and hold out others. It needs at least 2."
+        )
+    count = min(max(1, round(len(names) * fraction)), len(names) - 1)
+    return set(sorted(names, key=lambda name: (derive_seed(seed, "split", name), name))[:count])

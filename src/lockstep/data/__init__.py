@@ -21,8 +21,9 @@ from lockstep.data.images.transforms import (
     Squeeze,
 )
 from lockstep.data.keyed import EVALUATION_EPOCH, SampleKeys
+from lockstep.data.labels import check_labels, known_labels
 from lockstep.data.loader import EvaluationLoader, StepLoader
-from lockstep.data.naming import check_labels, known_labels, sample_name
+from lockstep.data.naming import sample_name
 from lockstep.data.reader import BatchDataset, BrokenSample
 from lockstep.data.wrappers.bucketed import Bucketed, PadSequences
 from lockstep.data.wrappers.mixup import Mixed, RandomErasing

@@ -40,7 +40,7 @@ from transformers.trainer_utils import (
     speed_metrics,
 )
 
-from lockstep.checkpoint.manifest import decode, encode
+from lockstep.checkpoint.record import decode, encode
 from lockstep.core.values import is_users_object
 from lockstep.data.batch import Batch
 from lockstep.data.keyed import generators_kept

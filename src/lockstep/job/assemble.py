@@ -29,7 +29,8 @@ from lockstep.data import SkipBroken, StepLoader, adopt, check_labels
 from lockstep.data.images.decoding import decoded_as
 from lockstep.data.images.encoded import EncodedPairs
 from lockstep.data.keyed import encoded_states, set_encoded_states
-from lockstep.data.naming import differing_classes, differing_columns, known_classes, unwrap_subset
+from lockstep.data.labels import differing_classes, differing_columns, known_classes
+from lockstep.data.naming import unwrap_subset
 from lockstep.data.wrappers.wrapping import Wrapping
 from lockstep.distributed.collectives import gather_json
 from lockstep.errors import ConfigError

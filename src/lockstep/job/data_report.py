@@ -24,7 +24,8 @@ from lockstep.config.rules import planned_shares
 from lockstep.data import EvaluationLoader, SkipBroken, StepLoader
 from lockstep.data.adopt import Stream, adopt
 from lockstep.data.keyed import SampleKeys
-from lockstep.data.naming import known_classes, known_labels, sample_error
+from lockstep.data.labels import known_classes, known_labels
+from lockstep.data.naming import sample_error
 from lockstep.data.wrappers.wrapping import Wrapping
 from lockstep.errors import ConfigError
 from lockstep.job.assemble import collated, sample_plan

@@ -29,7 +29,8 @@ from lockstep.core.world import World
 from lockstep.data.adopt import adopt
 from lockstep.data.formats.arrow_files import optional_module
 from lockstep.data.keyed import generators_kept
-from lockstep.data.naming import differing_columns, known_classes, path_of
+from lockstep.data.labels import differing_columns, known_classes
+from lockstep.data.naming import path_of
 from lockstep.errors import CheckpointError, CheckpointMismatch, ConfigError, LockstepError
 from lockstep.job.assemble import balance, build_model, collated, data_to_predict
 from lockstep.job.instantiate import importable_from, instantiate, instantiate_function

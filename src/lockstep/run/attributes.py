@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.checkpoint.manifest import JSON, decode, encode
+from lockstep.checkpoint.record import JSON, decode, encode
 from lockstep.checkpoint.state import (
     ATTRIBUTE,
     has_extra_state,

@@ -21,7 +21,8 @@ from lockstep.data import EvaluationLoader, SkipBroken, Source, StepLoader, Stre
 from lockstep.data.adopt import SideBySide, unused_side_by_side
 from lockstep.data.batch import Batch
 from lockstep.data.changes import BEGINNING, Notes, choices
-from lockstep.data.naming import differing_classes, differing_columns, unwrap_subset
+from lockstep.data.labels import differing_classes, differing_columns
+from lockstep.data.naming import unwrap_subset
 from lockstep.data.reader import ReadTrace
 from lockstep.data.workers import ReadingOptions, sample_digests
 from lockstep.distributed.collectives import all_reduce_max, gather_json

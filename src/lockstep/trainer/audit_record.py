@@ -24,7 +24,8 @@ from torch import Tensor
 
 from lockstep import checkpoint
 from lockstep.checkpoint.folder import step_of
-from lockstep.checkpoint.manifest import MANIFEST, canonical
+from lockstep.checkpoint.manifest import MANIFEST
+from lockstep.checkpoint.record import canonical
 from lockstep.core.fingerprint import digest_tensor
 from lockstep.data.batch import Batch, map_leaves
 from lockstep.distributed.collectives import gather_json

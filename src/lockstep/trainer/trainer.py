@@ -15,7 +15,7 @@ from lockstep import checkpoint
 from lockstep.config.job import CheckpointConfig, TrainingConfig
 from lockstep.data.adopt import adopt
 from lockstep.data.batch import Batch
-from lockstep.data.naming import known_classes
+from lockstep.data.labels import known_classes
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.loggers import Logger
 from lockstep.run import Run

@@ -6,7 +6,7 @@ import torch
 from torch.utils.data import Subset
 
 from lockstep.data import CSVTable
-from lockstep.data.naming import differing_columns
+from lockstep.data.labels import differing_columns
 from lockstep.data.reader import SampleReader
 from lockstep.errors import ConfigError, DataError
 

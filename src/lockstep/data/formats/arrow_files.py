@@ -15,7 +15,7 @@ import torch
 from lockstep.data.images.encoded import EncodedPairs
 from lockstep.data.images.image_cache import StoredPhotos
 from lockstep.data.images.transforms import ImageTransform, Transform
-from lockstep.data.naming import check_labels, class_names
+from lockstep.data.labels import check_labels, class_names
 from lockstep.errors import ConfigError, DataError, nearest
 
 

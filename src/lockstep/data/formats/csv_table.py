@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 from lockstep.core.plan import Indices
 from lockstep.data.keyed import SampleKeys
-from lockstep.data.naming import check_labels, class_names
+from lockstep.data.labels import check_labels, class_names
 from lockstep.errors import ConfigError, DataError, nearest
 
 _LARGEST = float(np.finfo(np.float32).max)

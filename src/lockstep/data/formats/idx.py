@@ -17,7 +17,7 @@ import torch
 from lockstep.data.batch import DeviceTransform
 from lockstep.data.images.image_arrays import ArrayTransform, ImageArrays
 from lockstep.data.images.transforms import Normalize
-from lockstep.data.naming import class_names
+from lockstep.data.labels import class_names
 from lockstep.errors import ConfigError, DataError
 
 MAX_BYTES = 4 << 30

@@ -18,7 +18,7 @@ from lockstep.core.plan import Indices
 from lockstep.data.batch import DeviceTransform
 from lockstep.data.images.transforms import FinishAlias, renamed_finish
 from lockstep.data.keyed import SampleKeys
-from lockstep.data.naming import check_labels, class_names
+from lockstep.data.labels import check_labels, class_names
 from lockstep.errors import ConfigError, DataError
 
 _KINDS = "iufb"

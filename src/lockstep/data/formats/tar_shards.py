@@ -26,7 +26,7 @@ from lockstep.data.images.cache_file import RecordFile, writing
 from lockstep.data.images.encoded import EncodedPairs
 from lockstep.data.images.image_cache import StoredPhotos
 from lockstep.data.images.transforms import Transform
-from lockstep.data.naming import check_labels, class_names
+from lockstep.data.labels import check_labels, class_names
 from lockstep.errors import ConfigError, DataError
 
 _BLOCK = 512

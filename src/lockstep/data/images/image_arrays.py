@@ -14,10 +14,11 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lockstep.core.plan import Indices
+from lockstep.core.seeding import held_out
 from lockstep.data.batch import DeviceTransform
 from lockstep.data.images.transforms import FinishAlias, Uniforms, renamed_finish
 from lockstep.data.keyed import SampleKeys
-from lockstep.data.naming import check_labels, held_out
+from lockstep.data.labels import check_labels
 from lockstep.errors import ConfigError
 
 

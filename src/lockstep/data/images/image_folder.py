@@ -10,11 +10,12 @@ from typing import Literal
 import torch
 from PIL import Image
 
+from lockstep.core.seeding import held_out
 from lockstep.data.images.decoding import MAX_BYTES, read_photo
 from lockstep.data.images.encoded import EncodedPairs
 from lockstep.data.images.image_cache import FolderPhotos
 from lockstep.data.images.transforms import SUFFIXES, CenterCrop, RandomResizedCrop, Transform, decode_rgb
-from lockstep.data.naming import class_names, held_out
+from lockstep.data.labels import class_names
 from lockstep.errors import ConfigError, DataError, nearest
 
 Split = Literal["train", "validation", "all"]

@@ -20,7 +20,8 @@ import numpy.typing as npt
 from lockstep.core.plan import Indices
 from lockstep.core.seeding import derive_seed
 from lockstep.data.keyed import SampleKeys
-from lockstep.data.naming import known_labels, path_of, sample_name
+from lockstep.data.labels import known_labels
+from lockstep.data.naming import path_of, sample_name
 from lockstep.data.reader import BrokenSample
 from lockstep.data.wrappers.wrapping import Wrapping, behind
 from lockstep.errors import ConfigError, DataError

@@ -13,7 +13,8 @@ from torch import Tensor
 from lockstep.core.plan import Indices
 from lockstep.core.seeding import derive_seed
 from lockstep.data.keyed import SampleKeys
-from lockstep.data.naming import known_labels, sample_name
+from lockstep.data.labels import known_labels
+from lockstep.data.naming import sample_name
 from lockstep.data.reader import Collate
 from lockstep.data.wrappers.wrapping import Wrapping
 from lockstep.errors import ConfigError, DataError

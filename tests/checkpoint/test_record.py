@@ -8,8 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.checkpoint.manifest import JoinedRows, canonical, decode, encode
-from lockstep.core.fingerprint import digest_tensor
+from lockstep.checkpoint.record import canonical, decode, encode
 from lockstep.errors import CheckpointError, ConfigError
 
 _SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5)
@@ -85,25 +84,6 @@ def test_what_json_cannot_hold_is_refused_by_name(value):
 def test_a_record_with_an_unknown_tag_is_refused(record):
     with pytest.raises(CheckpointError, match=r"Unknown tag '.*' with .* in a checkpoint record"):
         decode(record, {})
-
-
-def test_rows_of_several_files_are_taken_without_reading_the_others():
-    whole = torch.arange(24.0).view(8, 3)
-    parts = [whole[:3], whole[3:3], whole[3:5], whole[5:]]
-    joined = JoinedRows(parts)
-    assert joined.shape == (8, 3) and joined.numel() == 24 and joined.nbytes == 96 and joined.dtype == torch.float32
-    assert joined[3:5].data_ptr() == whole[3:].data_ptr()
-    for taken in (slice(None), slice(0, 2), slice(2, 6), slice(4, 99), slice(-2, None), slice(5, 5)):
-        found = joined[taken]
-        assert type(found) is torch.Tensor and torch.equal(found, whole[taken])
-
-
-def test_rows_of_several_files_are_one_tensor_for_everything_else():
-    whole = torch.arange(24.0).view(8, 3)
-    joined = JoinedRows([whole[:3], whole[3:]])
-    assert torch.equal(torch.empty(8, 3).copy_(joined), whole) and torch.equal(joined * 2, whole * 2)
-    assert torch.equal(joined[::2], whole[::2]) and joined.device.type == "cpu" and not joined.is_meta
-    assert torch.equal(torch.stack([joined, whole])[0], whole) and digest_tensor(joined) == digest_tensor(whole)
 
 
 def test_a_dict_comes_back_in_its_order_where_that_counts():
