@@ -18,7 +18,8 @@ SETTINGS = {"seed": 3, "threads": 1, "global_batch": K * ROWS, "micro_batches": 
 def sent(world, strategy, options):
     """Bytes that a rank says it sent in the steps of one epoch, which an evaluation and predictions follow."""
     logging.getLogger("lockstep").setLevel(logging.ERROR)
-    model = nn.Sequential(nn.Linear(8, WIDTH), nn.Linear(WIDTH, 4, bias=False))
+    middle = [nn.BatchNorm1d(WIDTH)] if strategy == "ddp" else []
+    model = nn.Sequential(nn.Linear(8, WIDTH), *middle, nn.Linear(WIDTH, 4, bias=False))
     samples = STEPS * K * ROWS
     data = TensorDataset(torch.ones(samples, 8), torch.arange(samples) % 4)
     run = Run(RunOptions.of(**SETTINGS, strategy=strategy, **options), world)
@@ -57,3 +58,11 @@ def test_sharded_pipeline_counts_the_parameters_it_gathers_too():
         gathered = gradients = (4 if rank % 2 else 9) * WIDTH * 4 // 2
         expected = activations + STEPS * (gathered + gradients)
         assert expected <= found < expected + 300, rank
+
+
+def test_ddp_counts_the_statistics_of_sync_batch_norm_beside_the_gradients():
+    """A run with ``sync_batch_norm`` said that it sent as much as one without."""
+    plain, synchronised = (run_ranks(sent, 2, "ddp", {"sync_batch_norm": on}) for on in (False, True))
+    forward, backward = 2 * WIDTH + 2, 2 * WIDTH + 1  # two numbers of each channel, the count, the number of the layer
+    statistics = STEPS * (K // 2) * (forward + backward) * 8
+    assert [found - before for found, before in zip(synchronised, plain)] == [statistics] * 2

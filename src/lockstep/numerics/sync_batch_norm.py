@@ -58,6 +58,7 @@ class RankRows:
     def __init__(self, exchange: RankExchange | None) -> None:
         self._exchange = exchange
         self.ranks = 1 if exchange is None else exchange.ranks
+        self.bytes_sent = 0
 
     @classmethod
     def open(cls, group: dist.ProcessGroup, device: torch.device, timeout: float, shared: bool) -> RankRows:
@@ -78,6 +79,7 @@ class RankRows:
                 "A synchronised BatchNorm was called in training mode after its run was closed, when its process group "
                 "no longer exists. Call model.eval() first, or use the model before run.close()."
             )
+        self.bytes_sent += row.nbytes * self._exchange.copies
         return self._exchange.all_gather(row)
 
     def release(self) -> None:

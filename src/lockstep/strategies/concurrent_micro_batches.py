@@ -357,7 +357,7 @@ class SynchronizedReplicas(Replicated):
         if group is not None:
             self.name, self.evaluation_share = "ddp", self.share
             self.share = replace(self.share, spare=True)
-        self._tasks = TaskThreads(torch.get_num_threads(), self.device)
+        self._ranks, self._tasks = ranks, TaskThreads(torch.get_num_threads(), self.device)
         self._rows = MicroBatchRows(self._tasks, ranks, self.share, self._micro_batches)
 
     def setup_model(self, model: nn.Module) -> nn.Module:
@@ -390,6 +390,11 @@ class SynchronizedReplicas(Replicated):
                 self._sums.add_running(task.micro_batch.k, *task.running)
         compute.exchange()
         return self._sums.reduce([task.loss for task in counted], [task.weight for task in counted], stop)
+
+    @property
+    def all_bytes_sent(self) -> int:
+        """See ``Strategy.all_bytes_sent``: gradients, and the statistics of every BatchNorm."""
+        return super().all_bytes_sent + self._ranks.bytes_sent
 
     def release(self) -> None:
         """See ``Strategy.release``."""
