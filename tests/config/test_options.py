@@ -36,6 +36,11 @@ def test_an_unknown_strategy_is_refused_with_the_nearest():
         ("device", "no option 'device'. Devices belong to the command, lockstep run --devices 2"),
         ("batch_size", "no option 'batch_size'. Give global_batch,"),
         ("mixed_precision", "no option 'mixed_precision'. Give precision='bf16' or 'fp16'."),
+        ("save_every", "no option 'save_every'. Call run.save() in the loop."),
+        ("num_epochs", "no option 'num_epochs'. Give their number to run.epochs(...)."),
+        ("max_grad_norm", "no option 'max_grad_norm'. Call run.clip_gradients(1.0)."),
+        ("lr", "no option 'lr'. Give it to the optimizer."),
+        ("num_workers", "no option 'num_workers'. Give run.batches a DataLoader that has it."),
         ("sed", "no option 'sed'. Did you mean 'seed'?"),
     ],
 )

@@ -166,6 +166,11 @@ _ELSEWHERE = {
     "batch_size": " Give global_batch, the samples of an optimizer step over all devices together.",
     "gradient_accumulation_steps": " Give a larger global_batch, and more micro_batches.",
     **dict.fromkeys(("amp", "fp16", "bf16", "mixed_precision"), " Give precision='bf16' or 'fp16'."),
+    **dict.fromkeys(("save_every", "save_steps", "checkpoint_every"), " Call run.save() in the loop."),
+    **dict.fromkeys(("epochs", "num_epochs", "max_epochs"), " Give their number to run.epochs(...)."),
+    **dict.fromkeys(("max_grad_norm", "clip_grad_norm", "gradient_clip_val"), " Call run.clip_gradients(1.0)."),
+    **dict.fromkeys(("lr", "learning_rate", "weight_decay"), " Give it to the optimizer."),
+    **dict.fromkeys(("num_workers", "shuffle", "sampler", "pin_memory"), " Give run.batches a DataLoader that has it."),
 }
 """The advice on options that other libraries have."""
 
