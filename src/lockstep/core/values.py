@@ -24,6 +24,7 @@ import hashlib
 import io
 import itertools
 import logging
+import os
 import queue
 import sys
 import threading
@@ -76,10 +77,11 @@ _ITERATORS = ("builtins", "itertools", "collections", "_collections")
 """Modules whose iterators tell how far they have come."""
 _OF_PYTHON = frozenset(
     """
-    _contextvars _csv _io _queue _thread array builtins collections configparser ctypes datetime decimal enum fractions
-    functools itertools operator pathlib queue statistics types
+    _contextvars _csv _io _queue _thread array builtins collections configparser csv ctypes datetime decimal enum
+    fractions functools itertools operator pathlib queue statistics types
     """.split()  # noqa: SIM905
 )
+_FILES = (io.TextIOWrapper, io.BufferedReader, io.BufferedWriter, io.BufferedRandom, io.FileIO)
 _PLACES = ("coords", "iterindex", "line_num")
 """Attributes of iterators that cannot be copied."""
 _MOST_CHARACTERS, _MOST_BITS, _MOST_NAMED, _SAMPLE = 60, 1 << 10, 64, 4_096
@@ -362,6 +364,17 @@ def text_of_table(table: Any) -> str:
     return ""
 
 
+def text_of_file(file: Any) -> str:
+    """The name of an open file, and the place in it; empty for other objects, and where a file has no places."""
+    if type(file) not in _FILES or file.closed or file.fileno() < 3 or not file.seekable():
+        return ""
+    try:
+        place = file.tell()
+    except OSError:  # a loop over its lines makes a text file forget its place; how much it has read is known
+        place = os.lseek(file.fileno(), 0, os.SEEK_CUR)
+    return f"{file.name!r} at byte {place}"
+
+
 def octets_of(value: Any) -> bytes | None:
     """The memory of a bytearray, an array of Python's, or a value that processes share; None for other objects."""
     return np.frombuffer(value, np.uint8).tobytes() if issubclass(type(value), BUFFERS) else None
@@ -428,9 +441,10 @@ def parts_of(value: Any) -> Any:
         if issubclass(kind, functools.partial):  # which looking for its attributes gives an empty dict
             reduced = (*reduced[:2], (*reduced[2][:3], reduced[2][3] or None))
         return None if isinstance(reduced, str) else [*reduced[1:3], *map(list, filter(None, reduced[3:]))]
-    if not hasattr(kind, "__next__"):
+    held = [getattr(each, "__self__", each) for each in gc.get_referents(value)]  # of a csv.writer a file's method
+    inner = [each for each in held if hasattr(each, "__next__")]
+    if not (inner or hasattr(kind, "__next__")):
         return None
-    inner = [each for each in gc.get_referents(value) if hasattr(each, "__next__")]
     places = [getattr(value, key) for key in _PLACES if hasattr(kind, key)]
     return [*inner, *places, repr(value) if kind is itertools.count else None]
 

@@ -18,7 +18,7 @@ from typing import Any
 from lockstep.core.users_code import owners_of, users_frames
 from lockstep.data.keyed import encoded_state
 from lockstep.numerics.hidden_state import Snapshot
-from lockstep.run.changed_names import changed_by_loop
+from lockstep.run.changed_names import changed_by_loop, changed_since, offsets_of_frames
 from lockstep.run.frame_variables import Variables
 from lockstep.run.live_variables import Places, names_ahead, places_of_frames
 from lockstep.run.lost_variables import LoopNotes, Lost, ResumedLoop, words_of
@@ -39,6 +39,7 @@ class LoopState:
     Args:
         known: the ids of objects that checkpoints hold, with their names.
         settings: gives the numbers with which optimizers step now.
+        counts: gives those that say where the run stands, and what ``run.extra`` holds.
         hooks: gives those of the optimizers' steps.
     """
 
@@ -48,9 +49,11 @@ class LoopState:
         *,
         is_main: bool,
         settings: Callable[[], Collection[float]] = tuple,
+        counts: Callable[[], Collection[Any]] = tuple,
         hooks: Callable[[], Collection[object]] = tuple,
     ) -> None:
-        self._known, self._is_main, self._settings, self._hooks = known, is_main, settings, hooks
+        self._known, self._is_main, self._hooks = known, is_main, hooks
+        self._settings, self._counts = settings, counts
         self.events: StepEvents | None = None
         """Of the run, whose callbacks are looked at."""
         self.lost: dict[str, Lost] = {}
@@ -76,6 +79,10 @@ class LoopState:
         """The generators that existed when the steps of the current epoch began."""
         self._measured = set[float]()
         """The results of evaluations before the first step."""
+        self._prepared = offsets_of_frames()
+        """Where the user's frames were when the model was prepared."""
+        self._set_since = set[str]()
+        """The names that they have set from there to the first steps, perhaps from the model."""
         self._begun: Places = {}
         """Where the code of the frames began the steps of the current epoch."""
         self._given: Places = {}
@@ -114,6 +121,8 @@ class LoopState:
         found = self._look(enters_loop=resumed is not None and any_left)
         self._given = places_of_frames()
         self._begun = begun or self._given
+        if not self._start:
+            self._set_since, self._prepared = changed_since(self._prepared), {}
         if (place := str(self._begun)) not in self._places:
             self._places.add(place)
             self._entered = dict(resumed.notes.entered) if resumed else {}
@@ -126,6 +135,7 @@ class LoopState:
                 found if resumed.inside else self._look(enters_loop=any_left),
                 firsts=(self._first, self._entered),
                 numbers={*self._settings(), *self._measured},
+                computed={name for name, each in found.values.items() if self._is_computed(name, each, self._counts())},
                 set_between=self._set_between,
             )
             resumed.warn_of_unset(any_left=any_left)
@@ -221,10 +231,15 @@ class LoopState:
             )
         }
 
+    def _is_computed(self, name: str, value: Any, but: Collection[Any] = ()) -> bool:
+        """True for a number that the script may have computed from the model, before its loop."""
+        is_count = type(value) is int and words_of(name)[0][-1] in self._set_since and value not in but
+        return type(value) is float or is_count
+
     def _is_noted(self, name: str, found: Variables) -> bool:
         """True if the variable has changed since the run began, or a resumed run may take it from another state."""
         first = self._first.get(name)
-        is_of_run = name in found.with_values or type(found.values.get(name)) is float
+        is_of_run = name in found.with_values or self._is_computed(name, found.values.get(name))
         return first is not None and (is_of_run or first != found.texts[name])
 
     def capture(self, *, inside: bool = False) -> dict[str, Any]:

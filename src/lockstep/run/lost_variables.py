@@ -156,7 +156,7 @@ class ResumedLoop:
         self._carried: set[str] = set()
         """The variables that it has computed there from their own lost values."""
         self._others: set[str] = set()
-        """Floats that the loop does not change, and that the script has made with other values: its constants, too."""
+        """Numbers that the loop does not change, and that the script has made with other values: its constants, too."""
 
     def begin_epoch(self, found: Variables) -> None:
         """Restores the generators' states where ``run.epochs`` gives the first epoch."""
@@ -184,6 +184,7 @@ class ResumedLoop:
         *,
         firsts: tuple[Mapping[str, str], Mapping[str, str]],
         numbers: Collection[float],
+        computed: set[str],
         set_between: set[str],
     ) -> dict[str, Lost]:
         """Warns of the variables that are lost, and returns those that certainly are: the loss must not read them.
@@ -193,13 +194,14 @@ class ResumedLoop:
             began: as the first pass of the loop begins, which may be a pass of the loop around the steps.
             firsts: ``first`` and ``entered`` of ``LoopNotes``, with those of this process.
             numbers: settings of the optimizers and results of evaluations, which the script may have taken.
+            computed: the names of numbers that it may have computed from the model.
             set_between: those that data sets hold and the loop has changed.
 
         Raises:
             ConfigError: a generator is not there yet, or a data set is not as the loop had left it.
         """
         unread = found.local - found.live
-        lost = self._lost(found, unread - began.live, firsts, numbers)
+        lost = self._lost(found, unread - began.live, firsts, numbers, computed - found.of_data)
         self._require_generators(found, lost)
         self._require_data(set_between & lost.keys())
         certain = [name for name in lost if name not in unread | self._others and self._is_certain(name)]
@@ -261,14 +263,14 @@ class ResumedLoop:
         unread: Collection[str],
         firsts: tuple[Mapping[str, str], Mapping[str, str]],
         numbers: Collection[float],
+        computed: Collection[str],
     ) -> dict[str, tuple[str, str]]:
         """The variables that a stop has lost, each with its text at the checkpoint and its text now."""
         lost = {}
         for name in filter(self.notes.saved.__contains__, found.texts):
             before, text, value = self.notes.saved[name], found.texts[name], found.values[name]
-            is_float = type(value) is float and name not in found.of_data
-            is_taken = is_float and value in numbers
-            is_constant = is_float and before == firsts[0].get(name)
+            is_taken = name in computed and value in numbers
+            is_constant = name in computed and before == firsts[0].get(name)
             if name in self._carried and not is_constant:
                 is_lost = not self.inside or before != text
             elif before == text or name in found.generators or name in unread:

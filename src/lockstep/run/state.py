@@ -183,6 +183,7 @@ class RunState:
             held_objects(self.parts, self.model),
             is_main=is_main,
             settings=self._settings_now,
+            counts=lambda: [*vars(self.position).values(), *self.extra.values()],
             hooks=self._step_hooks,
         )
         groups = {
