@@ -1066,9 +1066,9 @@ def test_a_whole_number_that_a_resumed_run_computes_anew_after_prepare_is_named(
         return stored
 
     processes = 1
-    stored = loop(LoopState({}, is_main=True, counts=lambda: [0, 1]), before, 1)
+    stored = loop(LoopState({}, is_main=True, settings=lambda: {0, 1}), before, 1)
     processes = 2
-    state = LoopState({}, is_main=True, counts=lambda: [4, 1])
+    state = LoopState({}, is_main=True, settings=lambda: {4, 1})
     state.resume(stored, inside=True)
     loop(state, now)
     said = [each.getMessage() for each in caplog.records]

@@ -368,9 +368,8 @@ class _Search:
                 self._note(name, f"{len(value)} entries{content}", value, has_values=self._is_in_data)
         elif text := text_of_table(value):
             self._note(name, text, value, has_values=True)
-        elif text := text_of_file(value):
-            if not only_tensors and not self._is_in_data:
-                self._note(name, text, value)
+        elif not (only_tensors or self._is_in_data) and (text := text_of_file(value)):
+            self._note(name, text, value)
         elif issubclass(kind, BUFFERS):
             self._whole(value, name, [np.frombuffer(value, np.uint8)], depth, kind.__name__, only_tensors)
         elif issubclass(kind, Dataset) or kind.__module__.startswith(_OF_TORCH) or not is_closed(value):
@@ -384,8 +383,6 @@ class _Search:
             return
         self.found.generators[name] = value
         self._note(name, short_digest(repr(state).encode()), value)
-        for part in inside_object(value) if is_users_object(value) else ():
-            self._look_at_part(part, name, depth, only_tensors or part.key == "gauss_next")
         seeds = getattr(getattr(value, "bit_generator", value), "seed_seq", None)
         self._look(Part(ATTRIBUTE, name, "seed_seq", seeds), f"{name}.seed_seq", depth, only_tensors)
 

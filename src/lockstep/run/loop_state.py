@@ -18,7 +18,7 @@ from typing import Any
 from lockstep.core.users_code import owners_of, users_frames
 from lockstep.data.keyed import encoded_state
 from lockstep.numerics.hidden_state import Snapshot
-from lockstep.run.changed_names import changed_by_loop, changed_since, offsets_of_frames
+from lockstep.run.changed_names import changed_by_loop
 from lockstep.run.frame_variables import Variables
 from lockstep.run.live_variables import Places, names_ahead, places_of_frames
 from lockstep.run.lost_variables import LoopNotes, Lost, ResumedLoop, words_of
@@ -26,8 +26,6 @@ from lockstep.runtime.events import StepEvents
 
 _VARIABLE = re.compile(r"\.(?!<)(?![^ ]*: )|\[")
 """Where the name of a variable of a frame ends, and that of an attribute or entry begins."""
-_LAST = re.compile(r"\w+$")
-"""The last word of a name; none of an entry."""
 _VERSION = re.compile(r"version \d+,? ?")
 
 
@@ -38,8 +36,7 @@ class LoopState:
 
     Args:
         known: the ids of objects that checkpoints hold, with their names.
-        settings: gives the numbers with which optimizers step now.
-        counts: gives those that say where the run stands, and what ``run.extra`` holds.
+        settings: gives the numbers with which optimizers step now, and those that say where the run stands.
         hooks: gives those of the optimizers' steps.
     """
 
@@ -49,11 +46,9 @@ class LoopState:
         *,
         is_main: bool,
         settings: Callable[[], Collection[float]] = tuple,
-        counts: Callable[[], Collection[Any]] = tuple,
         hooks: Callable[[], Collection[object]] = tuple,
     ) -> None:
-        self._known, self._is_main, self._hooks = known, is_main, hooks
-        self._settings, self._counts = settings, counts
+        self._known, self._is_main, self._settings, self._hooks = known, is_main, settings, hooks
         self.events: StepEvents | None = None
         """Of the run, whose callbacks are looked at."""
         self.lost: dict[str, Lost] = {}
@@ -79,10 +74,6 @@ class LoopState:
         """The generators that existed when the steps of the current epoch began."""
         self._measured = set[float]()
         """The results of evaluations before the first step."""
-        self._prepared = offsets_of_frames()
-        """Where the user's frames were when the model was prepared."""
-        self._set_since = set[str]()
-        """The names that they have set from there to the first steps, perhaps from the model."""
         self._begun: Places = {}
         """Where the code of the frames began the steps of the current epoch."""
         self._given: Places = {}
@@ -101,8 +92,7 @@ class LoopState:
         """Takes what ``capture`` returned. ``inside``: it was written while the batches of an epoch were read."""
         notes = LoopNotes.from_json(stored)
         self._resumed = ResumedLoop(notes, inside=inside, is_main=self._is_main) if stored else None
-        self._first, self._walks = dict(notes.first), notes.walks
-        self._set_between = set(notes.set_between)
+        self._first, self._walks, self._set_between = dict(notes.first), notes.walks, set(notes.set_between)
 
     def begin_epoch(self) -> None:
         """Restores the generators' states, once after a resume; called where ``run.epochs`` gives an epoch."""
@@ -121,8 +111,6 @@ class LoopState:
         found = self._look(enters_loop=resumed is not None and any_left)
         self._given = places_of_frames()
         self._begun = begun or self._given
-        if not self._start:
-            self._set_since, self._prepared = changed_since(self._prepared), {}
         if (place := str(self._begun)) not in self._places:
             self._places.add(place)
             self._entered = dict(resumed.notes.entered) if resumed else {}
@@ -135,7 +123,6 @@ class LoopState:
                 found if resumed.inside else self._look(enters_loop=any_left),
                 firsts=(self._first, self._entered),
                 numbers={*self._settings(), *self._measured},
-                computed={name for name, each in found.values.items() if self._is_computed(name, each, self._counts())},
                 set_between=self._set_between,
             )
             resumed.warn_of_unset(any_left=any_left)
@@ -231,15 +218,10 @@ class LoopState:
             )
         }
 
-    def _is_computed(self, name: str, value: Any, but: Collection[Any] = ()) -> bool:
-        """True for a number that the script may have computed from the model, before its loop."""
-        is_count = type(value) is int and words_of(name)[0][-1] in self._set_since and value not in but
-        return type(value) is float or is_count
-
     def _is_noted(self, name: str, found: Variables) -> bool:
         """True if the variable has changed since the run began, or a resumed run may take it from another state."""
         first = self._first.get(name)
-        is_of_run = name in found.with_values or self._is_computed(name, found.values.get(name))
+        is_of_run = name in found.with_values or type(found.values.get(name)) in (int, float)
         return first is not None and (is_of_run or first != found.texts[name])
 
     def capture(self, *, inside: bool = False) -> dict[str, Any]:
@@ -261,7 +243,7 @@ class LoopState:
         # What has the value that it was made with is a cache.
         changed = [name for name in self._born.keys() & names if seen.get(name) != found.texts[name]]
         owners = {name[: end.start()] for name in changed for end in re.finditer(r"[.[]|$", name)}
-        born = [name for name in owners & self._born.keys() if {*_LAST.findall(name)} & found.asked_for]
+        born = [name for name in owners & self._born.keys() if {*re.findall(r"\w+$", name)} & found.asked_for]
         notes = LoopNotes(
             saved=noted,
             first={name: self._first[name] for name in noted},
