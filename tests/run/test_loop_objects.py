@@ -318,6 +318,26 @@ def test_a_file_of_logging_that_a_resumed_run_begins_anew_is_named(mode, tmp_pat
     assert ["of logging" in each for each in warnings(caplog)] == [True] * (mode == "w")
 
 
+class Counted(random.Random):
+    """A generator with a number of its own, which is no part of its state."""
+
+    def __init__(self, seed):
+        super().__init__(seed)
+        self.drawn = 0
+
+    def draw(self):
+        self.drawn += 1
+        return self.random()
+
+
+def test_what_a_generator_of_a_class_of_the_users_keeps_beside_its_state_is_named(caplog):
+    stored = loop(LoopState({}, is_main=True), lambda: Counted(3), lambda held: held.x.draw(), stop=2)
+    loop(resumed(stored, inside=True), lambda: Counted(3), lambda held: held.x.draw())
+    (warning,) = warnings(caplog)
+    assert "held.x.drawn" in warning
+    assert "gauss" not in warning
+
+
 GENERATORS = {
     "method": lambda: random.Random(3).random,
     "NumPy's method": lambda: np.random.default_rng(3).random,

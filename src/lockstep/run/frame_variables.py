@@ -383,6 +383,8 @@ class _Search:
             return
         self.found.generators[name] = value
         self._note(name, short_digest(repr(state).encode()), value)
+        for part in inside_object(value) if is_users_object(value) else ():
+            self._look_at_part(part, name, depth, only_tensors or part.key == "gauss_next")
         seeds = getattr(getattr(value, "bit_generator", value), "seed_seq", None)
         self._look(Part(ATTRIBUTE, name, "seed_seq", seeds), f"{name}.seed_seq", depth, only_tensors)
 
