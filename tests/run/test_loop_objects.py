@@ -3,10 +3,12 @@
 import array
 import asyncio
 import collections
+import csv
 import ctypes
 import functools
 import io
 import itertools
+import logging
 import multiprocessing
 import queue
 import random
@@ -252,6 +254,88 @@ def test_an_object_that_the_script_brings_to_its_place_is_not_named(name, caplog
     SETTING.set(1)
     loop(resumed(stored, inside=True), make, change, given=2)
     assert warnings(caplog) == []
+
+
+def write_line(held):
+    held.x.write("loss 0.5\n")
+
+
+def write_row(held):
+    held.x.writerow({"loss": 0.5} if isinstance(held.x, csv.DictWriter) else [0.5])
+
+
+FILES = {
+    "lines": ("r", lambda file: file, advance, "lines.txt' at byte 0, was "),
+    "readline": ("r", lambda file: file, lambda held: held.x.readline(), "lines.txt' at byte 0, was "),
+    "bytes": ("rb", lambda file: file, lambda held: held.x.read(2), "lines.txt' at byte 0, was "),
+    "log": ("w", lambda file: file, write_line, "lines.txt' at byte 0, was "),
+    "csv": ("w", csv.writer, write_row, "held.x (other values)"),
+    "csv of dicts": ("w", lambda file: csv.DictWriter(file, ["loss"]), write_row, "held.x (other values)"),
+    "csv read": ("r", csv.reader, advance, "held.x"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_a_resumed_run_begins_anew_is_named(name, tmp_path, caplog):
+    """A log that a script opens with "w" was emptied by the resumed run, and a file was read from its beginning."""
+    mode, hold, change, said = FILES[name]
+    path = tmp_path / "lines.txt"
+    path.write_text("".join(f"{number}.5\n" for number in range(9)))
+    with path.open(mode) as file:
+        stored = loop(LoopState({}, is_main=True), lambda: hold(file), change, stop=2)
+    with path.open(mode) as file:
+        loop(resumed(stored, inside=True), lambda: hold(file), change)
+    (warning,) = warnings(caplog)
+    assert said in warning
+
+
+@pytest.mark.parametrize("name", ["a", "another"])
+def test_a_log_that_a_resumed_run_goes_on_with_is_not_named(name, tmp_path, caplog):
+    """It is opened with "a", or has a name of its own, as by the time."""
+    paths = [tmp_path / (f"log-{number}" if name == "another" else "log") for number in range(2)]
+    with paths[0].open("w") as file:
+        stored = loop(LoopState({}, is_main=True), lambda: file, write_line, stop=2)
+    with paths[1].open("w" if name == "another" else "a") as file:
+        loop(resumed(stored, inside=True), lambda: file, write_line, stop=2)
+    assert warnings(caplog) == []
+
+
+@pytest.mark.parametrize("mode", ["w", "a"])
+def test_a_file_of_logging_that_a_resumed_run_begins_anew_is_named(mode, tmp_path, caplog):
+    logger = logging.getLogger("tests.run.script")
+    logger.propagate = False
+
+    def run(state, **more):
+        handler = logging.FileHandler(tmp_path / "log", mode=mode)
+        logger.addHandler(handler)
+        try:
+            return loop(state, list, lambda _: logger.warning("loss 0.5"), **more)
+        finally:
+            logger.removeHandler(handler)
+            handler.close()
+
+    run(resumed(run(LoopState({}, is_main=True), stop=2), inside=True))
+    assert ["of logging" in each for each in warnings(caplog)] == [True] * (mode == "w")
+
+
+class Counted(random.Random):
+    """A generator with a number of its own, which is no part of its state."""
+
+    def __init__(self, seed):
+        super().__init__(seed)
+        self.drawn = 0
+
+    def draw(self):
+        self.drawn += 1
+        return self.random()
+
+
+def test_what_a_generator_of_a_class_of_the_users_keeps_beside_its_state_is_named(caplog):
+    stored = loop(LoopState({}, is_main=True), lambda: Counted(3), lambda held: held.x.draw(), stop=2)
+    loop(resumed(stored, inside=True), lambda: Counted(3), lambda held: held.x.draw())
+    (warning,) = warnings(caplog)
+    assert "held.x.drawn" in warning
+    assert "gauss" not in warning
 
 
 GENERATORS = {

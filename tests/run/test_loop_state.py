@@ -1052,6 +1052,29 @@ def test_a_float_that_a_resumed_run_makes_with_another_value_is_named_unless_it_
     assert "at the checkpoint: timed: rate (0.25, was 0.5). What" in record.getMessage()
 
 
+@pytest.mark.parametrize(("before", "now"), [(25, 32), (25, 25), (0, 4), (0, 7)])
+def test_a_whole_number_that_a_resumed_run_computes_anew_after_prepare_is_named(before, now, caplog):
+    """Such as the number of weights above a bound. One that says where the run stands differs by itself."""
+
+    def loop(state, value, stop=None):
+        count, stored = value, None
+        state.begin_epoch()
+        state.begin_steps()
+        for step in range(STEPS):
+            assert count + processes + step
+            stored = state.capture() if step == stop else stored
+        return stored
+
+    processes = 1
+    stored = loop(LoopState({}, is_main=True, settings=lambda: {0, 1}), before, 1)
+    processes = 2
+    state = LoopState({}, is_main=True, settings=lambda: {4, 1})
+    state.resume(stored, inside=True)
+    loop(state, now)
+    said = [each.getMessage() for each in caplog.records]
+    assert ["loop: count (" in each for each in said] == [True] * (now not in (before, 4))
+
+
 class Average:
     """As of an installed package: its list has a tensor for each parameter."""
 

@@ -24,10 +24,10 @@ import hashlib
 import io
 import itertools
 import logging
+import os
 import queue
 import sys
 import threading
-import warnings
 from collections import ChainMap, OrderedDict, UserDict, UserList, deque
 from collections.abc import Iterable, Iterator, Set, Sized
 from contextlib import suppress
@@ -76,8 +76,8 @@ _ITERATORS = ("builtins", "itertools", "collections", "_collections")
 """Modules whose iterators tell how far they have come."""
 _OF_PYTHON = frozenset(
     """
-    _contextvars _csv _io _queue _thread array builtins collections configparser ctypes datetime decimal enum fractions
-    functools itertools operator pathlib queue statistics types
+    _collections _contextvars _csv _io _queue _thread array builtins collections configparser csv ctypes datetime
+    decimal enum fractions functools itertools operator pathlib queue statistics types
     """.split()  # noqa: SIM905
 )
 _PLACES = ("coords", "iterindex", "line_num")
@@ -362,6 +362,15 @@ def text_of_table(table: Any) -> str:
     return ""
 
 
+def text_of_file(file: Any) -> str:
+    """The name of an open file, and how far it was read from the disk or written; empty for other objects and pipes."""
+    with suppress(AttributeError, OSError, ValueError):  # as of a file that is closed
+        if type(file).__module__ == "_io" and file.fileno() > 2:
+            place = os.lseek(file.fileno(), 0, os.SEEK_CUR) if file.readable() else file.tell()
+            return f"{file.name!r} at byte {place}"
+    return ""
+
+
 def octets_of(value: Any) -> bytes | None:
     """The memory of a bytearray, an array of Python's, or a value that processes share; None for other objects."""
     return np.frombuffer(value, np.uint8).tobytes() if issubclass(type(value), BUFFERS) else None
@@ -390,17 +399,8 @@ def position_of(iterator: Any) -> str:
             return " at its end"
         held = {key: text_of_plain(each) for key, each in frame.f_locals.items() if is_plain(each)}
         return f" at line {frame.f_lineno} {short_text(repr(held))}"
-    if not isinstance(iterator, Iterator) or type(iterator).__module__ not in _ITERATORS:
-        return ""
-    try:
-        with warnings.catch_warnings():
-            # Those of itertools cannot be copied from Python 3.14 on.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            made: Any = iterator.__reduce__()
-    except TypeError:
-        return ""
-    _, arguments, *state = made
-    return f" at ({', '.join(map(_text_of_part, (*arguments, *state)))})"
+    parts = parts_of(iterator) if isinstance(iterator, Iterator) and type(iterator).__module__ in _ITERATORS else None
+    return "" if parts is None else f" at ({', '.join(map(_text_of_part, parts))})"
 
 
 def parts_of(value: Any) -> Any:
@@ -428,9 +428,10 @@ def parts_of(value: Any) -> Any:
         if issubclass(kind, functools.partial):  # which looking for its attributes gives an empty dict
             reduced = (*reduced[:2], (*reduced[2][:3], reduced[2][3] or None))
         return None if isinstance(reduced, str) else [*reduced[1:3], *map(list, filter(None, reduced[3:]))]
-    if not hasattr(kind, "__next__"):
+    held = [each.__self__ if type(each) is BuiltinFunctionType else each for each in gc.get_referents(value)]
+    inner = [each for each in held if hasattr(each, "__next__")]  # of a csv.writer, which holds a method, the file
+    if not (inner or hasattr(kind, "__next__")):
         return None
-    inner = [each for each in gc.get_referents(value) if hasattr(each, "__next__")]
     places = [getattr(value, key) for key in _PLACES if hasattr(kind, key)]
     return [*inner, *places, repr(value) if kind is itertools.count else None]
 

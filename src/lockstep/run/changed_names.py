@@ -263,7 +263,7 @@ _BY_NAME = frozenset(("setattr", "__setattr__", "__dict__", "vars", "update"))
 _CHANGING = frozenset(
     """
     add append appendleft extend extendleft fill insert put setdefault update
-    clear discard pop popitem popleft remove load_state_dict move_to_end partition reverse rotate sort
+    clear discard pop popitem popleft readline remove load_state_dict move_to_end partition reverse rotate sort
     """.split()  # noqa: SIM905  a list of literals would be a line of its own for each
 )
 """Methods that change their object in place; so do those whose names end in ``_``."""

@@ -70,6 +70,7 @@ from lockstep.core.values import (
     parts_of_tensor,
     short_digest,
     stored_in,
+    text_of_file,
     text_of_plain,
     text_of_size,
     text_of_table,
@@ -212,6 +213,10 @@ class _Search:
         for each in filter(_is_users_callback, callbacks):
             numbers[name := getattr(each, "__name__", type(each).__name__)] += 1
             self._look(Part(INNER, None, None, each), f"{name} (callback {numbers[name]})")
+        loggers = (logging.root, *copied(logging.root.manager.loggerDict.values()))
+        streams = [getattr(each, "stream", None) for one in loggers for each in getattr(one, "handlers", ())]
+        for number, stream in enumerate(filter(None, streams)):
+            self._look(Part(INNER, None, None, stream), f"stream {number} of logging")
         self._codes += [(frame.f_code, frame.f_globals) for frame in frames]
         self._modules = {frame.f_code for frame in frames if frame.f_code.co_name == "<module>"}
         own = {key: id(space) for space in (each.f_globals for each in frames[::-1]) for key in [*space]}
@@ -363,6 +368,8 @@ class _Search:
                 self._note(name, f"{len(value)} entries{content}", value, has_values=self._is_in_data)
         elif text := text_of_table(value):
             self._note(name, text, value, has_values=True)
+        elif not (only_tensors or self._is_in_data) and (text := text_of_file(value)):
+            self._note(name, text, value)
         elif issubclass(kind, BUFFERS):
             self._whole(value, name, [np.frombuffer(value, np.uint8)], depth, kind.__name__, only_tensors)
         elif issubclass(kind, Dataset) or kind.__module__.startswith(_OF_TORCH) or not is_closed(value):
@@ -376,6 +383,8 @@ class _Search:
             return
         self.found.generators[name] = value
         self._note(name, short_digest(repr(state).encode()), value)
+        for part in inside_object(value) if is_users_object(value) else ():
+            self._look_at_part(part, name, depth, only_tensors or part.key == "gauss_next")
         seeds = getattr(getattr(value, "bit_generator", value), "seed_seq", None)
         self._look(Part(ATTRIBUTE, name, "seed_seq", seeds), f"{name}.seed_seq", depth, only_tensors)
 

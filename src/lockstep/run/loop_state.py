@@ -26,8 +26,6 @@ from lockstep.runtime.events import StepEvents
 
 _VARIABLE = re.compile(r"\.(?!<)(?![^ ]*: )|\[")
 """Where the name of a variable of a frame ends, and that of an attribute or entry begins."""
-_LAST = re.compile(r"\w+$")
-"""The last word of a name; none of an entry."""
 _VERSION = re.compile(r"version \d+,? ?")
 
 
@@ -38,7 +36,7 @@ class LoopState:
 
     Args:
         known: the ids of objects that checkpoints hold, with their names.
-        settings: gives the numbers with which optimizers step now.
+        settings: gives the numbers with which optimizers step now, and those that say where the run stands.
         hooks: gives those of the optimizers' steps.
     """
 
@@ -94,8 +92,7 @@ class LoopState:
         """Takes what ``capture`` returned. ``inside``: it was written while the batches of an epoch were read."""
         notes = LoopNotes.from_json(stored)
         self._resumed = ResumedLoop(notes, inside=inside, is_main=self._is_main) if stored else None
-        self._first, self._walks = dict(notes.first), notes.walks
-        self._set_between = set(notes.set_between)
+        self._first, self._walks, self._set_between = dict(notes.first), notes.walks, set(notes.set_between)
 
     def begin_epoch(self) -> None:
         """Restores the generators' states, once after a resume; called where ``run.epochs`` gives an epoch."""
@@ -224,7 +221,7 @@ class LoopState:
     def _is_noted(self, name: str, found: Variables) -> bool:
         """True if the variable has changed since the run began, or a resumed run may take it from another state."""
         first = self._first.get(name)
-        is_of_run = name in found.with_values or type(found.values.get(name)) is float
+        is_of_run = name in found.with_values or type(found.values.get(name)) in (int, float)
         return first is not None and (is_of_run or first != found.texts[name])
 
     def capture(self, *, inside: bool = False) -> dict[str, Any]:
@@ -246,7 +243,7 @@ class LoopState:
         # What has the value that it was made with is a cache.
         changed = [name for name in self._born.keys() & names if seen.get(name) != found.texts[name]]
         owners = {name[: end.start()] for name in changed for end in re.finditer(r"[.[]|$", name)}
-        born = [name for name in owners & self._born.keys() if {*_LAST.findall(name)} & found.asked_for]
+        born = [name for name in owners & self._born.keys() if {*re.findall(r"\w+$", name)} & found.asked_for]
         notes = LoopNotes(
             saved=noted,
             first={name: self._first[name] for name in noted},

@@ -30,7 +30,6 @@ from lockstep.text import shorten
 
 logger = logging.getLogger(__name__)
 
-_DIGEST = re.compile(r" of digest \w+")
 _ATTRIBUTE = r"attribute '(?!_content'|_val'|_fields')(\w+)'"
 """Not those in which omegaconf and ml_collections keep the values of a config, which no code of the user's names."""
 
@@ -156,7 +155,9 @@ class ResumedLoop:
         self._carried: set[str] = set()
         """The variables that it has computed there from their own lost values."""
         self._others: set[str] = set()
-        """Floats that the loop does not change, and that the script has made with other values: its constants, too."""
+        """Numbers that the loop does not change, and that the script has made with other values: its constants, too."""
+        self._prepared = offsets_of_frames()
+        """Where the code of the frames was when the model was prepared: what it computes later, it may have from it."""
 
     def begin_epoch(self, found: Variables) -> None:
         """Restores the generators' states where ``run.epochs`` gives the first epoch."""
@@ -192,7 +193,7 @@ class ResumedLoop:
             found: where the first steps begin.
             began: as the first pass of the loop begins, which may be a pass of the loop around the steps.
             firsts: ``first`` and ``entered`` of ``LoopNotes``, with those of this process.
-            numbers: settings of the optimizers and results of evaluations, which the script may have taken.
+            numbers: what the script may have taken from the run: settings, results of evaluations, its place.
             set_between: those that data sets hold and the loop has changed.
 
         Raises:
@@ -228,7 +229,7 @@ class ResumedLoop:
 
     def _warn(self, found: Variables, lost: Mapping[str, tuple[str, str]]) -> None:
         if lost and self._is_main:
-            texts = {name: [_DIGEST.sub("", each) for each in pair] for name, pair in lost.items()}
+            texts = {name: [re.sub(r" of digest \w+", "", each) for each in pair] for name, pair in lost.items()}
             words = [
                 f"{name} (other values)"
                 if name in found.with_values or now == before
@@ -263,12 +264,13 @@ class ResumedLoop:
         numbers: Collection[float],
     ) -> dict[str, tuple[str, str]]:
         """The variables that a stop has lost, each with its text at the checkpoint and its text now."""
-        lost = {}
+        lost, computed = {}, changed_since(self._prepared)
         for name in filter(self.notes.saved.__contains__, found.texts):
             before, text, value = self.notes.saved[name], found.texts[name], found.values[name]
-            is_float = type(value) is float and name not in found.of_data
-            is_taken = is_float and value in numbers
-            is_constant = is_float and before == firsts[0].get(name)
+            is_count = type(value) is int and value not in numbers and words_of(name)[0][-1] in computed
+            is_number = (type(value) is float or is_count) and name not in found.of_data
+            is_taken = is_number and value in numbers
+            is_constant = is_number and before == firsts[0].get(name)
             if name in self._carried and not is_constant:
                 is_lost = not self.inside or before != text
             elif before == text or name in found.generators or name in unread:

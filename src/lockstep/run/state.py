@@ -217,11 +217,12 @@ class RunState:
         return [getattr(each, "func", each) for each in called if callable(each)]
 
     def _settings_now(self) -> set[float]:
-        """The numbers in the optimizers' groups, and in pairs of them such as betas."""
+        """The numbers in the optimizers' groups, and in pairs of them such as betas; those of the run's place."""
         groups = [group for optimizer in self.parts.optimizers for group in optimizer.param_groups]
         values = [value for group in groups for key, value in group.items() if key != "params"]
         pairs = [each for value in values if isinstance(value, tuple) for each in value]
-        return {value for value in values + pairs if isinstance(value, float)}
+        values += [*pairs, *vars(self.position).values(), *self.extra.values()]
+        return {value for value in values if type(value) in (int, float)}
 
     def held_attributes(self) -> dict[tuple[str, str], str]:
         """The attributes that a checkpoint would hold now, as texts by holder and name. Collective."""
