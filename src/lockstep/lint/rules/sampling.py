@@ -11,12 +11,14 @@ from lockstep.lint.ranks import lower_name, mentions_rank, on_one_rank
 from lockstep.lint.rules.gradients import divisors
 from lockstep.lint.rules.launching import COUNTS
 from lockstep.lint.script import (
+    LOOPS,
     Script,
     argument,
     arguments,
     constant,
     is_open,
     last_name,
+    method,
     names_in,
     parameters,
     receiver,
@@ -37,6 +39,9 @@ _COUNTED = ("ConfusionMatrix", "MultiLabelConfusionMatrix", "VariableAccumulatio
 """Metrics of ignite that give counts or sums."""
 _QUOTIENTS = ("iou", "dicecoefficient", "jaccardindex")
 """Metrics that ignite computes of a matrix, however often it has counted each sample."""
+_EVENTS = ("on_output", "on_micro_batch_begin", "on_micro_batch_end", "on_samples")
+_ADDING = ("append", "extend", "add", "update")
+_CLOCK, _BAR = re.compile(r"time\(|perf_counter|monotonic"), re.compile(r"\.update\((\d+|len\(\w+\))\)$")
 _SPLITTERS = ("sampler", "split_dataset_by_node", "shard", "num_replicas", "webdataset", "scatter")
 
 
@@ -217,8 +222,8 @@ def padded_samples_counted(script: Script) -> Iterator[Hit]:
 )
 def metric_of_one_share(script: Script) -> Iterator[Hit]:
     """Only where the shares are read in this file, of a DistributedSampler, by `range(rank, n, world_size)`,
-    `data[rank::world_size]`, `i % world_size`, `batch.micro_batches` or
-    `on_output` of a callback, and nothing in it reduces or gathers."""
+    `data[rank::world_size]`, `i % world_size`, `batch.micro_batches`, or
+    events of a callback for each micro-batch, and nothing in it reduces or gathers."""
     if is_distributed(script) or "lockstep" in script.imported_roots:
         yield from of_one_share(script)
 
@@ -239,8 +244,8 @@ def of_one_share(script: Script) -> Iterator[Hit]:
     for place in [*shared, *_shares_by_rank(script)]:
         yield Hit(
             place,
-            "each rank evaluates a share of these samples and no line sums over the ranks: what is reported "
-            "holds for one share.",
+            "each rank evaluates, or counts, a share of these samples and no line sums over the ranks: what is "
+            "reported holds for one share.",
             fix,
         )
 
@@ -379,15 +384,38 @@ def _shares_by_rank(script: Script) -> Iterator[ast.expr]:
     models = {model for call in optimizers_of(script) for model in models_of(script, call)}
     models |= {script.text(call.args[0]) for call in script.method_calls("prepare") if call.args}
     own = {script.scope(each) for each in passes if not each.args}  # a loop that trains on such shares itself
-    for loop in (each for each in script.find(*_LOOPS) if last_name(each.iter) == "micro_batches"):
-        body = script.parent(loop) if isinstance(loop, ast.comprehension) else loop
-        if any(isinstance(each, ast.Call) and script.text(each.func) in models for each in ast.walk(body or loop)):
-            yield loop.iter
-    for function in (each for each in script.functions if each.name == "on_output"):  # of a Callback
-        yield from [each.target for each in ast.walk(function) if isinstance(each, ast.AugAssign)][:1]
+    for read in (each for each in script.find(ast.Attribute) if each.attr == "micro_batches"):
+        parent, body = script.parent(read), script.statement(read) or read
+        if isinstance(parent, _LOOPS) or last_name(getattr(parent, "func", read)) in ("len", "enumerate", "zip"):
+            calls = [script.text(each.func) for each in ast.walk(body) if isinstance(each, ast.Call)]
+            trains = any(each.endswith("backward") for each in calls)
+            if models.intersection(calls) or (_added_to(script, body) and not trains):
+                yield read
+    for function in (each for each in script.functions if each.name in _EVENTS):  # of a Callback
+        yield from _added_to(script, function)[:1]
     for call in script.calls:  # accuracy(model(x[rank::world_size]), ...)
         if script.text(call.func) in models and script.scope(call) not in own:
             yield from [each for each in call.args if _is_by_rank(script, each)][:1]
+
+
+def _added_to(script: Script, body: ast.AST) -> list[ast.expr]:
+    """What code adds to, as in ``hits += 1`` and ``seen.add(x)``; not what a step makes, sums of times, and bars."""
+    step = next(script.around(body, LOOPS, within_function=True), body)
+    added: list[tuple[ast.expr, ast.expr]] = []
+    for each in ast.walk(body):
+        if isinstance(each, ast.AugAssign):
+            added.append((each.target, each.value))
+        elif isinstance(each, ast.Call) and method(each) in _ADDING and not _BAR.search(script.text(each)):
+            added += [(receiver(each), value) for value in each.args[:1]]
+    found = list[ast.expr]()
+    for target, value in added:
+        root: ast.expr = target
+        while isinstance(root, ast.Attribute | ast.Subscript):
+            root = root.value
+        is_made = any(made is None or script.holds(step, made) for made in script.values(root))
+        is_time = any(_CLOCK.search(script.text(part)) for part in script.sources(value))
+        found += [] if is_made or is_time else [target]
+    return found
 
 
 def _skipping(loop: ast.For | ast.comprehension) -> list[ast.expr]:
