@@ -43,6 +43,17 @@ def test_a_sparse_buffer_is_refused_by_its_name(persistent):
         lockstep.init(global_batch=GLOBAL_BATCH).prepare(model)
 
 
+def test_channels_last_leaves_the_weights_of_three_dimensional_convolutions():
+    """Such a model ended in an error of torch, which orders tensors of four dimensions alone."""
+    model = nn.ModuleList([nn.Conv2d(3, 4, 2), nn.Conv3d(3, 4, 2)])
+    model.register_buffer("mask", torch.zeros(2, 3, 4, 5))
+    expected = [each.clone() for each in model.state_dict().values()]
+    model = lockstep.init(global_batch=GLOBAL_BATCH, channels_last=True).prepare(model)
+    ordered = {name: not each.is_contiguous() for name, each in model.state_dict().items() if each.dim() > 3}
+    assert ordered == {"mask": True, "0.weight": True, "1.weight": False}
+    assert all(map(torch.equal, model.state_dict().values(), expected))
+
+
 def test_prepare_takes_a_plain_model_once():
     run = lockstep.init(global_batch=GLOBAL_BATCH)
     with pytest.raises(ConfigError, match="is of type SGD, which is no model"):

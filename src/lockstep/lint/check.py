@@ -57,7 +57,7 @@ def depends_on_world_size(text: str, path: str) -> list[Finding]:
         sampling.metric_of_all_combined,
         sampling.order_of_a_set,
     )
-    words = ("torchmetrics", "ignite", ".micro_batches", "on_output", "(set(", " set(")
+    words = ("torchmetrics", "ignite", ".micro_batches", "on_output", "on_micro_batch", "on_samples", "(set(", " set(")
     asks = launching.COUNTS.search(text) or any(each in text for each in words)
     try:
         return check_text(text, path, rules) if asks else []

@@ -132,6 +132,8 @@ def target_of(script: Script, call: ast.Call) -> str:
     match script.statement(call):
         case ast.Assign(targets=[ast.Tuple(elts=parts)], value=value) if value is call:
             return ", ".join(map(script.text, parts))
+        case ast.Assign(targets=[target], value=ast.IfExp(body=one, orelse=other)) if call in (one, other):
+            return script.text(target)
         case ast.Assign(targets=[target], value=value) if value is call:
             return script.text(target)
     return ""

@@ -433,7 +433,8 @@ def prepare_model(
     if options.channels_last:
         if strategy.initial_values is not None:  # another order of the numbers in memory needs the numbers
             strategy.initial_values.fill(empty_tensors(model), torch.device("cpu"))
-        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stub
+        for tensor in (each for each in (*model.parameters(), *model.buffers()) if each.dim() == 4):
+            tensor.data = tensor.data.to(memory_format=torch.channels_last)
     smallest = smallest_micro_batch(model)
     in_training = options.shape.micro_batch_size < smallest and not options.sync_batch_norm
     explain_single_values(model, options.global_batch, options.micro_batches, in_training=in_training)

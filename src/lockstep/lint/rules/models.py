@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from lockstep.lint.finding import Hit, rule
 from lockstep.lint.ranks import mentions_rank
 from lockstep.lint.rules.gradients import gradient_reductions, optimizers
-from lockstep.lint.rules.sampling import assigned_name
 from lockstep.lint.script import Script, argument, arguments, last_name
-from lockstep.lint.wrappers import DDP, DP, FSDP, Wrap, is_managed, wraps
+from lockstep.lint.wrappers import DDP, DP, FSDP, Wrap, is_managed, target_of, wraps
 
 _MODULE = """
 T_destination add_module apply bfloat16 buffers call_super_init children compile cpu cuda double dump_patches eval
@@ -81,7 +80,7 @@ def schedule_divided_twice(script: Script) -> Iterator[Hit]:
         return
     prepares = [call for call in script.method_calls("prepare") if "accelerator" in script.text(call.func)]
     for maker in (call for call in script.calls if _SCHEDULE.match(script.name(call))):
-        name = assigned_name(script, maker)
+        name = target_of(script, maker)
         parts = {script.text(part) for item in arguments(maker) for part in script.sources(item)}
         early = [
             script.text(item)

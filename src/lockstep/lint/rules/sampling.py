@@ -11,12 +11,14 @@ from lockstep.lint.ranks import lower_name, mentions_rank, on_one_rank
 from lockstep.lint.rules.gradients import divisors
 from lockstep.lint.rules.launching import COUNTS
 from lockstep.lint.script import (
+    LOOPS,
     Script,
     argument,
     arguments,
     constant,
     is_open,
     last_name,
+    method,
     names_in,
     parameters,
     receiver,
@@ -29,6 +31,7 @@ from lockstep.lint.wrappers import (
     optimizers_of,
     reduces,
     starts_group,
+    target_of,
     wraps,
 )
 
@@ -37,26 +40,19 @@ _COUNTED = ("ConfusionMatrix", "MultiLabelConfusionMatrix", "VariableAccumulatio
 """Metrics of ignite that give counts or sums."""
 _QUOTIENTS = ("iou", "dicecoefficient", "jaccardindex")
 """Metrics that ignite computes of a matrix, however often it has counted each sample."""
+_EVENTS = ("on_output", "on_micro_batch_begin", "on_micro_batch_end", "on_samples")
+_ADDING = ("append", "extend", "add", "update")
+_APART = re.compile(r"time\(|perf_counter|monotonic|\.update\((\d+|len\(\w+\))\)$")
 _SPLITTERS = ("sampler", "split_dataset_by_node", "shard", "num_replicas", "webdataset", "scatter")
 
 
 _LOOPS: tuple[type[ast.For | ast.comprehension], ...] = (ast.For, ast.comprehension)
 
 
-def assigned_name(script: Script, call: ast.Call) -> str:
-    """The name or attribute that a call's result is given to; empty where there is none."""
-    for ancestor, child in script.ancestors(call):
-        if isinstance(ancestor, ast.Assign) and child is ancestor.value and len(ancestor.targets) == 1:
-            return script.text(ancestor.targets[0])
-        if not isinstance(ancestor, ast.IfExp | ast.keyword):
-            break
-    return ""
-
-
 def for_evaluation(script: Script, call: ast.Call) -> bool:
     """Returns True where a sampler is called one for validation, by its own name or by that of its data set."""
     data = argument(call, "dataset", 0)
-    names = f"{assigned_name(script, call)} {script.text(data) if data is not None else ''}"
+    names = f"{target_of(script, call)} {script.text(data) if data is not None else ''}"
     return bool(_EVALUATION.search(names.lower().replace("_", " "))) and "train" not in names.lower()
 
 
@@ -69,7 +65,7 @@ def sampler_without_set_epoch(script: Script) -> Iterator[Hit]:
     for call in script.torch_calls("DistributedSampler"):
         in_order = constant(argument(call, "shuffle", 3)) is False or for_evaluation(script, call)
         if not in_order and not _handed_on(script, call):
-            name = assigned_name(script, call) or "train_sampler"
+            name = target_of(script, call) or "train_sampler"
             yield Hit(
                 call,
                 "this sampler is never told the epoch, so every epoch reads the samples in the same order.",
@@ -98,7 +94,7 @@ def sampler_and_shuffle(script: Script) -> Iterator[Hit]:
 def sampler_not_used(script: Script) -> Iterator[Hit]:
     """A sampler whose name is only ever told the epoch splits nothing."""
     for call in script.torch_calls("DistributedSampler") if not script.mentions("locals", "globals") else ():
-        name = assigned_name(script, call)
+        name = target_of(script, call)
         uses = [script.parent(node) for node in script.names.get(name, []) if isinstance(node.ctx, ast.Load)]
         if name.isidentifier() and all(isinstance(u, ast.Attribute) and u.attr == "set_epoch" for u in uses):
             yield Hit(
@@ -146,12 +142,12 @@ def _epoch_loop(script: Script) -> ast.For | None:
 
 def _handed_on(script: Script, sampler: ast.Call) -> bool:
     """Returns True where a sampler, or its loader with the epoch, is passed to code that is not in this file."""
-    name = assigned_name(script, sampler)
+    name = target_of(script, sampler)
     makers = script.torch_calls("DataLoader")
     around = [call for call in makers if script.holds(call, sampler) or (name and _uses(script, call, name))]
     if not name and not around:
         return True
-    loaders = {assigned_name(script, call) for call in around} - {""}
+    loaders = {target_of(script, call) for call in around} - {""}
     defined = {function.name for function in script.functions}
     for call in script.calls:
         given = {script.text(item) for item in arguments(call)}
@@ -217,8 +213,8 @@ def padded_samples_counted(script: Script) -> Iterator[Hit]:
 )
 def metric_of_one_share(script: Script) -> Iterator[Hit]:
     """Only where the shares are read in this file, of a DistributedSampler, by `range(rank, n, world_size)`,
-    `data[rank::world_size]`, `i % world_size`, `batch.micro_batches` or
-    `on_output` of a callback, and nothing in it reduces or gathers."""
+    `data[rank::world_size]`, `i % world_size`, `batch.micro_batches`, or
+    events of a callback for each micro-batch, and nothing in it reduces or gathers."""
     if is_distributed(script) or "lockstep" in script.imported_roots:
         yield from of_one_share(script)
 
@@ -227,7 +223,7 @@ def of_one_share(script: Script) -> Iterator[Hit]:
     """The validation samples of a file of which each process reads a share, whether it shows that there are several."""
     if reduces(script) or "torchmetrics" in script.imported_roots:
         return
-    samplers = [(call, assigned_name(script, call)) for call in script.torch_calls("DistributedSampler")]
+    samplers = [(call, target_of(script, call)) for call in script.torch_calls("DistributedSampler")]
     shared: list[ast.expr] = [
         call
         for call, name in samplers
@@ -239,8 +235,8 @@ def of_one_share(script: Script) -> Iterator[Hit]:
     for place in [*shared, *_shares_by_rank(script)]:
         yield Hit(
             place,
-            "each rank evaluates a share of these samples and no line sums over the ranks: what is reported "
-            "holds for one share.",
+            "each rank evaluates, or counts, a share of these samples and no line sums over the ranks: what is "
+            "reported holds for one share.",
             fix,
         )
 
@@ -355,7 +351,7 @@ def _trims(script: Script) -> bool:
 def _is_read_here(script: Script, sampler: str) -> bool:
     """Returns True where a loop of this file reads the loader of a sampler, there or in a function that takes it."""
     makers = [c for c in script.torch_calls("DataLoader") if sampler in map(script.text, arguments(c))]
-    loaders = {assigned_name(script, call) for call in makers} - {""}
+    loaders = {target_of(script, call) for call in makers} - {""}
     names = set(loaders)
     for function in script.functions:
         for call in script.calls_by_name.get(function.name, []):
@@ -379,15 +375,30 @@ def _shares_by_rank(script: Script) -> Iterator[ast.expr]:
     models = {model for call in optimizers_of(script) for model in models_of(script, call)}
     models |= {script.text(call.args[0]) for call in script.method_calls("prepare") if call.args}
     own = {script.scope(each) for each in passes if not each.args}  # a loop that trains on such shares itself
-    for loop in (each for each in script.find(*_LOOPS) if last_name(each.iter) == "micro_batches"):
-        body = script.parent(loop) if isinstance(loop, ast.comprehension) else loop
-        if any(isinstance(each, ast.Call) and script.text(each.func) in models for each in ast.walk(body or loop)):
-            yield loop.iter
-    for function in (each for each in script.functions if each.name == "on_output"):  # of a Callback
-        yield from [each.target for each in ast.walk(function) if isinstance(each, ast.AugAssign)][:1]
+    reads = [each for each in script.find(ast.Attribute) if each.attr == "micro_batches"]
+    for read, parent in [(each, script.parent(each)) for each in reads]:
+        if isinstance(parent, _LOOPS) or last_name(getattr(parent, "func", read)) in ("len", "enumerate", "zip"):
+            body = script.statement(read) or read
+            calls = {script.text(each.func) for each in ast.walk(body) if isinstance(each, ast.Call)}
+            if calls & models or (".backward" not in "".join(calls) and any(_added_to(script, body))):
+                yield read
+    for function in (each for each in script.functions if each.name in _EVENTS):  # of a Callback
+        yield from [*_added_to(script, function)][:1]
     for call in script.calls:  # accuracy(model(x[rank::world_size]), ...)
         if script.text(call.func) in models and script.scope(call) not in own:
             yield from [each for each in call.args if _is_by_rank(script, each)][:1]
+
+
+def _added_to(script: Script, body: ast.AST) -> Iterator[ast.expr]:
+    """What code adds to, as in ``hits += 1`` and ``seen.add(x)``; not what a step makes, sums of times, and bars."""
+    step = next(script.around(body, LOOPS, within_function=True), body)
+    for each in ast.walk(body):
+        if isinstance(each, ast.AugAssign) or (isinstance(each, ast.Call) and method(each) in _ADDING):
+            target = each.target if isinstance(each, ast.AugAssign) else receiver(each)
+            names = [part for part in ast.walk(target) if isinstance(part, ast.Name)]
+            made = script.values(min(names, key=lambda part: part.col_offset)) if names else []
+            if not (_APART.search(ast.unparse(each)) or any(it is None or script.holds(step, it) for it in made)):
+                yield target
 
 
 def _skipping(loop: ast.For | ast.comprehension) -> list[ast.expr]:
@@ -433,7 +444,7 @@ def order_of_a_set(script: Script) -> Iterator[Hit]:
         if isinstance(call.func, ast.Attribute)
     }
     for call in script.calls:
-        kind, name = script.name(call), assigned_name(script, call)
+        kind, name = script.name(call), target_of(script, call)
         if kind not in ("enumerate", "list", "tuple") or not call.args or not _is_set(script, call.args[0]):
             continue
         inside = [script.name(each) for each in script.around(call, ast.Call, within_function=True)]

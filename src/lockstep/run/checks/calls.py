@@ -265,7 +265,7 @@ def counts_read(found: Snapshot, codes: Iterable[CodeType], ranks: int) -> list[
 
 
 _REMEDIES = {
-    "LS059": "Give all samples to run.evaluate, or also= to run.backward",
+    "LS059": "Give all samples to run.evaluate, or also= to run.backward, and count samples by len(batch)",
     "LS067": "Sort it, or start the script by lockstep run",
     "LS069": "Print it as it is returned",
     "LS070": "Give the samples to run.evaluate, or make a metric of torchmetrics with sync_on_compute=False",
