@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lockstep.errors import ConfigError
-from lockstep.numerics.initial_values import without_values
 from lockstep.runtime.torch_internals import NO_VALUES_HERE
 
 _T = TypeVar("_T", bound=Tensor)
@@ -109,7 +108,8 @@ class AbsentTensor(torch.Tensor):
     @classmethod
     def make(cls, form: Tensor, name: str, device: torch.device, absence: Absence) -> Self:
         """Makes one of the shape, strides and type of ``form``; see the attributes."""
-        made = torch.Tensor._make_subclass(cls, form, False)
+        with torch._C.DisableTorchFunctionSubclass():
+            made = torch.Tensor._make_wrapper_subclass(cls, form.shape, form.stride(), dtype=form.dtype, device=device)
         made.parameter_name, made.parameter_device, made.absence = name, device, absence
         return made
 
@@ -171,6 +171,12 @@ class AbsentTensor(torch.Tensor):
                         func(first.held_part, *_rows(args[1:], first), **(kwargs or {}))
                 return first
         raise first.refusal(first.parameter_name)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch's stub lacks the function
+        """Refuses what asks ``__torch_function__`` nothing."""
+        absent = next(each for each in _flat(args) if isinstance(each, cls))
+        raise absent.refusal(absent.parameter_name)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # torch's has an argument of its own
         """Says what is known."""
@@ -266,7 +272,7 @@ class _Belonging(AbsentTensor):
 
     def __new__(cls, of: AbsentTensor) -> Self:
         """Makes one like ``of``."""
-        made = cls.make(without_values(of), of.parameter_name, of.parameter_device, of.absence)
+        made = cls.make(of, of.parameter_name, of.parameter_device, of.absence)
         made.of, made.part_of = of, of.part_of
         return made
 
@@ -346,7 +352,7 @@ class AbsentBuffer(AbsentTensor):
 
     def __new__(cls, whole: Tensor, name: str, absence: Absence) -> Self:
         """Makes one like ``whole``."""
-        return cls.make(without_values(whole), name, whole.device, absence)
+        return cls.make(whole, name, whole.device, absence)
 
     def refusal(self, name: str) -> ConfigError:
         """See ``AbsentTensor``."""
@@ -360,8 +366,7 @@ class GradientElsewhere(AbsentGradient):
 
     def __new__(cls, whole: nn.Parameter, name: str, holder: nn.Parameter | None, absence: Absence) -> Self:
         """Makes one like ``whole``, without memory of its own; ``holder`` has this process's part, if any."""
-        form = torch.zeros((), dtype=whole.dtype, device=whole.device).expand(whole.shape)
-        made = cls.make(form, name, whole.device, absence)
+        made = cls.make(whole, name, whole.device, absence)
         made.holder = holder
         return made
 
