@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lockstep.errors import ConfigError
+from lockstep.numerics.initial_values import without_values
 from lockstep.runtime.torch_internals import NO_VALUES_HERE
 
 _T = TypeVar("_T", bound=Tensor)
@@ -108,8 +109,7 @@ class AbsentTensor(torch.Tensor):
     @classmethod
     def make(cls, form: Tensor, name: str, device: torch.device, absence: Absence) -> Self:
         """Makes one of the shape, strides and type of ``form``; see the attributes."""
-        with torch._C.DisableTorchFunctionSubclass():
-            made = torch.Tensor._make_wrapper_subclass(cls, form.shape, form.stride(), dtype=form.dtype, device=device)
+        made = torch.Tensor._make_subclass(cls, form, False)
         made.parameter_name, made.parameter_device, made.absence = name, device, absence
         return made
 
@@ -171,12 +171,6 @@ class AbsentTensor(torch.Tensor):
                         func(first.held_part, *_rows(args[1:], first), **(kwargs or {}))
                 return first
         raise first.refusal(first.parameter_name)
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch's stub lacks the function
-        """Refuses what asks ``__torch_function__`` nothing."""
-        absent = next(each for each in _flat(args) if isinstance(each, cls))
-        raise absent.refusal(absent.parameter_name)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # torch's has an argument of its own
         """Says what is known."""
@@ -271,10 +265,23 @@ class _Belonging(AbsentTensor):
     of: AbsentTensor
 
     def __new__(cls, of: AbsentTensor) -> Self:
-        """Makes one like ``of``."""
-        made = cls.make(of, of.parameter_name, of.parameter_device, of.absence)
+        """Makes one like ``of``, also for torch's functions that group tensors by their device."""
+        with torch._C.DisableTorchFunctionSubclass():
+            form = of.shape, of.stride()
+            made = torch.Tensor._make_wrapper_subclass(cls, *form, dtype=of.dtype, device=of.parameter_device)
+        made.parameter_name, made.parameter_device, made.absence = of.parameter_name, of.parameter_device, of.absence
         made.of, made.part_of = of, of.part_of
         return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch's stub lacks the function
+        """Refuses to be added to by a backward pass of the user's own, which asks ``__torch_function__`` nothing."""
+        absent = next(each for each in _flat(args) if isinstance(each, cls))
+        raise ConfigError(
+            f"backward() adds to the gradient of {absent.parameter_name!r}, and under strategy "
+            f"{absent.absence.strategy!r} {absent.absence.where}. Call optimizer.zero_grad() before it, without "
+            "set_to_none=False, make it part of the loss of run.backward, or use strategy 'ddp'."
+        )
 
     def answer(self, asked: str, args: Sequence[Any]) -> Any:
         """See ``AbsentTensor``: it needs no graph."""
@@ -352,7 +359,7 @@ class AbsentBuffer(AbsentTensor):
 
     def __new__(cls, whole: Tensor, name: str, absence: Absence) -> Self:
         """Makes one like ``whole``."""
-        return cls.make(whole, name, whole.device, absence)
+        return cls.make(without_values(whole), name, whole.device, absence)
 
     def refusal(self, name: str) -> ConfigError:
         """See ``AbsentTensor``."""
@@ -366,7 +373,8 @@ class GradientElsewhere(AbsentGradient):
 
     def __new__(cls, whole: nn.Parameter, name: str, holder: nn.Parameter | None, absence: Absence) -> Self:
         """Makes one like ``whole``, without memory of its own; ``holder`` has this process's part, if any."""
-        made = cls.make(whole, name, whole.device, absence)
+        form = torch.zeros((), dtype=whole.dtype, device=whole.device).expand(whole.shape)
+        made = cls.make(form, name, whole.device, absence)
         made.holder = holder
         return made
 
@@ -382,16 +390,6 @@ class GradientElsewhere(AbsentGradient):
         if asked == "untyped_storage":
             return torch.UntypedStorage(self.nbytes, device="meta")  # type: ignore[no-untyped-call]  # torch's
         return super().answer(asked, args)
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch's stub lacks the function
-        """Refuses to be added to by a backward pass of the user's own, which asks ``__torch_function__`` nothing."""
-        absent = next(each for each in _flat(args) if isinstance(each, cls))
-        raise ConfigError(
-            f"backward() adds to the gradient of {absent.parameter_name!r}, and under strategy "
-            f"{absent.absence.strategy!r} {absent.absence.where}. Call optimizer.zero_grad() before it, without "
-            "set_to_none=False, make it part of the loss of run.backward, or use strategy 'ddp'."
-        )
 
 
 @contextmanager
