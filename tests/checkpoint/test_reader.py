@@ -3,6 +3,7 @@ import os
 import pickle
 import random
 import shutil
+from contextlib import contextmanager
 
 import pytest
 import safetensors.torch
@@ -181,3 +182,30 @@ def test_verify_returns_what_the_checkpoint_consists_of(sound):
     assert manifest.step == 7
     assert manifest.files["model.safetensors"].size == (sound / "model.safetensors").stat().st_size
     assert set(safetensors.torch.load_file(sound / "model.safetensors")) == {"a.weight", "a.count"}
+
+
+@contextmanager
+def without_rights_of_root():
+    """Other users' rights, where the tests are run by root, who may read everything."""
+    is_root = os.geteuid() == 0
+    if is_root:
+        os.setresuid(65534, 65534, 0)
+    try:
+        yield
+    finally:
+        if is_root:
+            os.setresuid(0, 0, 0)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "manifest.json", "", ".."])
+def test_what_this_user_may_not_read_is_named(sound, name):
+    """It was a traceback, and the run was started again."""
+    for parent in (sound, *sound.parents[:-2]):
+        parent.chmod(parent.stat().st_mode | 0o055)
+    path = (sound / name).resolve()
+    path.chmod(0)
+    said = path / "manifest.json" if path == sound else path
+    with without_rights_of_root(), pytest.raises(CheckpointError) as refusal:
+        read_newest(sound.parent)
+    path.chmod(0o700)
+    assert f"{said} cannot be read: Permission denied." in str(refusal.value)

@@ -225,7 +225,8 @@ def _occurring(rows: Sequence[Row]) -> list[str]:
 
 def text(report: ScaleReport) -> str:
     """Tables and the sentence for the terminal."""
-    lines = [*aligned(layout_table(report.rows)), "", "where a step goes (ms):"]
+    lines = [*aligned(layout_table(report.rows)), "medians over the rounds; speed-up is taken within each round"]
+    lines += ["", "where a step goes (ms):"]
     lines += [*aligned(phase_table(report.ran)), ""]
     lines += [f"{row.label} did not run: {row.refused}" for row in report.rows if row.refused]
     lines.append(report.limit)
