@@ -11,7 +11,6 @@ The rows of a tensor lie in the files in their order; a tensor of one file only 
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import math
@@ -359,7 +358,7 @@ def regular_size(path: Path) -> int:
     if not stat.S_ISREG(found.st_mode):
         raise CheckpointError(f"{path} is not a regular file but a link, folder or device; it was not read.")
     if not os.access(path, os.R_OK):
-        raise CheckpointError(f"{path} cannot be read: {os.strerror(errno.EACCES)}.")
+        raise CheckpointError(f"{path} cannot be read: Permission denied.")
     return found.st_size
 
 

@@ -69,10 +69,6 @@ class Parser(argparse.ArgumentParser):
             self.error(f"{asked} is not an argument of '{self.prog}'.{self._own_name(asked)}")
         return found, unknown
 
-    def print_help(self, file: Any = None) -> None:
-        """Prints the help; a full disk raises an error here, too."""
-        (file or sys.stdout).write(self.format_help())
-
     def _own_name(self, asked: str) -> str:
         """A sentence that says what an unknown option may mean, or where its setting is given; empty if unknown."""
         name = asked.lstrip("-").replace("_", "-")

@@ -195,7 +195,7 @@ def as_json(report: ScaleReport) -> str:
 
 def layout_table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     """A head, and a row for each layout."""
-    table: list[tuple[str, ...]] = [("layout", "s/epoch", "samples/s", "speed-up", "efficiency (spread)")]
+    table: list[tuple[str, ...]] = [("layout", "s/epoch", "samples/s", "speed-up in a round", "efficiency (spread)")]
     for row in rows:
         if row.refused:
             table.append((row.label, "did not run", "", "", ""))
@@ -225,8 +225,7 @@ def _occurring(rows: Sequence[Row]) -> list[str]:
 
 def text(report: ScaleReport) -> str:
     """Tables and the sentence for the terminal."""
-    lines = [*aligned(layout_table(report.rows)), "medians over the rounds; speed-up is taken within each round"]
-    lines += ["", "where a step goes (ms):"]
+    lines = [*aligned(layout_table(report.rows)), "", "where a step goes (ms):"]
     lines += [*aligned(phase_table(report.ran)), ""]
     lines += [f"{row.label} did not run: {row.refused}" for row in report.rows if row.refused]
     lines.append(report.limit)

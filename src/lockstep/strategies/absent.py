@@ -267,8 +267,7 @@ class _Belonging(AbsentTensor):
     def __new__(cls, of: AbsentTensor) -> Self:
         """Makes one like ``of``, also for torch's functions that group tensors by their device."""
         with torch._C.DisableTorchFunctionSubclass():
-            form = of.shape, of.stride()
-            made = torch.Tensor._make_wrapper_subclass(cls, *form, dtype=of.dtype, device=of.parameter_device)
+            made = Tensor._make_wrapper_subclass(cls, of.shape, of.stride(), dtype=of.dtype, device=of.parameter_device)
         made.parameter_name, made.parameter_device, made.absence = of.parameter_name, of.parameter_device, of.absence
         made.of, made.part_of = of, of.part_of
         return made

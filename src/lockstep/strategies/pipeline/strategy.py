@@ -429,9 +429,8 @@ class Pipeline(Strategy):
 
     def watched(self) -> Mapping[str, Tensor]:
         """See ``Strategy.watched``: a tied parameter by its first name, as on the ranks that do not have it."""
-        first = {id(t): n for n, t in reversed(self._held.items())}
-        held = {n: t for n, t in self._held.items() if isinstance(t, nn.Parameter) and first[id(t)] == n}
-        return held | {gradient_of(n): p.grad for n, p in held.items() if p.grad is not None}
+        held = {id(t): (n, t) for n, t in reversed(self._held.items()) if isinstance(t, nn.Parameter)}.values()
+        return {**dict(held), **{gradient_of(n): p.grad for n, p in held if p.grad is not None}}
 
     def squares(self) -> Tensor:
         """See ``Strategy.squares``: each stage's, added to the others' zeros."""
