@@ -156,7 +156,7 @@ def test_a_folder_a_missing_file_and_an_unknown_name_are_told_apart(tmp_path):
         assert f"Did you mean '{tmp_path / 'points.toml'}'?" in message(load_job, str(tmp_path / asked))
     script = tmp_path / "train.py"
     script.write_text("import torch\n")
-    assert f"To verify it: lockstep verify --script {script}." in message(load_job, str(script))
+    assert f"To verify it: lockstep verify --script '{script}'." in message(load_job, str(script))
 
 
 @pytest.mark.parametrize("job", PUBLISHED)

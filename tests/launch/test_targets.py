@@ -60,7 +60,7 @@ def test_a_job_is_no_script(tmp_path):
     """Its first table ended in NameError: name 'model' is not defined."""
     (tmp_path / "job.toml").write_text("[model]\n")
     with pytest.raises(
-        ConfigError, match=r"job\.toml' is a job, not a script. To train it: lockstep train .*/job\.toml"
+        ConfigError, match=r"job\.toml' is a job, not a script. To train it: lockstep train '.*/job\.toml'"
     ):
         ScriptTarget(path=str(tmp_path / "job.toml"))
 

@@ -393,7 +393,7 @@ def test_a_model_of_transformers_in_a_loop_of_ones_own_is_no_trainer():
 @pytest.mark.parametrize(
     ("text", "match"),
     [
-        ("import lockstep\nrun = lockstep.init(global_batch=8)\n", "calls lockstep.init already"),
+        ("import lockstep\nrun = lockstep.init(global_batch=8)\n", "already. Check it: lockstep lint 'script.py'"),
         ("import torch\nprint(1)\n", "calls no loss.backward"),
         ("", "calls no loss.backward"),
         ("for x in", "is not valid Python 3"),

@@ -107,6 +107,32 @@ def test_a_run_saved_after_an_epoch_goes_on_with_the_next(tmp_path):
     assert evaluated == whole[1][2:]
 
 
+def count_steps(world, directory, strategy, epochs):
+    """What this rank warns of in a run whose loop keeps a count, and sets a learning rate before it."""
+    said, handler = [], logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("lockstep.run").addHandler(handler)
+    run, _, optimizer = begin(directory=directory, resume="auto", strategy=strategy)
+    optimizer.param_groups[0]["lr"] = 0.2 / epochs
+    seen = 0
+    for _ in run.epochs(epochs):
+        for batch in run.batches(dataset()):
+            train_step(run, batch, optimizer)
+            seen += 1
+        run.print(seen)
+        run.save()
+    run.close()
+    return [" ".join(each.split()[:3]) for each in said]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "pipeline"])
+def test_rank_0_alone_names_what_a_stop_has_lost(strategy, tmp_path):
+    run_ranks(count_steps, 2, str(tmp_path), strategy, 1)
+    main, other = run_ranks(count_steps, 2, str(tmp_path), strategy, 2)
+    assert main == ["Before its loop", "The loop goes"]
+    assert other == []
+
+
 def gradients_of_nobody(world, settings):
     """Gradients, in a checkpoint, of parameters that no optimizer has; those of two words are zeros."""
     logging.getLogger("lockstep").setLevel(logging.ERROR)

@@ -6,6 +6,7 @@ import resource
 import subprocess
 import sys
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -71,6 +72,20 @@ def test_a_result_on_a_full_disk_fails(tmp_path):
         with disk_of(4), pytest.raises(OSError):
             print("12345678", file=lasts, flush=True)
         lasts.flush()
+
+
+def test_a_result_on_a_full_device_fails_and_a_log_does_not(tmp_path):
+    """It was taken for a terminal that is gone: ``lockstep train > /dev/full`` ended well without its summary."""
+    for is_result in (True, False):
+        with Path("/dev/full").open("w") as full:
+            stream = lasting(full, tmp_path, is_result=is_result)
+            if is_result:
+                with pytest.raises(OSError, match="No space left on device"):
+                    print("lost", file=stream)
+                os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())  # for what the buffer holds
+            else:
+                print("lost", file=stream)
+    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("closed", ["0", "1", "2", "012"])

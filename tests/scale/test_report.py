@@ -20,7 +20,17 @@ def a_report():
 
 def test_the_table_shows_time_speed_up_efficiency_and_the_slowest_rank():
     lines = text(a_report()).splitlines()
-    assert lines[0].split() == ["layout", "s/epoch", "samples/s", "speed-up", "efficiency", "(spread)"]
+    assert lines[0].split() == [
+        "layout",
+        "s/epoch",
+        "samples/s",
+        "speed-up",
+        "in",
+        "a",
+        "round",
+        "efficiency",
+        "(spread)",
+    ]
     assert lines[2].split() == ["ddp", "on", "2", "0.75", "2048", "1.60", "80", "%", "(80–80)"]
     assert "tensor on 2 did not run: it has no plan." in lines
     assert [line.split()[-5:] for line in lines if "slowest" in line] == [["slowest", "0.00", "55.00", "5.00", "60.00"]]

@@ -94,6 +94,8 @@ USES = {
 }
 GRADIENT_USES = {
     "clipped by norm": lambda p: nn.utils.clip_grad_norm_([p], 0.1),
+    "clipped by norm, all at once": lambda p: nn.utils.clip_grad_norm_([p], 0.1, foreach=True),
+    "clipped by value, all at once": lambda p: nn.utils.clip_grad_value_([p], 0.1, foreach=True),
     "norm": lambda p: p.grad.norm(),
     "scaled apart": lambda p: p.grad * 2,
     "noise": lambda p: p.grad.add_(torch.randn_like(p.grad)),

@@ -50,10 +50,13 @@ def committed(directory: Path) -> list[Path]:
 
 def committed_or_linked(directory: Path) -> list[Path]:
     """The checkpoints of a run folder, and links that somebody has put in place of one, in the same order."""
-    if not directory.is_dir():
+    try:
+        found = [(key[::-1], path) for path in directory.iterdir() if (key := step_of(path)) is not None]
+        return [path for _, path in sorted(found) if path.is_dir() or path.is_symlink()]
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    found = [(key[::-1], path) for path in directory.iterdir() if (key := step_of(path)) is not None]
-    return [path for _, path in sorted(found) if path.is_dir() or path.is_symlink()]
+    except PermissionError as error:
+        raise CheckpointError(f"{error.filename} cannot be read: {error.strerror}.") from error
 
 
 def newest_step(directory: Path) -> tuple[int, int]:

@@ -151,7 +151,7 @@ def read_sealed(path: Path) -> dict[str, JSON]:
 
 
 def regular_size(path: Path) -> int:
-    """The size of an ordinary file; ``CheckpointError`` for a missing one, a link, or anything else."""
+    """The size of a readable file; ``CheckpointError`` for a missing one, a link, or anything else."""
     try:
         found = path.lstat()
     except FileNotFoundError:
@@ -160,6 +160,8 @@ def regular_size(path: Path) -> int:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
     if not stat.S_ISREG(found.st_mode):
         raise CheckpointError(f"{path} is not a regular file but a link, folder or device; it was not read.")
+    if not os.access(path, os.R_OK):
+        raise CheckpointError(f"{path} cannot be read: Permission denied.")
     return found.st_size
 
 

@@ -64,8 +64,8 @@ def find_job(job: str) -> JobFile:
     path = Path(job)
     if path.suffix == ".py" and path.is_file():
         raise ConfigError(
-            f"{job!r} is a Python script, and a job is a TOML file. To start it: lockstep run {job}. To verify it: "
-            f"lockstep verify --script {job}. To get a job: lockstep new DATA."
+            f"{job!r} is a Python script, and a job is a TOML file. To start it: lockstep run {job!r}. To verify it: "
+            f"lockstep verify --script {job!r}. To get a job: lockstep new DATA."
         )
     built_in = not path.suffix and path.name == job and job in built_in_jobs()
     if built_in:

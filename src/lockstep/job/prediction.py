@@ -40,7 +40,7 @@ from lockstep.models.weights import metadata_of
 from lockstep.run import Run
 from lockstep.run.attributes import Attributes
 from lockstep.run.prepare import Parts
-from lockstep.runtime.output import log_to_terminal
+from lockstep.runtime.output import log_to_terminal, print_result
 from lockstep.text import plural, printable, shorten
 from lockstep.trainer.state import is_of_classes, is_of_log_probabilities
 from lockstep.trainer.trainer import WEIGHTS
@@ -77,9 +77,10 @@ def main(payload: Any) -> None:
         names = class_names(folder, config)
         columns = table(outputs, data_set, instantiate_function(config.loss, ("loss",)), names)
         write_table(Path(payload["out"]), columns)
-        print(printable(report(columns, payload["out"])), flush=True)
+        said = printable(report(columns, payload["out"]))
         if config.training.ema_decay is not None:
-            print("These are of the weights themselves; the log's evaluations are of their moving average.")
+            said += "\nThese are of the weights themselves; the log's evaluations are of their moving average."
+        print_result(said, f"The table {payload['out']}")
 
 
 def has_ended(folder: Path) -> bool:

@@ -33,7 +33,7 @@ from lockstep.job.run_folder import (
 )
 from lockstep.run import Run
 from lockstep.runtime.error_record import users_lines
-from lockstep.runtime.output import log_to_terminal
+from lockstep.runtime.output import log_to_terminal, print_result
 from lockstep.text import format_bytes, percent, plural, samples_per_second
 from lockstep.trainer import Trainer, TrainingOutcome
 from lockstep.trainer.audit_record import AuditRecorder
@@ -113,13 +113,7 @@ def main(payload: Any) -> None:
     config = JobConfig.from_json(payload["config"])
     lines = train(config, world, proof=payload["proof"], profile=payload["profile"])
     if world.is_main:
-        try:
-            print(lines, flush=True)
-        except OSError as error:
-            raise DataError(
-                f"The run in '{run_folder(config)}' is complete, but its summary could not be written to standard "
-                f"output: {error.strerror}."
-            ) from error
+        print_result(lines, f"The run in '{run_folder(config)}'")
 
 
 def train(config: JobConfig, world: World, *, proof: str = "", profile: str = "") -> str:

@@ -35,7 +35,7 @@ class ScriptTarget:
             )
             raise ConfigError(f"The script {self.path!r} is not a file.{near_path(self.path) or advice}")
         if Path(self.path).suffix == ".toml":
-            raise ConfigError(f"{self.path!r} is a job, not a script. To train it: lockstep train {self.path}.")
+            raise ConfigError(f"{self.path!r} is a job, not a script. To train it: lockstep train {self.path!r}.")
         with Path(self.path).open("rb") as file:
             if b"\0" in file.read(4096) or Path(self.path).suffix == ".ipynb":
                 raise ConfigError(

@@ -172,7 +172,7 @@ def changes(text: str, path: str = "script.py") -> list[Change]:
     script, lines = parse(text, path), text.split("\n")
     if runs_of(script):
         raise ConfigError(
-            f"{path} calls lockstep.init already. Check it: lockstep lint {path}; lockstep verify --script {path}."
+            f"{path} calls lockstep.init already. Check it: lockstep lint {path!r}; lockstep verify --script {path!r}."
         )
     sections = {"Setup": [_adapters]} if any(_adapters(script)) else _SECTIONS
     if sections is _SECTIONS and not backwards(script):

@@ -82,8 +82,8 @@ class _UsedData:
 class LoaderCache:
     """Makes loaders for the share of one process."""
 
-    def __init__(self, options: RunOptions, strategy: Strategy) -> None:
-        self._options, self._strategy = options, strategy
+    def __init__(self, options: RunOptions, strategy: Strategy, *, warns: bool) -> None:
+        self._options, self._strategy, self._warns = options, strategy, warns
         self._by_id: OrderedDict[int, _UsedData] = OrderedDict()
         self._numbered = 0
         self._told: set[str] = set()
@@ -241,7 +241,7 @@ class LoaderCache:
             loader.begin(next_epoch)
 
     def _warn(self, *notes: str | None) -> None:
-        for note in notes if self._strategy.share.holder == 0 else ():
+        for note in notes if self._warns else ():
             if note and note not in self._told:  # a loop may make a new tuple or DataLoader in every epoch
                 self._told.add(note)
                 logger.warning("%s", note)

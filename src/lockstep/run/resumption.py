@@ -79,7 +79,7 @@ class Resumption:
         before, self._settings = self._settings, {}
         now = _settings(self.run) if before and self.run is not None else {}
         lost = [words for words, value in before.items() if now.get(words) != value]
-        if lost and self.run is not None and self.run.strategy.share.holder == 0:
+        if lost and self.run is not None and self.run.world.is_main:
             logger.warning(
                 "Before its loop the script has set %s anew, which this resumed run had from its checkpoint. What "
                 "depends on it is not what it would have been without the stop. Set it before run.prepare, or under "

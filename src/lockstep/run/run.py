@@ -97,7 +97,7 @@ class Run:
         """Stored in checkpoints and given back on resume; must survive JSON."""
         self.rehearsals = Rehearsals(options, self.strategy, self._events, is_main=self.is_main)
         self._loop = EpochLoop(self._events, is_alone=group is None)
-        self._loaders = LoaderCache(options, self.strategy)
+        self._loaders = LoaderCache(options, self.strategy, warns=self.is_main)
         self._prepared: PreparedRun | None = None
         self._initial_values = InitialValues(options.seed)
         self._writer = Writer(options, world, self._loop)
@@ -187,7 +187,7 @@ class Run:
         self.strategy.initial_values = self._initial_values
         conditions = context, agreement.made_with(parts.model)
         placed = prepare_model(parts, self.options, self.strategy, self._precision, self.device)
-        state = RunState(parts, placed, self.strategy, self._precision, self.position, *conditions, self.world.run_id)
+        state = RunState(parts, placed, self.strategy, self._precision, self.position, *conditions, self.world)
         forward_pass = ForwardPass(
             placed.module, self._precision, self.device, self.options.channels_last, self._events
         )

@@ -268,8 +268,8 @@ def resume(
     Where the launcher has ``restarted`` the run, its own newest checkpoint comes first.
     """
     found = None
-    if restarted and options.resume != "auto" and options.directory is not None and state.run_id:
-        found = checkpoint.read_newest(options.directory, written_by=state.run_id)
+    if restarted and options.resume != "auto" and options.directory is not None and state.world.run_id:
+        found = checkpoint.read_newest(options.directory, written_by=state.world.run_id)
     if found is None and options.resume:
         found = find(options.resume, options.directory)
     if found is None:

@@ -21,6 +21,7 @@ from lockstep import checkpoint
 from lockstep.checkpoint import CheckpointState, further_names, optimizer_state
 from lockstep.core.fingerprint import Context
 from lockstep.core.values import short_text
+from lockstep.core.world import World
 from lockstep.data.images.decoding import jpeg_decoder
 from lockstep.distributed.collectives import gather_json
 from lockstep.errors import CheckpointError, CheckpointMismatch, ConfigError
@@ -153,8 +154,7 @@ class RunState:
     context: Context
     made_with: tuple[dict[str, str], dict[str, str]]
     """See ``agreement.made_with``."""
-    run_id: str = ""
-    """The ID of the run, over all its restarts."""
+    world: World = field(default_factory=World)
     extra: dict[str, Any] = field(default_factory=dict)
     """Values of the user, or the trainer, that are stored beside it; they must survive JSON."""
     data: dict[str, str] = field(default_factory=dict)
@@ -178,10 +178,9 @@ class RunState:
 
     def __post_init__(self) -> None:
         self.sources = source_digests(own=True)  # as they are now: somebody may edit them while they run
-        is_main = self.strategy.share.holder == 0
         self.loop = LoopState(
             held_objects(self.parts, self.model),
-            is_main=is_main,
+            is_main=self.world.is_main,
             settings=self._settings_now,
             hooks=self._step_hooks,
         )
@@ -237,7 +236,7 @@ class RunState:
         """
         if not decoded or decoded == self.context.photos:
             return
-        if self.strategy.share.holder == 0:
+        if self.world.is_main:
             logger.info("Photos are decoded by %s.", jpeg_decoder())
         self.context = replace(self.context, photos=decoded)
         before = self.resumed_context.get("photos") or decoded
@@ -305,7 +304,7 @@ class RunState:
             "unsaved_attributes": self._attributes.lost,
         }
         for kind, names in found.items():
-            if names and not self._has_warned and self.strategy.share.holder == 0:
+            if names and not self._has_warned and self.world.is_main:
                 text = "No checkpoint holds %s, %s, so a resumed run would be refused. %s."
                 logger.warning(text, shorten(names, 3), *_UNSAVED[kind])
         self._has_warned |= any(found.values())
@@ -406,8 +405,7 @@ class RunState:
         checkpoint.require_same_model(state.model, state.aliases, self.model.tensors, self.model.aliases)
         if "made_with" in written:  # else of an earlier version
             restored = {words_of(holder, key) for holder, key, _ in written.get("held", ())}
-            is_main = self.strategy.share.holder == 0
-            made = made_otherwise(written["made_with"], self.made_with, restored, warns=is_main)
+            made = made_otherwise(written["made_with"], self.made_with, restored, warns=self.world.is_main)
             _require_none(made, force_context)
 
     def _load_tensors(self, state: CheckpointState, force_context: bool) -> None:
@@ -469,7 +467,7 @@ class RunState:
             "modules": len(self.parts.modules),
             "extra": self.extra,
             "data": self.data,
-            "run": self.run_id,
+            "run": self.world.run_id,
             "loop": self._loop_of_all(),
             "sources": self.sources,
             "made_with": list(self.made_with),
@@ -538,7 +536,7 @@ class RunState:
             + "\n  ".join(at_most(_MOST_LINES, others))
         )
         if restarted:
-            if self.strategy.share.holder == 0:
+            if self.world.is_main:
                 logger.warning("%s\nThe restarted run goes on with those of the checkpoint.", said)
             return
         raise CheckpointMismatch(

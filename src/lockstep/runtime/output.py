@@ -19,7 +19,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from lockstep.errors import EXIT_DATA, LockstepError
+from lockstep.core.atomic import NOT_WRITABLE
+from lockstep.errors import EXIT_DATA, DataError, LockstepError
 from lockstep.text import printable
 
 TERMINAL_LOG = "terminal.log"
@@ -45,13 +46,13 @@ class LastingFile(io.FileIO):
         while True:
             try:
                 written: int | None = super().write(data)
-            except OSError:
-                if self._is_file and self._is_result:
+            except OSError as error:
+                if not self._is_file and error.errno not in NOT_WRITABLE:  # /dev/full is no file
+                    self._divert()
+                    continue
+                if self._is_result:
                     raise
-                if self._is_file:
-                    return len(memoryview(data).cast("B"))
-                self._divert()
-                continue
+                return len(memoryview(data).cast("B"))
             if written is not None:
                 return written
             poll = select.poll()  # another program has made the terminal non-blocking
@@ -133,6 +134,15 @@ def open_standard_streams() -> None:
 def say(line: str) -> None:
     """Prints a line of the supervisor on this host's terminal."""
     print(f"lockstep: {printable(line)}", file=sys.stderr, flush=True)
+
+
+def print_result(text: str, done: str) -> None:
+    """Prints the last lines of a command; where that fails, a ``DataError`` says what is done all the same."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        what = "but its summary could not be written to standard output"
+        raise DataError(f"{done} is complete, {what}: {error.strerror}.") from error
 
 
 def end_with(error: Exception) -> NoReturn:

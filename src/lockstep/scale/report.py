@@ -195,7 +195,7 @@ def as_json(report: ScaleReport) -> str:
 
 def layout_table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     """A head, and a row for each layout."""
-    table: list[tuple[str, ...]] = [("layout", "s/epoch", "samples/s", "speed-up", "efficiency (spread)")]
+    table: list[tuple[str, ...]] = [("layout", "s/epoch", "samples/s", "speed-up in a round", "efficiency (spread)")]
     for row in rows:
         if row.refused:
             table.append((row.label, "did not run", "", "", ""))

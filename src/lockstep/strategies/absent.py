@@ -265,10 +265,22 @@ class _Belonging(AbsentTensor):
     of: AbsentTensor
 
     def __new__(cls, of: AbsentTensor) -> Self:
-        """Makes one like ``of``."""
-        made = cls.make(without_values(of), of.parameter_name, of.parameter_device, of.absence)
+        """Makes one like ``of``, also for torch's functions that group tensors by their device."""
+        with torch._C.DisableTorchFunctionSubclass():
+            made = Tensor._make_wrapper_subclass(cls, of.shape, of.stride(), dtype=of.dtype, device=of.parameter_device)
+        made.parameter_name, made.parameter_device, made.absence = of.parameter_name, of.parameter_device, of.absence
         made.of, made.part_of = of, of.part_of
         return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch's stub lacks the function
+        """Refuses to be added to by a backward pass of the user's own, which asks ``__torch_function__`` nothing."""
+        absent = next(each for each in _flat(args) if isinstance(each, cls))
+        raise ConfigError(
+            f"backward() adds to the gradient of {absent.parameter_name!r}, and under strategy "
+            f"{absent.absence.strategy!r} {absent.absence.where}. Call optimizer.zero_grad() before it, without "
+            "set_to_none=False, make it part of the loss of run.backward, or use strategy 'ddp'."
+        )
 
     def answer(self, asked: str, args: Sequence[Any]) -> Any:
         """See ``AbsentTensor``: it needs no graph."""
@@ -377,16 +389,6 @@ class GradientElsewhere(AbsentGradient):
         if asked == "untyped_storage":
             return torch.UntypedStorage(self.nbytes, device="meta")  # type: ignore[no-untyped-call]  # torch's
         return super().answer(asked, args)
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch's stub lacks the function
-        """Refuses to be added to by a backward pass of the user's own, which asks ``__torch_function__`` nothing."""
-        absent = next(each for each in _flat(args) if isinstance(each, cls))
-        raise ConfigError(
-            f"backward() adds to the gradient of {absent.parameter_name!r}, and under strategy "
-            f"{absent.absence.strategy!r} {absent.absence.where}. Call optimizer.zero_grad() before it, without "
-            "set_to_none=False, make it part of the loss of run.backward, or use strategy 'ddp'."
-        )
 
 
 @contextmanager

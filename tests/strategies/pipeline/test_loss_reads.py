@@ -268,6 +268,9 @@ def first(module, given):
     given[0][..., 0] = kept["scale"]
 def through_data(module, given, found):
     found.data[:, index] = kept["scale"]
+def loaded_with_its_value(module, given, found):
+    scale = kept["scale"]
+    found[:1] = scale
 def into(module, given, found):
     torch.mul(found, kept["scale"], out=found)
 def scaled(found, key):
@@ -288,7 +291,7 @@ def test_hooks_that_set_entries_of_what_they_are_given_are_looked_at():
     names = {"kept": {"scale": 1.0}, "notes": {}, "torch": torch, "index": 0, "__name__": __name__}
     exec(HOOKS, names)
     grow = lambda: names["kept"].update(scale=names["kept"]["scale"] + 1)  # noqa: E731  a change that is handed over
-    for hook in ("whole", "masked", "through_data", "into", "by_another"):
+    for hook in ("whole", "masked", "through_data", "loaded_with_its_value", "into", "by_another"):
         assert changed_by(lambda m, hook=hook: m.register_forward_hook(names[hook]), grow) == "'scale' of 'kept'", hook
     assert changed_by(lambda m: m.register_forward_pre_hook(names["first"]), grow) == "'scale' of 'kept'"
     for hook in ("note", "note_by_another"):

@@ -8,6 +8,8 @@ import pytest
 import torch
 from tests.ranks import run_ranks
 from tests.strategies.pipeline.pipeline_jobs import JOBS
+from torch import nn
+from torch.utils.data import TensorDataset
 
 from lockstep.core.fingerprint import digest_tensors
 from lockstep.run import Run, RunOptions
@@ -96,3 +98,28 @@ def train(world, job, settings):
     digests = digest_tensors(found)
     run.close()
     return dict(sorted(digests.items()))
+
+
+def scaled(world, settings):
+    """The fingerprint of a run whose loop scales parameters and gradients, of which one is of two layers."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(6)])
+    model[3].weight = model[1].weight
+    run = Run(RunOptions.of(global_batch=8, micro_batches=4, **settings), world)
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in run.epochs(2):
+        for batch in run.batches(TensorDataset(torch.randn(16, 4), torch.randn(16, 4))):
+            run.backward(batch, nn.functional.mse_loss)
+            for parameter in model.parameters():
+                parameter.grad.mul_(0.5)
+                parameter.data.mul_(0.9)
+            optimizer.step()
+            optimizer.zero_grad()
+    found = run.fingerprint()
+    run.close()
+    return found
+
+
+def test_a_loop_may_scale_a_weight_of_two_layers_and_its_gradient():
+    (expected,) = run_ranks(scaled, 1, {"strategy": "single"})
+    assert run_ranks(scaled, 2, LAYOUTS["1f1b"][1]) == [expected] * 2

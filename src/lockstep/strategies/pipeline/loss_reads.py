@@ -167,7 +167,10 @@ def _is_tensor(code: CodeType, key: dis.Instruction, store: dis.Instruction) -> 
     """Returns whether an entry is set in what may be a tensor that the code is given, not in a dict for notes."""
     begin, given = store.positions and store.positions[::2], code.co_varnames[: code.co_argcount]
     loads = [each for each in dis.get_instructions(code) if each.opname.startswith("LOAD_FAST")]
-    found = {each.argval for each in loads if each.positions and each.positions[::2] == begin}
+    pairs = [(each.argval if isinstance(each.argval, tuple) else (each.argval,), each.positions) for each in loads]
+    # Python 3.13 loads two variables at once, and says where the first stands.
+    found = {names[0] for names, place in pairs if place and place[::2] == begin}
+    found = found or {names[1] for names, place in pairs if names[1:] and place and begin and place[0] == begin[0]}
     if isinstance(key.argval, str) and key.opname != "BUILD_SLICE":  # the key is a name
         given = () if key.opname == "LOAD_CONST" else given[1:]
     return not found.isdisjoint(given)

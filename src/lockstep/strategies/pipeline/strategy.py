@@ -428,9 +428,9 @@ class Pipeline(Strategy):
         return self._trainable
 
     def watched(self) -> Mapping[str, Tensor]:
-        """See ``Strategy.watched``."""
-        held = {n: t for n, t in self._held.items() if isinstance(t, nn.Parameter)}
-        return held | {gradient_of(n): p.grad for n, p in held.items() if p.grad is not None}
+        """See ``Strategy.watched``: a tied parameter by its first name, as on the ranks that do not have it."""
+        held = {id(t): (n, t) for n, t in reversed(self._held.items()) if isinstance(t, nn.Parameter)}.values()
+        return {**dict(held), **{gradient_of(n): p.grad for n, p in held if p.grad is not None}}
 
     def squares(self) -> Tensor:
         """See ``Strategy.squares``: each stage's, added to the others' zeros."""
