@@ -186,7 +186,6 @@ def test_verify_returns_what_the_checkpoint_consists_of(sound):
     assert set(safetensors.torch.load_file(sound / "model.safetensors")) == {"a.weight", "a.count"}
 
 
-<<<<<<< HEAD
 def test_rows_of_several_files_are_taken_without_reading_the_others():
     whole = torch.arange(24.0).view(8, 3)
     parts = [whole[:3], whole[3:3], whole[3:5], whole[5:]]
@@ -204,7 +203,8 @@ def test_rows_of_several_files_are_one_tensor_for_everything_else():
     assert torch.equal(torch.empty(8, 3).copy_(joined), whole) and torch.equal(joined * 2, whole * 2)
     assert torch.equal(joined[::2], whole[::2]) and joined.device.type == "cpu" and not joined.is_meta
     assert torch.equal(torch.stack([joined, whole])[0], whole) and digest_tensor(joined) == digest_tensor(whole)
-=======
+
+
 @contextmanager
 def without_rights_of_root():
     """Other users' rights, where the tests are run by root, who may read everything."""
@@ -230,4 +230,3 @@ def test_what_this_user_may_not_read_is_named(sound, name):
         read_newest(sound.parent)
     path.chmod(0o700)
     assert f"{said} cannot be read: Permission denied." in str(refusal.value)
->>>>>>> world
