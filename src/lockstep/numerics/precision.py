@@ -98,7 +98,12 @@ class Precision:
                     _without_onednn(module)
 
     def configure_backend(self) -> None:
-        """Makes CUDA arithmetic repeatable, sets whether it may use TF32, and notes what bits depend on."""
+        """Makes CUDA arithmetic repeatable, sets whether it may use TF32, and notes what bits depend on.
+
+        Attention in evaluation takes the same path as in training: torch's other one is not taken where modules have
+        hooks, which fsdp needs and one device does not.
+        """
+        torch.backends.mha.set_fastpath_enabled(False)
         if self._device.type == "cuda":
             self._configure_cuda()
         self._settings = _settings(self._device, self.is_deterministic)
@@ -162,7 +167,12 @@ class Precision:
 
 
 _TF32 = "whether matmul and cuDNN may use TF32"
+_FAST_PATH = "torch.backends.mha.get_fastpath_enabled()"
 _REMEDIES = {
+    _FAST_PATH: (
+        "Leave torch.backends.mha.set_fastpath_enabled out: torch takes that path only in modules without hooks, so "
+        "the numbers of an evaluation would depend on the strategy."
+    ),
     "torch.get_num_threads()": (
         "Leave torch.set_num_threads out, and give lockstep.init(threads=...) a number that does not depend on the "
         "number of processes."
@@ -183,9 +193,9 @@ _REMEDIES = {
 
 def _settings(device: torch.device, is_deterministic: bool) -> dict[str, Any]:
     """The settings on which the bits of a device depend, by what users know them by."""
+    found: dict[str, Any] = {_FAST_PATH: torch.backends.mha.get_fastpath_enabled()}
     if device.type != "cuda":
-        return {"torch.get_num_threads()": torch.get_num_threads()}
-    found: dict[str, Any] = {}
+        return found | {"torch.get_num_threads()": torch.get_num_threads()}
     if is_deterministic:
         found["torch.backends.cudnn.benchmark"] = torch.backends.cudnn.benchmark
         found["torch.get_deterministic_debug_mode()"] = torch.get_deterministic_debug_mode()
@@ -207,7 +217,6 @@ def torch_settings() -> dict[str, str]:
         "torch.backends.mkldnn.enabled": backends.mkldnn.enabled,
         "torch.backends.opt_einsum.enabled": opt_einsum.enabled,
         "torch.backends.opt_einsum.strategy": opt_einsum.strategy,
-        "torch.backends.mha.get_fastpath_enabled()": backends.mha.get_fastpath_enabled(),
         "torch.backends.cudnn.enabled": backends.cudnn.enabled,
     }
     for name in ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction"):

@@ -11,9 +11,8 @@ the micro-batches run out, a rank runs a spare one, which counts for nothing, so
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -76,9 +75,6 @@ class FullyShardedDataParallel(Strategy):
         require_rows(model, self.name, permuted=True)
         require_plain_state(model, self.name)
         _require_uncompiled_calls(model)
-        for each in model.modules():
-            if isinstance(each, nn.TransformerEncoder):
-                each.register_forward_pre_hook(_refuse_nested_tensors, with_kwargs=True)
         self._model = move_model(model, self.initial_values, self.device)
         self._buffers = RunningBuffers(model, self.running_buffers)
         options = self._options
@@ -280,30 +276,6 @@ def _explain_transforms() -> Iterator[None]:
             "saved tensors, with which torch cannot do that. Use torch.autograd.grad(..., create_graph=True) instead, "
             f"or strategy 'ddp'. Error from torch: {error}"
         ) from error
-
-
-def _refuse_nested_tensors(encoder: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raises ``ConfigError`` where torch would leave out the padding if it saw the parameters of the first layer.
-
-    It asks for them before they are gathered, and would compute otherwise than on one device: with other roundings, and
-    other values where there is padding.
-    """
-    given = {**dict(zip(("src", "mask", "src_key_padding_mask"), args)), **kwargs}
-    source, padding, first = given.get("src"), given.get("src_key_padding_mask"), encoder.layers[0]
-    if not isinstance(source, Tensor) or padding is None or given.get("mask") is not None:
-        return
-    if first.training or not encoder.use_nested_tensor or source.dim() != 3 or torch.is_autocast_enabled():
-        return
-    with torch._C.DisableTorchFunctionSubclass():
-        if torch.is_grad_enabled() and any(each.requires_grad for each in first.parameters()):
-            return
-    if not encoder.mask_check or torch._nested_tensor_from_mask_left_aligned(source, padding.logical_not()):
-        raise ConfigError(
-            "nn.TransformerEncoder in evaluation mode is given a src_key_padding_mask. On one device torch then leaves "
-            "the padding out of the computation, and under strategy 'fsdp' it does not, so the output would not have "
-            "the same bits. Make it with enable_nested_tensor=False, set encoder.use_nested_tensor = False in an "
-            "nn.Transformer, or use strategy 'ddp'."
-        )
 
 
 def _require_uncompiled_calls(model: nn.Module) -> None:
