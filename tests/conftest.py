@@ -177,6 +177,7 @@ def _torch_settings():
         "dtype": torch.get_default_dtype(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "grad": torch.is_grad_enabled(),
+        "fast path": torch.backends.mha.get_fastpath_enabled(),
     }
 
 
@@ -192,6 +193,7 @@ def _restore_torch(settings):
     if torch.are_deterministic_algorithms_enabled() != settings["deterministic"]:  # imports torch._inductor
         torch.use_deterministic_algorithms(settings["deterministic"])
     torch.set_grad_enabled(settings["grad"])
+    torch.backends.mha.set_fastpath_enabled(settings["fast path"])
 
 
 def _children():

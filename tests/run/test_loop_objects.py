@@ -498,6 +498,86 @@ def test_what_the_start_of_an_epoch_makes_of_what_was_lost_is_named(make, change
     assert bool(warnings(caplog, "self.x")) == is_lost
 
 
+class Centred:
+    """A loop whose start of an epoch may compute ``centre`` from ``weight``, which stands for the model."""
+
+    def __init__(self, weight):
+        self.weight = weight
+
+    def walk(self, state, fill, epochs):
+        self.centre, self.is_ready, self.kept, self.stage = None, False, {}, None
+        for epoch in epochs:
+            state.begin_epoch()
+            fill(self, epoch)
+            state.begin_steps()
+            for _ in range(STEPS):
+                self.weight += 1.0 / (1.0 + float(self.centre))
+            stored = state.capture()
+            state.end_steps()
+        return stored, self.weight
+
+
+def once(held, epoch):
+    if held.centre is None:
+        compute(held)
+
+
+def where_not_ready(held, epoch):
+    if not held.is_ready:
+        held.is_ready = True
+        held.centre = torch.tensor(held.weight)
+
+
+def where_not_kept(held, epoch):
+    if "centre" not in held.kept:
+        held.kept["centre"] = torch.tensor(held.weight)
+    held.centre = held.kept["centre"]
+
+
+def compute(held):
+    held.centre = torch.tensor(held.weight)
+
+
+def of_each_epoch(held, epoch):
+    held.centre = torch.tensor(held.weight)
+
+
+def of_every_third(held, epoch):
+    if epoch % 3 == 0:
+        held.centre = torch.tensor(held.weight)
+
+
+def of_a_stage(held, epoch):
+    stage = epoch // 3
+    if stage != held.stage:
+        held.stage, held.centre = stage, torch.tensor(float(stage))
+
+
+def once_of_a_constant(held, epoch):
+    if held.centre is None:
+        held.centre = torch.tensor(3.0)
+
+
+@pytest.mark.parametrize(
+    ("fill", "is_lost"),
+    [
+        (once, True),
+        (where_not_ready, True),
+        (where_not_kept, True),
+        (of_each_epoch, False),
+        (of_every_third, False),
+        (of_a_stage, False),
+        (once_of_a_constant, False),
+    ],
+)
+def test_what_the_first_epoch_computes_for_all_later_ones_is_named(fill, is_lost, caplog):
+    """A resumed run computed it again, from another model, and ended in other bits without a word."""
+    stored, weight = Centred(8.0).walk(LoopState({}, is_main=True), fill, range(3))
+    state = resumed(stored, inside=False)
+    Centred(weight).walk(state, fill, [3])
+    assert bool(warnings(caplog, "self.centre")) == is_lost == any("centre" in name for name in state.lost)
+
+
 class Counting:
     """Counts its steps in a function of its own, as a scheduler that is called in one does."""
 

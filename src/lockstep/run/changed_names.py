@@ -84,6 +84,8 @@ class _Effects(NamedTuple):
     inner: CodeType | None
     sets: bool
     """True where it replaces ``changes`` as a whole, rather than parts of them."""
+    tests: frozenset[str] = frozenset()
+    """The names in the tests of the ``if`` blocks that it is in; see ``_tests_around``."""
 
 
 _Parts = Iterable[tuple[CodeType, float, float]]
@@ -119,24 +121,49 @@ def carried_names(parts: _Parts, functions: _Functions) -> set[Carried]:
 
 def _effects_of(parts: _Parts, functions: _Functions, *, of_functions: bool = False) -> Iterator[tuple[_Effects, bool]]:
     """The effects of code and of the functions that it calls; True where local variables of that code count."""
-    parts = list(parts)
+    parts, untested = list(parts), frozenset[str]()
     running = set() if of_functions else {code for code, _, _ in parts}
-    named, todo = {"__call__"}, [*parts, *((each, -1, _ALL) for each in functions.get("__call__", ()))]
+    named, called = {"__call__"}, [(each, -1, _ALL) for each in functions.get("__call__", ())]
+    todo = [(part, untested) for part in (*parts, *called)]
     while todo:
-        code, first, last = todo.pop()
+        (code, first, last), around = todo.pop()
         for each in _effects(code):
             if first < each.offset <= last:
-                yield each, code in running
-                todo += [(each.inner, -1, _ALL)] if each.inner else []
-                called = [own for name in each.calls - named for own in functions.get(name, ())]
-                todo += [(own, -1, _ALL) for own in called]
+                tests = each.tests | around
+                yield each._replace(tests=tests), code in running
+                inner = [each.inner] if each.inner else []
+                inner += [own for name in each.calls - named for own in functions.get(name, ())]
+                todo += [((own, -1, _ALL), tests) for own in inner]
                 named |= each.calls
 
 
 @functools.cache
 def _effects(code: CodeType) -> list[_Effects]:
+    instructions, accesses = instructions_of(code)
     reader = _EffectsReader(sets_by_name=not _BY_NAME.isdisjoint(code.co_names))
-    return list(map(reader.read, *instructions_of(code)))
+    found = map(reader.read, instructions, accesses)
+    return [each._replace(tests=tests) for each, tests in zip(found, _tests_around(instructions))]
+
+
+def _tests_around(instructions: list[dis.Instruction]) -> list[frozenset[str]]:
+    """By instruction: the names that the ``if`` blocks around it test to be None, to be true, or to be there.
+
+    Texts count, as in ``if not hasattr(task, "centre")``; a comparison of values does not.
+    """
+    found = [frozenset[str]() for _ in instructions]
+    for number, each in enumerate(instructions):
+        where = each.positions
+        is_test = each.opname.startswith("POP_JUMP") and each.argval > each.offset
+        compares = "COMPARE_OP" in (one.opname for one in instructions[max(0, number - 2) : number])
+        if where and where.lineno and where.end_lineno and is_test and not compares:
+            lines = range(where.lineno, where.end_lineno + 1)
+            test = [one for one in instructions[:number] if one.positions and one.positions.lineno in lines]
+            names = {name for one in test for access, name in accesses_of(one) if access == "LOAD"}
+            names |= {one.argval for one in test if one.opname in (*_LOADS_ATTRIBUTE, "LOAD_CONST")} - {None}
+            for inside in range(number + 1, len(instructions)):
+                if instructions[inside].offset < each.argval:
+                    found[inside] |= {name for name in names if isinstance(name, str)}
+    return found
 
 
 class _EffectsReader:
@@ -324,6 +351,12 @@ def changed_since(offsets: Mapping[FrameType, int]) -> set[str]:
 def carried_since(offsets: Mapping[FrameType, int]) -> set[Carried]:
     """Those of ``changed_since`` whose new values depend on the values before."""
     return carried_names(*_run_since(offsets))
+
+
+def set_after_tests(offsets: Mapping[FrameType, int], names: Collection[str]) -> set[str]:
+    """Those of ``changed_since`` that are set where one of ``names`` was tested, as in ``if x is None: x = ...``."""
+    effects = [(each, own) for each, own in _effects_of(*_run_since(offsets)) if not each.tests.isdisjoint(names)]
+    return {name for each, is_running in effects for name in each.changes | (each.own if is_running else set())}
 
 
 def _run_since(offsets: Mapping[FrameType, int]) -> tuple[_Parts, _Functions]:

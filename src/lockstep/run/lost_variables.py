@@ -6,6 +6,7 @@ it, and the run is refused if the loss reads it or a data set holds it.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 import time
@@ -23,7 +24,7 @@ from lockstep.core.values import Part, is_plain, text_of_plain
 from lockstep.data.keyed import encoded_state, set_encoded_state
 from lockstep.errors import ConfigError
 from lockstep.numerics.hidden_state import Snapshot
-from lockstep.run.changed_names import Carried, carried_since, changed_since, offsets_of_frames
+from lockstep.run.changed_names import Carried, carried_since, changed_since, offsets_of_frames, set_after_tests
 from lockstep.run.frame_variables import Variables
 from lockstep.run.live_variables import read_after_loops, unset_names
 from lockstep.text import shorten
@@ -154,6 +155,8 @@ class ResumedLoop:
         """The variables that the loop's own code has not set between the start of the epoch and its first steps."""
         self._carried: set[str] = set()
         """The variables that it has computed there from their own lost values."""
+        self._filled: set[str] = set()
+        """Those that it has set there because others, or they themselves, are lost."""
         self._others: set[str] = set()
         """Numbers that the loop does not change, and that the script has made with other values: its constants, too."""
         self._prepared = offsets_of_frames()
@@ -176,6 +179,7 @@ class ResumedLoop:
         if self._epoch is not None:
             self._untouched = self._untouched_in(self._epoch, found)
             self._carried = self._carried_in(self._epoch, found)
+            self._filled = self._filled_in(self._epoch, found)
         found.renew_floats(self.notes.saved.keys())
 
     def compare(
@@ -271,7 +275,9 @@ class ResumedLoop:
             is_number = (type(value) is float or is_count) and name not in found.of_data
             is_taken = is_number and value in numbers
             is_constant = is_number and before == firsts[0].get(name)
-            if name in self._carried and not is_constant:
+            if name in self._filled and name not in unread:
+                is_lost = not (type(value) is float and _is_time(value))
+            elif name in self._carried and not is_constant:
                 is_lost = not self.inside or before != text
             elif before == text or name in found.generators or name in unread:
                 is_lost = False
@@ -333,7 +339,7 @@ class ResumedLoop:
 
     def _is_certain(self, name: str) -> bool:
         """False where the start of an epoch may set it: each epoch then has a value of its own, as in a curriculum."""
-        is_carried = name in self.notes.read or name in self._untouched | self._carried
+        is_carried = name in self.notes.read or name in self._untouched | self._carried | self._filled
         return self.inside or is_carried or (self._epoch is None and name not in self.notes.plain)
 
     def _untouched_in(self, epoch: _EpochStart, found: Variables) -> set[str]:
@@ -359,6 +365,16 @@ class ResumedLoop:
         owned = {name for name in differ if not carried.isdisjoint(_owners(name, name in found.local))}
         fewer = {name for name in differ if _count(found.texts[name]) < _count(then[name])}
         return owned | {name for name in fewer if Carried(words_of(name)[0][-1], "entries") in carried}
+
+    def _filled_in(self, epoch: _EpochStart, found: Variables) -> set[str]:
+        """The variables that the start of an epoch sets to other values, as in ``if centre is None: centre = ...``."""
+        saved, then, now = self.notes.saved, epoch.found.texts, found.texts
+        lost = {
+            word for name in saved if then.get(name) != saved[name] for each in words_of(name) for word in each[-1:]
+        }
+        changed = set_after_tests(epoch.places, lost)
+        differ = {name for name in found.with_values | found.plain.keys() if now[name] != saved.get(name, now[name])}
+        return {name for name in differ if not changed.isdisjoint(itertools.chain(*words_of(name)))}
 
 
 def state_of(held: Collection[Any]) -> str:
