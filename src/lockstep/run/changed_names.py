@@ -84,8 +84,8 @@ class _Effects(NamedTuple):
     inner: CodeType | None
     sets: bool
     """True where it replaces ``changes`` as a whole, rather than parts of them."""
-    tests: frozenset[str] = frozenset()
-    """The names in the tests of the ``if`` blocks that it is in; see ``_tests_around``."""
+    tests: frozenset[str]
+    """The names that the ``if`` blocks around it test to be None, to be true, or to be there, as ``hasattr`` does."""
 
 
 _Parts = Iterable[tuple[CodeType, float, float]]
@@ -130,7 +130,7 @@ def _effects_of(parts: _Parts, functions: _Functions, *, of_functions: bool = Fa
         for each in _effects(code):
             if first < each.offset <= last:
                 tests = each.tests | around
-                yield each._replace(tests=tests), code in running
+                yield each._replace(tests=tests) if around else each, code in running
                 inner = [each.inner] if each.inner else []
                 inner += [own for name in each.calls - named for own in functions.get(name, ())]
                 todo += [((own, -1, _ALL), tests) for own in inner]
@@ -139,31 +139,8 @@ def _effects_of(parts: _Parts, functions: _Functions, *, of_functions: bool = Fa
 
 @functools.cache
 def _effects(code: CodeType) -> list[_Effects]:
-    instructions, accesses = instructions_of(code)
     reader = _EffectsReader(sets_by_name=not _BY_NAME.isdisjoint(code.co_names))
-    found = map(reader.read, instructions, accesses)
-    return [each._replace(tests=tests) for each, tests in zip(found, _tests_around(instructions))]
-
-
-def _tests_around(instructions: list[dis.Instruction]) -> list[frozenset[str]]:
-    """By instruction: the names that the ``if`` blocks around it test to be None, to be true, or to be there.
-
-    Texts count, as in ``if not hasattr(task, "centre")``; a comparison of values does not.
-    """
-    found = [frozenset[str]() for _ in instructions]
-    for number, each in enumerate(instructions):
-        where = each.positions
-        is_test = each.opname.startswith("POP_JUMP") and each.argval > each.offset
-        compares = "COMPARE_OP" in (one.opname for one in instructions[max(0, number - 2) : number])
-        if where and where.lineno and where.end_lineno and is_test and not compares:
-            lines = range(where.lineno, where.end_lineno + 1)
-            test = [one for one in instructions[:number] if one.positions and one.positions.lineno in lines]
-            names = {name for one in test for access, name in accesses_of(one) if access == "LOAD"}
-            names |= {one.argval for one in test if one.opname in (*_LOADS_ATTRIBUTE, "LOAD_CONST")} - {None}
-            for inside in range(number + 1, len(instructions)):
-                if instructions[inside].offset < each.argval:
-                    found[inside] |= {name for name in names if isinstance(name, str)}
-    return found
+    return list(map(reader.read, *instructions_of(code)))
 
 
 class _EffectsReader:
@@ -175,10 +152,14 @@ class _EffectsReader:
         self._loads: _Loads = defaultdict(list)
         self._texts: list[tuple[dis.Positions | None, str]] = []
         """Strings in the code, and their positions."""
-        self._seen: set[tuple[int | None, str, frozenset[str]]] = set()
-        """Names that were read: the line, and the variables of which each is an attribute."""
+        self._seen: defaultdict[int | None, set[tuple[str, frozenset[str]]]] = defaultdict(set)
+        """Names that were read, by line, with the variables of which each is an attribute."""
         self._is_in_place = False
         """True after ``+=`` and the like."""
+        self._before = ("", "")
+        """The two instructions before."""
+        self._tests: list[tuple[int, set[str]]] = []
+        """Where the ``if`` blocks around end, and the names that they test."""
 
     def read(self, each: dis.Instruction, shown: Accesses) -> _Effects:
         where, kind, accesses = each.positions, each.opname, accesses_of(each)
@@ -187,6 +168,7 @@ class _EffectsReader:
         known = base if where and where.col_offset is not None else frozenset[str]()
         names = {each.argval} if kind in _LOADS_ATTRIBUTE else set()
         changes, own = self._changes(each, base), set[str]()
+        self._tests = [(end, tested) for end, tested in self._tests if each.offset < end]
         for place, (access, name) in enumerate(accesses):
             if access != "LOAD":
                 (own if "FAST" in kind else changes).update({name} if (access, name) in shown else ())
@@ -200,20 +182,27 @@ class _EffectsReader:
             own=frozenset(own),
             carries=frozenset(self._carried(each, base, known, changes)),
             own_carries=frozenset(
-                Carried(name, "own") for name in own if self._is_in_place or (line, name, known) in self._seen
+                Carried(name, "own") for name in own if self._is_in_place or (name, known) in self._seen[line]
             ),
             calls=base if kind.startswith("CALL") else frozenset(),
             inner=each.argval if isinstance(each.argval, CodeType) else None,
             sets=kind in _SETS or (kind in _LOADS_ATTRIBUTE and each.argval in _SETTING),
+            tests=frozenset[str]().union(*(tested for _, tested in self._tests)),
         )
         if where:
             self._loads[where[::2]] += [(where, name) for name in names]
         read = {name for access, name in shown if access == "LOAD"} if accesses else names
-        self._seen |= {(line, name, known) for name in read}
+        self._seen[line] |= {(name, known) for name in read}
         if kind == "LOAD_CONST" and isinstance(each.argval, str):
             self._texts.append((where, each.argval))
         if kind != "SWAP":
             self._is_in_place = kind == "BINARY_OP" and each.argrepr.endswith("=")
+        if kind.startswith("POP_JUMP") and each.argval > each.offset and "COMPARE_OP" not in self._before and line:
+            lines = range(line, ((where and where.end_lineno) or line) + 1)
+            tested = {name for one in lines for name, _ in self._seen[one]}
+            tested |= {text for at, text in self._texts if at and at.lineno in lines}
+            self._tests.append((each.argval, tested))
+        self._before = self._before[1], kind
         return effects
 
     def _changes(self, each: dis.Instruction, base: Collection[str]) -> set[str]:
@@ -243,7 +232,7 @@ class _EffectsReader:
             may_grow = each.argval in ("setdefault", "update")
             return {Carried(name, "entries" if may_grow else "value") for name in changes}
         if kind in _SETS:
-            found = {name for name in changes if self._is_in_place or (line, name, known) in self._seen}
+            found = {name for name in changes if self._is_in_place or (name, known) in self._seen[line]}
             replaced = {Carried(name, "attribute" if kind == "STORE_ATTR" else "object") for name in found}
             return {*map(Carried, found)} | replaced
         if kind == "STORE_SUBSCR":

@@ -390,7 +390,7 @@ def _shares_by_rank(script: Script) -> Iterator[ast.expr]:
 
 
 def _added_to(script: Script, body: ast.AST) -> Iterator[ast.expr]:
-    """What code adds to, as in ``hits += 1`` and ``seen.add(x)``; not what a step makes, sums of times, and bars."""
+    """The targets that code adds to, as in ``hits += 1`` and ``seen.add(x)``; not those of a step, of times, bars."""
     step = next(script.around(body, LOOPS, within_function=True), body)
     for each in ast.walk(body):
         if isinstance(each, ast.AugAssign) or (isinstance(each, ast.Call) and method(each) in _ADDING):
