@@ -167,6 +167,7 @@ _ELSEWHERE = {
     "gradient_accumulation_steps": " Give a larger global_batch, and more micro_batches.",
     **dict.fromkeys(("amp", "fp16", "bf16", "mixed_precision"), " Give precision='bf16' or 'fp16'."),
     **dict.fromkeys(("save_every", "save_steps", "checkpoint_every"), " Call run.save() in the loop."),
+    **dict.fromkeys(("out", "output_dir", "out_dir", "save_dir", "log_dir", "logdir"), " Give directory='...'."),
     **dict.fromkeys(("epochs", "num_epochs", "max_epochs"), " Give their number to run.epochs(...)."),
     **dict.fromkeys(("max_grad_norm", "clip_grad_norm", "gradient_clip_val"), " Call run.clip_gradients(1.0)."),
     **dict.fromkeys(("lr", "learning_rate", "weight_decay"), " Give it to the optimizer."),
@@ -179,6 +180,9 @@ def _read(name: str, value: Any) -> Any:
     """The options of a strategy from a dict, one pattern as a tuple of it, a path as its text; else as it is."""
     if name in ("resume", "profile") and value is None:
         return ""  # what argparse gives for an option that was left out
+    if name == "resume" and isinstance(value, bool):
+        remedy = "Give resume='auto' to go on from the newest checkpoint of directory, if any, or '' to start anew"
+        raise ConfigError(f"resume should be a string and is {value}. {remedy}.")
     if name == "directory" and value == "":
         raise ConfigError("directory='' was given. Give a folder, such as 'runs/one' or '.', or leave it out.")
     if name in ("directory", "resume") and isinstance(value, str | Path):
