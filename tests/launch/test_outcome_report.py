@@ -147,7 +147,16 @@ def test_stopped_ranks_are_counted(tmp_path):
     assert lines(stopped, tmp_path, StopReason.PREEMPTED) == ["Preempted: 2 ranks stopped at step 812. Exit code 75."]
     forced = [end(0, 75), end(1, 143, ended_by_us=True)]
     (line,) = lines(forced, tmp_path, StopReason.PREEMPTED)
-    assert line == "Preempted at step 812: 1 rank of 2 did not stop when asked and had to be killed."
+    assert line == (
+        "Preempted at step 812: 1 rank of 2 did not stop when asked and had to be killed. Give more time with --grace, "
+        "or run.grace in a job file. What came after the last checkpoint has to be done again."
+    )
+
+
+def test_an_evaluation_that_outlasts_the_grace_is_named_with_the_remedy(tmp_path):
+    forced = [end(rank, 143, ended_by_us=True, beat=beat(phase="evaluate")) for rank in (0, 1)]
+    (line,) = lines(forced, tmp_path, StopReason.PREEMPTED)
+    assert "An evaluation was going on, which run.evaluate(..., repeatable=True) would have left." in line
 
 
 def test_ranks_that_had_not_started_are_not_said_to_have_been_killed(tmp_path):

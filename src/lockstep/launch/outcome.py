@@ -263,7 +263,11 @@ def _stop(ends: Sequence[RankEnd], reason: StopReason) -> str:
     where = f" at step {step}" if step >= 0 else ""
     if not forced:
         return f"{word}: {plural(len(ends), 'rank')} stopped{where}. Exit code {int(reason)}."
-    return f"{word}{where}: {plural(forced, 'rank')} of {len(ends)} did not stop when asked and had to be killed."
+    said = f"{word}{where}: {plural(forced, 'rank')} of {len(ends)} did not stop when asked and had to be killed."
+    if any(end.beat is not None and end.beat.phase == "evaluate" for end in ends):
+        said += " An evaluation was going on, which run.evaluate(..., repeatable=True) would have left."
+    said += " Give more time with --grace, or run.grace in a job file."
+    return f"{said} What came after the last checkpoint has to be done again."
 
 
 def _samples(samples: Sequence[int]) -> str:
