@@ -30,12 +30,12 @@ class Scaled(nn.Module):
 class Loop:
     """A run within its second epoch, or one that goes on there; each of the functions is given this object."""
 
-    def __init__(self, folder, *, prepared=None, start=None, saved=None):
+    def __init__(self, folder, *, prepared=None, start=None, saved=None, **options):
         torch.manual_seed(0)
         self.model, self.beside = Scaled(), network()
         optimizer = torch.optim.SGD([p for p in self.model.parameters() if p.requires_grad], lr=0.1)
         recipe = {"global_batch": GLOBAL_BATCH, "micro_batches": 8, "directory": folder, "resume": "auto"}
-        self.run = lockstep.init(**recipe)
+        self.run = lockstep.init(**recipe, **options)
         _, self.optimizer, _ = self.run.prepare(self.model, optimizer, self.beside)
         goes_on = self.run.position.done
         if goes_on and prepared:
@@ -100,6 +100,19 @@ def test_what_the_start_of_an_epoch_sets_anew_may_be_set_again(tmp_path):
     with pytest.raises(Left):
         Loop(tmp_path, start=set_anew)
     Loop(tmp_path, start=set_anew)
+
+
+def evaluate(loop):
+    loop.run.evaluate(dataset(5), correct)
+
+
+@pytest.mark.parametrize(("before", "after"), [("first", "off"), ("off", "first"), ("off", "always")])
+def test_a_run_may_resume_with_other_checks(tmp_path, caplog, before, after):
+    """Samples that one side had not read were taken for others, and the run was refused within an epoch."""
+    with pytest.raises(Left):
+        Loop(tmp_path, start=evaluate, checks=before)
+    Loop(tmp_path, start=evaluate, checks=after)
+    assert "not those from before the stop" not in caplog.text
 
 
 @pytest.mark.parametrize("what", ["buffers", "parameters", "modules beside the model"])

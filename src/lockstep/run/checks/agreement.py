@@ -505,9 +505,10 @@ class AgreedData:
     def _compare_with_checkpoint(self) -> None:
         """Refuses samples that differ from those of the resumed epoch; warns of them in the epoch after it."""
         stored, self._resumed_digests = self._resumed_digests, {}
+        have_samples = all(each.keys() - {*_HOW} for each in (stored, self.digests))  # not where checks are off
         names = sorted(
             name
-            for name in {*stored, *self.digests}
+            for name in ({*stored, *self.digests} if have_samples else _HOW)
             if stored.get(name) != self.digests.get(name) and (name in stored or name not in (*_HOW, BEGINNING))
         )
         self.found_others = bool(names and stored and self.digests)
@@ -552,7 +553,7 @@ class AgreedData:
         before = self._evaluated_before.pop(name, "")
         if self._evaluated.setdefault(name, found) != found:
             self._evaluated[name] = ""  # there are several of this size
-        if before not in ("", found) and self._warns:
+        if found and before not in ("", found) and self._warns:
             logger.warning(
                 "%s samples, not those from before the stop. Split with a seed, after lockstep.init(seed=...).",
                 name,
