@@ -87,7 +87,10 @@ def test_help_ends_well(command, name):
         (("lint", "-n", "2", "x.py"), "-n is not an argument of 'lockstep lint'."),
         (("train", "digits", "more"), "more is not an argument of 'lockstep train'."),
         (("train", "digits", "--max-steps", "9"), "It is a setting of the job: --set training.max_steps=..."),
-        (("train", "digits", "--lr", "0.1"), "It is a setting of the job: --set optimizer.lr=..."),
+        (("train", "digits", "--lr", "0.1"), "Use --set optimizer.lr=..."),
+        (("train", "digits", "--batch-size", "64"), "Use --set training.global_batch=..."),
+        (("train", "digits", "--output", "x"), "Use --set run.directory=..."),
+        (("train", "digits", "--amp"), "Use --precision."),
         (("train", "--epochs"), "expected one argument."),
         (
             ("report", "x" * 300),  # Python 3.14 takes the path for one that does not exist

@@ -32,15 +32,24 @@ from lockstep.runtime.stop_signals import undo_inherited_signal_settings
 from lockstep.text import printable
 
 _CHOICE = re.compile(r"invalid choice: '(.*?)'")
-_OF_OTHER_LAUNCHERS = {
+_OTHER_NAMES = {
     "--devices": "nproc-per-node nproc n np num-processes num-gpus gpus ntasks-per-node",
     "--nnodes": "num-machines num-nodes",
     "--node-rank": "machine-rank",
     "--master": "master-addr master-port main-process-ip main-process-port rdzv-endpoint",
     "--restarts": "max-restarts",
     "--threads": "num-cpu-threads-per-process",
+    "--precision": "amp fp16 bf16 mixed-precision",
+    "--epochs": "num-epochs max-epochs num-train-epochs",
+    "--logs": "log-dir logdir",
+    "--set optimizer.lr=...": "lr learning-rate",
+    "--set optimizer.weight_decay=...": "weight-decay wd",
+    "--set optimizer.momentum=...": "momentum",
+    "--set training.global_batch=...": "batch-size global-batch-size train-batch-size",
+    "--set data.workers=...": "workers num-workers j",
+    "--set run.directory=...": "output out-dir output-dir save-dir log-dir logdir",
 }
-"""Options by what torchrun, accelerate, deepspeed, mpirun and srun call them, with ``-`` for ``_``."""
+"""Options by what other launchers (torchrun, accelerate, srun, ...) and training scripts call them, ``-`` for ``_``."""
 _OTHER_WORDS = {
     "lockstep new DATA": "init create",
     "lockstep run SCRIPT": "launch start",
@@ -77,8 +86,8 @@ class Parser(argparse.ArgumentParser):
             options = importlib.import_module("lockstep.config.options").RunOptions  # which imports NumPy
             if any(setting == each.name for each in fields(options)):
                 return f" The script gives it: lockstep.init({setting}=...)."
-        for option, others in _OF_OTHER_LAUNCHERS.items():
-            if name in others.split() and option in self._option_string_actions:
+        for option, others in _OTHER_NAMES.items():
+            if name in others.split() and option.split()[0] in self._option_string_actions:
                 return f" Use {option}."
         # Without their dashes, which are alike in all options
         bare = {each.lstrip("-"): each for each in self._option_string_actions}
@@ -88,8 +97,6 @@ class Parser(argparse.ArgumentParser):
             job = importlib.import_module("lockstep.config.job")
             if any(setting == each.name for each in fields(job.TrainingConfig)):
                 return f" It is a setting of the job: --set training.{setting}=..."
-            if setting in ("lr", "weight_decay", "momentum"):
-                return f" It is a setting of the job: --set optimizer.{setting}=..."
         return near
 
     def error(self, message: str) -> NoReturn:
