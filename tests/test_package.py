@@ -44,6 +44,16 @@ def install(environment, *packages):
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+NO_PHOTO = """
+from lockstep.data.images.decoding import open_photo
+try:
+    open_photo(b"not a photo")
+except Exception as error:
+    print(type(error).__name__)
+"""
+"""Every format is tried: an older Pillow does not know all of them."""
+
+
 def environment_of(interpreter, folder):
     """An empty environment."""
     call(interpreter, "-m", "venv", folder)
@@ -139,3 +149,4 @@ def test_it_trains_in_an_empty_environment(built, tmp_path, python, versions):
         prints.add(re.search(r"^fingerprint +(\w{64})", output, re.M)[1])
     assert len(prints) == 1, prints
     call(command, "verify", "digits", "--steps", "4", **options)
+    assert call(environment / "bin/python", "-c", NO_PHOTO, **options) == "UnidentifiedImageError\n"

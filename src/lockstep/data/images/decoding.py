@@ -15,6 +15,7 @@ import struct
 from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -35,7 +36,8 @@ MAX_PIXELS = 89_478_485
 MAX_BYTES = 256 << 20
 """The most bytes of a photo's file, unless its data set says otherwise; a larger one is refused unread."""
 
-_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000", "TGA")
+_AVIF = ("AVIF",) if find_spec("PIL.AvifImagePlugin") else ()  # since Pillow 11.3
+_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", *_AVIF, "JPEG2000", "TGA")
 """Of what Pillow reads; for some others, such as EPS, it would start a program."""
 
 _SMALLEST = 8
