@@ -132,6 +132,14 @@ def test_a_factor_of_the_number_of_ranks_has_its_own_name():
     assert diagnose(trace(), changed(scaled(3, ["c"]))).cause is Cause.LEFT_OUT
 
 
+@pytest.mark.parametrize("change", [scaled(0.5), scaled(0.7, ["c"])], ids=["all", "one"])
+def test_gradients_of_the_first_step_after_a_stop_are_not_put_down_to_their_sum(change):
+    """A coefficient that only a backward pass reads, and a stop had lost, was called a fault of the reduction."""
+    found = diagnose(trace().since(1), changed(change).since(1))
+    assert found.cause is Cause.GRADIENTS
+    assert "only the backward pass reads" in found.text
+
+
 def test_an_operator_is_named_where_the_reference_does_not_repeat_itself():
     other = changed(put("losses", 0, (9.0).hex()))
     found = diagnose(trace(draws=True), other, repeats=False)

@@ -199,7 +199,10 @@ def _step(mine: StepTrace, theirs: StepTrace, reference: Trace, other: Trace, re
         ratio = _quotient(float.fromhex(theirs.loss), float.fromhex(mine.loss))
         return Diagnosis(Cause.LOSS_WEIGHTING, step, "loss", f"{ratio:.6g} times as large")
     rounding = max(_ROUNDING, _UNITS * reference.unit)
-    return _gradients(mine, theirs, rounding, other.ranks) or _after(mine, theirs)
+    found = _gradients(mine, theirs, rounding, other.ranks)
+    if found and other.first == step > 0 and found.cause is not Cause.REDUCTION_ORDER:
+        return replace(found, cause=Cause.GRADIENTS, possible=_OF_RESUMED_BACKWARD)
+    return found or _after(mine, theirs)
 
 
 def _forward(
@@ -239,6 +242,7 @@ _OF_OUTPUT = (
     "a generator of its own",
 )
 _OF_EACH_RUN = (PREPARED_OTHERWISE[-1], "random numbers without a seed", "the time")
+_OF_RESUMED_BACKWARD = ("the stop has lost what only the backward pass reads, such as a coefficient",)
 _OF_LOSS = ("weights or a divisor computed from each rank's share", "a loss that keeps state")
 
 
