@@ -455,6 +455,38 @@ def test_a_sum_that_a_stop_within_an_epoch_has_lost_is_named(caplog):
     assert "run.extra" in record.getMessage()
 
 
+def summed(state, epoch, done, stop):
+    """Sums up in each of two epochs from where a run stands; returns what a checkpoint at ``stop`` holds."""
+    stored = None
+    for number in range(epoch, 2):
+        state.begin_epoch()
+        total = 0.0
+        state.begin_steps()
+        for step in range(done if number == epoch else 0, STEPS):
+            if (number, step) == stop:
+                stored = state.capture()
+            total += step + 1
+        print(total)
+    return stored
+
+
+def test_what_a_stop_has_lost_is_named_again_after_another_stop_at_the_same_place(caplog):
+    """The second checkpoint noted the value that the first stop had left, and the run after it said nothing."""
+    first = summed(LoopState({}, is_main=True), 0, 0, (0, 2))
+    second = summed(resumed(first, inside=True), 0, 2, (0, 2))
+    caplog.clear()
+    summed(resumed(second, inside=True), 0, 2, None)
+    assert "summed: total (0.0, was 3.0)" in caplog.text
+
+
+def test_what_a_stop_has_lost_and_the_next_epoch_sets_is_not_named_again(caplog):
+    first = summed(LoopState({}, is_main=True), 0, 0, (0, 2))
+    second = summed(resumed(first, inside=True), 0, 2, (1, 0))
+    caplog.clear()
+    summed(resumed(second, inside=True), 1, 0, None)
+    assert "summed: total" not in caplog.text
+
+
 def said_of_a_resumed(script, caplog):
     """The warning of a script's second run, which goes on where the first was stopped, after its second step."""
     stored = None

@@ -53,6 +53,8 @@ class LoopState:
         """Of the run, whose callbacks are looked at."""
         self.lost: dict[str, Lost] = {}
         """The variables that this resumed run has certainly lost, by name."""
+        self._still_lost: dict[str, tuple[str, str]] = {}
+        """All that it has lost, until the steps of the next epoch begin: their texts at the checkpoint and now."""
         self.unsaved: list[str] = []
         """Optimizers of the loop that step parameters of the run with a state that no checkpoint holds."""
         self._first: dict[str, str] = {}
@@ -107,7 +109,7 @@ class LoopState:
 
         ``begun``: where code has asked for the steps; None: here. ``any_left``: the loop will make a pass.
         """
-        resumed, self._begun = self._resumed, {}
+        resumed, self._begun, self._still_lost = self._resumed, {}, {}
         found = self._look(enters_loop=resumed is not None and any_left)
         self._given = places_of_frames()
         self._begun = begun or self._given
@@ -126,7 +128,7 @@ class LoopState:
                 set_between=self._set_between,
             )
             resumed.warn_of_unset(any_left=any_left)
-            self._resumed = None
+            self._resumed, self._still_lost = None, resumed.lost
         self._first = {**found.texts, **self._first}
         self._note_data(found)
         self._start, self._generators, self._at_end = found.texts, found.generators, {}
@@ -218,11 +220,11 @@ class LoopState:
             )
         }
 
-    def _is_noted(self, name: str, found: Variables) -> bool:
+    def _is_noted(self, name: str, text: str, found: Variables) -> bool:
         """True if the variable has changed since the run began, or a resumed run may take it from another state."""
         first = self._first.get(name)
         is_of_run = name in found.with_values or type(found.values.get(name)) in (int, float)
-        return first is not None and (is_of_run or first != found.texts[name])
+        return first is not None and (is_of_run or first != text)
 
     def capture(self, *, inside: bool = False) -> dict[str, Any]:
         """The loop's part of a checkpoint; called from within the loop, and perhaps while batches are read."""
@@ -237,7 +239,10 @@ class LoopState:
         ]
         self._note_data(found)
         names = found.live - self._by_reading - self._not_by_loop(found.perhaps_read - self._set_between, found)
-        noted = {name: found.texts[name] for name in names if self._is_noted(name, found)}
+        # What is as the stop before this one has left it is lost to the next run as well.
+        lost = {name: was for name, (was, now) in self._still_lost.items() if found.texts.get(name) == now}
+        texts = {name: text for name, text in {**found.texts, **lost}.items() if name in names}
+        noted = {name: text for name, text in texts.items() if self._is_noted(name, text, found)}
         # A thread, or a function that has ended, may have had the others.
         generators = {**self._generators, **found.generators}
         # What has the value that it was made with is a cache.

@@ -150,6 +150,8 @@ class ResumedLoop:
 
     def __init__(self, notes: LoopNotes, *, inside: bool, is_main: bool) -> None:
         self.notes, self.inside, self._is_main = notes, inside, is_main
+        self.lost: dict[str, tuple[str, str]] = {}
+        """The variables that a stop has lost, each with its text at the checkpoint and its text now."""
         self._epoch: _EpochStart | None = None
         self._untouched: set[str] = set()
         """The variables that the loop's own code has not set between the start of the epoch and its first steps."""
@@ -204,7 +206,7 @@ class ResumedLoop:
             ConfigError: a generator is not there yet, or a data set is not as the loop had left it.
         """
         unread = found.local - found.live
-        lost = self._lost(found, unread - began.live, firsts, numbers)
+        self.lost = lost = self._lost(found, unread - began.live, firsts, numbers)
         self._require_generators(found, lost)
         self._require_data(set_between & lost.keys())
         certain = [name for name in lost if name not in unread | self._others and self._is_certain(name)]
