@@ -60,8 +60,8 @@ class Trainer(Callback):
         self._have_differed = False  # so that a curve does not end where they meet
         metric = "validation_loss" if parts.accuracy is None else "validation_accuracy"
         self._progress = Progress(metric, judged=parts.judged)
-        self._progress.load_state_dict(run.extra.get("trainer", {}))
-        self._values: dict[str, float] = dict(run.extra.get("values", {}))
+        is_same = self._progress.load_state_dict(run.extra.get("trainer", {}))
+        self._values: dict[str, float] = dict(run.extra.get("values", {})) if is_same else {}
         self._has_other_data = bool(run.extra.get("other_data"))  # than the run had at first
         self._first_step = run.position.step
         self._saved_step = run.position.step or -1
