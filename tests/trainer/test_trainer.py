@@ -156,6 +156,18 @@ def test_a_result_on_another_validation_set_is_not_that_of_a_resumed_run(tmp_pat
         assert longer.values["validation_accuracy"] == int((answers == target).sum()) / len(target)
 
 
+def test_the_last_epoch_is_evaluated_where_the_training_set_has_become_smaller(tmp_path):
+    """It was found by the number of steps, and the last lines had the accuracy of the epoch before."""
+    trainer(World(), tmp_path, epochs=2, evaluate_every=3).fit()  # 60 samples: 4 steps
+    resumed = trainer(World(), tmp_path, epochs=4, evaluate_every=3, resume="auto", data=(0, 30)).fit()
+    ends = [each for each in records(tmp_path) if each["kind"] == "epoch"]
+    assert [each["step"] for each in ends] == [4, 8, 10, 12]
+    assert ["validation_accuracy" in each for each in ends] == [False, True, True, True]
+    assert ends[-1]["validation_accuracy"] == resumed.values["validation_accuracy"]
+    trainer(World(), tmp_path, epochs=7, max_steps=13, resume="auto", data=(0, 30)).fit()
+    assert records(tmp_path)[-1]["epochs_done"] == 4.5, "four epochs, and one step of two"
+
+
 def test_a_run_that_had_stopped_early_does_not_go_on_when_resumed(tmp_path):
     options = {"lr": 0.0, "early_stop": 1, "epochs": 9}
     before = run_ranks(outcome, 1, tmp_path, options)
