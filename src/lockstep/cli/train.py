@@ -65,12 +65,7 @@ def add_arguments(parser: Parser) -> None:
     add_train_options(parser, *SHORTCUTS)
     add_options(
         parser,
-        (
-            "--per-device-batch",
-            "N",
-            int,
-            "global batch = N times the data-parallel holders (ddp: devices): part of the recipe",
-        ),
+        ("--per-device-batch", "N", int, "global batch = N times the data-parallel holders: part of the recipe"),
         ("--portable", "", False, "the same bits on every x86-64 CPU with AVX2"),
     )
     add_launch_arguments(parser)
