@@ -229,7 +229,11 @@ def test_a_batch_per_device_that_cannot_be_divided_starts_nothing(command, start
 
 def test_only_the_devices_that_share_the_batch_count_for_it(command, started):
     words = "--per-device-batch 64 --devices cpu:4 --strategy hybrid --mesh data=2,pipeline=2"
-    assert command("train", *words.split())[0] == 0
+    status, _, errors = command("train", *words.split())
+    assert status == 0
+    assert errors.startswith("lockstep: 2 data-parallel holders x 64 samples = training.global_batch 128; "), (
+        "there are four devices"
+    )
     assert JobConfig.from_json(started[0][0].payload["config"]).training.global_batch == 128
 
 

@@ -4,6 +4,7 @@ import time
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tests.ranks import run_ranks
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -39,6 +40,7 @@ def trainer(
     checks="first",
     layout=None,
     data=(0,),
+    validation=1,
     **settings,
 ):
     settings = TrainingConfig(**{"epochs": 4, "global_batch": 16, "micro_batches": 4, **settings})
@@ -63,8 +65,9 @@ def trainer(
         loss=nn.CrossEntropyLoss(),
         accuracy=Accuracy(),
         training_set=blobs(*data),
-        validation_set=blobs(1),
+        validation_set=None if validation is None else blobs(validation),
         workers=0,
+        judged=str(validation),
     )
     saving = CheckpointConfig(every_steps=save_every_steps, every_epochs=save_every_epochs)
     logger = open_loggers(world, folder, ["jsonl"], first_step=run.position.step)
@@ -131,6 +134,38 @@ def test_the_speed_of_a_run_is_that_of_its_epochs(tmp_path):
     assert resumed.first_step == 16
     last = records(tmp_path)[-1]
     assert resumed.samples_per_second == pytest.approx(last["samples_per_second"])
+
+
+@pytest.mark.parametrize("other", [None, 2])
+def test_a_result_on_another_validation_set_is_not_that_of_a_resumed_run(tmp_path, other):
+    """Without one, the record of its last step and its last lines had the accuracy of a step before the stop."""
+    first = trainer(World(), tmp_path, epochs=2).fit()
+    assert {"validation_loss", "validation_accuracy"} == first.values.keys()
+    resumed = trainer(World(), tmp_path, epochs=2, resume="auto", validation=other).fit()
+    assert resumed.values == {}, "no step is left, so nothing was evaluated on it"
+    longer = trainer(World(), tmp_path, epochs=3, max_steps=10, resume="auto", validation=other).fit()
+    last = records(tmp_path)[-1]
+    assert (last["kind"], last["step"], last["epochs_done"]) == ("epoch", 10, 2.5)
+    assert {name for name in last if name.startswith("validation_")} == longer.values.keys()
+    if other is None:
+        assert longer.values == {}
+    else:
+        inputs, target = blobs(other).tensors
+        weights = load_file(longer.weights)
+        answers = nn.functional.linear(inputs, weights["weight"], weights["bias"]).argmax(1)
+        assert longer.values["validation_accuracy"] == int((answers == target).sum()) / len(target)
+
+
+def test_the_last_epoch_is_evaluated_where_the_training_set_has_become_smaller(tmp_path):
+    """It was found by the number of steps, and the last lines had the accuracy of the epoch before."""
+    trainer(World(), tmp_path, epochs=2, evaluate_every=3).fit()  # 60 samples: 4 steps
+    resumed = trainer(World(), tmp_path, epochs=4, evaluate_every=3, resume="auto", data=(0, 30)).fit()
+    ends = [each for each in records(tmp_path) if each["kind"] == "epoch"]
+    assert [each["step"] for each in ends] == [4, 8, 10, 12]
+    assert ["validation_accuracy" in each for each in ends] == [False, True, True, True]
+    assert ends[-1]["validation_accuracy"] == resumed.values["validation_accuracy"]
+    trainer(World(), tmp_path, epochs=7, max_steps=13, resume="auto", data=(0, 30)).fit()
+    assert records(tmp_path)[-1]["epochs_done"] == 4.5, "four epochs, and one step of two"
 
 
 def test_a_run_that_had_stopped_early_does_not_go_on_when_resumed(tmp_path):

@@ -65,7 +65,7 @@ def add_arguments(parser: Parser) -> None:
     add_train_options(parser, *SHORTCUTS)
     add_options(
         parser,
-        ("--per-device-batch", "N", int, "global batch = N times the devices: part of the recipe"),
+        ("--per-device-batch", "N", int, "global batch = N times the data-parallel holders: part of the recipe"),
         ("--portable", "", False, "the same bits on every x86-64 CPU with AVX2"),
     )
     add_launch_arguments(parser)
@@ -209,7 +209,8 @@ def with_batch_per_device(
     holders = data_parallel_holders(config.settings, count)
     batch, rate = each * holders, config.optimizer.args.get("lr")
     if shown:
-        words = f"{plural(holders, 'device')} x {plural(each, 'sample')} = training.global_batch {batch}"
+        shares = plural(holders, "device" if holders == count else "data-parallel holder")
+        words = f"{shares} x {plural(each, 'sample')} = training.global_batch {batch}"
         if isinstance(rate, int | float):
             words += (
                 f"; optimizer.lr stays {rate:g}, where a script with lr *= world_size has {rate * holders:g}. The same "

@@ -325,6 +325,10 @@ class Heartbeat:
         if indices is not None:
             self.samples(indices)
 
+    def leave_untimed(self) -> None:
+        """Leaves the step out of the time of work: it is rehearsed, and ranks wait for each other in any phase."""
+        self._meter.is_timed = False
+
     def await_data(self, epoch: int, step: int) -> None:
         """Writes that the rank waits for the data of a step, which has not begun."""
         if self._is_short(step):

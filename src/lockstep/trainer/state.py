@@ -257,12 +257,13 @@ class Progress:
         """The entries, ready for JSON."""
         return asdict(self)
 
-    def load_state_dict(self, stored: Mapping[str, Any]) -> None:
-        """Continues from what ``as_dict`` gave, unless it is about another metric, loss or validation set."""
+    def load_state_dict(self, stored: Mapping[str, Any]) -> bool:
+        """Continues from what ``as_dict`` gave; False where that is about another metric, loss or validation set."""
         mine = asdict(self)
-        if all(stored.get(name, mine[name]) == mine[name] for name in ("metric", "judged")):
-            for name in mine.keys() & stored.keys():
-                setattr(self, name, stored[name])
+        is_same = all(stored.get(name, mine[name]) == mine[name] for name in ("metric", "judged"))
+        for name in mine.keys() & stored.keys() if is_same else ():
+            setattr(self, name, stored[name])
+        return is_same
 
 
 @dataclass(frozen=True, kw_only=True)

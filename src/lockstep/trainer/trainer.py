@@ -60,8 +60,8 @@ class Trainer(Callback):
         self._have_differed = False  # so that a curve does not end where they meet
         metric = "validation_loss" if parts.accuracy is None else "validation_accuracy"
         self._progress = Progress(metric, judged=parts.judged)
-        self._progress.load_state_dict(run.extra.get("trainer", {}))
-        self._values: dict[str, float] = dict(run.extra.get("values", {}))
+        is_same = self._progress.load_state_dict(run.extra.get("trainer", {}))
+        self._values: dict[str, float] = dict(run.extra.get("values", {})) if is_same else {}
         self._has_other_data = bool(run.extra.get("other_data"))  # than the run had at first
         self._first_step = run.position.step
         self._saved_step = run.position.step or -1
@@ -116,7 +116,7 @@ class Trainer(Callback):
             start=run.position.step - done,
             steps=self.steps_per_epoch,
             done=done,
-            total=settings.steps(self.steps_per_epoch),
+            total=settings.max_steps,
         )
         self._meter.begin(epoch, run.extra.get("epoch"))
         last = self.steps_per_epoch - 1
@@ -221,7 +221,7 @@ class Trainer(Callback):
 
     def _finish_epoch(self, epoch: int, trained: dict[str, float]) -> None:
         step, settings = self.run.position.step, self._settings
-        last, best = step == settings.steps(self.steps_per_epoch), False
+        last, best = epoch + 1 == settings.epochs or step == settings.max_steps, False
         values = self._of_epoch(trained)
         by_epochs = (epoch + 1) % settings.evaluate_every == 0
         is_due = last or by_epochs or self._is_due(step, settings.evaluate_every_steps)
@@ -251,7 +251,7 @@ class Trainer(Callback):
         step, values, best = self.run.position.step, self._of_epoch(trained), False
         if self._parts.validation_set is not None and step == self._settings.max_steps:
             best = self._evaluate_and_judge(epoch, step)
-        values |= {**self._values, "epochs_done": step / self.steps_per_epoch}
+        values |= {**self._values, "epochs_done": epoch + self.run.position.done / self.steps_per_epoch}
         self._log_epoch(epoch, values, is_last=True)
         self._save(step, best=best)
 

@@ -22,6 +22,7 @@ from lockstep.run import Run, RunOptions
 from lockstep.run.checks.rehearsal import Rehearsals
 from lockstep.runtime import Callback
 from lockstep.runtime.events import StepEvents
+from lockstep.runtime.heartbeat import read_beat
 from lockstep.scale.rank import StepObserver
 
 
@@ -84,6 +85,28 @@ def test_the_first_two_steps_and_the_last_are_computed_twice_more(checks, extra)
     trained.register_forward_hook(lambda *_: calls.write(b".") and None)
     train(trained, checks=checks)
     assert len(calls.getvalue()) == 4 * 4 + extra
+
+
+def test_a_rehearsal_is_no_work_on_a_micro_batch(tmp_path, monkeypatch):
+    """Ranks wait for the slow one in a rehearsal, and the line that names it had this for work of the others."""
+    passes, work = io.BytesIO(), {}
+    monkeypatch.setattr("lockstep.runtime.heartbeat.monotonic", lambda: float(len(passes.getvalue())))
+    trained = model()
+    trained.register_forward_hook(lambda *_: passes.write(b".") and None)  # a forward pass takes a second
+    run = Run(RunOptions.of(global_batch=8, micro_batches=4), World(run_directory=str(tmp_path)))
+    try:
+        _, optimizer = run.prepare(trained, torch.optim.SGD(trained.parameters(), lr=0.1))
+        for _ in run.epochs(2):
+            for batch in run.batches(data()):
+                work[batch.plan.step] = read_beat(tmp_path, 0).work
+                run.backward(batch, F.cross_entropy)
+                optimizer.step()
+                optimizer.zero_grad()
+    finally:
+        run.close()
+    assert len(passes.getvalue()) == 8 * 4 + 4 * 2, "steps 0, 1, 4 and 7 are rehearsed"
+    # A micro-batch of each step takes a second; steps before the first that is timed count with it.
+    assert {step: work[step] for step in (3, 4, 6, 7)} == {3: 3.0, 4: 4.0, 6: 6.0, 7: 7.0}
 
 
 def test_metrics_that_a_loss_counts_are_exact():

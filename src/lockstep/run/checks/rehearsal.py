@@ -235,6 +235,7 @@ class Rehearsals:
                 "run.backward was called under parametrize.cached(), which would keep a weight's graph from one micro-"
                 "batch to the next. Put it into the model's forward, or into forward=."
             )
+        compute.heartbeat.leave_untimed()
         self.require_equal_draws()
         if len(self.done) == done == 1 and self._is_main:
             warn_of_settings(is_alone=self._strategy.all_ranks is None)
