@@ -231,7 +231,7 @@ def test_only_the_devices_that_share_the_batch_count_for_it(command, started):
     words = "--per-device-batch 64 --devices cpu:4 --strategy hybrid --mesh data=2,pipeline=2"
     status, _, errors = command("train", *words.split())
     assert status == 0
-    assert errors.startswith("lockstep: 2 data-parallel holders x 64 samples = training.global_batch 128; "), (
+    assert errors.startswith("lockstep: 2 data-parallel replicas x 64 samples = training.global_batch 128; "), (
         "there are four devices"
     )
     assert JobConfig.from_json(started[0][0].payload["config"]).training.global_batch == 128

@@ -65,7 +65,7 @@ def add_arguments(parser: Parser) -> None:
     add_train_options(parser, *SHORTCUTS)
     add_options(
         parser,
-        ("--per-device-batch", "N", int, "global batch = N times the data-parallel holders: part of the recipe"),
+        ("--per-device-batch", "N", int, "global batch = N times the data-parallel replicas: part of the recipe"),
         ("--portable", "", False, "the same bits on every x86-64 CPU with AVX2"),
     )
     add_launch_arguments(parser)
@@ -209,7 +209,7 @@ def with_batch_per_device(
     holders = data_parallel_holders(config.settings, count)
     batch, rate = each * holders, config.optimizer.args.get("lr")
     if shown:
-        shares = plural(holders, "device" if holders == count else "data-parallel holder")
+        shares = plural(holders, "device" if holders == count else "data-parallel replica")
         words = f"{shares} x {plural(each, 'sample')} = training.global_batch {batch}"
         if isinstance(rate, int | float):
             words += (
