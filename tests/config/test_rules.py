@@ -48,7 +48,7 @@ BROKEN = {
     ),
     "a pipeline is filled": (
         ["training.strategy=hybrid", "training.mesh=data=3,pipeline=3"],
-        "micro_batches is 8. A pipeline of 3 stages is not filled by micro_batches=8 over 3 data-parallel holders, "
+        "micro_batches is 8. A pipeline of 3 stages is not filled by micro_batches=8 over 3 data-parallel replicas, "
         "which leave 2 for some. Use at least micro_batches=9, or fewer stages.",
     ),
     "parts are stepped alone": (

@@ -119,7 +119,7 @@ class PipelineOptions(_CutOptions):
 
         Args:
             micro_batches: K of the recipe.
-            holders: data-parallel holders, each of which is a pipeline.
+            holders: data-parallel replicas, each of which is a pipeline.
             ranks: length of the pipeline.
 
         Raises:
@@ -131,13 +131,13 @@ class PipelineOptions(_CutOptions):
                 working = max(1, round(micro_batches / step)) * step
                 raise ConfigError(
                     f"micro_batches={micro_batches} do not fit the interleaved schedule, which takes rounds of "
-                    f"{ranks}, one for each pipeline rank, on each of {holders} data-parallel holders. Use a multiple "
+                    f"{ranks}, one for each pipeline rank, on each of {holders} data-parallel replicas. Use a multiple "
                     f"of {step}, for example micro_batches={working}, or schedule '1f1b'."
                 )
         elif micro_batches // holders < ranks:
             raise ConfigError(
                 f"A pipeline of {ranks} stages is not filled by micro_batches={micro_batches} over {holders} "
-                f"data-parallel holders, which leave {micro_batches // holders} for some. Use at least "
+                f"data-parallel replicas, which leave {micro_batches // holders} for some. Use at least "
                 f"micro_batches={holders * ranks}, or fewer stages."
             )
 
