@@ -237,7 +237,7 @@ class Rehearsals:
             )
         self.require_equal_draws()
         if len(self.done) == done == 1 and self._is_main:
-            warn_of_settings(is_alone=self._strategy.all_ranks is None)
+            warn_of_settings(self._events.callbacks, is_alone=self._strategy.all_ranks is None)
         findings = self._rehearse(prepared, compute, batch, loss, scale)
         if self._is_for_resume:
             self._judge_resumption(findings, prepared.state)
