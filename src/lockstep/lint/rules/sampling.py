@@ -232,7 +232,7 @@ def of_one_share(script: Script) -> Iterator[Hit]:
     ]
     fix = "torch.distributed.all_reduce(correct); torch.distributed.all_reduce(count)  # then correct / count"
     if "lockstep" in script.imported_roots:
-        fix = "run.evaluate(data, metric)  # of all samples, without the sampler or the slice"
+        fix = "run.evaluate(data, metric)  # of all samples; in training also= of run.backward, and len(batch)"
     for place in [*shared, *_shares_by_rank(script)]:
         yield Hit(
             place,
