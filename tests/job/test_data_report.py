@@ -154,7 +154,8 @@ def test_the_text_is_a_histogram_and_a_list_of_readers():
         f"  a           200  {'#' * 8}",
     ]
     assert text[3:5] == ["  unreadable: 22 of 1,200", "    S0"] and text[24] == "    and 2 more"
-    assert text[26:28] == ["data.validation: Rows (1 sample)", "  no class labels found"]
+    unlabelled = "  no class labels found: the data set has no labels or targets with a whole number for each sample"
+    assert text[26:28] == ["data.validation: Rows (1 sample)", unlabelled]
     assert text[29:] == [
         "step 2 of 9 in epoch 1, both counted from 0",
         "  ranks 0, 1   k0   0 (x/0.jpg), 1 (x/1.jpg) and 2 more",

@@ -1,8 +1,10 @@
 """Changes that a loop makes to a data set, or to what that reads: a resumed run has not lost them in silence."""
 
+from collections import Counter
+
 import pytest
 from tests.run.jobs import Left, begin, dataset, leave, train_step
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from lockstep.errors import ConfigError
 
@@ -243,3 +245,87 @@ def test_what_reading_fills_is_not_taken_for_a_change_of_the_loop(name, between,
             trainer(*parts)(folder, stop)
         assert trainer(*parts)(folder) == whole
     assert "variables that are not what they were" not in caplog.text
+
+
+class Counted(Dataset):
+    """Counts what is read, as scripts do that report broken files, and hands a transform of its own on."""
+
+    def __init__(self):
+        self.samples, self.transform, self.drawn = dataset(), Twice(), 0
+        self.broken, self.kinds, self.sizes, self.opened = 0, Counter(), [], None
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, number):
+        self.opened = "file"
+        self.broken += number % 7 == 0
+        x, y = self.samples[number]
+        self.note(x, y)
+        return self.transform(x), y
+
+    def note(self, x, y):
+        self.kinds[int(y)] += 1
+        self.sizes.append(len(x))
+
+    def draw(self):
+        self.drawn += 1
+
+
+class Twice:
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, x):
+        self.calls += 1
+        return x * 2
+
+
+class Joined:
+    def __init__(self):
+        self.rows = 0
+
+    def __call__(self, items):
+        self.rows += len(items)
+        return default_collate(items)
+
+
+def joined(items):
+    global ROWS
+    ROWS += len(items)
+    return default_collate(items)
+
+
+ROWS = 0
+COUNTS = {
+    "number": ("data.broken", "the attribute 'broken' of Counted"),
+    "counter": ("data.kinds", "the attribute 'kinds' of Counted"),
+    "list": ("len(data.sizes)", "the attribute 'sizes' of Counted"),
+    "transform": ("data.transform.calls", "the attribute 'calls' of Twice"),
+    "collate object": ("loader.collate_fn.rows", "the attribute 'rows' of Joined"),
+    "collate function": ("ROWS", "the variable 'ROWS' of joined"),
+    "set anew": ("data.opened", ""),
+    "by the loop": ("data.draw(); data.drawn", ""),
+}
+REPORT = """
+def report(collate):
+    run, _, optimizer = begin()
+    data = Counted()
+    loader = DataLoader(data, batch_size=4, collate_fn=collate)
+    for epoch in run.epochs(2):
+        for batch in run.batches(loader):
+            train_step(run, batch, optimizer)
+        {report}
+    run.close()
+"""
+
+
+@pytest.mark.parametrize("case", COUNTS)
+def test_a_count_that_reading_samples_makes_and_the_loop_reads_is_told(case, caplog):
+    """Each process printed that of its own samples, and of those that are read twice, without a word."""
+    report, told = COUNTS[case]
+    space = {**globals(), "__name__": __name__, "DataLoader": DataLoader}
+    exec(compile(REPORT.format(report=report), __file__, "exec"), space)
+    space["report"](joined if case == "collate function" else Joined())
+    said = [each.getMessage() for each in caplog.records if "Reading samples changes" in each.getMessage()]
+    assert [f"changes {told}, which" in each for each in said] == [True] * bool(told)

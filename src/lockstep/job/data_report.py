@@ -261,7 +261,7 @@ def describe(sets: Sequence[SetFacts], step: StepFacts) -> str:
 
 def _histogram(classes: dict[str, int] | None) -> list[str]:
     if classes is None:
-        return ["  no class labels found"]
+        return ["  no class labels found: the data set has no labels or targets with a whole number for each sample"]
     width, most = max(map(len, classes), default=0), max([*classes.values(), 1])
     rows = [
         f"  {name:<{width}} {count:>9,}  {'#' * round(_BAR * count / most)}".rstrip() for name, count in classes.items()

@@ -317,14 +317,27 @@ def functions_by_name(spaces: Iterable[Mapping[str, Any]]) -> dict[str, list[Cod
 @functools.cache
 def changed_by_reading(kind: type) -> frozenset[str]:
     """The attributes that a data set of this class changes while samples are read, such as a cache."""
+    return frozenset(changed_names(*_read_by(kind), of_functions=True))
+
+
+@functools.cache
+def counted_by_reading(reader: type | FunctionType) -> frozenset[str]:
+    """What a data set, transform or collate function adds to as samples are read, in the words of a ``Snapshot``."""
+    parts, functions = _read_by(reader)
+    named = {name for codes in functions.values() for code in codes for name in (*code.co_names, *code.co_freevars)}
+    counted = named & {each.name for each in carried_names(parts, functions) if each.what == "value"}
+    word = "attribute" if isinstance(reader, type) else "variable"
+    return frozenset(f"the {word} '{name}' of {reader.__qualname__}" for name in counted)
+
+
+def _read_by(reader: type | FunctionType) -> tuple[_Parts, _Functions]:
     functions: dict[str, list[CodeType]] = defaultdict(list)
-    for name, method in methods_of(kind):
-        functions[name].append(method.__code__)
-    reading = [code for name in _READING for code in functions[name]]
-    return frozenset(changed_names([(code, -1, _ALL) for code in reading], functions, of_functions=True))
+    for name, method in methods_of(reader) if isinstance(reader, type) else [("__call__", reader)]:
+        functions[name] += [method.__code__] if is_users_module(method.__module__) else []
+    return [(code, -1, _ALL) for name in _READING for code in functions[name]], functions
 
 
-_READING = ("__getitem__", "__getitems__", "__iter__", "__next__")
+_READING = ("__getitem__", "__getitems__", "__iter__", "__next__", "__call__")
 
 
 def offsets_of_frames() -> dict[FrameType, int]:

@@ -76,7 +76,7 @@ from lockstep.core.values import (
     text_of_table,
 )
 from lockstep.data.keyed import encoded_state
-from lockstep.run.changed_names import CONSTRUCTORS, changed_by_reading, changed_names
+from lockstep.run.changed_names import CONSTRUCTORS, changed_by_reading, changed_names, counted_by_reading
 from lockstep.run.live_variables import live_in
 from lockstep.run.optimizer_step import PreparedOptimizer
 from lockstep.strategies.absent import AbsentTensor
@@ -130,6 +130,8 @@ class Variables:
     """Names of what the frames may read before they set it again, as far as their code shows."""
     asked_for: set[str] = field(default_factory=set)
     """See ``names_asked_for``."""
+    counted: set[str] = field(default_factory=set)
+    """See ``counted_by_reading``."""
     other_names: dict[str, set[str]] = field(default_factory=dict)
     """By the first name of a value: the last words of the other names under which it was found."""
     renewed: set[str] = field(default_factory=set)
@@ -361,6 +363,9 @@ class _Search:
         elif issubclass(kind, DataLoader):
             for key in ("dataset", "sampler", "generator", "collate_fn"):
                 self._look_at_part(Part(ATTRIBUTE, vars(value), key, getattr(value, key, None)), name, depth)
+            collate = getattr(value.collate_fn, "__func__", value.collate_fn)
+            reader = collate if isinstance(collate, FunctionType) else type(collate)
+            self.found.counted |= counted_by_reading(reader)  # type: ignore[arg-type]  # hashable
         elif issubclass(kind, set | frozenset):
             if not only_tensors:
                 every = sorted(map(_text_of_entry, [*value] if len(value) <= _MOST_SORTED else ()))
@@ -470,6 +475,7 @@ class _Search:
         foreign = only_tensors or not is_told
         own: Collection[str] = changed_by_reading(kind) if is_data else ()  # type: ignore[arg-type]
         self._changed_by_reading.update(own)
+        self.found.counted |= counted_by_reading(kind) if self._is_in_data else set()  # type: ignore[arg-type]
         for part in inside_object(value, own):
             if is_open or isinstance(part.holder, dict):
                 self._look_at_part(part, name, depth, foreign)

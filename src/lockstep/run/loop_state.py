@@ -10,6 +10,7 @@ Generators of random numbers are stored in checkpoints and restored. Of other va
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,9 +21,12 @@ from lockstep.data.keyed import encoded_state
 from lockstep.numerics.hidden_state import Snapshot
 from lockstep.run.changed_names import changed_by_loop
 from lockstep.run.frame_variables import Variables
-from lockstep.run.live_variables import Places, names_ahead, places_of_frames
+from lockstep.run.live_variables import Places, names_ahead, places_of_frames, read_in_loop
 from lockstep.run.lost_variables import LoopNotes, Lost, ResumedLoop, words_of
 from lockstep.runtime.events import StepEvents
+from lockstep.text import shorten
+
+logger = logging.getLogger(__name__)
 
 _VARIABLE = re.compile(r"\.(?!<)(?![^ ]*: )|\[")
 """Where the name of a variable of a frame ends, and that of an attribute or entry begins."""
@@ -131,6 +135,14 @@ class LoopState:
             self._resumed, self._still_lost = None, resumed.lost
         self._first = {**found.texts, **self._first}
         self._note_data(found)
+        counts = read_in_loop(sorted(found.counted)) if self._is_main and not self._start else ()
+        if counts:
+            logger.warning(
+                "Reading samples changes %s, which the loop reads. Each process and each loader worker reads only some "
+                "samples, and a few of them several times, so a count there depends on the number of processes. Count "
+                "before the training, or return the count with each sample and take it by run.backward(..., also=).",
+                shorten(counts, 3),
+            )
         self._start, self._generators, self._at_end = found.texts, found.generators, {}
         self._walks += 1
 

@@ -333,22 +333,22 @@ STEPS = (
     (
         "val_set = data; validation = DataLoader(val_set, 4, sampler=DistributedSampler(val_set, 2, 0))",
         "for x, _ in validation: model(x)",
-        "script.py:11: Each rank evaluates a share of these samples",
+        "script.py:11: Each rank evaluates, or counts, a share of these samples",
     ),
     (
         "val_set = data",
         "for i in range(run.world.rank, len(val_set), run.world.world_size): model(val_set[i][0])",
-        "script.py:15: Each rank evaluates a share of these samples",
+        "script.py:15: Each rank evaluates, or counts, a share of these samples",
     ),
     (
         "pass",
         "for part in batch.micro_batches: model(part.data[0])",
-        "script.py:15: Each rank evaluates a share of these samples",
+        "script.py:15: Each rank evaluates, or counts, a share of these samples",
     ),
     (
         "val = torch.ones(8, 6)",
         "model(val[run.world.rank :: run.world.world_size])",
-        "script.py:15: Each rank evaluates a share of these samples",
+        "script.py:15: Each rank evaluates, or counts, a share of these samples",
     ),
     (
         "pass",
@@ -411,6 +411,38 @@ def test_steps_data_seeds_gradients_and_evaluations_by_the_number_of_processes_a
     for (_, _, words), told in zip(STEPS, said):
         assert len(told) == 1 and words in told[0], (words, told)
     assert others == [[]] * len(STEPS)
+
+
+COUNTING = """
+from lockstep.runtime import Callback
+class Seen(Callback):
+    def __init__(self):
+        self.seen = 0
+    def on_micro_batch_end(self, micro_batch):
+        self.seen += len(micro_batch)
+"""
+
+
+def count_in_callback(world):
+    """The messages for a callback whose class is in a file of its own, as in a job."""
+    said, space, file = listened(), {"__name__": "counting"}, "counting.py"
+    linecache.cache[file] = (len(COUNTING), None, COUNTING.splitlines(keepends=True), file)
+    exec(compile(COUNTING, file, "exec"), space)
+    run = Run(RunOptions.of(global_batch=12, micro_batches=4, threads=1), world)
+    run.add_callback(space["Seen"]())
+    model = run.prepare(nn.Linear(6, 4))
+    for batch in run.batches(Rows()):
+        run.backward(batch, nn.CrossEntropyLoss())
+        model.zero_grad()
+    run.close()
+    return [each for each in said if "share of these samples" in each]
+
+
+def test_a_callback_of_another_file_that_counts_one_share_is_named():
+    """A job printed what the callback of one process had counted, without a word."""
+    said, others = run_ranks(count_in_callback, 2)
+    assert len(said) == 1 and said[0].startswith("counting.py:7: Each rank evaluates, or counts, a share")
+    assert not others
 
 
 @pytest.mark.parametrize("lr", ["0.1", "0.1 * world_size)  # lockstep: ignore[LS068"])

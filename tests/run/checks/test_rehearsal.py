@@ -131,6 +131,7 @@ def test_a_number_without_effect_is_named_once(caplog):
     told = [record.getMessage() for record in caplog.records if "changes" in record.getMessage()]
     assert len(told) == 1
     assert "the attribute 'calls' of the model (from 0 to 2)" in told[0]
+    assert "run.backward(..., also=)" in told[0]
 
 
 def test_an_effect_that_comes_with_a_later_call_is_found():

@@ -41,6 +41,7 @@ _COUNTED = ("ConfusionMatrix", "MultiLabelConfusionMatrix", "VariableAccumulatio
 _QUOTIENTS = ("iou", "dicecoefficient", "jaccardindex")
 """Metrics that ignite computes of a matrix, however often it has counted each sample."""
 _EVENTS = ("on_output", "on_micro_batch_begin", "on_micro_batch_end", "on_samples")
+_JOINING = ("sum", "cat", "concat", "concatenate", "stack", "vstack", "hstack")
 _ADDING = ("append", "extend", "add", "update")
 _APART = re.compile(r"time\(|perf_counter|monotonic|\.update\((\d+|len\(\w+\))\)$")
 _SPLITTERS = ("sampler", "split_dataset_by_node", "shard", "num_replicas", "webdataset", "scatter")
@@ -231,7 +232,7 @@ def of_one_share(script: Script) -> Iterator[Hit]:
     ]
     fix = "torch.distributed.all_reduce(correct); torch.distributed.all_reduce(count)  # then correct / count"
     if "lockstep" in script.imported_roots:
-        fix = "run.evaluate(data, metric)  # of all samples, without the sampler or the slice"
+        fix = "run.evaluate(data, metric)  # of all samples; in training also= of run.backward, and len(batch)"
     for place in [*shared, *_shares_by_rank(script)]:
         yield Hit(
             place,
@@ -380,7 +381,10 @@ def _shares_by_rank(script: Script) -> Iterator[ast.expr]:
         if isinstance(parent, _LOOPS) or last_name(getattr(parent, "func", read)) in ("len", "enumerate", "zip"):
             body = script.statement(read) or read
             calls = {script.text(each.func) for each in ast.walk(body) if isinstance(each, ast.Call)}
-            if calls & models or (".backward" not in "".join(calls) and any(_added_to(script, body))):
+            joins = any(
+                last_name(each.func) in _JOINING for each in script.around(read, ast.Call, within_function=True)
+            )
+            if calls & models or (".backward" not in "".join(calls) and (joins or any(_added_to(script, body)))):
                 yield read
     for function in (each for each in script.functions if each.name in _EVENTS):  # of a Callback
         yield from [*_added_to(script, function)][:1]

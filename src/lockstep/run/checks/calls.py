@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep.core.users_code import is_users_code, names_reached, users_frames
+from lockstep.core.users_code import is_users_code, methods_of, names_reached, users_frames
 from lockstep.distributed.collectives import gather_json
 from lockstep.errors import ConfigError
 from lockstep.numerics.hidden_state import Snapshot
@@ -273,12 +273,14 @@ _REMEDIES = {
 """The remedy for the findings of a rule, by its number."""
 
 
-def warn_of_settings(*, is_alone: bool) -> None:
-    """Warns of what the files of the running loop make depend on the number of processes, or on the order of a set.
+def warn_of_settings(callbacks: Iterable[object] = (), *, is_alone: bool) -> None:
+    """Warns of what the loop's files, and those of callbacks, make depend on the number of processes or a set's order.
 
     ``is_alone`` is True for one process. What starts ranks for Lockstep gives all of them one order of sets.
     """
-    files = dict.fromkeys(frame.f_code.co_filename for frame in users_frames())
+    codes = [frame.f_code for frame in users_frames()]
+    codes += [method.__code__ for each in callbacks for _, method in methods_of(type(each))]
+    files = dict.fromkeys(code.co_filename for code in codes)
     texts = [("".join(linecache.getlines(file)), Path(file).name) for file in files]
     if is_alone and not (sys.flags.hash_randomization and any("set(" in text for text, _ in texts)):
         return

@@ -238,7 +238,7 @@ class Rehearsals:
         compute.heartbeat.leave_untimed()
         self.require_equal_draws()
         if len(self.done) == done == 1 and self._is_main:
-            warn_of_settings(is_alone=self._strategy.all_ranks is None)
+            warn_of_settings(self._events.callbacks, is_alone=self._strategy.all_ranks is None)
         findings = self._rehearse(prepared, compute, batch, loss, scale)
         if self._is_for_resume:
             self._judge_resumption(findings, prepared.state)
@@ -467,18 +467,16 @@ class Rehearsals:
                     loss,
                     found.deviation,
                 )
-        new = {n: pair for n, pair in found.changed.items() if without_key(n) not in self._warned}
-        self._warned.update(map(without_key, new))
+        new = {name: found.changed[name] for name in self._untold(found.changed)}
         if new and self._is_main:
             logger.warning(
                 "The forward pass or the loss changes %s. So far the loss does not depend on it. This is checked again "
-                "later, and the run is refused once it does. Each process sees only its own micro-batches, so what the "
-                "loop computes from it differs between processes.",
+                "later, and the run is refused once it does. Each process sees only its own micro-batches: for a count "
+                "or a mean over all samples, return it, and take its mean by run.backward(..., also=).",
                 told(new, _MOST),
             )
         self._warn_of_asked(found.asked)
-        left = [name for name in found.left if without_key(name) not in self._warned]
-        self._warned.update(map(without_key, left))
+        left = self._untold(found.left)
         if left and self._is_main:
             logger.warning(
                 "The loop reads %s, which the forward pass or the loss sets. The value is that of the last micro-batch "
@@ -487,9 +485,14 @@ class Rehearsals:
                 shorten(left, _MOST),
             )
 
+    def _untold(self, names: Iterable[str]) -> list[str]:
+        """Those of the names of which no warning has told, and will not again."""
+        new = [name for name in names if without_key(name) not in self._warned]
+        self._warned.update(map(without_key, new))
+        return new
+
     def _warn_of_asked(self, places: Iterable[str], where: str = "The forward pass or the loss") -> None:
-        asked = [place for place in places if place not in self._warned]
-        self._warned |= {*asked}
+        asked = self._untold(places)
         if asked and self._is_main:
             logger.warning(ASKED, where, shorten(asked, _MOST))
 
@@ -505,9 +508,8 @@ class Rehearsals:
         with watching_calls(asked, "the loss of the whole batch", no_exchange=OF_WHOLE_BATCH):
             found = surrogate(compute, batch, self._strategy, looks=True)
         self._warn_of_asked(asked)
-        if found.remark and "the pair" not in self._warned and self._is_main:
+        if found.remark and self._untold(["the pair"]) and self._is_main:
             logger.warning("%s", found.remark)
-        self._warned |= {"the pair"} if found.remark else set()
         mine = found.digests() if batch.micro_batches else []
         everyone = [each for each in self._strategy.gather_records(mine) if each]
         if any(each != everyone[0] for each in everyone):
@@ -531,9 +533,7 @@ class Rehearsals:
                 "it, so this run would go on with other bits than without the stop. Begin anew without resume. "
                 f"{_STORE_IT} With checks='off' the run goes on anyway."
             )
-        new = [name for name in missed or [what] if name not in self._warned]
-        self._warned |= set(new)
-        if new:
+        if self._untold(missed or [what]):
             logger.warning(
                 "The forward pass or the loss keeps %s from one call to the next, which no checkpoint holds: after a "
                 "stop, the run cannot be resumed. %s",

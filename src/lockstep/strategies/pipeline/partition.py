@@ -174,9 +174,10 @@ def too_few(links: Sequence[ChainLink], stages: int, strategy: str = "pipeline")
             "child of an nn.Sequential)"
         )
     return (
-        f"strategy {strategy!r} needs {stages} stages, and the model is {found}. A Sequential is opened, and a forward "
-        "that only calls its children one after the other without drawing random numbers itself. Make the model such a "
-        f"chain{', use fewer stages' if len(links) > 1 else ''}, or use strategy 'ddp'.{_chain_of_blocks(links)}"
+        f"strategy {strategy!r} needs {stages} stages, and the model is {found}. It can be cut between the children of "
+        "an nn.Sequential, or of a module whose forward only calls them one after the other, without drawing random "
+        f"numbers itself. Make the model such a chain{', use fewer stages' if len(links) > 1 else ''}, or use strategy "
+        f"'ddp'.{_chain_of_blocks(links)}"
     )
 
 
