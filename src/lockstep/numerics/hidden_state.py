@@ -330,8 +330,10 @@ class Snapshot:
             names = names_in(function.__code__)
             for part in globals_of(globals_in(function.__code__), function.__globals__, names):
                 self._global(part, names)
-        elif (wrapped := vars(function).get("__wrapped__")) is not None:  # as by torch.no_grad()
-            self._value(wrapped, name)
+        else:  # what a function of torch's wraps, as torch.no_grad() does, or calls, as a hook of several gradients
+            for part in inside(function):
+                if isinstance(part.value, FunctionType):
+                    self._value(part.value, name)
 
     def _global(self, part: Part, names: frozenset[str]) -> None:
         """One global that code names; ``names`` are all that it names, attributes of modules among them."""
