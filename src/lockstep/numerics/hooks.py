@@ -24,6 +24,19 @@ def hooks_made() -> int:
     return RemovableHandle.next_id
 
 
+def has_held_node(parameter: Tensor) -> bool:
+    """Returns whether somebody keeps the node that adds to a parameter's gradient, which may have hooks of its own."""
+
+    def metadata() -> dict[str, bool]:
+        with torch.enable_grad():
+            function = parameter.view_as(parameter).grad_fn
+        assert function is not None, "it requires a gradient"
+        return function.next_functions[0][0].metadata  # type: ignore[union-attr,return-value]  # a node, of a leaf
+
+    metadata()["lockstep"] = True
+    return "lockstep" in metadata()  # else it is a new one
+
+
 def is_users(hook: Callable[..., Any]) -> bool:
     """Returns whether a hook is none of Lockstep's own."""
     while isinstance(hook, partial):
