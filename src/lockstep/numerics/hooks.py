@@ -24,17 +24,13 @@ def hooks_made() -> int:
     return RemovableHandle.next_id
 
 
-def has_held_node(parameter: Tensor) -> bool:
-    """Returns whether somebody keeps the node that adds to a parameter's gradient, which may have hooks of its own."""
-
-    def metadata() -> dict[str, bool]:
-        with torch.enable_grad():
-            function = parameter.view_as(parameter).grad_fn
-        assert function is not None, "it requires a gradient"
-        return function.next_functions[0][0].metadata  # type: ignore[union-attr,return-value]  # a node, of a leaf
-
-    metadata()["lockstep"] = True
-    return "lockstep" in metadata()  # else it is a new one
+def has_held_nodes(model: nn.Module) -> bool:
+    """Returns whether somebody keeps nodes that add up gradients of a model, which may have hooks of their own."""
+    edge: Any = torch.autograd.graph.get_gradient_edge  # torch's stub of a node has a method "metadata"
+    trained = [each for each in model.parameters() if each.requires_grad]
+    for each in trained:
+        edge(each).node.metadata["lockstep"] = True  # a node that nobody keeps is made anew below
+    return any("lockstep" in edge(each).node.metadata for each in trained)
 
 
 def is_users(hook: Callable[..., Any]) -> bool:

@@ -39,7 +39,7 @@ from lockstep.numerics.hooks import (
     backward_hooks,
     forward_hooks,
     gradient_hooks,
-    has_held_node,
+    has_held_nodes,
     hooks_made,
     is_users,
     put_users_first,
@@ -229,16 +229,14 @@ class DataParallel(Replicated):
 
     def setup_model(self, model: nn.Module) -> nn.Module:
         """Makes the replicas; the user's model is the first."""
-        self._alone = _needs_own(model) or any("forward" in vars(module) for module in model.modules())
+        self._alone = draws_in_forward(model) or any("forward" in vars(module) for module in model.modules())
         model = model.to(self.device)
         others = () if self._alone and self._is_one_device else self.devices[1:]
         copies = [copy_model(model, device, self.running_buffers) for device in others]
         placed = super().setup_model(model)
         self._replicas = [Replica(placed, self.device, self.running_buffers, self._buffers, self._sums.tree)]
-        self._replicas += [
-            Replica(model, device, self.running_buffers) for model, device in zip(copies, self.devices[1:])
-        ]
-        self._hooks_seen = hooks_made()
+        self._replicas += [Replica(each, device, self.running_buffers) for each, device in zip(copies, others)]
+        self._hooks_seen = -1  # they are looked at in the first step
         self._copied = parts_of(placed)
         return placed
 
@@ -249,7 +247,7 @@ class DataParallel(Replicated):
     def backward(self, batch: Batch, compute: Compute, *, scale: float, stop: int) -> StepResult:
         """Runs the micro-batches on the replicas and adds their gradients. See ``Strategy.backward``."""
         if not self._alone and self._hooks_seen != hooks_made():
-            self._alone = _needs_own(self._model)
+            self._alone = draws_in_forward(self._model) or has_held_nodes(self._model)
             self._hooks_seen = hooks_made()
         with compute.autocast():
             one_by_one = self._alone or self._has_thread_settings()
@@ -353,11 +351,6 @@ class DataParallel(Replicated):
             slots[0].stack = [total]
             for slot in slots[1:]:
                 slot.stack = []
-
-
-def _needs_own(model: nn.Module) -> bool:
-    """True where the model draws, or has hooks that replicas would disturb or lack."""
-    return draws_in_forward(model) or any(each.requires_grad and has_held_node(each) for each in model.parameters())
 
 
 def variables_of(loss: Tensor) -> Iterator[Tensor]:
