@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from lockstep.data.keyed import content_of
+from lockstep.data.keyed import content_of, state_of
 from lockstep.data.reader import Collate, InlineReading, ReadTrace, Request, SampleReader
 from lockstep.data.worker_process import Failure, InWorker, WorkerDataset, WorkerStacks, explain_loss, unwatch
 from lockstep.errors import ConfigError, DataError, StallError
@@ -256,8 +256,9 @@ def sample_digests(dataset: Any, indices: Sequence[int], **options: Unpack[Readi
     """Digests of some samples as they are read for training, by the name of each in messages.
 
     They are read where training reads them: in a worker process if there are any, so that files which a set keeps open
-    are not opened here.
+    are not opened here. What the set makes of the first samples that it reads, it has not made of these.
     """
+    put_back = state_of({"": dataset, "collate": options.get("collate")})
     options["workers"] = min(1, options.get("workers", 0))
     options["checks"], options["trace"] = True, None
     reading, found = open_reading(dataset, **options), {}
@@ -268,6 +269,7 @@ def sample_digests(dataset: Any, indices: Sequence[int], **options: Unpack[Readi
             content = ["cannot be read"]
         found[f"sample {index}"] = hashlib.sha256(repr(content).encode()).hexdigest()[:8]
     reading.close()
+    put_back()
     return found
 
 
