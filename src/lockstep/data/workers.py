@@ -256,9 +256,9 @@ def sample_digests(dataset: Any, indices: Sequence[int], **options: Unpack[Readi
     """Digests of some samples as they are read for training, by the name of each in messages.
 
     They are read where training reads them: in a worker process if there are any, so that files which a set keeps open
-    are not opened here. What the set makes of the first samples that it reads, it has not made of these.
+    are not opened here.
     """
-    put_back = state_of({"": dataset, "collate": options.get("collate")})
+    put_back, is_refused = state_of({"": dataset, "collate": options.get("collate")}), False
     options["workers"] = min(1, options.get("workers", 0))
     options["checks"], options["trace"] = True, None
     reading, found = open_reading(dataset, **options), {}
@@ -266,10 +266,11 @@ def sample_digests(dataset: Any, indices: Sequence[int], **options: Unpack[Readi
         try:
             content = content_of(next(reading.read(iter([Request(0, np.array([index]))]))))
         except DataError:  # the step that holds it raises this too, or skips the sample
-            content = ["cannot be read"]
+            content, is_refused = ["cannot be read"], True
         found[f"sample {index}"] = hashlib.sha256(repr(content).encode()).hexdigest()[:8]
     reading.close()
-    put_back()
+    if is_refused:
+        put_back()  # it is to be refused again, though it has made something of these samples
     return found
 
 
