@@ -231,6 +231,22 @@ def test_what_a_decorated_function_names_is_found_and_put_back():
     assert COUNTS == {"steps": 0}
 
 
+def test_what_a_hook_of_several_gradients_keeps_is_found_and_put_back():
+    """Nothing was said of the list, and it held what the rehearsals had added, too."""
+    model, norms = nn.Linear(2, 2), []
+
+    def note(gradients):
+        norms.append(float(gradients[0].norm()))
+
+    torch.autograd.graph.register_multi_grad_hook([*model.parameters()], note)
+    before = Snapshot({"": model})
+    model(torch.ones(1, 2)).sum().backward()
+    changed = before.changed(Snapshot({"": model}, restorable=False))
+    assert changed["the variable 'norms' of a hook of the model"] == ("0 entries", "1 entries"), changed
+    before.restore()
+    assert norms == []
+
+
 def counting_calls(function):
     calls = 0
 

@@ -149,7 +149,7 @@ FREELY = {
 FILES = ("best.json", "model.safetensors", "average.safetensors")
 """Files of a run folder that have the same bytes in every layout."""
 OF_THE_CLOCK = ("seconds", "samples_per_second")
-REFUSED, PREEMPTED = 2, 75
+REFUSED, NON_FINITE, PREEMPTED = 2, 6, 75
 
 
 def draw(seed):
@@ -458,8 +458,9 @@ def run_seed(seed, folder):
     if "start.safetensors" in text:
         write_weights(tomllib.loads(text)["model"]["kind"], folder / "start.safetensors")
     reference = Trained(folder, "single", 1, ["--strategy", "single"])
-    if reference.status:
-        return [("single", "refused" if reference.status == REFUSED else "failed", reference.output)]
+    if reference.status:  # non-finite: the job is wrong in itself, as where the last step has only ignored targets
+        what = {REFUSED: "refused", NON_FINITE: "wrong"}.get(reference.status, "failed")
+        return [("single", what, reference.output)]
     whole, ends = reference, []
     for name, resumes in layouts:
         processes, *options = {**LAYOUTS, **SHARDED, **LOOSE}[name]

@@ -325,6 +325,95 @@ def test_what_is_kept_may_have_been_drawn_by_the_number_of_the_sample():
     assert train(KeepsNoiseOfItsNumber(None)) == train(KeepsNoiseOfItsNumber(None), workers=1)
 
 
+class Numbers(Rows):
+    """Numbers words in the order in which it meets them."""
+
+    def __init__(self):
+        super().__init__()
+        self.vocabulary = {}
+
+    def __getitem__(self, index):
+        number = self.vocabulary.setdefault(f"word {index * 7 % 5}", len(self.vocabulary))
+        return self.rows[index] + number, index % 2
+
+
+class FirstDecides(Rows):
+    """Makes something once, of the first sample that it reads or of random numbers drawn for it."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.make = make
+
+    def __getitem__(self, index):
+        if not hasattr(self, "made"):
+            self.made = self.make(self.rows[index])
+        return self.rows[index] + self.made, index % 2
+
+
+CLASSES = {}
+
+
+def numbering(samples):
+    numbers = [CLASSES.setdefault(float(x[0]) % 3, len(CLASSES)) for x, _ in samples]
+    return torch.stack([x for x, _ in samples]), torch.tensor(numbers) % 2
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Numbers,
+        lambda: FirstDecides(torch.mean),
+        lambda: FirstDecides(torch.rand_like),
+        lambda: FirstDecides(lambda row: np.random.permutation(16)[0]),
+        lambda: DataLoader(Rows(), batch_size=2, collate_fn=numbering),
+    ],
+    ids=["numbers of words", "a value of a sample", "drawn", "an order", "numbers of classes"],
+)
+def test_a_set_that_makes_something_of_the_first_samples_is_refused(make):
+    """It ended in other bits on each number of processes and workers."""
+    CLASSES.clear()
+    for options in ({}, {"workers": 1}):
+        with pytest.raises(DataError, match=r"\w+\[[\d, ]+\] gave other values when it was read before others"):
+            train(make(), **options)
+
+
+def ending_with(world, make):
+    """How training ends on a rank, which has first samples of its own."""
+    try:
+        return train(make(), world=world)
+    except DataError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("make", [Numbers, partial(FirstDecides, torch.mean)], ids=["numbers", "a value"])
+def test_several_ranks_refuse_such_a_set_too(make):
+    """All of them read some samples to compare, and went on with what these had made."""
+    for said in run_ranks(ending_with, 2, make, timeout=60):
+        assert "gave other values when it was read before others" in said
+
+
+class OpensLater(Rows):
+    """Opens its file at the first read, and counts its reads."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.path, self.file, self.cache = path, None, {}
+
+    def __getitem__(self, index):
+        self.reads += 1
+        if self.file is None:
+            self.file = np.memmap(self.path, np.uint8, "r")
+        self.cache.setdefault(index, int(self.file[index]))
+        return self.rows[index] + self.cache[index], index % 2
+
+
+def test_a_file_that_is_opened_at_the_first_read_and_a_cache_are_fine(tmp_path):
+    (path := tmp_path / "file").write_bytes(bytes(range(16)))
+    data = OpensLater(path)
+    assert train(data) == train(OpensLater(path), workers=1)
+    assert data.reads > 16 and len(data.cache) == 16
+
+
 def test_keyed_draws_and_prepared_samples_are_fine():
     assert train(Keyed()) == train(Keyed(), workers=1) == train(Keyed(), checks="off")
 

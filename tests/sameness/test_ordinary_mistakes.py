@@ -448,6 +448,18 @@ def test_a_step_after_a_caught_error_is_refused_where_other_ranks_may_wait():
     assert not found.refusal and not found.fault, found
 
 
+def without_weight(world, settings):
+    """No sample counts, as where all targets are masked."""
+    return train(world, settings, loss=lambda output, target: (output.sum() * 0, 0))
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "pipeline", "servers"])
+def test_a_step_without_weight_is_refused(layout):
+    """Under ``fsdp`` all weights became NaN, and the run ended with exit status 0."""
+    (found,) = outcomes((without_weight,), layout)
+    assert "The loss of step 0 has no mean, since its weights add up to 0" in found.refusal, found
+
+
 def caught_evaluation(world, settings):
     """The same of an evaluation."""
 

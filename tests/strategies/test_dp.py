@@ -77,6 +77,25 @@ def test_every_number_of_replicas_gives_the_bits_of_one_device(make, replicas):
     assert differing(alone(make), train(replicas, make)) == []
 
 
+KEPT = []
+
+
+def with_halved_gradients():
+    """A model whose gradients are halved before they are added, as by libraries from before hooks on parameters."""
+    model = quiet()
+    for parameter in model[-1].parameters():
+        node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
+        node.register_prehook(lambda gradients: (gradients[0] * 0.5,))
+        KEPT.append(node)
+    return model
+
+
+def test_hooks_of_the_nodes_that_add_gradients_run_for_all_micro_batches():
+    """Only those of the first replica were called."""
+    assert differing(alone(quiet), alone(with_halved_gradients))
+    assert differing(alone(with_halved_gradients), train(2, with_halved_gradients)) == []
+
+
 class Halved(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         found = function(*args, **(kwargs or {}))

@@ -28,6 +28,9 @@ from lockstep.core.fingerprint import digest_tensor
 from lockstep.core.plan import Indices, mix
 from lockstep.core.seeding import sample_seeds
 from lockstep.core.values import (
+    GLOBAL,
+    OF_CLASS,
+    VARIABLE,
     attributes_of,
     entries_in,
     inside,
@@ -36,6 +39,8 @@ from lockstep.core.values import (
     octets_of,
     parts_of_tensor,
     reached_from,
+    refill,
+    stored_in,
     text_of_octets,
     text_of_plain,
     text_of_table,
@@ -181,20 +186,41 @@ _MOST_PLACES, _MOST_ENTRIES = 5_000, 64
 """Of what a data set leads to; of a list or dict."""
 
 
-def generators_of(roots: Mapping[str, Any]) -> dict[str, Any]:
-    """The generators of random numbers to which objects and functions of the user's lead, by the path to each."""
-    found: dict[str, Any] = {}
+def _led_to(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What is not plain and objects and functions of the user's lead to, by the path to each."""
     todo, seen = deque(roots.items()), dict[int, Any]()
     while todo and len(seen) < _MOST_PLACES:
         name, value = todo.popleft()
         if value is None or is_plain(value) or isinstance(value, _ENDS) or id(value) in seen:
             continue
         seen[id(value)] = value  # which stays, so that its identity is its own
-        if encoded_state(value) is not None:
-            found[name] = value
-        else:
+        yield name, value
+        if encoded_state(value) is None:
             todo += [(part.path(name), part.value) for part in reached_from(value, _MOST_ENTRIES)]
-    return found
+
+
+def generators_of(roots: Mapping[str, Any]) -> dict[str, Any]:
+    """The generators of random numbers to which objects and functions of the user's lead, by the path to each."""
+    return {name: value for name, value in _led_to(roots) if encoded_state(value) is not None}
+
+
+def state_of(roots: Mapping[str, Any]) -> Callable[[], None]:
+    """What puts back the entries, attributes and variables to which the roots lead, and no values of tensors."""
+    found = list[Callable[[], object]]()
+    for _, value in _led_to(roots):
+        for held in (value, attributes_of(value)):
+            if isinstance(held, dict):
+                found.append(partial(refill, held, dict(stored_in(held))))
+            elif type(held) in (list, set, deque):
+                found.append(partial(refill, held, held.copy()))
+        parts = reached_from(value, _MOST_ENTRIES)
+        found += [partial(part.put, part.value) for part in parts if part.how in (VARIABLE, GLOBAL, OF_CLASS)]
+
+    def put_back() -> None:
+        for each in found:
+            each()
+
+    return put_back
 
 
 _COUNTS = (int, float)
@@ -212,9 +238,9 @@ class Rereading:
     """
 
     def __init__(self, roots: Mapping[str, Any]) -> None:
-        self._roots = roots
+        self._roots, self._put_back = roots, state_of(roots)
         self._generators: dict[str, Any] | None = None
-        self._held: list[tuple[str, Any, list[str]]] = []
+        self._held: list[tuple[str, Callable[[], Any], Any, list[str]]] = []
         self._drew_once: list[str] = []
 
     def require_equal(self, name: str, read: Callable[[], Any], seed: int | None = None, times: int = 2) -> None:
@@ -255,7 +281,7 @@ class Rereading:
                 "values. How far that has drawn depends on which process has read what, and so would later samples. "
                 f"Draw from torch, NumPy or random, which are seeded for each sample. If it is a library's, {_SEED_IT}"
             )
-        self._held.append((name, data, first))
+        self._held.append((name, read, data, first))
         if any(once != then and is_since() for (once, is_since), (then, _) in zip(drawn, redrawn)):
             self._drew_once.append(name)
         if len(self._drew_once) > 1:
@@ -291,13 +317,30 @@ class Rereading:
 
     def require_kept(self) -> None:
         """Raises ``DataError`` where samples that were read are no longer what they were."""
-        for name, data, content in self._held:
+        for name, _, data, content in self._held:
             if content_of(data) != content:
                 raise DataError(
                     f"{name} changed when other samples were read: the data set or its collate function gives the same "
                     "memory again and again. The micro-batches of a step are held together. Return copies, for example "
                     "tensor.clone()."
                 )
+
+    def require_any_order(self) -> None:
+        """Raises ``DataError`` where samples are others if those that were read later are the first to be read."""
+        now, later = state_of(self._roots), list[list[str]]()
+        held = [*self._held[-2::-1], *self._held[-1:]]  # the last may be all of them, collated
+        self._put_back()
+        with suppress(DataError):
+            later += [content_of(read()) for _, read, _, _ in held]
+        differing = [each[0] for each, other in zip(held, later) if each[-1] != other]
+        (self._put_back if differing else now)()
+        if differing:
+            raise DataError(
+                f"{differing[0]} gave other values when it was read before others: the data set, or its collate "
+                "function, keeps something of the first samples that it reads, such as the numbers that it gives to "
+                "words or classes as it meets them, a mean, or an order that is drawn then. Which process reads what "
+                "first depends on their number. Make it from the whole data set, before run.batches."
+            )
 
 
 _SEED_IT = (

@@ -398,6 +398,7 @@ class SampleReader:
             times = 8 if len(keys.indices) <= _FEW and time.perf_counter() < end else 2
             compared.require_equal(self._named_rows(keys), partial(self._read, keys), times=times)
         compared.require_kept()
+        compared.require_any_order()
 
     def _named_rows(self, keys: SampleKeys) -> str:
         return f"{type(self._dataset).__name__}[{shorten(self._rows(keys).tolist(), 4)}]"

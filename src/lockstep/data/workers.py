@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from lockstep.data.keyed import content_of
+from lockstep.data.keyed import content_of, state_of
 from lockstep.data.reader import Collate, InlineReading, ReadTrace, Request, SampleReader
 from lockstep.data.worker_process import Failure, InWorker, WorkerDataset, WorkerStacks, explain_loss, unwatch
 from lockstep.errors import ConfigError, DataError, StallError
@@ -258,6 +258,7 @@ def sample_digests(dataset: Any, indices: Sequence[int], **options: Unpack[Readi
     They are read where training reads them: in a worker process if there are any, so that files which a set keeps open
     are not opened here.
     """
+    put_back, is_refused = state_of({"": dataset, "collate": options.get("collate")}), False
     options["workers"] = min(1, options.get("workers", 0))
     options["checks"], options["trace"] = True, None
     reading, found = open_reading(dataset, **options), {}
@@ -265,9 +266,11 @@ def sample_digests(dataset: Any, indices: Sequence[int], **options: Unpack[Readi
         try:
             content = content_of(next(reading.read(iter([Request(0, np.array([index]))]))))
         except DataError:  # the step that holds it raises this too, or skips the sample
-            content = ["cannot be read"]
+            content, is_refused = ["cannot be read"], True
         found[f"sample {index}"] = hashlib.sha256(repr(content).encode()).hexdigest()[:8]
     reading.close()
+    if is_refused:
+        put_back()  # it is to be refused again, though it has made something of these samples
     return found
 
 

@@ -330,8 +330,9 @@ class Snapshot:
             names = names_in(function.__code__)
             for part in globals_of(globals_in(function.__code__), function.__globals__, names):
                 self._global(part, names)
-        elif (wrapped := vars(function).get("__wrapped__")) is not None:  # as by torch.no_grad()
-            self._value(wrapped, name)
+        else:  # what a function of torch's wraps, as torch.no_grad() does, or calls, as a hook of several gradients
+            for each in (part.value for part in inside(function) if isinstance(part.value, FunctionType)):
+                self._value(each, name)
 
     def _global(self, part: Part, names: frozenset[str]) -> None:
         """One global that code names; ``names`` are all that it names, attributes of modules among them."""

@@ -24,6 +24,15 @@ def hooks_made() -> int:
     return RemovableHandle.next_id
 
 
+def has_held_nodes(model: nn.Module) -> bool:
+    """Returns whether somebody keeps nodes that add up gradients of a model, which may have hooks of their own."""
+    edge: Any = torch.autograd.graph.get_gradient_edge  # torch's stub of a node has a method "metadata"
+    trained = [each for each in model.parameters() if each.requires_grad]
+    for each in trained:
+        edge(each).node.metadata["lockstep"] = True  # a node that nobody keeps is made anew below
+    return any("lockstep" in edge(each).node.metadata for each in trained)
+
+
 def is_users(hook: Callable[..., Any]) -> bool:
     """Returns whether a hook is none of Lockstep's own."""
     while isinstance(hook, partial):

@@ -39,6 +39,7 @@ from lockstep.numerics.hooks import (
     backward_hooks,
     forward_hooks,
     gradient_hooks,
+    has_held_nodes,
     hooks_made,
     is_users,
     put_users_first,
@@ -234,10 +235,8 @@ class DataParallel(Replicated):
         copies = [copy_model(model, device, self.running_buffers) for device in others]
         placed = super().setup_model(model)
         self._replicas = [Replica(placed, self.device, self.running_buffers, self._buffers, self._sums.tree)]
-        self._replicas += [
-            Replica(model, device, self.running_buffers) for model, device in zip(copies, self.devices[1:])
-        ]
-        self._hooks_seen = hooks_made()
+        self._replicas += [Replica(each, device, self.running_buffers) for each, device in zip(copies, others)]
+        self._hooks_seen = -1  # they are looked at in the first step
         self._copied = parts_of(placed)
         return placed
 
@@ -248,7 +247,7 @@ class DataParallel(Replicated):
     def backward(self, batch: Batch, compute: Compute, *, scale: float, stop: int) -> StepResult:
         """Runs the micro-batches on the replicas and adds their gradients. See ``Strategy.backward``."""
         if not self._alone and self._hooks_seen != hooks_made():
-            self._alone = draws_in_forward(self._model)
+            self._alone = draws_in_forward(self._model) or has_held_nodes(self._model)
             self._hooks_seen = hooks_made()
         with compute.autocast():
             one_by_one = self._alone or self._has_thread_settings()

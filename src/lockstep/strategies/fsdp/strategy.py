@@ -259,7 +259,8 @@ class FullyShardedDataParallel(Strategy):
         if self._buffers.numel:
             self._buffers.finish_step(fold_rows(self.gather_in_order(values, leaves)), leaves, advanced)
         self._buffers.refuse_changed_others()
-        finite = (losses.sum().isfinite()) & (self._header.flag(headers, 1) == 0)
+        # The sums are finite: so are the means, unless the weight is 0 or NaN.
+        finite = losses.sum().isfinite() & divisor.reciprocal().isfinite() & (self._header.flag(headers, 1) == 0)
         return StepResult(fold_rows(losses) / weight, losses, weight, self._header.flag(headers), finite)
 
 
