@@ -1,6 +1,8 @@
 """Data sets that keep something from one read to the next are refused; sets that are read twice alike are not."""
 
+import queue
 import random
+import threading
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +26,7 @@ from torch.utils.data import (
 
 from lockstep.core.world import World
 from lockstep.data import Bucketed, SkipBroken, Weighted, adopt
-from lockstep.data.keyed import content_of
+from lockstep.data.keyed import content_of, state_of
 from lockstep.data.reader import InlineReading, Request, SampleReader
 from lockstep.errors import DataError
 from lockstep.run import Run, RunOptions
@@ -412,6 +414,62 @@ def test_a_file_that_is_opened_at_the_first_read_and_a_cache_are_fine(tmp_path):
     data = OpensLater(path)
     assert train(data) == train(OpensLater(path), workers=1)
     assert data.reads > 16 and len(data.cache) == 16
+
+
+class SkipsTheSeek(Rows):
+    """Reads on where its file, which was open from the start, already stands."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.file, self.at = path.open("rb"), 0
+
+    def __getitem__(self, index):
+        if index != self.at:
+            self.file.seek(index)
+        self.at = index + 1
+        return torch.tensor(self.file.read(1)[0])
+
+
+@pytest.mark.parametrize("first", range(16))
+def test_a_position_that_a_set_keeps_of_its_file_stays_that_of_the_file(tmp_path, first):
+    """Reading in another order put the number back and not the file, and later samples were others."""
+    (path := tmp_path / "file").write_bytes(bytes(range(16)))
+    data = SkipsTheSeek(path)
+    reader, rows = SampleReader(data, seed=0, checks=True), [*range(first, 16), *range(first)]
+    with data.file:
+        assert [int(reader.read(0, np.array([index]))) for index in rows] == rows
+
+
+class AsksAThread(Rows):
+    """Has a thread of its own that waits for the numbers of samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked, self.given = queue.Queue(), queue.Queue()
+        threading.Thread(target=self.answer, daemon=True).start()
+
+    def answer(self):
+        while (index := self.asked.get()) is not None:
+            self.given.put(self.rows[index])
+
+    def __getitem__(self, index):
+        self.asked.put(index)
+        return self.given.get(timeout=20), index % 2
+
+
+def test_the_queues_of_a_thread_stay_as_they_are():
+    """Those who wait for one were put back to whom it had known before, and waited for ever."""
+    data = AsksAThread()
+    assert train(data) == train(Rows())
+    data.asked.put(None)
+
+
+def test_what_a_set_keeps_is_put_back_unless_it_is_large():
+    small, large = {}, dict.fromkeys(range(20_000))
+    put_back = state_of({"small": small, "large": large})
+    small["new"] = large["new"] = 1
+    put_back()
+    assert "new" not in small and "new" in large
 
 
 def test_keyed_draws_and_prepared_samples_are_fine():

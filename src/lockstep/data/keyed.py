@@ -8,10 +8,11 @@ generator at all.
 from __future__ import annotations
 
 import datetime
+import io
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
@@ -27,7 +28,9 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from lockstep.core.fingerprint import digest_tensor
 from lockstep.core.plan import Indices, mix
 from lockstep.core.seeding import sample_seeds
+from lockstep.core.users_code import is_users_function, is_users_module
 from lockstep.core.values import (
+    CONTAINERS,
     GLOBAL,
     OF_CLASS,
     VARIABLE,
@@ -182,37 +185,43 @@ def _like_own(own: Any, state: Any) -> Any:
     return np.array(state, dtype=own.dtype) if isinstance(own, np.ndarray) else state
 
 
-_MOST_PLACES, _MOST_ENTRIES = 5_000, 64
-"""Of what a data set leads to; of a list or dict."""
+_MOST_PLACES, _MOST_ENTRIES, _MOST_KEPT = 5_000, 64, 10_000
+"""Of what a data set leads to; of a list or dict; of one whose entries are put back."""
 
 
-def _led_to(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """What is not plain and objects and functions of the user's lead to, by the path to each."""
-    todo, seen = deque(roots.items()), dict[int, Any]()
+def _led_to(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any, bool]]:
+    """What is not plain and objects and functions of the user's lead to, by the path to each; whether it is his."""
+    todo, seen = deque((*each, True) for each in roots.items()), dict[int, Any]()
     while todo and len(seen) < _MOST_PLACES:
-        name, value = todo.popleft()
+        name, value, is_users = todo.popleft()
         if value is None or is_plain(value) or isinstance(value, _ENDS) or id(value) in seen:
             continue
         seen[id(value)] = value  # which stays, so that its identity is its own
-        yield name, value
+        if not isinstance(value, CONTAINERS):
+            is_function = isinstance(value, FunctionType)
+            is_users = is_users_function(value) if is_function else is_users_module(type(value).__module__)
+        yield name, value, is_users
         if encoded_state(value) is None:
-            todo += [(part.path(name), part.value) for part in reached_from(value, _MOST_ENTRIES)]
+            todo += [(part.path(name), part.value, is_users) for part in reached_from(value, _MOST_ENTRIES)]
 
 
 def generators_of(roots: Mapping[str, Any]) -> dict[str, Any]:
     """The generators of random numbers to which objects and functions of the user's lead, by the path to each."""
-    return {name: value for name, value in _led_to(roots) if encoded_state(value) is not None}
+    return {name: value for name, value, _ in _led_to(roots) if encoded_state(value) is not None}
 
 
 def state_of(roots: Mapping[str, Any]) -> Callable[[], None]:
-    """What puts back the entries, attributes and variables to which the roots lead, and no values of tensors."""
+    """What puts back entries, attributes and variables of the user's to which the roots lead, no values of tensors.
+
+    Large containers stay as they are, and so do objects of libraries: threads may wait for a queue, and a file counts
+    who reads it.
+    """
     found = list[Callable[[], object]]()
-    for _, value in _led_to(roots):
+    for _, value in (each[:2] for each in _led_to(roots) if each[2]):
         for held in (value, attributes_of(value)):
-            if isinstance(held, dict):
-                found.append(partial(refill, held, dict(stored_in(held))))
-            elif type(held) in (list, set, deque):
-                found.append(partial(refill, held, held.copy()))
+            is_dict = isinstance(held, dict)
+            if (is_dict or type(held) in (list, set, deque)) and len(held) <= _MOST_KEPT:
+                found.append(partial(refill, held, dict(stored_in(held)) if is_dict else held.copy()))
         parts = reached_from(value, _MOST_ENTRIES)
         found += [partial(part.put, part.value) for part in parts if part.how in (VARIABLE, GLOBAL, OF_CLASS)]
 
@@ -221,6 +230,17 @@ def state_of(roots: Mapping[str, Any]) -> Callable[[], None]:
             each()
 
     return put_back
+
+
+def _keeps_a_place(value: Any) -> bool:
+    """True for an open file, a connection and the like, whose own state goes on where ``state_of`` goes back."""
+    if hasattr(value, "__dict__") or isinstance(value, (np.ndarray, *CONTAINERS)):
+        return isinstance(value, io.IOBase)
+    try:
+        value.__reduce_ex__(4)
+    except Exception:
+        return True  # it has what Python cannot store
+    return False
 
 
 _COUNTS = (int, float)
@@ -239,6 +259,7 @@ class Rereading:
 
     def __init__(self, roots: Mapping[str, Any]) -> None:
         self._roots, self._put_back = roots, state_of(roots)
+        self._goes_back = not any(_keeps_a_place(value) for _, value, _ in _led_to(roots))
         self._generators: dict[str, Any] | None = None
         self._held: list[tuple[str, Callable[[], Any], Any, list[str]]] = []
         self._drew_once: list[str] = []
@@ -300,7 +321,7 @@ class Rereading:
         """A further read, where reads change numbers, as if these had counted an epoch. Else, or if it fails, none."""
         reads = max([1, *(len(root) for root in self._roots.values() if isinstance(root, Sized))])
         found = [(own, key, own[key], then) for own, key, then in numbers if key in own]
-        counts = [each for each in found if type(each[2]) in _COUNTS and each[2] != each[3]]
+        counts = [each for each in found if type(each[2]) in _COUNTS and each[2] != each[3] and self._goes_back]
         for own, key, now, then in counts:
             own[key] = now + reads * (now - then)
         content = list[list[str]]()
@@ -327,20 +348,31 @@ class Rereading:
 
     def require_any_order(self) -> None:
         """Raises ``DataError`` where samples are others if those that were read later are the first to be read."""
-        now, later = state_of(self._roots), list[list[str]]()
+        if not self._goes_back:
+            return
+        now = state_of(self._roots)
         held = [*self._held[-2::-1], *self._held[-1:]]  # the last may be all of them, collated
-        self._put_back()
-        with suppress(DataError):
-            later += [content_of(read()) for _, read, _, _ in held]
+        later = self._from_start(held)
         differing = [each[0] for each, other in zip(held, later) if each[-1] != other]
-        (self._put_back if differing else now)()
-        if differing:
+        # What has not gone back gives other values in the first order, too.
+        is_by_order = bool(differing) and self._from_start(self._held) == [each[-1] for each in self._held]
+        (self._put_back if is_by_order else now)()
+        if is_by_order:
             raise DataError(
                 f"{differing[0]} gave other values when it was read before others: the data set, or its collate "
                 "function, keeps something of the first samples that it reads, such as the numbers that it gives to "
                 "words or classes as it meets them, a mean, or an order that is drawn then. Which process reads what "
                 "first depends on their number. Make it from the whole data set, before run.batches."
             )
+
+    def _from_start(self, held: Iterable[tuple[str, Callable[[], Any], Any, list[str]]]) -> list[list[str]]:
+        """The contents of samples that are read in this order from the state before the first read, until one fails."""
+        self._put_back()
+        found = list[list[str]]()
+        with suppress(DataError):
+            for _, read, _, _ in held:
+                found.append(content_of(read()))
+        return found
 
 
 _SEED_IT = (
