@@ -385,7 +385,7 @@ for batch in run.batches(data):
     ("command", "seed", "is_told"),
     [
         ((sys.executable,), {}, True),
-        ((sys.executable,), {"PYTHONHASHSEED": "0"}, False),
+        pytest.param((sys.executable,), {"PYTHONHASHSEED": "0"}, False, marks=pytest.mark.slow),
         ((sys.executable, "-m", "lockstep", "run", "--devices", "cpu:2"), {}, False),
     ],
 )
