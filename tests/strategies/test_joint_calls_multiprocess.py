@@ -145,7 +145,7 @@ def outcomes(world, options, folder):
     [
         (2, {"strategy": "fsdp"}),
         (2, {"strategy": "pipeline"}),
-        (2, {"strategy": "tensor"}),
+        pytest.param(2, {"strategy": "tensor"}, marks=pytest.mark.slow),
         pytest.param(4, {"strategy": "hybrid", "mesh": "data=2,pipeline=2"}, marks=pytest.mark.slow),
         pytest.param(4, {"strategy": "hybrid", "mesh": "fsdp=2,pipeline=2"}, marks=pytest.mark.slow),
         pytest.param(4, {"strategy": "hybrid", "mesh": "data=2,tensor=2"}, marks=pytest.mark.slow),

@@ -241,9 +241,17 @@ def train_all(world, strategy, programs):
     return [train(world, strategy, **program) for program in programs]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
-def test_what_asks_for_the_number_of_processes_is_told_once_and_ordinary_programs_hear_nothing(strategy):
-    asking = [({name: value}, words) for name, value, *words in ASKING]
+@pytest.mark.parametrize(
+    ("strategy", "programs"),
+    [
+        ("ddp", ASKING[::2]),
+        pytest.param("ddp", ASKING[1::2], marks=pytest.mark.slow),
+        pytest.param("fsdp", ASKING, marks=pytest.mark.slow),
+    ],
+    ids=["ddp", "ddp, the others", "fsdp"],
+)
+def test_what_asks_for_the_number_of_processes_is_told_once_and_ordinary_programs_hear_nothing(strategy, programs):
+    asking = [({name: value}, words) for name, value, *words in programs]
     everyone = run_ranks(train_all, 2, strategy, [*(program for program, _ in asking), *ORDINARY], timeout=300)
     asked = [[[each for each in said if " asks " in each] for said in found] for found in everyone]
     assert not any(asked[1]), "rank 0 speaks for all"
@@ -386,7 +394,9 @@ for batch in run.batches(data):
     [
         ((sys.executable,), {}, True),
         pytest.param((sys.executable,), {"PYTHONHASHSEED": "0"}, False, marks=pytest.mark.slow),
-        ((sys.executable, "-m", "lockstep", "run", "--devices", "cpu:2"), {}, False),
+        pytest.param(
+            (sys.executable, "-m", "lockstep", "run", "--devices", "cpu:2"), {}, False, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_words_in_the_order_of_a_set_are_named_where_the_next_process_has_another_order(
