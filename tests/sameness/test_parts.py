@@ -249,10 +249,15 @@ KEPT = (
 """Lines whose state is in checkpoints, or follows from the step."""
 
 
-def test_a_resumed_run_goes_on_as_without_the_stop_or_says_what_it_has_lost():
+@pytest.mark.parametrize(
+    "names",
+    [(LOST + KEPT)[::3], pytest.param([n for n in LOST + KEPT if n not in (LOST + KEPT)[::3]], marks=pytest.mark.slow)],
+    ids=["some", "the others"],
+)
+def test_a_resumed_run_goes_on_as_without_the_stop_or_says_what_it_has_lost(names):
     wrong = []
     with Worlds() as worlds:
-        for name in LOST + KEPT:
+        for name in names:
             text = text_of(dataclasses.replace(program("lines", name), epochs=2))
             reference = run_trial(text, [SINGLE], worlds=worlds)
             ended = run_trial(text, [dataclasses.replace(SINGLE, stop=1), SINGLE], worlds=worlds)
