@@ -190,7 +190,7 @@ _MOST_PLACES, _MOST_ENTRIES, _MOST_KEPT = 5_000, 64, 10_000
 
 
 def _led_to(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any, bool]]:
-    """What is not plain and objects and functions of the user's lead to, by the path to each; whether it is his."""
+    """Values, not plain ones, to which objects and functions of the user's lead: path, value, whether it is theirs."""
     todo, seen = deque((*each, True) for each in roots.items()), dict[int, Any]()
     while todo and len(seen) < _MOST_PLACES:
         name, value, is_users = todo.popleft()
@@ -211,13 +211,12 @@ def generators_of(roots: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def state_of(roots: Mapping[str, Any]) -> Callable[[], None]:
-    """What puts back entries, attributes and variables of the user's to which the roots lead, no values of tensors.
+    """A function that puts back the entries, attributes and variables of the user's to which the roots lead.
 
-    Large containers stay as they are, and so do objects of libraries: threads may wait for a queue, and a file counts
-    who reads it.
+    Tensors' values, large containers and objects of libraries stay: threads wait for a queue, a file has a position.
     """
     found = list[Callable[[], object]]()
-    for _, value in (each[:2] for each in _led_to(roots) if each[2]):
+    for value in (each for _, each, is_users in _led_to(roots) if is_users):
         for held in (value, attributes_of(value)):
             is_dict = isinstance(held, dict)
             if (is_dict or type(held) in (list, set, deque)) and len(held) <= _MOST_KEPT:
@@ -258,8 +257,9 @@ class Rereading:
     """
 
     def __init__(self, roots: Mapping[str, Any]) -> None:
-        self._roots, self._put_back = roots, state_of(roots)
-        self._goes_back = not any(_keeps_a_place(value) for _, value, _ in _led_to(roots))
+        self._roots, is_fixed = roots, any(_keeps_a_place(value) for _, value, _ in _led_to(roots))
+        self._put_back = None if is_fixed else state_of(roots)
+        """Puts the state before the first read back; None where a part of it could not go back."""
         self._generators: dict[str, Any] | None = None
         self._held: list[tuple[str, Callable[[], Any], Any, list[str]]] = []
         self._drew_once: list[str] = []
@@ -321,7 +321,7 @@ class Rereading:
         """A further read, where reads change numbers, as if these had counted an epoch. Else, or if it fails, none."""
         reads = max([1, *(len(root) for root in self._roots.values() if isinstance(root, Sized))])
         found = [(own, key, own[key], then) for own, key, then in numbers if key in own]
-        counts = [each for each in found if type(each[2]) in _COUNTS and each[2] != each[3] and self._goes_back]
+        counts = [each for each in found if type(each[2]) in _COUNTS and each[2] != each[3] and self._put_back]
         for own, key, now, then in counts:
             own[key] = now + reads * (now - then)
         content = list[list[str]]()
@@ -348,16 +348,18 @@ class Rereading:
 
     def require_any_order(self) -> None:
         """Raises ``DataError`` where samples are others if those that were read later are the first to be read."""
-        if not self._goes_back:
+        if self._put_back is None:
             return
         now = state_of(self._roots)
         held = [*self._held[-2::-1], *self._held[-1:]]  # the last may be all of them, collated
-        later = self._from_start(held)
-        differing = [each[0] for each, other in zip(held, later) if each[-1] != other]
-        # What has not gone back gives other values in the first order, too.
-        is_by_order = bool(differing) and self._from_start(self._held) == [each[-1] for each in self._held]
-        (self._put_back if is_by_order else now)()
-        if is_by_order:
+        self._put_back()
+        later = self._contents(held)
+        if differing := [each[0] for each, other in zip(held, later) if each[-1] != other]:
+            self._put_back()
+            if self._contents(self._held) != [each[-1] for each in self._held]:
+                differing = []  # what has not gone back gives other values in the first order, too
+        (self._put_back if differing else now)()
+        if differing:
             raise DataError(
                 f"{differing[0]} gave other values when it was read before others: the data set, or its collate "
                 "function, keeps something of the first samples that it reads, such as the numbers that it gives to "
@@ -365,9 +367,8 @@ class Rereading:
                 "first depends on their number. Make it from the whole data set, before run.batches."
             )
 
-    def _from_start(self, held: Iterable[tuple[str, Callable[[], Any], Any, list[str]]]) -> list[list[str]]:
-        """The contents of samples that are read in this order from the state before the first read, until one fails."""
-        self._put_back()
+    def _contents(self, held: Iterable[tuple[str, Callable[[], Any], Any, list[str]]]) -> list[list[str]]:
+        """The contents of samples that are read again in this order, until one fails."""
         found = list[list[str]]()
         with suppress(DataError):
             for _, read, _, _ in held:

@@ -322,7 +322,7 @@ def changed_by_reading(kind: type) -> frozenset[str]:
 
 @functools.cache
 def counted_by_reading(reader: type | FunctionType) -> frozenset[str]:
-    """What a data set, transform or collate function adds to as samples are read, in the words of a ``Snapshot``."""
+    """The names to which a data set, transform or collate function adds in reading, in the words of a ``Snapshot``."""
     parts, functions = _read_by(reader)
     named = {name for codes in functions.values() for code in codes for name in (*code.co_names, *code.co_freevars)}
     counted = named & {each.name for each in carried_names(parts, functions) if each.what == "value"}

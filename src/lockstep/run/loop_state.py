@@ -253,8 +253,8 @@ class LoopState:
         names = found.live - self._by_reading - self._not_by_loop(found.perhaps_read - self._set_between, found)
         # What is as the stop before this one has left it is lost to the next run as well.
         lost = {name: was for name, (was, now) in self._still_lost.items() if found.texts.get(name) == now}
-        texts = {name: text for name, text in {**found.texts, **lost}.items() if name in names}
-        noted = {name: text for name, text in texts.items() if self._is_noted(name, text, found)}
+        texts = (found.texts | lost).items()
+        noted = {name: text for name, text in texts if name in names and self._is_noted(name, text, found)}
         # A thread, or a function that has ended, may have had the others.
         generators = {**self._generators, **found.generators}
         # What has the value that it was made with is a cache.
