@@ -431,15 +431,17 @@ class PreparedOptimizer(Optimizer):
     """Stands for the user's optimizer; groups, state and hyperparameters are the very same objects.
 
     Args:
-        shared: the groups as the user sees them, where the optimizer itself holds parts; None where it has them all.
+        shared: the groups as the user sees them; None where each process shows its own.
     """
 
     def __init__(self, optimizer: Optimizer, gradients: GradientState, shared: SharedGroups | None = None) -> None:
         self.wrapped = optimizer
         self._gradients, self._shared = gradients, shared
+        self._in_parts = None if shared is None or shared.is_whole else shared
+        """The same where the optimizer itself holds parts of the parameters that the user sees; else None."""
         self._needs_closure = needs_closure(optimizer)
         self._late: list[Callable[[], Any]] = []
-        if not self._has_all:
+        if self._in_parts is not None:
             before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
             before.update({key: self._shown(hook) for key, hook in before.items() if is_users(hook)})
             after.update({key: self._shown_after(hook) for key, hook in after.items() if is_users(hook)})
@@ -450,11 +452,11 @@ class PreparedOptimizer(Optimizer):
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The user's groups; their parameters are those of the prepared model."""
-        return self.wrapped.param_groups if self._shared is None else self._shared.groups()
+        return self.wrapped.param_groups if self._in_parts is None else self._in_parts.groups()
 
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        if self._has_all:
+        if self._in_parts is None:
             self.wrapped.param_groups = groups
         else:
             self.param_groups.extend(groups)  # which refuses in its own words
@@ -462,11 +464,11 @@ class PreparedOptimizer(Optimizer):
     @property
     def state(self) -> Any:
         """The user's state, by parameters of the prepared model; of each this process's part."""
-        return self.wrapped.state if self._shared is None else self._shared.state()
+        return self.wrapped.state if self._in_parts is None else self._in_parts.state()
 
     @state.setter
     def state(self, contents: Any) -> None:
-        if self._has_all:
+        if self._in_parts is None:
             self.wrapped.state = contents
             return
         if contents:
@@ -503,20 +505,13 @@ class PreparedOptimizer(Optimizer):
 
     def _shown(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         """The hook, called with this optimizer where the wrapped one holds parts of what the user knows."""
-        if self._has_all:
-            return hook
-        return lambda _, args, kwargs: hook(self, args, kwargs)
+        return hook if self._in_parts is None else lambda _, args, kwargs: hook(self, args, kwargs)
 
     def _shown_after(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         """The same for a hook after the step; where values are whole, it waits for those that others have stepped."""
-        if self._has_all or self._shared is None or not self._shared.has_values:
+        if self._in_parts is None or not self._in_parts.has_values:
             return self._shown(hook)
         return lambda _, args, kwargs: self._late.append(partial(hook, self, args, kwargs))
-
-    @property
-    def _has_all(self) -> bool:
-        """True where the wrapped optimizer holds the parameters that the user sees."""
-        return self._shared is None or self._shared.is_whole
 
     _step_supports_amp_scaling = True
     """Has a GradScaler leave the gradients as they are, and set ``grad_scale`` while it calls ``step``."""
@@ -561,8 +556,8 @@ class PreparedOptimizer(Optimizer):
         """Forgets the gradients."""
         with self._gradients.setting_values():
             self.wrapped.zero_grad(set_to_none)
-            if set_to_none and self._shared is not None and not self._shared.is_whole:
-                self._shared.forget_gradients()
+            if set_to_none and self._in_parts is not None:
+                self._in_parts.forget_gradients()
         self._gradients.forget(self.wrapped)
 
     def state_dict(self) -> dict[str, Any]:
@@ -588,7 +583,7 @@ class PreparedOptimizer(Optimizer):
             self._shared.add(param_group)
 
     def _require_whole(self, method: str) -> None:
-        if not self._has_all:
+        if self._in_parts is not None:
             raise ConfigError(
                 f"optimizer.{method}() was called after run.prepare, and no process holds the whole state of the "
                 "optimizer. Write and load it with run.save() and resume='auto', load it before run.prepare, or use "
@@ -601,9 +596,9 @@ class PreparedOptimizer(Optimizer):
     def __getattr__(self, name: str) -> Any:
         if name == "wrapped":
             raise AttributeError(name)
-        if self._shared is None or self._shared.is_whole or hasattr(Optimizer, name):
+        if self._in_parts is None or hasattr(Optimizer, name):
             return getattr(self.wrapped, name)
-        return self._shared.in_parts(name)
+        return self._in_parts.attribute(name)
 
 
 _OWN = ("wrapped", "grad_scale", "found_inf")

@@ -57,8 +57,6 @@ class SharedGroups:
 
     def groups(self) -> list[Any]:
         """The groups, with the prepared model's parameters."""
-        if self.is_whole:
-            return self.optimizer.param_groups
         return FixedList(
             ParameterGroup(own, FixedList(self._parameters[name] for name in names))
             for own, names in zip(self.optimizer.param_groups, self._members)
@@ -66,8 +64,6 @@ class SharedGroups:
 
     def state(self) -> Any:
         """The state, by the prepared model's parameters."""
-        if self.is_whole:
-            return self.optimizer.state
         names = [name for names in self._members for name in names if name in self._trained]
         return SharedState(self, {self._parameters[name]: name for name in names})
 
@@ -102,7 +98,7 @@ class SharedGroups:
             if trial.unit > self.strategy.largest_unit:  # the optimizer must now see more than processes hold
                 raise refused_optimizer(self.optimizer, trial, self.strategy.name)
 
-    def in_parts(self, name: str) -> Any:
+    def attribute(self, name: str) -> Any:
         """An attribute of the optimizer that torch's have not, where the optimizer holds parts of what the user knows.
 
         A method or property is tried first, and refused with ``ConfigError`` where it has to see more.
