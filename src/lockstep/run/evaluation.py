@@ -30,7 +30,7 @@ from lockstep.errors import ConfigError, RankError
 from lockstep.numerics.compilation import fix_graphs
 from lockstep.numerics.precision import dtype_named
 from lockstep.run.checks.agreement import require_equal_models
-from lockstep.run.checks.short_step import unchanged, with_own_data
+from lockstep.run.checks.short_step import Watched, with_own_data
 from lockstep.run.save import save_and_stop
 from lockstep.run.step import evaluating, require_function
 from lockstep.runtime.control import StopReason
@@ -116,7 +116,7 @@ class OpenEvaluation:
 
     def unchanged(self) -> AbstractContextManager[None]:
         """A context that restores what calls of the model, and of the user's own function, change in them."""
-        return unchanged(self.model, self.own_forward)
+        return Watched({"": self.model, "forward=": self.own_forward}, (self.model,)).restored()
 
     def rounds(self) -> Iterator[tuple[int, MicroBatch | None]]:
         """Numbers the rounds, as many for every holder, with this one's micro-batch in each. See ``EvaluationStop``."""

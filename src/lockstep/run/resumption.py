@@ -25,9 +25,6 @@ from lockstep.text import shorten
 
 logger = logging.getLogger(__name__)
 
-Attributes = dict[tuple[str, str], str]
-"""See ``RunState.held_attributes``."""
-
 
 class Resumption:
     """A check that a resumed run does what the loop has done since the last save, once: neither never nor again.
@@ -38,28 +35,36 @@ class Resumption:
     resumed within an epoch                    what comes before the steps is repeated: compared there
     """
 
+    run: RunState
+    """The run, once it is prepared. Before that nothing is restored or saved, so nothing is compared."""
+
     def __init__(self, loop: EpochLoop) -> None:
         self._loop = loop
-        self.run: RunState | None = None
-        """Once it is prepared."""
-        self._place, self._held = "", dict[str, str]()
-        self._at_start: dict[str, str] = {}
+        # Texts of the run, until they are compared; empty where nothing is to be compared.
         self._restored: dict[str, str] = {}
+        """What a checkpoint has restored, until the script's loop begins."""
         self._settings: dict[str, str] = {}
+        """The settings that it has restored, until then."""
+        self._at_start: dict[str, str] = {}
+        """What a loop sets at the start of an epoch, and entries of ``run.extra``, where a resumed epoch begins."""
         self._extra: dict[str, str] = {}
-        self._noted: tuple[Attributes, dict[FrameType, int]] = ({}, {})
+        self._place, self._held = "", dict[str, str]()
+        """The loop in whose body the last checkpoint was written, see ``EpochLoop.place``, and what was saved there."""
+        self._attributes: dict[tuple[str, str], str] = {}
+        """See ``RunState.held_attributes``; where a resumed epoch begins, and at a save."""
+        self._frames: dict[FrameType, int] = {}
+        """Where the code of the frames was then."""
 
-    def begin(self, run: RunState) -> None:
+    def begin(self) -> None:
         """Notes the run as a checkpoint has restored it. Collective."""
-        self._loop.is_resumed, self._restored = True, _trained(run)
-        self._settings = _settings(run)
+        self._loop.is_resumed, self._restored = True, _trained(self.run)
+        self._settings = _settings(self.run)
 
     def _require_restored(self) -> None:
         """Raises ``ConfigError`` where the script has changed what was restored, before its loop."""
         before, self._restored = self._restored, {}
-        if not before or self.run is None:
-            return
-        if changed := [words for words, value in _trained(self.run).items() if value != before[words]]:
+        now = _trained(self.run) if before else {}
+        if changed := [words for words, value in now.items() if value != before[words]]:
             raise ConfigError(
                 f"After run.prepare the script has changed {shorten(changed, 3)}, which this resumed run has from its "
                 "checkpoint: what was trained would be lost. Do it before run.prepare, as loading weights and "
@@ -70,16 +75,16 @@ class Resumption:
         """Notes the run as the loop over epochs finds it, where it resumes within an epoch. Collective."""
         self._require_restored()
         self._warn_of_settings()
-        if self.run is not None and self._loop.is_resumed and self._loop.position.done:
+        if self._loop.is_resumed and self._loop.position.done:
             self._at_start, self._extra = _set(self.run), _texts(self.run.extra)
-            self._note_attributes(self.run)
+            self._note_attributes()
 
     def _warn_of_settings(self) -> None:
         """Names what the script has set in place of the checkpoint's before its loop, once. Collective."""
         before, self._settings = self._settings, {}
-        now = _settings(self.run) if before and self.run is not None else {}
+        now = _settings(self.run) if before else {}
         lost = [words for words, value in before.items() if now.get(words) != value]
-        if lost and self.run is not None and self.run.world.is_main:
+        if lost and self.run.world.is_main:
             logger.warning(
                 "Before its loop the script has set %s anew, which this resumed run had from its checkpoint. What "
                 "depends on it is not what it would have been without the stop. Set it before run.prepare, or under "
@@ -93,68 +98,65 @@ class Resumption:
         if self._loop.position.done:  # else a loop of the script's own may begin each epoch with settings
             self._warn_of_settings()
         before, self._at_start, self._place, self._settings = self._at_start, {}, "", {}
-        if not before or self.run is None:
+        if not before:
             return
-        run = self.run
-        changed = [words for words, value in _set(run).items() if before.get(words, value) not in ("", value)]
-        if changed := changed + self._extra_carried(run) + self._attributes_set_since(run):
+        changed = [words for words, value in _set(self.run).items() if before.get(words, value) not in ("", value)]
+        if changed := changed + self._extra_carried() + self._attributes_set_since():
             raise ConfigError(
-                f"The run goes on within epoch {run.position.epoch + 1}, and before run.batches gave a batch the body "
-                f"of the loop over epochs has changed {shorten(changed, 3)}. Without the stop it would do that at the "
-                "start of the epoch only, so the bits would not continue. Do it under 'if not run.position.done:'."
+                f"The run goes on within epoch {self.run.position.epoch + 1}, and before run.batches gave a batch the "
+                f"body of the loop over epochs has changed {shorten(changed, 3)}. Without the stop it would do that at "
+                "the start of the epoch only, so the bits would not continue. Do it under 'if not run.position.done:'."
             )
 
-    def _extra_carried(self, run: RunState) -> list[str]:
+    def _extra_carried(self) -> list[str]:
         """Entries of ``run.extra`` that the start of the epoch has made of what they were: not what it replaces."""
-        now = _texts(run.extra)
+        now = _texts(self.run.extra)
         differ = [key for key in {**self._extra, **now} if self._extra.get(key) != now.get(key)]
-        carried = carried_since(self._noted[1]) if differ else set()
+        carried = carried_since(self._frames) if differ else set()
         return [f"run.extra[{key!r}]" for key in differ if carried & {Carried(key), Carried("extra")}]
 
-    def _note_attributes(self, run: RunState) -> None:
-        self._noted = run.held_attributes(), offsets_of_frames()
+    def _note_attributes(self) -> None:
+        self._attributes, self._frames = self.run.held_attributes(), offsets_of_frames()
 
-    def _attributes_set_since(self, run: RunState) -> list[str]:
+    def _attributes_set_since(self) -> list[str]:
         """Those that the loop's own code has set since they were noted; forward passes set others. Collective."""
-        (before, frames), self._noted = self._noted, ({}, {})
-        now = run.held_attributes()
+        before, frames = self._attributes, self._frames
+        self._attributes, self._frames = {}, {}
+        now = self.run.held_attributes()
         differ = [place for place in {**before, **now} if before.get(place) != now.get(place)]
         names = changed_since(frames) if differ else set()
         return [words_of(*place) for place in differ if place[1] in names]
 
-    def note(self, run: RunState) -> None:
+    def note(self) -> None:
         """Says that a checkpoint has the run as it stands."""
         self._loop.note_save()
-        independent = isinstance(run.strategy, IndependentStrategy)  # servers continue by themselves
+        independent = isinstance(self.run.strategy, IndependentStrategy)  # servers continue by themselves
         self._place = "" if independent else self._loop.place
-        self._held = _held(run, self._loop) if self._place else {}
+        self._held = _held(self.run, self._loop) if self._place else {}
         if self._place:
-            self._note_attributes(run)
+            self._note_attributes()
 
     def forget(self) -> None:
         """Says that nothing of what comes would be lost."""
-        self._place, self._noted = "", ({}, {})
+        self._place, self._attributes, self._frames = "", {}, {}
 
     def require_nothing_since(self, place: str) -> None:
         """Raises ``ConfigError`` at the end of a body, with the words for what a resumed run would not do again."""
         saved, self._place = self._place, ""
-        if not saved or self.run is None:
-            return
-        run, loop = self.run, self._loop
-        if saved != place and loop.next_epoch is None:
-            return  # the training ends here
+        if not saved or (saved != place and self._loop.next_epoch is None):
+            return  # in the second case the training ends here
         lost = ["the end of the loop over its batches, by break"]
         if saved == place:
-            now = _held(run, loop)
+            now = _held(self.run, self._loop)
             lost = [words for words, value in now.items() if value != self._held.get(words)]
-            lost += self._attributes_set_since(run)
+            lost += self._attributes_set_since()
         if lost:
             what = "batches" if saved == "body" else "epochs"
             raise ConfigError(
                 f"run.save() came before the end of the body of the loop over {what}, and after it the loop has "
                 f"changed {shorten(lost, 3)}. A resumed run does not do that again, so it would go on with other bits. "
-                f"Put run.save() at the end of that body. The checkpoint of step {run.position.step} lacks it: do not "
-                "resume from it."
+                f"Put run.save() at the end of that body. The checkpoint of step {self.run.position.step} lacks it: do "
+                "not resume from it."
             )
 
 

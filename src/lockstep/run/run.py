@@ -27,7 +27,7 @@ from lockstep.numerics.precision import Precision
 from lockstep.profile import timeline
 from lockstep.run import save
 from lockstep.run.checks import agreement
-from lockstep.run.checks.rehearsal import Due, Rehearsals
+from lockstep.run.checks.rehearsal import Rehearsals
 from lockstep.run.epoch_loop import EpochLoop, EpochSteps, Position
 from lockstep.run.evaluation import evaluation, predict_in_order
 from lockstep.run.loaders import LoaderCache, counting_skipped, smallest_micro_batch
@@ -48,7 +48,6 @@ from lockstep.run.step import (
     DeferredResults,
     ForwardPass,
     StepCompute,
-    code_of,
     required_loss,
     with_exact_mean,
     with_step,
@@ -61,7 +60,6 @@ from lockstep.strategies import IndependentStrategy, StepResult, Strategy, open_
 
 _OWN_EVERY = 100
 """Steps between two checks of the parameters of a process that is compared with no other."""
-_AT_ONCE = Due()
 GradientPass = Callable[..., StepResult]
 """Computes gradients as ``Strategy.backward`` does."""
 
@@ -208,7 +206,7 @@ class Run:
         self.extra.update(state.extra)
         state.extra = self.extra
         gradients.resume()
-        self._writer.resumption.begin(state)
+        self._writer.resumption.begin()
         self._agreed_data.resume(state.data)
         return True
 
@@ -349,11 +347,7 @@ class Run:
         )
         code = with_step(int(heartbeat.stop_reason), plan.step, is_alone=self._session.group is None)
         opened = BackwardPass(compute, gradients.scale, code)
-        due = self.rehearsals.due.get(code_of(loss), _AT_ONCE)
-        is_due = plan.epoch > due.after_epoch and plan.step >= due.from_step
-        if due.at_latest is not None:
-            is_due |= plan.step >= due.at_latest or self._loop.is_last_step(plan)
-        rehearses = rehearse and is_due
+        rehearses = rehearse and self.rehearsals.is_due(loss, plan, self._loop)
         try:
             if rehearses:
                 rehearsed = replace(compute, function=stand_in) if whole_batch else compute
@@ -502,7 +496,7 @@ class Run:
             fingerprint, prepared.state.extra = self.fingerprint(), self.extra
             prepared.state.data = self._agreed_data.stored
             folder = self._writer.write(directory, prepared.state, fingerprint, wait=wait)
-            self._writer.resumption.note(prepared.state)
+            self._writer.resumption.note()
         for call in self._events.save:
             call(self.position.step, folder)
         return folder
@@ -631,6 +625,5 @@ class Run:
         """Everything that ``prepare`` made; ``ConfigError`` before it was called."""
         if self._prepared is None:
             raise ConfigError("Call model, optimizer = run.prepare(model, optimizer) first.")
-        if self._session.is_closed:
-            self._session.require_open()
+        self._session.require_open()
         return self._prepared

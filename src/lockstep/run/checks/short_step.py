@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -146,11 +146,6 @@ class Watched:
             yield
         finally:
             self.restore()
-
-
-def unchanged(model: nn.Module, forward: Callable[..., Any] | None) -> AbstractContextManager[None]:
-    """Puts back what calls of a model, and of the user's own ``forward``, in the block have changed in them."""
-    return Watched({"": model, "forward=": forward}, (model,)).restored()
 
 
 @contextmanager
