@@ -22,7 +22,7 @@ from lockstep.numerics.hidden_state import Snapshot
 from lockstep.run.changed_names import changed_by_loop
 from lockstep.run.frame_variables import Variables
 from lockstep.run.live_variables import Places, names_ahead, places_of_frames, read_in_loop
-from lockstep.run.lost_variables import LoopNotes, Lost, ResumedLoop, words_of
+from lockstep.run.lost_variables import LoopNotes, Lost, ResumedLoop, words_in
 from lockstep.runtime.events import StepEvents
 from lockstep.text import shorten
 
@@ -228,7 +228,7 @@ class LoopState:
             name
             for name in names
             if by_loop.isdisjoint(
-                {words_of(name)[0][-1], *others.get(name, ()), *others.get(name.partition("[")[0], ())}
+                {words_in(name)[0][-1], *others.get(name, ()), *others.get(name.partition("[")[0], ())}
             )
         }
 

@@ -230,7 +230,7 @@ class ResumedLoop:
         """Warns of what a run that had no step left has lost, and the code after the loop reads."""
         read, saved = read_after_loops(), self.notes.saved
         changed = {name: (saved[name], text) for name, text in found.texts.items() if saved.get(name, text) != text}
-        names = {name: {words_of(name)[0][0], *found.other_names.get(name, ())} for name in changed}
+        names = {name: {words_in(name)[0][0], *found.other_names.get(name, ())} for name in changed}
         self._warn(found, {name: texts for name, texts in changed.items() if read & names[name]})
 
     def _warn(self, found: Variables, lost: Mapping[str, tuple[str, str]]) -> None:
@@ -273,7 +273,7 @@ class ResumedLoop:
         lost, computed = {}, changed_since(self._prepared)
         for name in filter(self.notes.saved.__contains__, found.texts):
             before, text, value = self.notes.saved[name], found.texts[name], found.values[name]
-            is_count = type(value) is int and value not in numbers and words_of(name)[0][-1] in computed
+            is_count = type(value) is int and value not in numbers and words_in(name)[0][-1] in computed
             is_number = (type(value) is float or is_count) and name not in found.of_data
             is_taken = is_number and value in numbers
             is_constant = is_number and before == firsts[0].get(name)
@@ -366,17 +366,17 @@ class ResumedLoop:
         differ = [each for each in names if now.get(each) != then.get(each, now.get(each))]
         owned = {name for name in differ if not carried.isdisjoint(_owners(name, name in found.local))}
         fewer = {name for name in differ if _count(found.texts[name]) < _count(then[name])}
-        return owned | {name for name in fewer if Carried(words_of(name)[0][-1], "entries") in carried}
+        return owned | {name for name in fewer if Carried(words_in(name)[0][-1], "entries") in carried}
 
     def _filled_in(self, epoch: _EpochStart, found: Variables) -> set[str]:
         """The variables that the start of an epoch sets to other values, as in ``if centre is None: centre = ...``."""
         saved, then, now = self.notes.saved, epoch.found.texts, found.texts
         lost = {
-            word for name in saved if then.get(name) != saved[name] for each in words_of(name) for word in each[-1:]
+            word for name in saved if then.get(name) != saved[name] for each in words_in(name) for word in each[-1:]
         }
         changed = set_after_tests(epoch.places, lost)
         differ = {name for name in found.with_values | found.plain.keys() if now[name] != saved.get(name, now[name])}
-        return {name for name in differ if not changed.isdisjoint(itertools.chain(*words_of(name)))}
+        return {name for name in differ if not changed.isdisjoint(itertools.chain(*words_in(name)))}
 
 
 def state_of(held: Collection[Any]) -> str:
@@ -392,7 +392,7 @@ def _is_time(value: float) -> bool:
     return abs(value - time.time()) < 3e7 or abs(value - time.perf_counter()) < age
 
 
-def words_of(name: str) -> tuple[list[str], list[str]]:
+def words_in(name: str) -> tuple[list[str], list[str]]:
     """The words of a variable with its attributes, and those of the key of an entry."""
     path, _, entry = name.partition("[")
     return re.findall(r"\w+", path.rpartition(": ")[2]), re.findall(r"\w+", entry)
@@ -400,7 +400,7 @@ def words_of(name: str) -> tuple[list[str], list[str]]:
 
 def _owners(name: str, is_variable: bool) -> set[Carried]:
     """The names by which code may change a value, or an object that holds it."""
-    words, keys = words_of(name)
+    words, keys = words_in(name)
     if is_variable:
         return {Carried(words[-1]), Carried(words[-1], "own")}
     values = {Carried(word) for word in words[-1:] + keys[-1:]}

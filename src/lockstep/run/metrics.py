@@ -23,7 +23,7 @@ from lockstep.run.checks.means import (
     UNTOLD,
     Changes,
     Deviation,
-    Part,
+    RowCopies,
     RowSample,
     copies_of,
     has_rows,
@@ -164,7 +164,7 @@ class _MetricMeans:
                 self._checked.add(name)
                 if name in unchecked and not (self._strategy.replicated or has_rows((output, target), samples)):
                     self._reasons[name] = Deviation.WITHOUT_ROWS.reason
-                self._forward_pass.tell_other_mean(metric, value, output, target, micro_batch)
+                self._forward_pass.left_out.look(metric, value, output, target, micro_batch)
             self._sums.put(place, name, sum_and_weight(value, samples))
         self._kept.update(before.changed(held_by(self._metrics, unchecked)))
 
@@ -191,9 +191,9 @@ class _MetricMeans:
         # What may be a mean or not is said once.
         unchecked = self._unchecked
         self._reasons |= {name: why for name, why in found.items() if name in unchecked or why not in UNTOLD}
-        told = [self._reasons, self._kept, self._forward_pass.other_mean]
+        told = [self._reasons, self._kept, self._forward_pass.left_out.warning]
         records, warns = self._strategy.gather_records(told), self._opened.run.is_main
-        self._forward_pass.hear_other_mean((each[2] for each in records), warns=warns)
+        self._forward_pass.left_out.receive((each[2] for each in records), warns=warns)
         judge_metrics([(each[0], each[1]) for each in records], warns=warns)
 
     def by_name(self) -> dict[str, float]:
@@ -358,7 +358,7 @@ class StepMetrics:
         self._has_asked_model = False
         self.checked: list[Any] = []
         """Functions that need not be checked again."""
-        self._seen: list[Part] = []
+        self._seen: list[RowCopies] = []
         self._kept: Changes = {}
         self._sums: dict[int, list[tuple[Tensor, Tensor]]] = {}
         self._writing: list[str] = []

@@ -503,14 +503,14 @@ class Run:
 
     def fingerprint(self) -> str:
         """SHA-256, in hexadecimal, over all parameters and buffers, after checking that ranks agree. Collective."""
-        return combine(self._compare_replicas(digest_tensors))
+        return combine(self._agreed_digests(digest_tensors))
 
-    def _compare_replicas(self, digests: Callable[..., dict[str, str]]) -> dict[str, str]:
+    def _agreed_digests(self, digests: Callable[..., dict[str, str]]) -> dict[str, str]:
         """The digests of the model's state, after checking that all ranks agree on them. Collective."""
         prepared, of_all = self.require_prepared(), self.strategy.share.holders == self.world.world_size
         calls = prepared.gradients.calls()
         with self.span("fingerprint"):
-            return agreement.compared_replicas(prepared.state, digests, self.device, of_all_modules=of_all, more=calls)
+            return agreement.agreed_digests(prepared.state, digests, self.device, of_all_modules=of_all, more=calls)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Copies of the whole model on the CPU, by name, on the main process; empty elsewhere. Collective."""
@@ -614,7 +614,7 @@ class Run:
         if self._session.group is None:
             self.require_prepared().state.model.require_own_parameters()
         elif self.options.fingerprint_every:
-            self._compare_replicas(partial(checksums, device=self.device))
+            self._agreed_digests(partial(checksums, device=self.device))
 
     def synchronize(self) -> None:
         """Brings processes that train without a process group to the same state; else does nothing. Collective."""

@@ -258,6 +258,44 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
+class LeftOutSamples:
+    """Warns once of means over fewer values than samples: a collate function, or ``cross_entropy``, leaves some out."""
+
+    def __init__(self) -> None:
+        self.warning = ""
+        """The text, once this process or another has given it."""
+
+    def look(self, function: Any, value: Any, output: Any, target: Any, micro_batch: MicroBatch) -> None:
+        """Warns of a value that is a mean over fewer values than samples were read, in whichever step that is first."""
+        if self.warning or not (isinstance(value, Tensor) and value.dim() == 0):
+            return
+        samples, what = len(micro_batch.indices), ""
+        if isinstance(target, Tensor) and target.dim() and len(target) >= samples:
+            is_looked_at = target.dtype is torch.int64 and target.is_cpu and _leaves_out(code_of(function))
+            if is_looked_at and bool((target == _IGNORED).any()):
+                what = "targets of -100, which are left out"
+        else:
+            tensors = [tensor for tensor in tensors_in((output, target)) if tensor.dim()]
+            rows = {len(tensor) for tensor in tensors}
+            if len(rows) == 1 and len(tensors) > 1 and 0 < (count := rows.pop()) < samples:
+                what = f"{plural(count, 'row')}, as where a collate function leaves samples out"
+        if what:
+            named, whole = shorten(micro_batch.indices.tolist(), 4), plural(samples, "sample")
+            self.warning = (
+                f"The micro-batch of the samples {named} has {what}; the one mean that a function returned counts as "
+                f"that of {whole}. For the mean over what is left give the object torch.nn.CrossEntropyLoss(), or "
+                "return one value for each, as reduction='none' does, or the pair (sum, how many were counted)."
+            )
+            logger.warning("%s", self.warning)
+
+    def receive(self, warnings: Iterable[str], *, warns: bool) -> None:
+        """Logs a warning that another process has found and this one has not; empty for a process without any."""
+        heard = next(filter(None, warnings), "")
+        if warns and heard and not self.warning:
+            logger.warning("%s", heard)
+        self.warning = self.warning or heard
+
+
 class ForwardPass:
     """The forward pass of a prepared model, the same in training and evaluation.
 
@@ -279,41 +317,7 @@ class ForwardPass:
         self._layout = torch.channels_last if channels_last else torch.preserve_format
         self.device_transform: DeviceTransform | None = None
         """Applied to the input on the device, such as a normalisation of uint8 images."""
-        self.other_mean = ""
-        """The warning of ``tell_other_mean``, once this process or another has given it."""
-
-    def tell_other_mean(self, function: Any, value: Any, output: Any, target: Any, micro_batch: MicroBatch) -> None:
-        """Warns once of a mean over fewer values than samples were read, in whichever step that happens first.
-
-        A collate function may leave samples out, and torch's ``cross_entropy`` leaves out targets of -100.
-        """
-        if self.other_mean or not (isinstance(value, Tensor) and value.dim() == 0):
-            return
-        samples, what = len(micro_batch.indices), ""
-        if isinstance(target, Tensor) and target.dim() and len(target) >= samples:
-            is_looked_at = target.dtype is torch.int64 and target.is_cpu and _leaves_out(code_of(function))
-            if is_looked_at and bool((target == _IGNORED).any()):
-                what = "targets of -100, which are left out"
-        else:
-            tensors = [tensor for tensor in tensors_in((output, target)) if tensor.dim()]
-            rows = {len(tensor) for tensor in tensors}
-            if len(rows) == 1 and len(tensors) > 1 and 0 < (count := rows.pop()) < samples:
-                what = f"{plural(count, 'row')}, as where a collate function leaves samples out"
-        if what:
-            named, whole = shorten(micro_batch.indices.tolist(), 4), plural(samples, "sample")
-            self.other_mean = (
-                f"The micro-batch of the samples {named} has {what}; the one mean that a function returned counts as "
-                f"that of {whole}. For the mean over what is left give the object torch.nn.CrossEntropyLoss(), or "
-                "return one value for each, as reduction='none' does, or the pair (sum, how many were counted)."
-            )
-            logger.warning("%s", self.other_mean)
-
-    def hear_other_mean(self, warnings: Iterable[str], *, warns: bool) -> None:
-        """Logs a warning that another process has found and this one has not; empty for a process without any."""
-        heard = next(filter(None, warnings), "")
-        if warns and heard and not self.other_mean:
-            logger.warning("%s", heard)
-        self.other_mean = self.other_mean or heard
+        self.left_out = LeftOutSamples()
 
     def output_and_target(
         self,
@@ -472,7 +476,7 @@ class StepCompute:
                     call(micro_batch, output, target)
             self.randomness.begin_loss()
             value = self.value(output, target)
-            self.forward_pass.tell_other_mean(self.function, value, output, target, micro_batch)
+            self.forward_pass.left_out.look(self.function, value, output, target, micro_batch)
             total, weight = sum_and_weight(value, len(micro_batch.indices))
             if not total.requires_grad:
                 trained = [tensor for tensor in tensors_in(output) if tensor.requires_grad]

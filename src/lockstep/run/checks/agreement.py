@@ -357,7 +357,7 @@ def require_equal_writes(strategy: Strategy, step: int, group: dist.ProcessGroup
         )
 
 
-def compared_replicas(
+def agreed_digests(
     run: RunState,
     digests: Callable[..., dict[str, str]],
     device: torch.device,

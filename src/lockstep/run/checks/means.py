@@ -114,16 +114,16 @@ def checked(function: Callable[[Any, Any], Any], output: Any, target: Any, sampl
             before.restore()
 
 
-Part = tuple[Any, Any, int]
+RowCopies = tuple[Any, Any, int]
 """Copies of output and target of a micro-batch, into which a function may write, and how many rows it has."""
 
 
-def _together(parts: Sequence[Part]) -> Part:
+def _together(parts: Sequence[RowCopies]) -> RowCopies:
     """The rows of all parts; an error where they are not alike, as when micro-batches have several lengths."""
     return *joined([part[:2] for part in parts]), sum(part[2] for part in parts)
 
 
-def reasons(functions: Mapping[str, Callable[[Any, Any], Any]], parts: Sequence[Part]) -> dict[str, str]:
+def reasons(functions: Mapping[str, Callable[[Any, Any], Any]], parts: Sequence[RowCopies]) -> dict[str, str]:
     """Why functions are not means over samples, or may not be, by name; without those that nothing tells of yet.
 
     ``parts`` are the micro-batches of a process so far. Where they have one row each, they are put together.
@@ -169,7 +169,7 @@ class RowSample:
     def __init__(self, micro_batches: int, size: int) -> None:
         self._apart = max(1, -(-micro_batches // _MOST_JOINED))
         self._rows = -(-max(64, 2 * size) * self._apart // max(1, micro_batches))
-        self._parts: list[Part] = []
+        self._parts: list[RowCopies] = []
         self._left = 1 << 24
 
     def take(self, place: int, pair: Any, samples: int) -> None:

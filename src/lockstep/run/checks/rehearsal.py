@@ -38,7 +38,7 @@ from lockstep.numerics.compilation import fix_graphs
 from lockstep.numerics.hidden_state import Kind, Snapshot, draws_globally, told, without_key
 from lockstep.numerics.randomness import KeyedRandomness
 from lockstep.run.attributes import held_places
-from lockstep.run.checks.agreement import compared_replicas
+from lockstep.run.checks.agreement import agreed_digests
 from lockstep.run.checks.calls import (
     ASKED,
     OF_WHOLE_BATCH,
@@ -255,7 +255,7 @@ class Rehearsals:
             self.due[code] = replace(self.due[code], at_latest=max(_COUNTED, step + step // 4))
         if found.ranks_differ:
             state, device = prepared.state, self._strategy.device
-            compared_replicas(state, lambda each: checksums(each, device), device, of_all_modules=False)
+            agreed_digests(state, lambda each: checksums(each, device), device, of_all_modules=False)
             everyone = self._strategy.gather_records(self._places)
             raise other_on_ranks(everyone, OFF)
         self._require_equal_variables(done)

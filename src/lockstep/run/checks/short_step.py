@@ -22,7 +22,7 @@ from lockstep.distributed.collectives import broadcast_tensors
 from lockstep.numerics.hidden_state import Snapshot
 from lockstep.numerics.running_buffers import persistent_buffers
 from lockstep.run.checks.findings import Findings
-from lockstep.run.checks.means import Deviation, Part, checked, copies_of, has_rows
+from lockstep.run.checks.means import Deviation, RowCopies, checked, copies_of, has_rows
 from lockstep.run.step import StepCompute
 from lockstep.runtime.events import StepEvents
 from lockstep.strategies import Strategy
@@ -39,7 +39,7 @@ class RehearsalCompute(StepCompute):
 
     numbers: Mapping[int, int] = field(default_factory=dict)
     """The number in that step of each micro-batch."""
-    judged: list[Part | None] | None = None
+    judged: list[RowCopies | None] | None = None
     """Collects output and target of each micro-batch, or None for one without several rows; None: nothing is kept."""
     is_number: list[bool] = field(default_factory=list)
     """Collects for each call of the loss whether its value is one number."""
