@@ -6,11 +6,10 @@ optimizer.step()      PreparedOptimizer.step -> GradientState.step -> the user's
 from __future__ import annotations
 
 import hashlib
-import inspect
 import logging
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -29,12 +28,33 @@ from lockstep.run.shared_groups import SharedGroups
 from lockstep.runtime.lazy_compiler import apart_from_graphs
 from lockstep.strategies import IndependentStrategy, Strategy
 from lockstep.strategies.loop_writes import setting_values
+from lockstep.strategies.optimizer_trial import needs_closure, require_whole
 from lockstep.strategies.sharding import is_elementwise, thawed
 
 logger = logging.getLogger(__name__)
 _SMALLEST_SCALE = 2.0**-24
 _MOST_LIMITS = 1_000
 """Norms for ``clip`` that are kept between two comparisons of the ranks."""
+
+
+@dataclass(eq=False)
+class _Progress:
+    """How far the loop has come with one of the user's optimizers."""
+
+    optimizer: Optimizer
+    steps: int = 0
+    has_gradients: bool = False
+    """True from a backward pass that gave it some until its step, or until they are thrown away."""
+    was_cleared: bool = False
+    """True where they were thrown away since the last backward pass."""
+    is_stepped: bool = True
+    """True if it was stepped since the backward passes of this batch began."""
+    was_stepped: bool = False
+    """The same of the batch before."""
+
+    def parameters(self) -> Iterator[Tensor]:
+        """The parameters in its groups."""
+        return (p for group in self.optimizer.param_groups for p in group["params"])
 
 
 class GradientState:
@@ -65,12 +85,14 @@ class GradientState:
         is_watched = strategy.writes is not None or strategy.absences
         self.setting_values = partial(setting_values, strategy) if is_watched else nullcontext
         """A context in which the run itself sets values, not the loop."""
-        self._holding: set[int] = set()
+        self._progress = {id(each): _Progress(each) for each in optimizers}
         self._limits: list[float | Tensor] = []
-        self._steps: Counter[int] = Counter()
+        """Norms that gradients were clipped to since the last ``calls``."""
         self._batches = 0
-        self._reduced = self._stepping = self._has_skipped = False
-        self._stepped, self._stepped_before, self._cleared = set(map(id, optimizers)), set[int](), set[int]()
+        self._reduced = False
+        """True where the gradients of this batch are reduced."""
+        self._stepping = self._has_skipped = False
+        """Whether the run steps an optimizer, and whether the scaler has skipped a step since the last update."""
         self.is_divided = False
         """True within a step whose micro-batches a loop computes itself: ranks have different numbers of them."""
         self._read_scale: tuple[Tensor | None, int, float] = (None, 0, 1.0)
@@ -106,12 +128,16 @@ class GradientState:
 
         Gradients that another optimizer has used count only if both were stepped in the batch before.
         """
-        return self._waits_for(self._stepped_before)
+        return self._waits_for(used_too=True)
 
-    def _waits_for(self, in_turn: Collection[int] = ()) -> bool:
-        late = [o for o in self._held if id(o) not in self._stepped]
-        used = {p for o in self._optimizers if late and id(o) in self._stepped for p in _members(o)}
-        return any(p.grad is not None and (id(o) in in_turn or p not in used) for o in late for p in _members(o))
+    def _waits_for(self, *, used_too: bool) -> bool:
+        late = [each for each in self._holding if not each.is_stepped]
+        used = {p for each in self._progress.values() if late and each.is_stepped for p in each.parameters()}
+        return any(
+            p.grad is not None and (p not in used or (used_too and each.was_stepped))
+            for each in late
+            for p in each.parameters()
+        )
 
     def anywhere(self, in_body: bool = False) -> bool:
         """As ``bool``, for the optimizers of all ranks, which hold different parameters in a pipeline. Collective.
@@ -119,7 +145,7 @@ class GradientState:
         With ``in_body``, gradients that another optimizer has used never count: after a save the body makes no steps.
         """
         self._strategy.require_no_calls()
-        waits = self._waits_for() if in_body else bool(self)
+        waits = self._waits_for(used_too=not in_body)
         return any(gather_agreed(waits, self._strategy.all_ranks, self._strategy.device))
 
     @property
@@ -128,8 +154,7 @@ class GradientState:
 
         The second network of a GAN has such gradients, until its loop clears them before they are computed again.
         """
-        held = [o for o in self._held if id(o) in self._stepped]
-        return [p for o in held for p in _members(o) if p.grad is not None]
+        return [p for each in self._holding if each.is_stepped for p in each.parameters() if p.grad is not None]
 
     def require_stepped(self) -> None:
         """Raises ``ConfigError`` where a checkpoint would lose gradients, or no loop could resume there. Collective."""
@@ -146,13 +171,13 @@ class GradientState:
             )
 
     @property
-    def _held(self) -> list[Optimizer]:
-        return [o for o in self._optimizers if id(o) in self._holding]
+    def _holding(self) -> list[_Progress]:
+        return [each for each in self._progress.values() if each.has_gradients]
 
     def resume(self) -> None:
         """Takes gradients that a checkpoint held for ``left_over``."""
-        self._holding = {id(o) for o in self._optimizers if has_gradients(o, but_zeros=True)}
-        self._stepped = set(self._holding)
+        for each in self._progress.values():
+            each.has_gradients = each.is_stepped = has_gradients(each.optimizer, but_zeros=True)
 
     @property
     def scale(self) -> float:
@@ -178,8 +203,8 @@ class GradientState:
         """
         if self._strategy.writes is not None:
             self._strategy.writes.look()
-        if not self._reduced:
-            self._stepped_before, self._stepped = self._stepped, set()
+        for each in self._progress.values() if not self._reduced else ():
+            each.was_stepped, each.is_stepped = each.is_stepped, False
         self._strategy.require_no_failure()
         with torch._C.DisableTorchFunctionSubclass():  # asking a parameter without values takes longer
             unfrozen = [name for name, parameter in self._frozen if parameter.requires_grad]
@@ -195,7 +220,7 @@ class GradientState:
             return
         if not self._optimizers:
             raise ConfigError("precision fp16 needs the optimizer: model, optimizer = run.prepare(model, optimizer).")
-        if any(map(has_gradients, self._held)):
+        if any(has_gradients(each.optimizer) for each in self._holding):
             raise ConfigError(
                 "With precision fp16 a second run.backward before optimizer.step() would add gradients of two loss "
                 "scales. To accumulate, give lockstep.init a larger global_batch and more micro_batches; to add "
@@ -215,10 +240,11 @@ class GradientState:
             self._strategy.writes.note(self._strategy.watched())
         self._batches += not self._reduced
         self._reduced = True
-        self._cleared.clear()
         # A process without parameters of an optimizer, such as a worker, cannot tell whether others have gradients.
         apart = not self._strategy.replicated
-        self._holding |= {id(o) for o in self._optimizers if apart or has_gradients(o)}
+        for each in self._progress.values():
+            each.was_cleared = False
+            each.has_gradients = each.has_gradients or apart or has_gradients(each.optimizer)
 
     def _require_computed(self) -> None:
         """Raises ``ConfigError`` where there is no gradient that ``run.backward`` has computed."""
@@ -269,13 +295,16 @@ class GradientState:
             )
         limits, self._limits = [float(each) for each in self._limits], []
         digest = hashlib.sha256(repr(limits).encode()).hexdigest()
-        steps = {f"<calls of step of optimizer {n}>": str(self._steps[id(o)]) for n, o in enumerate(self._optimizers)}
+        counts = enumerate(self._progress[id(each)].steps for each in self._optimizers)
+        steps = {f"<calls of step of optimizer {number}>": str(count) for number, count in counts}
         return steps | ({"<max_norm of run.clip_gradients>": f"{limits[-1]:.4g} {digest}"} if limits else {})
 
     def tell_if_never_stepped(self) -> None:
         """Warns at the end of a run whose loop has computed gradients and made no step with them."""
         wraps = any(isinstance(each, Optimizer) for o in self._optimizers for each in vars(o).values())  # and steps it
-        if self._batches > 1 and not (self._steps or wraps) and (self._holding or self._cleared):
+        had = any(each.has_gradients or each.was_cleared for each in self._progress.values())
+        is_stepped = wraps or any(each.steps for each in self._progress.values())
+        if self._batches > 1 and had and not is_stepped:
             logger.warning(
                 "optimizer.step() was never called after run.backward: unless the loop changes the parameters itself, "
                 "they are what they were before it. Call optimizer.step() after run.backward, then zero_grad()."
@@ -283,9 +312,8 @@ class GradientState:
 
     def forget(self, optimizer: Optimizer) -> None:
         """Notes that the optimizer's gradients were thrown away."""
-        if id(optimizer) in self._holding:
-            self._cleared.add(id(optimizer))
-        self._holding.discard(id(optimizer))
+        progress = self._progress[id(optimizer)]
+        progress.was_cleared, progress.has_gradients = progress.was_cleared or progress.has_gradients, False
 
     def step_by(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
         """Steps an optimizer that evaluates the loss itself, as LBFGS does, and returns what it returns. Collective.
@@ -315,7 +343,8 @@ class GradientState:
         Raises:
             ConfigError: its gradients were not reduced.
         """
-        if not self._reduced and id(optimizer) not in self._holding:
+        progress = self._progress[id(optimizer)]
+        if not self._reduced and not progress.has_gradients:
             raise ConfigError(
                 "optimizer.step() without run.backward(batch, loss) before it: gradients from loss.backward() are this "
                 "rank's own and were not summed over the ranks. Call run.backward(batch, loss_fn) in place of the "
@@ -330,7 +359,7 @@ class GradientState:
                 f"one process the optimizer would update it, but under strategy {self._strategy.name!r} no process "
                 "holds it for that. Leave it unfrozen, clear its gradient, or use strategy 'ddp'."
             )
-        if id(optimizer) in self._cleared and not self._steps[id(optimizer)]:
+        if progress.was_cleared and not progress.steps:
             logger.warning(
                 "The first step of the optimizer %s has no gradient: its zero_grad() was called after run.backward. "
                 "Call zero_grad() before run.backward, or after optimizer.step().",
@@ -366,9 +395,8 @@ class GradientState:
             yield
         finally:
             self._stepping = False
-            self._steps[id(optimizer)] += 1
-            self._stepped.add(id(optimizer))
-            self._holding.discard(id(optimizer))
+            progress = self._progress[id(optimizer)]
+            progress.steps, progress.is_stepped, progress.has_gradients = progress.steps + 1, True, False
 
     def update_scale(self) -> None:
         """Adapts the scale to what the last backward passes found, also where their gradients were thrown away.
@@ -605,26 +633,7 @@ _OWN = ("wrapped", "grad_scale", "found_inf")
 """Public attributes of a ``PreparedOptimizer``; torch's GradScaler sets the last two."""
 
 
-def needs_closure(optimizer: Optimizer) -> bool:
-    """True for an optimizer that cannot step from gradients alone, such as LBFGS."""
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
-
-
-def require_whole(optimizer: Optimizer, strategy: Strategy) -> None:
-    """Raises ``ConfigError`` for an optimizer that evaluates the loss, where no process holds the whole model."""
-    if not strategy.replicated:
-        raise ConfigError(
-            f"{type(optimizer).__name__} may evaluate the loss several times per step, looking at all parameters "
-            f"together, and strategy {strategy.name!r} holds no whole model in one process. Use strategy 'ddp', or an "
-            "optimizer that steps from gradients, such as SGD or AdamW."
-        )
-
-
-def _members(optimizer: Optimizer) -> Iterator[Tensor]:
-    return (p for group in optimizer.param_groups for p in group["params"])
-
-
 def has_gradients(optimizer: Optimizer, but_zeros: bool = False) -> bool:
     """True where any parameter of the optimizer has a gradient; with ``but_zeros`` one that is not zeros."""
-    return any(p.grad is not None and not (but_zeros and not p.grad.any()) for p in _members(optimizer))
+    held = (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+    return any(not but_zeros or bool(each.any()) for each in held)

@@ -36,7 +36,7 @@ from lockstep.numerics.randomness import KeyedRandomness
 from lockstep.numerics.running_buffers import explain_single_values, persistent_buffers
 from lockstep.numerics.sync_batch_norm import SyncBatchNorm
 from lockstep.run.loaders import smallest_micro_batch
-from lockstep.run.optimizer_step import PreparedOptimizer, needs_closure, require_whole
+from lockstep.run.optimizer_step import PreparedOptimizer
 from lockstep.run.session import RunSession, returning_freed_memory
 from lockstep.runtime.devices import is_gpu
 from lockstep.strategies import IndependentStrategy, Strategy
@@ -44,8 +44,10 @@ from lockstep.strategies.absent import AbsentTensor
 from lockstep.strategies.optimizer_trial import (
     Unit,
     knows_parameters,
+    needs_closure,
     refused_optimizer,
     require_gradients_only,
+    require_whole,
     try_optimizer,
 )
 from lockstep.strategies.sharding import require_separate_memory

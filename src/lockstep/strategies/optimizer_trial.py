@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import copy
 import enum
+import inspect
 import itertools
 import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,9 @@ from lockstep.numerics.hidden_state import Snapshot
 from lockstep.runtime.devices import open_gpus
 from lockstep.strategies.absent import users_attributes
 from lockstep.strategies.sharding import rows_of
+
+if TYPE_CHECKING:
+    from lockstep.strategies.strategy import Strategy
 
 _MOST_MARKS = 4
 """Values of an attribute of parameters, such as a kind or a rate, each of which is tried."""
@@ -164,6 +168,22 @@ def require_gradients_only(optimizer: Optimizer, device: torch.device, strategy:
                 f"ones, which strategy {strategy!r} leaves as they are. Give it only those that are trained: "
                 "[p for p in model.parameters() if p.requires_grad]."
             )
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """True for an optimizer that cannot step from gradients alone, such as LBFGS."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def require_whole(optimizer: Optimizer, strategy: Strategy) -> None:
+    """Raises ``ConfigError`` for an optimizer that evaluates the loss, where no process holds the whole model."""
+    if not strategy.replicated:
+        raise ConfigError(
+            f"{type(optimizer).__name__} may evaluate the loss several times per step, looking at all parameters "
+            f"together, and strategy {strategy.name!r} holds no whole model in one process. Use strategy 'ddp', or an "
+            "optimizer that steps from gradients, such as SGD or AdamW."
+        )
 
 
 def refused_optimizer(optimizer: Optimizer, trial: Trial, strategy: str, method: str = "") -> ConfigError:
