@@ -6,7 +6,7 @@ import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -18,10 +18,12 @@ from lockstep.run.changed_names import Carried, carried_since, changed_since, of
 from lockstep.run.epoch_loop import EpochLoop
 from lockstep.run.optimizer_step import has_gradients
 from lockstep.run.prepare import Parts, frozen_parameters, hyperparameters
-from lockstep.run.state import RunState
 from lockstep.strategies import IndependentStrategy
 from lockstep.strategies.absent import AbsentTensor
 from lockstep.text import shorten
+
+if TYPE_CHECKING:
+    from lockstep.run.state import RunState
 
 logger = logging.getLogger(__name__)
 
@@ -255,8 +257,12 @@ class UnheldPlaces:
     A resumed run has lost such a place if its value is again that of the run's beginning.
     """
 
-    def __init__(self, is_main: bool) -> None:
+    def __init__(self, *, is_main: bool) -> None:
         self._is_main = is_main
+        self._resumed: dict[str, list[str]] = {}
+        """What a checkpoint has noted, see ``capture``, of places that were not looked at yet."""
+        self._was_inside = False
+        """True if it was written within an epoch."""
         self._roots: dict[str, Callable[[], Any]] = {}
         self._first: dict[str, str] = {}
         """The texts at the first rehearsal of all, over all resumes."""
@@ -267,17 +273,16 @@ class UnheldPlaces:
 
     def look(self, state: RunState, roots: Mapping[str, Any], found: Snapshot, moved: set[str]) -> list[str]:
         """Takes what a rehearsal has looked at; returns what a stop has lost, and warns of what it may have lost."""
-        state.capture_places = self.changed
         self._roots |= {name: reference(root) for name, root in roots.items()}
         self._moved |= moved
         lost: list[str] = []
         uncertain: list[str] = []
-        for name in sorted(state.places.keys() & found.texts.keys()):
-            first, saved, start = state.places.pop(name)
+        for name in sorted(self._resumed.keys() & found.texts.keys()):
+            first, saved, start = self._resumed.pop(name)
             self._first[name] = first
-            is_set_anew = not state.was_inside and start == first  # where an epoch begins
+            is_set_anew = not self._was_inside and start == first  # where an epoch begins
             if found.texts[name] == first and not is_set_anew and without_key(name) not in self._moved:
-                is_certain = state.was_inside and not _SWITCH.fullmatch(first)
+                is_certain = self._was_inside and not _SWITCH.fullmatch(first)
                 (lost if is_certain else uncertain).append(f"{name} ({first}, was {saved})")
         self._first = {**found.texts, **self._first}
         if state.position.epoch:
@@ -290,7 +295,12 @@ class UnheldPlaces:
             )
         return lost
 
-    def changed(self, state: RunState) -> dict[str, list[str]]:
+    def resume(self, stored: Mapping[str, Sequence[str]], *, inside: bool) -> None:
+        """Takes what ``capture`` gave; ``inside``: it did so within an epoch."""
+        self._resumed = {name: [str(first), str(saved), str(start)] for name, (first, saved, start) in stored.items()}
+        self._was_inside = inside
+
+    def capture(self, state: RunState) -> dict[str, list[str]]:
         """By place: the first value, the value now, and the value at the start of an epoch (empty if unknown)."""
         roots = {name: root for name, each in self._roots.items() if (root := each()) is not None}
         known = [each for model in (state.parts.model, state.model.module) for each in model.buffers()]
@@ -302,6 +312,7 @@ class UnheldPlaces:
             if not (text.startswith(ALIAS) or self._first[name].startswith(ALIAS))  # it has another name, too
         }
         if not found:
-            return {}
+            return dict(self._resumed)
         is_held, of_loop = held_places(state.parts.model), state.loop.seen_in(now)
-        return {name: each for name, each in found.items() if name not in of_loop and not is_held(name)}
+        changed = {name: each for name, each in found.items() if name not in of_loop and not is_held(name)}
+        return {**self._resumed, **changed}

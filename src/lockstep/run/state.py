@@ -40,6 +40,7 @@ from lockstep.run.prepare import (
     plain_number,
     saved_buffers,
 )
+from lockstep.run.resumption import UnheldPlaces
 from lockstep.run.step import ForwardPass
 from lockstep.strategies import IndependentStrategy, Strategy
 from lockstep.strategies.absent import AbsentParameter, AbsentTensor
@@ -166,17 +167,13 @@ class RunState:
     """With which the optimizers and schedulers were made, before any step or checkpoint changed them."""
     add_group: Sequence[Callable[[dict[str, Any]], None]] = ()
     """By optimizer: adds a group of the prepared model's parameters."""
-    places: dict[str, list[str]] = field(default_factory=dict)
-    """Of a checkpoint: see ``capture_places``."""
-    was_inside: bool = False
-    """True if the checkpoint was written within an epoch."""
-    capture_places: Callable[[RunState], dict[str, list[str]]] = lambda _: {}
-    """Gives what the model and the loss read, the loop has changed, and no checkpoint holds; see ``UnheldPlaces``."""
+    unheld: UnheldPlaces = field(init=False)
     idle: set[str] = field(default_factory=set)
     """The places that each call sets again and on which nothing depends, as rehearsals find."""
     loop: LoopState = field(init=False)
 
     def __post_init__(self) -> None:
+        self.unheld = UnheldPlaces(is_main=self.world.is_main)
         self.sources = source_digests(own=True)  # as they are now: somebody may edit them while they run
         self.loop = LoopState(
             held_objects(self.parts, self.model),
@@ -383,9 +380,7 @@ class RunState:
         for optimizer in self.parts.optimizers if self.position.step else ():
             optimizer._opt_called = True  # type: ignore[attr-defined]  # or a scheduler that is stepped first warns
         self.loop.resume(written.get("loop", {}), inside=self.position.inside)
-        places = written.get("places", {}).items()
-        self.places = {name: [str(first), str(saved), str(start)] for name, (first, saved, start) in places}
-        self.was_inside = self.position.inside
+        self.unheld.resume(written.get("places", {}), inside=self.position.inside)
         self.extra, self.data = dict(written["extra"]), dict(written.get("data", {}))
         return str(written["fingerprint"])
 
@@ -471,7 +466,7 @@ class RunState:
             "loop": self._loop_of_all(),
             "sources": self.sources,
             "made_with": list(self.made_with),
-            "places": {**self.places, **self.capture_places(self)},  # some may not have been looked at yet
+            "places": self.unheld.capture(self),
         }
         return CheckpointState({}, {}, progress, self.model.aliases)
 

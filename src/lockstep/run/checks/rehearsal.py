@@ -63,7 +63,6 @@ from lockstep.run.checks.short_step import (
 )
 from lockstep.run.epoch_loop import EpochLoop
 from lockstep.run.live_variables import read_in_loop
-from lockstep.run.resumption import UnheldPlaces
 from lockstep.run.step import StepCompute, code_of
 from lockstep.run.step_errors import other_on_ranks
 from lockstep.run.whole_batch import SurrogateCompute, stand_in, surrogate
@@ -128,7 +127,6 @@ class Rehearsals:
         """The texts of the variables that the loss and the model read, by name."""
         self._moved: set[str] = set()
         """The variables that calls change, or that differed between the ranks from the start."""
-        self._unheld = UnheldPlaces(is_main)
         self._are_concurrent = options.sync_batch_norm
         alone = options.micro_batches == 1 and strategy.all_ranks is None
         # Without these, two passes may differ by themselves.
@@ -403,7 +401,7 @@ class Rehearsals:
             read = [name for name, each in lost.items() if each.is_read_by(before, (), names)]
             findings.lost = [name for name in read if lost[name].is_read_by(before, noted, names)]
             findings.filled = [name for name in read if name not in findings.lost]
-        findings.lost += self._unheld.look(state, roots, before, moved)
+        findings.lost += state.unheld.look(state, roots, before, moved)
         state.idle -= moved
         if not (findings.losses_differ or findings.gradients):
             state.idle |= {*map(without_key, noted)}.difference(map(without_key, counting))
