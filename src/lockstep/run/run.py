@@ -34,6 +34,7 @@ from lockstep.run.loaders import LoaderCache, counting_skipped, smallest_micro_b
 from lockstep.run.metrics import Metric, SetMetric, StepMetrics, evaluate
 from lockstep.run.optimizer_step import GradientState
 from lockstep.run.prepare import Parts, context_of_run, prepare_model, stepped_before
+from lockstep.run.resumption import Resumption
 from lockstep.run.save import Writer
 from lockstep.run.session import (
     RunSession,
@@ -60,8 +61,6 @@ from lockstep.strategies import IndependentStrategy, StepResult, Strategy, open_
 
 _OWN_EVERY = 100
 """Steps between two checks of the parameters of a process that is compared with no other."""
-GradientPass = Callable[..., StepResult]
-"""Computes gradients as ``Strategy.backward`` does."""
 
 
 class Run:
@@ -98,7 +97,7 @@ class Run:
         self._loaders = LoaderCache(options, self.strategy, warns=self.is_main)
         self._prepared: PreparedRun | None = None
         self._initial_values = InitialValues(options.seed)
-        self._writer = Writer(options, world, self._loop)
+        self._writer, self._resumption = Writer(options, world), Resumption(self._loop)
         self._results = DeferredResults(self.device, self._precision.scaler is not None, warns=self.is_main)
         self._agreed_data = agreement.AgreedData(self.strategy, self.position, options, warns=self.is_main)
         self._session.before_close = self._release
@@ -157,9 +156,9 @@ class Run:
             timeline.make_file(self.options)
         self._prepared = prepared = self._place(parts, values_from_main)
         placed = prepared.state.model
-        self._writer.join(prepared.state)
-        check_start = self._writer.resumption.check_start
-        self._loop.attach(prepared.state.loop, placed.randomness.key_loop, check_start)
+        self._writer.open_group(self.strategy)
+        self._resumption.run = prepared.state
+        self._loop.attach(prepared.state.loop, placed.randomness.key_loop, self._resumption.check_start)
         if not self._resume(prepared) and self.is_main:
             warn_if_unseeded(parts.model, self._unseeded)
             warn_if_begun(stepped)
@@ -206,13 +205,13 @@ class Run:
         self.extra.update(state.extra)
         state.extra = self.extra
         gradients.resume()
-        self._writer.resumption.begin()
+        self._resumption.begin()
         self._agreed_data.resume(state.data)
         return True
 
     def epochs(self, count: int) -> Iterator[int]:
         """The numbers of the epochs from where the run stands (0, or where it resumed) to ``count - 1``. Collective."""
-        self._writer.resumption.begin_epochs()
+        self._resumption.begin_epochs()
         if self.is_main and self._loop.is_resumed and not self._loop.position.inside:
             save.mention_nothing_left(count, self.position.epoch)
         return self._loop.epochs(count, lambda: save.end_epoch(self, self._results.stop))
@@ -305,7 +304,7 @@ class Run:
 
     def backward_by(
         self,
-        compute_gradients: GradientPass,
+        compute_gradients: Callable[..., StepResult],
         batch: Batch,
         loss: Callable[..., Any] | None,
         forward: Callable[[Any], Any] | None = None,
@@ -313,7 +312,7 @@ class Run:
         *,
         whole_batch: bool = False,
     ) -> Tensor:
-        """As ``backward``, with gradients computed by a function other than ``Strategy.backward``. Collective."""
+        """As ``backward``, with gradients computed by a function like ``Strategy.backward``. Collective."""
         with self.backward_pass(batch, loss, forward, metrics, whole_batch=whole_batch) as opened:
             opened.result = compute_gradients(batch, opened.compute, scale=opened.scale, stop=opened.stop)
         return opened.result.loss
@@ -496,7 +495,7 @@ class Run:
             fingerprint, prepared.state.extra = self.fingerprint(), self.extra
             prepared.state.data = self._agreed_data.stored
             folder = self._writer.write(directory, prepared.state, fingerprint, wait=wait)
-            self._writer.resumption.note()
+            self._resumption.note()
         for call in self._events.save:
             call(self.position.step, folder)
         return folder
@@ -591,7 +590,7 @@ class Run:
     def _between_steps(self) -> None:
         """Compares the replicas now and then, and stops if all ranks agreed to and no gradient would be lost."""
         gradients = self.require_prepared().gradients
-        self._writer.resumption.require_nothing_since("body")
+        self._resumption.require_nothing_since("body")
         gradients.begin_batch()
         gradients.update_scale()
         self._writer.background.check()
@@ -603,7 +602,7 @@ class Run:
         is_due = save_every and position.step % save_every == 0
         if is_due and not gradients and self.options.directory is not None:
             self.save()
-            self._writer.resumption.forget()
+            self._resumption.forget()
         if self._results.stop and not gradients.anywhere():
             save.stop_after_step(self, self._results.stop)
         self._session.heartbeat.await_data(position.epoch, position.step)

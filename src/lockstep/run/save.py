@@ -34,15 +34,14 @@ from lockstep.distributed.process_group import open_group
 from lockstep.errors import CheckpointError, ConfigError, LockstepError
 from lockstep.models.weights import compare
 from lockstep.run.checks.calls import gather_agreed
-from lockstep.run.epoch_loop import EpochLoop, Position
+from lockstep.run.epoch_loop import Position
 from lockstep.run.live_variables import changed_and_read_after_loops
 from lockstep.run.prepare import PreparedModel
-from lockstep.run.resumption import Resumption
 from lockstep.run.session import returning_freed_memory
 from lockstep.run.state import RunState
 from lockstep.runtime.control import Stopped, StopReason
 from lockstep.runtime.stop_signals import wait_for_critical_threads
-from lockstep.strategies import IndependentStrategy
+from lockstep.strategies import IndependentStrategy, Strategy
 from lockstep.text import plural, shorten
 
 if TYPE_CHECKING:
@@ -62,18 +61,17 @@ _TIMEOUT = timedelta(hours=2)
 class Writer:
     """Writes the checkpoints of one run, one at a time."""
 
-    def __init__(self, options: RunOptions, world: World, loop: EpochLoop) -> None:
+    def __init__(self, options: RunOptions, world: World) -> None:
         self._options, self._world = options, world
-        self.background, self.resumption = checkpoint.BackgroundWriter(), Resumption(loop)
+        self.background = checkpoint.BackgroundWriter()
         self._group: dist.ProcessGroup | None = None
         self._claims: dict[Path, tuple[ExitStack, int]] = {}
         """By run folder: its lock, and the number by which the disk knows the lock's file."""
 
-    def join(self, run: RunState) -> None:
-        """Takes the prepared run; opens a process group for writers, where every process is one. Collective."""
-        self.resumption.run = run
-        several = run.strategy.all_ranks is not None and self._options.directory is not None
-        if several and run.strategy.own_rows() is not None:
+    def open_group(self, strategy: Strategy) -> None:
+        """Opens a process group for writers, where every process is one. Collective."""
+        several = strategy.all_ranks is not None and self._options.directory is not None
+        if several and strategy.own_rows() is not None:
             self._group = open_group(backend="gloo", timeout=_TIMEOUT)
 
     def release(self) -> None:
@@ -230,13 +228,13 @@ def stop_after_step(run: Run, reason: StopReason) -> None:
         save_and_stop(run, reason)
     if run.options.directory is not None:
         run.save(wait=True)
-        run._writer.resumption.forget()
+        run._resumption.forget()
     loop.stops_at_end = True
 
 
 def end_epoch(run: Run, reason: StopReason) -> None:
     """Ends the body of an epoch, and this process if that was waited for and another epoch follows. Collective."""
-    run._writer.resumption.require_nothing_since("epoch")
+    run._resumption.require_nothing_since("epoch")
     if not run._loop.stops_at_end:
         return
     if run._loop.next_epoch is not None:
