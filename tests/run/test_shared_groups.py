@@ -9,6 +9,7 @@ import torch
 from torch import nn, optim
 
 from lockstep.errors import ConfigError
+from lockstep.numerics.precision import Precision
 from lockstep.run.optimizer_step import GradientState, PreparedOptimizer
 from lockstep.run.shared_groups import SharedGroups
 from lockstep.strategies.absent import Absence, AbsentParameter
@@ -43,7 +44,8 @@ def shared(*, lr=0.1, left_out=0, unit=Unit.ELEMENT, shares_all=False):
     )
     groups = SharedGroups(own, [names], wholes, strategy)
     groups.shares_all = shares_all
-    return PreparedOptimizer(own, GradientState([own], strategy), groups), own, wholes, held
+    gradients = GradientState([own], strategy, Precision("fp32", strategy.device), {}, ())
+    return PreparedOptimizer(own, gradients, groups), own, wholes, held
 
 
 def test_groups_show_the_prepared_models_parameters():

@@ -23,7 +23,7 @@ from lockstep.run.changed_names import changed_by_loop
 from lockstep.run.frame_variables import Variables
 from lockstep.run.live_variables import Places, names_ahead, places_of_frames, read_in_loop
 from lockstep.run.lost_variables import LoopNotes, Lost, ResumedLoop, words_in
-from lockstep.runtime.events import StepEvents
+from lockstep.runtime.events import NO_EVENTS, StepEvents
 from lockstep.text import shorten
 
 logger = logging.getLogger(__name__)
@@ -40,6 +40,7 @@ class LoopState:
 
     Args:
         known: the ids of objects that checkpoints hold, with their names.
+        events: of the run, whose callbacks are looked at.
         settings: gives the numbers with which optimizers step now, and those that say where the run stands.
         hooks: gives those of the optimizers' steps.
     """
@@ -49,12 +50,12 @@ class LoopState:
         known: Mapping[int, str],
         *,
         is_main: bool,
+        events: StepEvents = NO_EVENTS,
         settings: Callable[[], Collection[float]] = tuple,
         hooks: Callable[[], Collection[object]] = tuple,
     ) -> None:
-        self._known, self._is_main, self._settings, self._hooks = known, is_main, settings, hooks
-        self.events: StepEvents | None = None
-        """Of the run, whose callbacks are looked at."""
+        self._known, self._is_main, self._events = known, is_main, events
+        self._settings, self._hooks = settings, hooks
         self.lost: dict[str, Lost] = {}
         """The variables that this resumed run has certainly lost, by name."""
         self._still_lost: dict[str, tuple[str, str]] = {}
@@ -88,8 +89,8 @@ class LoopState:
         """The first texts of attributes and globals that were not there when the steps of this process began."""
 
     def _look(self, **loop: bool | Places) -> Variables:
-        callbacks = self.events.callbacks if self.events else ()
-        found = Variables.of_loop(self._known, (*callbacks, *self._hooks()), begun=self._begun, **loop)
+        callbacks = *self._events.callbacks, *self._hooks()
+        found = Variables.of_loop(self._known, callbacks, begun=self._begun, **loop)
         born = found.texts.keys() - self._first.keys() if self._start else ()
         self._born = {**{name: found.texts[name] for name in born}, **self._born}
         return found

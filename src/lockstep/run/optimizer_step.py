@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -66,7 +65,7 @@ class GradientState:
     Args:
         optimizers: the user's own; a step of one that does not go through ``step`` is refused.
         strategy: knows who else holds a part of the gradients.
-        precision: with the scaler of the loss; None where none is needed.
+        precision: with the scaler of the loss.
         frozen: the names of those that required no gradient when the run was prepared.
     """
 
@@ -74,12 +73,12 @@ class GradientState:
         self,
         optimizers: Sequence[Optimizer],
         strategy: Strategy,
-        precision: Precision | None = None,
-        parameters: Mapping[str, Tensor] = MappingProxyType({}),
-        frozen: Collection[str] = (),
+        precision: Precision,
+        parameters: Mapping[str, Tensor],
+        frozen: Collection[str],
     ) -> None:
         self._optimizers, self._strategy, self._precision = list(optimizers), strategy, precision
-        self._scaler = scaler = None if precision is None else precision.scaler
+        self._scaler = precision.scaler
         self._frozen = [(name, each) for name, each in parameters.items() if name in frozen]
         self._trained = [each for name, each in parameters.items() if name not in frozen]
         is_watched = strategy.writes is not None or strategy.absences
@@ -103,7 +102,7 @@ class GradientState:
                 vars(optimizer).setdefault("defaults", {})
                 Optimizer.__setstate__(optimizer, {})
             optimizer.register_step_pre_hook(self._refuse_direct_step)
-            if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
+            if self._scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
                 # By itself the fused step looks for overflows, and counts as one where it found some. That of SGD
                 # also leaves the first momentum as it found the memory. Now the scaler looks, as for other optimizers.
                 optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]  # torch's, set in __init__
@@ -177,7 +176,8 @@ class GradientState:
     def resume(self) -> None:
         """Takes gradients that a checkpoint held for ``left_over``."""
         for each in self._progress.values():
-            each.has_gradients = each.is_stepped = has_gradients(each.optimizer, but_zeros=True)
+            nonzero = any(p.grad is not None and bool(p.grad.any()) for p in each.parameters())
+            each.has_gradients = each.is_stepped = nonzero
 
     @property
     def scale(self) -> float:
@@ -403,7 +403,7 @@ class GradientState:
 
         Nothing where there were none, or where gradients that have been divided by the scale wait for their step.
         """
-        if self._scaler is None or self._precision is None or self:
+        if self._scaler is None or self:
             return
         seen = self._scaler._per_optimizer_states.values()  # as in _share_overflows
         if not any(state["found_inf_per_device"] for state in seen):
@@ -422,7 +422,7 @@ class GradientState:
         handle = optimizer.register_step_post_hook(lambda *_: taken.append(True))
         scaler.step(optimizer)
         handle.remove()
-        if not (taken or self._has_skipped) and self._precision is not None:  # once for several optimizers
+        if not (taken or self._has_skipped):  # once for several optimizers
             self._precision.skipped_steps += 1
             self._has_skipped = True
         optimizer._opt_called = True  # type: ignore[attr-defined]  # or a scheduler warns after a skipped first step
@@ -633,7 +633,6 @@ _OWN = ("wrapped", "grad_scale", "found_inf")
 """Public attributes of a ``PreparedOptimizer``; torch's GradScaler sets the last two."""
 
 
-def has_gradients(optimizer: Optimizer, but_zeros: bool = False) -> bool:
-    """True where any parameter of the optimizer has a gradient; with ``but_zeros`` one that is not zeros."""
-    held = (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
-    return any(not but_zeros or bool(each.any()) for each in held)
+def has_gradients(optimizer: Optimizer) -> bool:
+    """True where any parameter of the optimizer has a gradient."""
+    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])

@@ -184,14 +184,15 @@ class Run:
         self.strategy.initial_values = self._initial_values
         conditions = context, agreement.made_with(parts.model)
         placed = prepare_model(parts, self.options, self.strategy, self._precision, self.device)
-        state = RunState(parts, placed, self.strategy, self._precision, self.position, *conditions, self.world)
+        state = RunState(
+            parts, placed, self.strategy, self._precision, self.position, *conditions, self.world, self._events
+        )
         forward_pass = ForwardPass(
             placed.module, self._precision, self.device, self.options.channels_last, self._events
         )
         gradients = GradientState(parts.optimizers, self.strategy, self._precision, placed.parameters, parts.frozen)
         wrapped = gradients.wrap(placed.members, placed.parameters)
         state.add_group = [each.add_param_group for each in wrapped.values()]
-        state.loop.events = self._events
         return PreparedRun(state, forward_pass, gradients, wrapped)
 
     def _resume(self, prepared: PreparedRun) -> bool:

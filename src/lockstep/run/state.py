@@ -42,6 +42,7 @@ from lockstep.run.prepare import (
 )
 from lockstep.run.resumption import UnheldPlaces
 from lockstep.run.step import ForwardPass
+from lockstep.runtime.events import StepEvents
 from lockstep.strategies import IndependentStrategy, Strategy
 from lockstep.strategies.absent import AbsentParameter, AbsentTensor
 from lockstep.strategies.sharding import is_elementwise, quantised
@@ -155,7 +156,8 @@ class RunState:
     context: Context
     made_with: tuple[dict[str, str], dict[str, str]]
     """See ``agreement.made_with``."""
-    world: World = field(default_factory=World)
+    world: World
+    events: StepEvents
     extra: dict[str, Any] = field(default_factory=dict)
     """Values of the user, or the trainer, that are stored beside it; they must survive JSON."""
     data: dict[str, str] = field(default_factory=dict)
@@ -178,6 +180,7 @@ class RunState:
         self.loop = LoopState(
             held_objects(self.parts, self.model),
             is_main=self.world.is_main,
+            events=self.events,
             settings=self._settings_now,
             hooks=self._step_hooks,
         )

@@ -519,12 +519,12 @@ class _SentFlags:
         self._host.copy_(flags, non_blocking=True)
         self._copied = current_stream(flags.device).record_event()
 
-    def read(self) -> list[float]:
+    def read(self) -> tuple[list[float], list[float], float]:
         """The flags of being finite, the losses, and the last stop code; waits if a device lags far behind."""
         if not self._copied.query():
             self._copied.synchronize()
-        found: list[float] = self._host.tolist()
-        return found
+        *found, stop = self._host.tolist()
+        return found[: len(self.results)], found[len(self.results) :], stop
 
 
 _LOOK_EVERY = 8
@@ -568,8 +568,7 @@ class DeferredResults:
         before, self._sent = self._sent, _SentFlags(self._results)
         self._results = []
         if before is not None:
-            *flags, stop = before.read()
-            self._look(before.results, flags[: self._every], flags[self._every :], stop, later=self._every)
+            self._look(before.results, *before.read(), later=self._every)
 
     def read(self) -> None:
         """Reads all results; ``NonFiniteError`` names the first step that was not finite."""
