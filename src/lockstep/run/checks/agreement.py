@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from lockstep.checkpoint.state import has_extra_state
 from lockstep.config.options import RunOptions
-from lockstep.core.fingerprint import Context, checksums, combine, differing, digest_tensors
+from lockstep.core.fingerprint import Context, checksums, combine, digest_tensors
 from lockstep.core.plan import SamplePlan
 from lockstep.data.changes import BEGINNING, CHOICE
 from lockstep.distributed.collectives import broadcast_tensors
@@ -79,7 +79,7 @@ def agree(
 
 def require_equal_settings(settings: Mapping[str, Any], group: dist.ProcessGroup | None, device: torch.device) -> None:
     """Raises ``ConfigError`` on every rank where ranks were told different things. Collective."""
-    found = _differences(settings, group, device, absent=None)
+    found = differences(settings, group, device, absent=None)
     lines = [f"  {key}: {by_rank(found[key])}" for key in sorted(found)]
     if lines:
         lines.append("Give all ranks one value, which follows from neither the rank, nor the clock, nor the process.")
@@ -88,7 +88,7 @@ def require_equal_settings(settings: Mapping[str, Any], group: dist.ProcessGroup
 
 def require_equal_data(digests: Mapping[str, str], group: dist.ProcessGroup | None, device: torch.device) -> None:
     """Raises ``ConfigError`` on every rank where samples, given by digests, are not the same everywhere. Collective."""
-    for name, values in _differences(digests, group, device).items():
+    for name, values in differences(digests, group, device).items():
         remedy = (
             "Choose by numbers that all ranks have, as run.backward and run.evaluate give them: a loss or a metric "
             "keeps those of one rank's samples."
@@ -111,12 +111,12 @@ def require_equal_structure(model: nn.Module, group: dist.ProcessGroup, device: 
         name: f"{tuple(tensor.shape)} {tensor.dtype}{'' if tensor.requires_grad else ' fixed'}"
         for name, tensor in _named_tensors(model).items()
     }
-    for name, shapes in _differences(mine, group, device).items():
+    for name, shapes in differences(mine, group, device).items():
         raise ConfigError(
             f"The ranks hold different models. The first difference is {name!r}: {by_rank(shapes)}. "
             "Build the model alike on every rank."
         )
-    for orders in _differences({"order": "\n".join(mine)}, group, device).values():
+    for orders in differences({"order": "\n".join(mine)}, group, device).values():
         of_all = [order.split("\n") for order in orders]
         place = next(n for n in range(len(mine)) if len({names[n] for names in of_all}) > 1)
         raise ConfigError(
@@ -136,7 +136,7 @@ def require_equal_code(models: Sequence[nn.Module], group: dist.ProcessGroup, de
         mine |= {f"{key} of module {number}" if number else key: v for key, v in described(model).items()}
     lines = [
         f"{key}: {by_rank([_cut(value) for value in values])}"
-        for key, values in _differences(mine, group, device).items()
+        for key, values in differences(mine, group, device).items()
         # One rank alone may need more modules, for example to draw or to write.
         if not key.startswith(_SOURCE) or len({*values} - {"absent"}) > 1
     ]
@@ -287,9 +287,7 @@ def share_start(
     A difference is warned about unless it is ``expected``, as when only rank 0 has read a file of weights.
     """
     tensors = {name: each for name, each in _named_tensors(model).items() if not each.is_meta}
-    mine = digest_tensors(tensors)
-    everyone = gather_agreed(mine, group, device)
-    different = sorted({name for each in everyone for name in differing(each, everyone[0])})
+    different = sorted(differences(digest_tensors(tensors), group, device))
     if different:
         source = dist.get_process_group_ranks(group)[0]
         with torch.no_grad():
@@ -318,7 +316,7 @@ def require_equal_replicas(
     digests: Mapping[str, str], step: int, group: dist.ProcessGroup, device: torch.device
 ) -> None:
     """Raises ``ReplicaError`` naming tensors and ranks where digests differ. Collective."""
-    found = _differences(digests, group, device)
+    found = differences(digests, group, device)
     if not found:
         return
     names = sorted(found, key=lambda name: (not name.startswith("<"), name))  # a setting explains the tensors
@@ -387,7 +385,7 @@ def require_equal_models(model: nn.Module, trained: nn.Module, strategy: Strateg
         return
     known = {id(tensor) for tensor in _named_tensors(trained).values()}
     own = [(name, tensor) for name, tensor in _named_tensors(model).items() if id(tensor) not in known]
-    found = _differences(checksums(own, strategy.device), group, strategy.device)
+    found = differences(checksums(own, strategy.device), group, strategy.device)
     if not found:
         return
     name = min(found)
@@ -403,7 +401,7 @@ def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-def _differences(
+def differences(
     mine: Mapping[str, Any], group: dist.ProcessGroup | None, device: torch.device, *, absent: Any = "absent"
 ) -> dict[str, list[Any]]:
     """The values by rank of each entry that is not equal on all ranks. Collective.
@@ -566,7 +564,7 @@ class AgreedData:
         require_equal_data(digests, group, device)
 
     def _differences(self, mine: Mapping[str, Any], *, absent: str) -> dict[str, list[Any]]:
-        return _differences(mine, self._strategy.all_ranks, self._strategy.device, absent=absent)
+        return differences(mine, self._strategy.all_ranks, self._strategy.device, absent=absent)
 
     @property
     def stored(self) -> dict[str, str]:

@@ -12,7 +12,6 @@ that reads what the other has kept gets different bits. All ranks learn what eac
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -38,13 +37,12 @@ from lockstep.numerics.compilation import fix_graphs
 from lockstep.numerics.hidden_state import Kind, Snapshot, draws_globally, told, without_key
 from lockstep.numerics.randomness import KeyedRandomness
 from lockstep.run.attributes import held_places
-from lockstep.run.checks.agreement import agreed_digests
+from lockstep.run.checks.agreement import agreed_digests, differences
 from lockstep.run.checks.calls import (
     ASKED,
     OF_WHOLE_BATCH,
     OFF,
     counts_read,
-    gather_agreed,
     warn_of_settings,
     watching_calls,
 )
@@ -294,11 +292,8 @@ class Rehearsals:
     def require_equal_draws(self) -> None:
         """Raises ``ConfigError`` where the loop has drawn random numbers on some ranks only. Collective."""
         self._strategy.require_no_calls()
-        states = zip(_GENERATORS, encoded_states(), strict=True)
-        mine = {name: hashlib.sha256(repr(state).encode()).hexdigest() for name, state in states}
-        everyone = gather_agreed(mine, self._strategy.all_ranks, self._strategy.device)
-        names = [name for name in mine if len({each[name] for each in everyone}) > 1]
-        if names:
+        states = dict(zip(_GENERATORS, encoded_states(), strict=True))
+        if names := differences(states, self._strategy.all_ranks, self._strategy.device):
             raise ConfigError(
                 f"The loop drew random numbers from {' and '.join(names)} on some ranks only before run.backward, so "
                 "the next ones that it draws would differ between the ranks. Draw on every rank, or, where only one "
