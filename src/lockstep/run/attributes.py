@@ -537,34 +537,32 @@ def unsaved_tensors(optimizer: Optimizer, is_whole: bool) -> dict[str, str]:
     for inner in wrapped_optimizers(optimizer).values() if is_whole else ():
         found |= unsaved_tensors(inner, is_whole)
         seen |= {id(inner), id(inner.state)}
-
-    def look(value: Any, name: str) -> None:
-        if is_plain(value) and name.startswith("state["):
-            found[name] = text_of_plain(value)
+    todo = [(key, value) for key, value in vars(optimizer).items() if key not in ("defaults", "param_groups")]
+    todo += [
+        (f"state[{key!r}]" if isinstance(key, str) else "state[...]", value)
+        for key, value in optimizer.state.items()
+        if id(key) not in members and key not in named
+    ]
+    if not is_whole:
+        todo.append(("", type(optimizer)))
+        for number, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+            todo += [(f"{key!r} of parameter {number}", value) for key, value in users_attributes(p).items()]
+    while todo:
+        name, value = todo.pop(0)
+        if is_plain(value):
+            found |= {name: text_of_plain(value)} if name.startswith("state[") else {}
         if is_plain(value) or id(value) in seen or (isinstance(value, nn.Module) and not is_whole):
-            return
+            continue
         seen.add(id(value))
         if isinstance(value, Tensor) and not value.is_meta and not isinstance(value, AbsentTensor):
             found[name] = f"{tuple(value.shape)} {int(sum_of_bits(value))}"
         elif isinstance(value, Optimizer):
-            look(value.state, f"{name}.state")
+            todo.insert(0, (f"{name}.state", value.state))
         else:
             is_code = isinstance(value, FunctionType | type) and not is_whole
             is_open = is_code or isinstance(value, CONTAINERS) or is_users_object(value)
-            for part in (reached_from(value, 0) if is_code else inside(value)) if is_open else ():
-                look(part.value, part.path(name))
-
-    for key, value in vars(optimizer).items():
-        if key not in ("defaults", "param_groups"):
-            look(value, key)
-    for parameter, value in optimizer.state.items():
-        if id(parameter) not in members and parameter not in named:
-            look(value, f"state[{parameter!r}]" if isinstance(parameter, str) else "state[...]")
-    if not is_whole:
-        look(type(optimizer), "")
-        for number, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
-            for key, value in users_attributes(p).items():
-                look(value, f"{key!r} of parameter {number}")
+            parts = (reached_from(value, 0) if is_code else inside(value)) if is_open else ()
+            todo[:0] = [(part.path(name), part.value) for part in parts]  # what it holds comes next
     return found
 
 

@@ -100,6 +100,8 @@ class Run:
         self._writer, self._resumption = Writer(options, world), Resumption(self._loop)
         self._results = DeferredResults(self.device, self._precision.scaler is not None, warns=self.is_main)
         self._agreed_data = agreement.AgreedData(self.strategy, self.position, options, warns=self.is_main)
+        self._is_first_step = options.checks != "off" and self.strategy.all_ranks is not None
+        """True until the first step of this process: replicas that drift from the start are not left to later."""
         self._session.before_close = self._release
         self._unseeded = seed_generators(options.seed)
         self._session.heartbeat.will_poll()
@@ -597,7 +599,8 @@ class Run:
         self._writer.background.check()
         position, strategy = self.position, self.strategy
         save_every = strategy.save_every if isinstance(strategy, IndependentStrategy) else 0
-        is_telling = self._loop.is_after_last_step or self.rehearsals.is_first_comparison()
+        is_telling = self._loop.is_after_last_step or self._is_first_step
+        self._is_first_step = False
         if is_telling or position.step % (self.options.fingerprint_every or _OWN_EVERY) == 0:
             self.compare_replicas()
         is_due = save_every and position.step % save_every == 0

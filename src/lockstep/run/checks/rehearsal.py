@@ -136,12 +136,6 @@ class Rehearsals:
         self._warned: set[str] = set()
         self._checks = options.checks != "off"
         self._seen: set[Any] = set()
-        self._replicas_are_new = self._checks and strategy.all_ranks is not None
-
-    def is_first_comparison(self) -> bool:
-        """True once, after the first step of a process: replicas that drift from the start are not left to later."""
-        is_first, self._replicas_are_new = self._replicas_are_new, False
-        return is_first
 
     def new_metrics(self, functions: Mapping[str, Callable[..., Any]], *, evaluated: bool = False) -> set[str]:
         """The names of the metrics that should be checked and were not, or not with a result.
