@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain, zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -127,30 +127,37 @@ def surrogate(compute: StepCompute, batch: Batch, strategy: Strategy, *, looks: 
     shapes = {k: found for each in everyone for k, found, _ in each}
     texts = [found for each in everyone for _, _, found in each]
     sizes = [len(each) for each in plan.indices]
-    form = _form(shapes[0], sizes[0])
-    _require_form(form, shapes, sizes)
-    gathered = _gathered([each for _, each in held], form, sizes, plan, strategy)
+    forms = [_Form.of(dtype, shape, sizes[0]) for dtype, shape in shapes[0]]
+    _require_forms(forms, shapes, sizes)
+    gathered = _gathered([each for _, each in held], forms, sizes, plan, strategy)
     if not computed:  # a process without a micro-batch has nothing that a gradient would be for
         return SurrogateCompute.taking(compute, total=torch.zeros((), device=strategy.device))
     are_common = (bool(column[0]) and len(set(column)) == 1 for column in zip_longest(*texts))
     # What is neither a tensor nor the same in every micro-batch is None for the loss
     leaves = [each if isinstance(each, Tensor) or next(are_common) else None for each in computed[0].leaves]
-    return _surrogate(compute, replace(computed[0], leaves=leaves), gathered, form, sizes, looks=looks)
+    return _surrogate(compute, replace(computed[0], leaves=leaves), gathered, forms, sizes, looks=looks)
 
 
-_Form = list[tuple[str, int, list[int]]]
-"""Of each tensor: its dtype, 1 if it has a row for each sample, and the shape of a row, or of the tensor."""
+class _Form(NamedTuple):
+    """The form of a tensor in the outputs and targets of all micro-batches."""
+
+    dtype: str
+    has_rows: bool
+    """True if it has a row for each sample."""
+    shape: list[int]
+    """Of a row, or of the tensor."""
+
+    @classmethod
+    def of(cls, dtype: str, shape: list[int], samples: int) -> _Form:
+        """That of a tensor for a micro-batch of ``samples`` samples."""
+        has_rows = shape[:1] == [samples]
+        return cls(dtype, has_rows, shape[has_rows:])
 
 
-def _form(shapes: list[Any], samples: int) -> _Form:
-    found = [(dtype, shape, int(shape[:1] == [samples])) for dtype, shape in shapes]
-    return [(dtype, rows, shape[rows:]) for dtype, shape, rows in found]
-
-
-def _require_form(form: _Form, shapes: Mapping[int, list[Any]], sizes: Sequence[int]) -> None:
+def _require_forms(forms: Sequence[_Form], shapes: Mapping[int, list[Any]], sizes: Sequence[int]) -> None:
     """Raises ``ConfigError`` where the tensors of a micro-batch have another form than those of the first."""
     for k, found in sorted(shapes.items()):
-        expected = [[dtype, [sizes[k]] * rows + shape] for dtype, rows, shape in form]
+        expected = [[dtype, [sizes[k]] * has_rows + shape] for dtype, has_rows, shape in forms]
         if found != expected:
             other = next(pair for pair in zip_longest(found, expected) if pair[0] != pair[1])
             here, first = ("no tensor" if each is None else "{} {}".format(*each) for each in other)
@@ -215,18 +222,18 @@ def _output(compute: StepCompute, micro_batch: MicroBatch) -> _Output:
 
 
 def _gathered(
-    outputs: Sequence[_Output], form: _Form, sizes: Sequence[int], plan: StepPlan, strategy: Strategy
+    outputs: Sequence[_Output], forms: Sequence[_Form], sizes: Sequence[int], plan: StepPlan, strategy: Strategy
 ) -> list[Tensor]:
     """Each tensor of the outputs of all processes, with the rows of all samples in order; the same on every process."""
-    numbers = [torch.Size(shape).numel() for _, _, shape in form]
-    widths = [count * (sizes[0] if has_rows else 1) for count, (_, has_rows, _) in zip(numbers, form)]
+    numbers = [math.prod(each.shape) for each in forms]
+    widths = [count * (sizes[0] if each.has_rows else 1) for count, each in zip(numbers, forms)]
     rows = torch.zeros(strategy.share.longest(plan.leaves), sum(widths), dtype=torch.float64, device=strategy.device)
     for row, output in zip(rows, outputs):
         for place, tensor in zip(torch.split(row, widths), output.tensors):
             place[: tensor.numel()] = tensor.detach().reshape(-1)
     ordered = strategy.gather_in_order(rows, plan.leaves)
     whole = []
-    for (dtype, has_rows, shape), count, column in zip(form, numbers, torch.split(ordered, widths, 1)):
+    for (dtype, has_rows, shape), count, column in zip(forms, numbers, torch.split(ordered, widths, 1)):
         kind = dtype_named(dtype)
         if has_rows:
             parts = [row[: size * count].view(size, *shape) for row, size in zip(column, sizes)]
@@ -245,7 +252,7 @@ def _surrogate(
     compute: StepCompute,
     first: _Output,
     whole: list[Tensor],
-    form: _Form,
+    forms: Sequence[_Form],
     sizes: Sequence[int],
     *,
     looks: bool,
@@ -270,7 +277,7 @@ def _surrogate(
         gradient = found.get(id(each))
         if gradient is None:
             columns.append([None] * len(sizes))
-        elif form[number][1]:
+        elif forms[number].has_rows:
             columns.append(list(torch.split(wide(gradient), list(sizes))))
         else:  # of what is the same for all, as if only micro-batch 0 had it
             gradient = wide(gradient)
@@ -278,7 +285,7 @@ def _surrogate(
     gradients = [list(column) for column in zip(*columns)]
     remark = ""
     if looks and isinstance(value, tuple):
-        half = [each[: len(each) // 2] if form[n][1] else each for n, each in enumerate(whole)]
+        half = [each[: len(each) // 2] if form.has_rows else each for form, each in zip(forms, whole)]
         remark = _mean_and_count(compute, first, half, value)
     return SurrogateCompute.taking(compute, total=total.detach(), gradients=gradients, remark=remark)
 

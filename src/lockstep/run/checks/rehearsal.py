@@ -466,8 +466,7 @@ class Rehearsals:
                     loss,
                     found.deviation,
                 )
-        new = {name: found.changed[name] for name in self._untold(found.changed)}
-        if new and self._is_main:
+        if new := {name: found.changed[name] for name in self._untold(found.changed)}:
             logger.warning(
                 "The forward pass or the loss changes %s. So far the loss does not depend on it. This is checked again "
                 "later, and the run is refused once it does. Each process sees only its own micro-batches: for a count "
@@ -475,8 +474,7 @@ class Rehearsals:
                 told(new, _MOST),
             )
         self._warn_of_asked(found.asked)
-        left = self._untold(found.left)
-        if left and self._is_main:
+        if left := self._untold(found.left):
             logger.warning(
                 "The loop reads %s, which the forward pass or the loss sets. The value is that of the last micro-batch "
                 "of this process, so it depends on the number of processes. Return it, and take its mean over the step "
@@ -485,14 +483,13 @@ class Rehearsals:
             )
 
     def _untold(self, names: Iterable[str]) -> list[str]:
-        """Those of the names of which no warning has told, and will not again."""
+        """Those of the names of which no warning has told, and will not again; none where another process warns."""
         new = [name for name in names if without_key(name) not in self._warned]
         self._warned.update(map(without_key, new))
-        return new
+        return new if self._is_main else []
 
     def _warn_of_asked(self, places: Iterable[str], where: str = "The forward pass or the loss") -> None:
-        asked = self._untold(places)
-        if asked and self._is_main:
+        if asked := self._untold(places):
             logger.warning(ASKED, where, shorten(asked, _MOST))
 
     def of_whole_batch(self, compute: StepCompute, batch: Batch, *, looks: bool) -> SurrogateCompute:
@@ -507,7 +504,7 @@ class Rehearsals:
         with watching_calls(asked, "the loss of the whole batch", no_exchange=OF_WHOLE_BATCH):
             found = surrogate(compute, batch, self._strategy, looks=True)
         self._warn_of_asked(asked)
-        if found.remark and self._untold(["the pair"]) and self._is_main:
+        if found.remark and self._untold(["the pair"]):
             logger.warning("%s", found.remark)
         mine = found.digests() if batch.micro_batches else []
         everyone = [each for each in self._strategy.gather_records(mine) if each]
