@@ -153,18 +153,12 @@ class _MetricMeans:
         if self._checks:
             self._sample.take(place, (output, target), samples)
         before = held_by(self._metrics, unchecked)
-        for name, metric in without_writes(self._functions, "run.evaluate", output, target):
-            with watching_once(f"the metric {name!r}", looks=name in unchecked):
-                try:
-                    value = metric(output, target)
-                except Exception as error:
-                    explain_loss(error, output, target, f"The metric {name!r}", "run.evaluate")
-                    raise
+        for name, value in _called(self._functions, "run.evaluate", output, target, unchecked):
             if isinstance(value, Tensor) and value.dim() == 0:
                 self._checked.add(name)
                 if name in unchecked and not (self._strategy.replicated or has_rows((output, target), samples)):
                     self._reasons[name] = Deviation.WITHOUT_ROWS.reason
-                self._forward_pass.left_out.look(metric, value, output, target, micro_batch)
+                self._forward_pass.left_out.look(self._functions[name], value, output, target, micro_batch)
             self._sums.put(place, name, sum_and_weight(value, samples))
         self._kept.update(before.changed(held_by(self._metrics, unchecked)))
 
@@ -418,13 +412,10 @@ class StepMetrics:
             self._seen.append((*copies_of((output, target)), samples))
             self._reasons |= reasons(waiting, self._seen)
         if self._entries is None:
-            looked_at = () if self._sums else self._unchecked
-            before = held_by(self._given, looked_at)
-            versions, found = versions_of(output, target), list[Any]()
-            for name, function in without_writes(self._functions, "run.backward", output, target):
-                with watching_once(f"the metric {name!r}", looks=name in self._unchecked and not self._sums):
-                    found.append(function(output, target))
-            if versions_of(output, target) != versions:
+            looked_at = set[str]() if self._sums else self._unchecked
+            before, versions = held_by(self._given, looked_at), _versions_of(output, target)
+            found = [value for _, value in _called(self._functions, "run.backward", output, target, looked_at)]
+            if _versions_of(output, target) != versions:
                 # The last one has, or another would have been refused.
                 self._writing.append(next(reversed(self._functions)))
             self._kept |= before.changed(held_by(self._given, looked_at))
@@ -448,8 +439,7 @@ class StepMetrics:
             yield
         except RuntimeError as error:
             if self._writing and OVERWRITTEN.is_in(str(error)):
-                readers = "the backward pass still needs"
-                raise metric_writes(self._writing[0], "run.backward", readers) from error
+                raise _writes(self._writing[0], "run.backward", "the backward pass still needs") from error
             raise
 
     @torch.no_grad()
@@ -481,24 +471,30 @@ class StepMetrics:
         return {name: totals[name][0] / totals[name][1] for name in self._functions}
 
 
-def without_writes(
-    functions: Mapping[Any, Callable[..., Any]], caller: str, *given: Any
-) -> Iterator[tuple[Any, Callable[..., Any]]]:
-    """The functions with their names, to be called in turn; ``ConfigError`` if one writes and another follows."""
-    versions, last = versions_of(*given) if len(functions) > 1 else [], None
+def _called(
+    functions: Mapping[Any, Callable[..., Any]], caller: str, output: Any, target: Any, unchecked: set[str]
+) -> Iterator[tuple[Any, Any]]:
+    """The values of metrics by name, computed one by one; ``ConfigError`` if one writes and another follows."""
+    versions, last = _versions_of(output, target) if len(functions) > 1 else [], None
     for number, (name, function) in enumerate(functions.items()):
-        if number and versions_of(*given) != versions:
-            raise metric_writes(last, caller, "other metrics are given, too")
-        yield name, function
+        if number and _versions_of(output, target) != versions:
+            raise _writes(last, caller, "other metrics are given, too")
+        with watching_once(f"the metric {name!r}", looks=name in unchecked):
+            try:
+                value = function(output, target)
+            except Exception as error:
+                explain_loss(error, output, target, f"The metric {name!r}", caller)
+                raise
+        yield name, value
         last = name
 
 
-def versions_of(*values: Any) -> list[int]:
+def _versions_of(*values: Any) -> list[int]:
     """How often each tensor in them was written into, as far as torch knows."""
     return [tensor._version for tensor in tensors_in(values) if not tensor.is_inference()]
 
 
-def metric_writes(name: object, caller: str, readers: str) -> ConfigError:
+def _writes(name: object, caller: str, readers: str) -> ConfigError:
     """The error for a metric that has changed what others read."""
     return ConfigError(
         f"The metric {name!r} of {caller} writes into the output or the target, which {readers}. Let it make new "
