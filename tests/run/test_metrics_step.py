@@ -237,6 +237,16 @@ def test_a_metric_that_writes_into_what_the_backward_pass_needs_is_named():
     run.close()
 
 
+def test_an_error_of_a_metric_beside_the_loss_tells_what_it_was_given():
+    """Only one of ``run.evaluate`` was explained."""
+    run, _, _ = begin()
+    (batch, *_) = run.batches(dataset())
+    with pytest.raises(KeyError) as raised:
+        run.backward(batch, F.cross_entropy, also={"first": lambda o, t: {}["missing"]})
+    assert any("called the metric 'first' as metric(output, target), with" in each for each in raised.value.__notes__)
+    run.close()
+
+
 def test_a_metric_that_writes_into_what_others_are_given_is_named():
     """The others were of what it had written: they depended on the order of a dict."""
     run, _, _ = begin()
