@@ -144,13 +144,8 @@ def _number_at(code: CodeType, offset: int) -> int:
 
 def names_ahead(code: CodeType, offset: int) -> set[str]:
     """The variables that code may read or set after an instruction; see ``live_names``."""
-    accesses = _flow(code)[2]
-    return {name for each in _ahead(code, offset) for _, name in accesses[each]}
-
-
-def _ahead(code: CodeType, offset: int) -> set[int]:
-    """The numbers of the instructions that may run after one."""
-    return _reached(_flow(code)[1], _number_at(code, offset))
+    _, follow, accesses = _flow(code)
+    return {name for each in _reached(follow, _number_at(code, offset)) for _, name in accesses[each]}
 
 
 def _read_by_others(code: CodeType, offsets: Sequence[int]) -> frozenset[str]:
@@ -161,8 +156,9 @@ def _read_by_others(code: CodeType, offsets: Sequence[int]) -> frozenset[str]:
     Args:
         offsets: of the instruction, and of those that begin loops which make further passes.
     """
-    given = [each for each in _given_away(code) if _flow(code)[0][each[0]].offset <= offsets[0]]
-    ahead = set[int]().union(*(_ahead(code, each) for each in offsets if given))
+    instructions, follow, _ = _flow(code)
+    given = [each for each in _given_away(code) if instructions[each[0]].offset <= offsets[0]]
+    ahead = set[int]().union(*(_reached(follow, _number_at(code, each)) for each in offsets if given))
     return frozenset[str]().union(*(names for number, names in given if number not in ahead))
 
 
