@@ -127,7 +127,7 @@ def surrogate(compute: StepCompute, batch: Batch, strategy: Strategy, *, looks: 
     shapes = {k: found for each in everyone for k, found, _ in each}
     texts = [found for each in everyone for _, _, found in each]
     sizes = [len(each) for each in plan.indices]
-    forms = [_Form.of(dtype, shape, sizes[0]) for dtype, shape in shapes[0]]
+    forms = [_form(dtype, shape, sizes[0]) for dtype, shape in shapes[0]]
     _require_forms(forms, shapes, sizes)
     gathered = _gathered([each for _, each in held], forms, sizes, plan, strategy)
     if not computed:  # a process without a micro-batch has nothing that a gradient would be for
@@ -139,19 +139,16 @@ def surrogate(compute: StepCompute, batch: Batch, strategy: Strategy, *, looks: 
 
 
 class _Form(NamedTuple):
-    """The form of a tensor in the outputs and targets of all micro-batches."""
+    """The form of a tensor for every micro-batch; if it has a row for each sample, the shape is that of a row."""
 
     dtype: str
     has_rows: bool
-    """True if it has a row for each sample."""
     shape: list[int]
-    """Of a row, or of the tensor."""
 
-    @classmethod
-    def of(cls, dtype: str, shape: list[int], samples: int) -> _Form:
-        """That of a tensor for a micro-batch of ``samples`` samples."""
-        has_rows = shape[:1] == [samples]
-        return cls(dtype, has_rows, shape[has_rows:])
+
+def _form(dtype: str, shape: list[int], samples: int) -> _Form:
+    has_rows = shape[:1] == [samples]
+    return _Form(dtype, has_rows, shape[has_rows:])
 
 
 def _require_forms(forms: Sequence[_Form], shapes: Mapping[int, list[Any]], sizes: Sequence[int]) -> None:

@@ -94,14 +94,11 @@ _TIMES = {"first": 2, "always": math.inf, "off": 1}
 class Due:
     """The step in which the next rehearsal of a loss function is due: loops change at epochs, and with time."""
 
-    after_epoch: float = -1
+    after_epoch: float
     from_step: int = 0
     """In the first step from this one on that is in a later epoch."""
     at_latest: int | None = None
     """In this step, if that comes first, and in the last of all; None: not before a later epoch."""
-
-
-_AT_ONCE = Due()
 
 
 class Rehearsals:
@@ -114,7 +111,7 @@ class Rehearsals:
         self.done: dict[CodeType | type, int] = {}
         """How often each loss function was rehearsed or looked at, by its code."""
         self.due: dict[CodeType | type, Due] = {}
-        """When the next one of each is due."""
+        """When the next one of each is due; at once where there was none."""
         self._starts: dict[CodeType | type, dict[str, tuple[str, Any]]] = {}
         """For each loss, the places that its calls have changed, also in the model: text and value before the first."""
         self.deviations: dict[str, str] = {}
@@ -263,8 +260,8 @@ class Rehearsals:
 
     def is_due(self, loss: Callable[..., Any], plan: StepPlan, loop: EpochLoop) -> bool:
         """True if a step of this loss is to be rehearsed; see ``begin``."""
-        due = self.due.get(code_of(loss), _AT_ONCE)
-        if plan.epoch > due.after_epoch and plan.step >= due.from_step:
+        due = self.due.get(code_of(loss))
+        if due is None or (plan.epoch > due.after_epoch and plan.step >= due.from_step):
             return True
         return due.at_latest is not None and (plan.step >= due.at_latest or loop.is_last_step(plan))
 
