@@ -147,14 +147,6 @@ class GradientState:
         waits = self._waits_for(used_too=not in_body)
         return any(gather_agreed(waits, self._strategy.all_ranks, self._strategy.device))
 
-    @property
-    def left_over(self) -> list[Tensor]:
-        """The parameters with gradients that came after the step of their optimizer in this batch.
-
-        The second network of a GAN has such gradients, until its loop clears them before they are computed again.
-        """
-        return [p for each in self._holding if each.is_stepped for p in each.parameters() if p.grad is not None]
-
     def require_stepped(self) -> None:
         """Raises ``ConfigError`` where a checkpoint would lose gradients, or no loop could resume there. Collective."""
         if self.anywhere(in_body=True):
@@ -163,7 +155,9 @@ class GradientState:
                 "the two. Save where every optimizer with gradients has made its step, or clear the others' with "
                 "zero_grad()."
             )
-        if self.left_over and isinstance(self._strategy, IndependentStrategy):
+        # The second network of a GAN has such gradients, until its loop clears them before they are computed again.
+        came_after = any(each.is_stepped and has_gradients(each.optimizer) for each in self._holding)
+        if came_after and isinstance(self._strategy, IndependentStrategy):
             raise ConfigError(
                 "run.save() would lose the gradients that came after the step of their optimizer: a parameter server "
                 "of mode 'asynchronous' stores none. Call zero_grad() before."
@@ -174,7 +168,7 @@ class GradientState:
         return [each for each in self._progress.values() if each.has_gradients]
 
     def resume(self) -> None:
-        """Takes gradients that a checkpoint held for ``left_over``."""
+        """Takes gradients that a checkpoint has restored: they came after the step of their optimizer."""
         for each in self._progress.values():
             nonzero = any(p.grad is not None and bool(p.grad.any()) for p in each.parameters())
             each.has_gradients = each.is_stepped = nonzero
