@@ -15,7 +15,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, repeat
@@ -30,7 +30,7 @@ from lockstep.errors import ConfigError, RankError
 from lockstep.numerics.compilation import fix_graphs
 from lockstep.numerics.precision import dtype_named
 from lockstep.run.checks.agreement import require_equal_models
-from lockstep.run.checks.short_step import Watched, with_own_data
+from lockstep.run.checks.short_step import with_own_data
 from lockstep.run.save import save_and_stop
 from lockstep.run.step import evaluating, require_function
 from lockstep.runtime.control import StopReason
@@ -113,10 +113,6 @@ class OpenEvaluation:
         if isinstance(micro_batch.data, Tensor) and self.own_forward is None:
             micro_batch = replace(micro_batch, data=(micro_batch.data, None))
         return self.forward(micro_batch)[0]
-
-    def unchanged(self) -> AbstractContextManager[None]:
-        """A context that restores what calls of the model, and of the user's own function, change in them."""
-        return Watched({"": self.model, "forward=": self.own_forward}, (self.model,)).restored()
 
     def rounds(self) -> Iterator[tuple[int, MicroBatch | None]]:
         """Numbers the rounds, as many for every holder, with this one's micro-batch in each. See ``EvaluationStop``."""

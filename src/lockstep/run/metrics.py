@@ -32,6 +32,7 @@ from lockstep.run.checks.means import (
     reasons,
     reasons_with_model,
 )
+from lockstep.run.checks.short_step import Watched
 from lockstep.run.evaluation import OpenEvaluation, evaluation, predict, require_rows
 from lockstep.run.step import sum_and_weight, with_exact_mean
 from lockstep.run.step_errors import explain_loss
@@ -168,7 +169,8 @@ class _MetricMeans:
         def forward(data: Any, k: int) -> tuple[Any, Any]:
             return self._opened.forward(replace(micro_batch, k=k, data=data))
 
-        with self._opened.unchanged():
+        model, own_forward = self._opened.model, self._opened.own_forward
+        with Watched({"": model, "forward=": own_forward}, (model,)).restored():
             named = self._named(self._unchecked)
             self._reasons |= reasons_with_model(named, forward, (micro_batch,), self._strategy.device)
 

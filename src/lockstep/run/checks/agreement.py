@@ -472,13 +472,8 @@ class AgreedData:
             self._known[number, plan] = {**self._read(digests), **how}
         self.digests = self._known.get((number, plan), {})
         if self._strategy.all_ranks is not None and (number, plan) not in self._agreed:
-            seen = {
-                "samples": plan.samples,
-                "shuffle": plan.shuffle,
-                "drop_last": plan.drop_last,
-                "pixels of photos": photos,
-            }
-            self._require_equal(seen, self.digests or self._read(digests))
+            seen = {name: getattr(plan, name) for name in ("samples", *_HOW)}
+            self._require_equal({**seen, "pixels of photos": photos}, self.digests or self._read(digests))
             self._agreed.add((number, plan))
         if before == plan.samples:
             self._compare_with_checkpoint()
