@@ -170,10 +170,13 @@ class _Search:
     Args:
         most_bytes: of a tensor or array that is read whole.
         in_data: whether it looks at what a data set holds.
+        only_tensors: whether it is in an object of an installed package, of which it notes no numbers.
     """
 
-    def __init__(self, found: Variables, *, most_bytes: int = _MOST_BYTES, in_data: bool = False) -> None:
-        self.found, self._most_bytes = found, most_bytes
+    def __init__(
+        self, found: Variables, *, most_bytes: int = _MOST_BYTES, in_data: bool = False, only_tensors: bool = False
+    ) -> None:
+        self.found, self._most_bytes, self._only_tensors = found, most_bytes, only_tensors
         self._is_live, self._is_in_data, self._is_in_dataset = True, in_data, False
         self._noted: list[str] = []
         self._codes: list[tuple[CodeType, dict[str, Any]]] = []
@@ -291,13 +294,13 @@ class _Search:
                 elif key in space:
                     self._look(Part(GLOBAL, space, key, held), name)
 
-    def _look(self, part: Part, name: str, depth: int = 0, only_tensors: bool = False) -> None:
-        """Notes a value and what it holds. ``only_tensors``: without numbers, as for objects of installed packages."""
+    def _look(self, part: Part, name: str, depth: int = 0) -> None:
+        """Notes a value and what it holds."""
         value = part.value
         own = vars(value).get("wrapped") if type(value) is PreparedOptimizer else value
         held = self.found.known.get(id(own))
         if value is None or is_plain(value) or held is not None:
-            if not only_tensors:
+            if not self._only_tensors:
                 self._note(name, text_of_plain(value) if held is None else held, value)
                 self.found.plain[name] = part
             return
@@ -309,24 +312,25 @@ class _Search:
             self._reading += _functions_in(value)
             self._bound += [value.__self__] if isinstance(value, MethodType) else []
         is_named = issubclass(type(value), type | FunctionType)
-        if not only_tensors and (is_named or issubclass(type(value), nn.Module | Dataset) or is_users_object(value)):
+        is_object = is_named or issubclass(type(value), nn.Module | Dataset) or is_users_object(value)
+        if is_object and not self._only_tensors:
             what = value if is_named else type(value)
             self._note(name, f"{what.__module__}.{what.__qualname__}", value)  # another may take its place
         if type(value) in (tuple, frozenset) and all(each is None or is_plain(each) for each in value):
             # Names of the same constant may have nothing to do with each other: there is one ().
-            self._look_into(value, name, depth, only_tensors)
+            self._look_into(value, name, depth)
             return
         start = len(self._noted)
         first, last = self._seen.setdefault(id(value), (start, start))
         self._mark(self._noted[first:last])  # it may have been found as a variable that is read no more
         if first == start:
-            self._look_into(value, name, depth, only_tensors)
+            self._look_into(value, name, depth)
             self._seen[id(value)] = start, len(self._noted)
         elif first < last:
             alone = name.rpartition(" ")[2].rpartition(".")[2]
             self.found.other_names.setdefault(self._noted[first], set()).add(alone)
 
-    def _look_into(self, value: Any, name: str, depth: int, only_tensors: bool) -> None:
+    def _look_into(self, value: Any, name: str, depth: int) -> None:
         kind = type(value)
         if issubclass(kind, Optimizer) and not issubclass(kind, PreparedOptimizer):
             self.found.optimizers[name] = value
@@ -338,9 +342,9 @@ class _Search:
         elif issubclass(kind, np.ndarray):
             self._array(value, name)
             for part in inside_object(value):  # a mask, or attributes of a class of the user's
-                self._look_at_part(part, name, depth, only_tensors)
+                self._look_at_part(part, name, depth)
         elif (state := encoded_state(value)) is not None:
-            self._generator(value, state, name, depth, only_tensors)
+            self._generator(value, state, name, depth)
         elif issubclass(kind, nn.Module):
             self._module(value, name)
         elif issubclass(kind, GeneratorType) and getgeneratorstate(value) == GEN_CREATED:
@@ -348,66 +352,68 @@ class _Search:
         elif issubclass(kind, _BaseDataLoaderIter):
             self._note(name, f"after {value._num_yielded} batches", value)
         elif depth < _MOST_DEPTH:
-            self._look_deeper(value, name, depth, only_tensors)
+            self._look_deeper(value, name, depth)
 
-    def _look_deeper(self, value: Any, name: str, depth: int, only_tensors: bool) -> None:
+    def _look_deeper(self, value: Any, name: str, depth: int) -> None:
         """Looks at what holds other values."""
         kind = type(value)
         if issubclass(kind, FunctionType | _LRU_CACHED):
-            self._function(value, name, depth, only_tensors)
+            self._function(value, name, depth)
         elif issubclass(kind, type):
-            self._class(value, depth, only_tensors)
+            self._class(value, depth)
         elif issubclass(kind, list | tuple | deque | dict | MappingProxyType):
-            self._container(value, name, depth, only_tensors)
-            self._attributes(value, name, depth, only_tensors)
+            self._container(value, name, depth)
+            self._attributes(value, name, depth)
         elif issubclass(kind, DataLoader):
+            was, self._only_tensors = self._only_tensors, False
             for key in ("dataset", "sampler", "generator", "collate_fn"):
                 self._look_at_part(Part(ATTRIBUTE, vars(value), key, getattr(value, key, None)), name, depth)
+            self._only_tensors = was
             collate = getattr(value.collate_fn, "__func__", value.collate_fn)
             reader = collate if isinstance(collate, FunctionType) else type(collate)
             self.found.counted |= counted_by_reading(reader)  # type: ignore[arg-type]  # hashable
         elif issubclass(kind, set | frozenset):
-            if not only_tensors:
+            if not self._only_tensors:
                 every = sorted(map(_text_of_entry, [*value] if len(value) <= _MOST_SORTED else ()))
                 content = f" of digest {short_digest(repr(every).encode())}"
                 self._note(name, f"{len(value)} entries{content}", value, has_values=self._is_in_data)
         elif text := text_of_table(value):
             self._note(name, text, value, has_values=True)
-        elif not (only_tensors or self._is_in_data) and (text := text_of_file(value)):
+        elif not (self._only_tensors or self._is_in_data) and (text := text_of_file(value)):
             self._note(name, text, value)
         elif issubclass(kind, BUFFERS):
-            self._whole(value, name, [np.frombuffer(value, np.uint8)], depth, kind.__name__, only_tensors)
+            self._whole(value, name, [np.frombuffer(value, np.uint8)], depth, kind.__name__, self._only_tensors)
         elif issubclass(kind, Dataset) or kind.__module__.startswith(_OF_TORCH) or not is_closed(value):
-            self._attributes(value, name, depth, only_tensors)
+            self._attributes(value, name, depth)
         elif (parts := parts_of(value)) is not None or issubclass(kind, GeneratorType):
             what = "an iterator" if hasattr(kind, "__next__") else kind.__name__
-            self._whole(value, name, parts if isinstance(parts, list) else [parts], depth, what, only_tensors)
+            self._whole(value, name, parts if isinstance(parts, list) else [parts], depth, what, self._only_tensors)
 
-    def _generator(self, value: Any, state: Any, name: str, depth: int, only_tensors: bool) -> None:
+    def _generator(self, value: Any, state: Any, name: str, depth: int) -> None:
         if self._is_in_data:  # reading samples draws from it
             return
         self.found.generators[name] = value
         self._note(name, short_digest(repr(state).encode()), value)
-        for part in inside_object(value) if is_users_object(value) else ():
-            self._look_at_part(part, name, depth, only_tensors or part.key == "gauss_next")
+        for part in inside_object(value, ("gauss_next",)) if is_users_object(value) else ():
+            self._look_at_part(part, name, depth)
         seeds = getattr(getattr(value, "bit_generator", value), "seed_seq", None)
-        self._look(Part(ATTRIBUTE, name, "seed_seq", seeds), f"{name}.seed_seq", depth, only_tensors)
+        self._look(Part(ATTRIBUTE, name, "seed_seq", seeds), f"{name}.seed_seq", depth)
 
-    def _look_at_part(self, part: Part, name: str, depth: int, only_tensors: bool = False) -> None:
-        self._look(part, part.path(name), depth + 1, only_tensors)
+    def _look_at_part(self, part: Part, name: str, depth: int) -> None:
+        self._look(part, part.path(name), depth + 1)
 
-    def _container(self, value: Any, name: str, depth: int, only_tensors: bool) -> None:
+    def _container(self, value: Any, name: str, depth: int) -> None:
         """Looks at the entries of a list, tuple, deque or dict; one text stands for those of a long one."""
         stored = stored_in(value)
         is_long = len(stored) > _MOST_ENTRIES
         text, is_told = text_of_size(value, 0 if self._is_in_data else _MOST_ENTRIES)
-        is_foreign = only_tensors or self._is_in_data  # what a data set has read may fill a cache
+        is_foreign = self._only_tensors or self._is_in_data  # what a data set has read may fill a cache
         has_tensors = is_long and _begins_with_tensors(stored)
         if is_long and (has_tensors or not is_foreign):
             some = copied(itertools.islice(stored, 0, None, 1 + len(stored) // _samples_of(stored)))
             self._whole(value, name, some, depth, text)
             self.found.with_values.add(name)
-        elif is_told or not only_tensors:
+        elif is_told or not self._only_tensors:
             order = [*filter(is_plain, value)] if issubclass(type(value), dict) and not is_foreign else []
             text += f" of digest {short_digest(repr(order).encode())}" if order else ""
             self._note(name, text, value, has_values=self._is_in_data)
@@ -415,7 +421,7 @@ class _Search:
             self.found.perhaps_read.add(name)
         for key, held in entries_in(value) if not is_long else ():
             if not (is_told and self._is_in_data and (held is None or is_plain(held))):
-                self._look_at_part(Part(ENTRY, value, key, held), name, depth, only_tensors)
+                self._look_at_part(Part(ENTRY, value, key, held), name, depth)
 
     def _whole(
         self, value: Any, name: str, parts: list[Any], depth: int, what: str, only_tensors: bool = False
@@ -423,9 +429,9 @@ class _Search:
         """Notes one text for all that an object is made of; ``what`` names its kind."""
         bounds = 1 << 12 if self._is_in_data else _MOST_BYTES
         found = Variables(self.found.known, local=self.found.local)
-        inner = _Search(found, most_bytes=bounds, in_data=self._is_in_data)
+        inner = _Search(found, most_bytes=bounds, in_data=self._is_in_data, only_tensors=only_tensors)
         for number, part in enumerate(parts):
-            inner._look_at_part(Part(ENTRY, name, number, part), name, depth, only_tensors)
+            inner._look_at_part(Part(ENTRY, name, number, part), name, depth)
         self._kept, self._codes = [*self._kept, parts, inner], [*self._codes, *inner._codes]
         self._reading, self._bound = self._reading + inner._reading, self._bound + inner._bound
         self.found.generators |= found.generators
@@ -433,7 +439,7 @@ class _Search:
         if not only_tensors or hasattr(type(value), "__next__"):
             self._note(name, f"{what} of digest {short_digest(repr(texts).encode())}", value)
 
-    def _function(self, function: Any, name: str, depth: int, only_tensors: bool) -> None:
+    def _function(self, function: Any, name: str, depth: int) -> None:
         """Looks at a function's closure, unless the function around it still runs, its defaults and attributes."""
         is_own, homes = type(function) is FunctionType and is_users_function(function), list[str]()
         if is_own:
@@ -441,13 +447,13 @@ class _Search:
             homes = homes_of(function.__code__)
         for part in inside(function):
             if part.how == ATTRIBUTE:
-                self._look_at_part(part, name, depth, only_tensors)
+                self._look_at_part(part, name, depth)
             elif is_own and part.how == DEFAULT:
-                self._look_at_part(part._replace(holder=name), name, depth, only_tensors)
+                self._look_at_part(part._replace(holder=name), name, depth)
             elif homes and not any(f"{each}: {part.key}" in self.found.local for each in homes):
-                self._look_at_part(part._replace(holder=homes[-1]), name, depth, only_tensors)
+                self._look_at_part(part._replace(holder=homes[-1]), name, depth)
 
-    def _class(self, kind: type, depth: int, only_tensors: bool) -> None:
+    def _class(self, kind: type, depth: int) -> None:
         """Looks at the attributes of a class of the user's."""
         was_live, self._is_live = self._is_live, True  # whatever object it was found by
         known = {id(each) for each in kind.__mro__ if each is not kind and id(each) in self._seen}
@@ -455,15 +461,15 @@ class _Search:
             if not (id(part.holder) in known or part.key.startswith("__")):
                 self._seen.setdefault(id(part.holder), (0, 0))
                 own = class_name(part.holder, self._named)
-                self._look(part._replace(holder=own), f"{own}.{part.key}", depth + 1, only_tensors)
+                self._look(part._replace(holder=own), f"{own}.{part.key}", depth + 1)
         self._is_live = was_live
 
-    def _attributes(self, value: Any, name: str, depth: int, only_tensors: bool) -> None:
+    def _attributes(self, value: Any, name: str, depth: int) -> None:
         kind = type(value)
         is_config = kind.__module__.startswith(_CONFIGS)
         is_sized = hasattr(kind, "__getitem__") and hasattr(kind, "__len__")
         is_data = issubclass(kind, Dataset) or (is_sized and not is_config)
-        was = self._is_in_data, self._is_in_dataset
+        was = self._is_in_data, self._is_in_dataset, self._only_tensors
         self._is_in_data = self._is_in_data or is_data
         self._is_in_dataset = self._is_in_dataset or issubclass(kind, Dataset)
         if issubclass(kind, Dataset):
@@ -472,18 +478,18 @@ class _Search:
         is_open = is_users_module(kind.__module__) or issubclass(kind, NAMESPACES)
         has_state = _keeps_state(kind)  # type: ignore[arg-type]  # a class is hashable
         is_told = is_open or has_state or is_config or kind.__module__.startswith(_OF_TORCH)
-        foreign = only_tensors or not is_told
+        self._only_tensors = self._only_tensors or not is_told
         own: Collection[str] = changed_by_reading(kind) if is_data else ()  # type: ignore[arg-type]
         self._changed_by_reading.update(own)
         self.found.counted |= counted_by_reading(kind) if self._is_in_data else set()  # type: ignore[arg-type]
         for part in inside_object(value, own):
             if is_open or isinstance(part.holder, dict):
-                self._look_at_part(part, name, depth, foreign)
+                self._look_at_part(part, name, depth)
         if is_open:
-            self._look(Part(INNER, name, "", kind), class_name(kind, self._named), depth + 1, foreign)
-            for part in _from_class(value) if not foreign else ():
+            self._look(Part(INNER, name, "", kind), class_name(kind, self._named), depth + 1)
+            for part in _from_class(value) if not self._only_tensors else ():
                 self._note(f"{name}.{part.key}", text_of_plain(part.value), part.value)
-        self._is_in_data, self._is_in_dataset = was
+        self._is_in_data, self._is_in_dataset, self._only_tensors = was
 
     def _text_of(self, tensor: Tensor) -> str:
         version = "" if tensor.is_inference() else f"version {tensor._version}"
