@@ -162,33 +162,40 @@ class _EffectsReader:
         """Where the ``if`` blocks around end, and the names that they test."""
 
     def read(self, each: dis.Instruction, shown: Accesses) -> _Effects:
+        """The effects of the next instruction; ``shown``: its accesses, see ``instructions_of``."""
         where, kind, accesses = each.positions, each.opname, accesses_of(each)
-        line = where and where.lineno
         base = frozenset(() if accesses else _base_names(where, self._loads))
         known = base if where and where.col_offset is not None else frozenset[str]()
-        names = {each.argval} if kind in _LOADS_ATTRIBUTE else set()
         changes, own = self._changes(each, base), set[str]()
         self._tests = [(end, tested) for end, tested in self._tests if each.offset < end]
-        for place, (access, name) in enumerate(accesses):
-            if access != "LOAD":
-                (own if "FAST" in kind else changes).update({name} if (access, name) in shown else ())
-            elif place:  # of two variables the positions are those of the first
-                self._loads[line, None].append((dis.Positions(line), name))
-            else:
-                names.add(name)
+        for access, name in accesses:
+            if access != "LOAD" and (access, name) in shown:
+                (own if "FAST" in kind else changes).add(name)
+        seen = self._seen[where and where.lineno]
         effects = _Effects(
             each.offset,
             changes=frozenset(changes),
             own=frozenset(own),
             carries=frozenset(self._carried(each, base, known, changes)),
-            own_carries=frozenset(
-                Carried(name, "own") for name in own if self._is_in_place or (name, known) in self._seen[line]
-            ),
+            own_carries=frozenset(Carried(name, "own") for name in own if self._is_in_place or (name, known) in seen),
             calls=base if kind.startswith("CALL") else frozenset(),
             inner=each.argval if isinstance(each.argval, CodeType) else None,
             sets=kind in _SETS or (kind in _LOADS_ATTRIBUTE and each.argval in _SETTING),
             tests=frozenset[str]().union(*(tested for _, tested in self._tests)),
         )
+        self._note(each, accesses, shown, known)
+        return effects
+
+    def _note(self, each: dis.Instruction, accesses: Accesses, shown: Accesses, known: frozenset[str]) -> None:
+        """Notes what an instruction has loaded and tested, for those after it."""
+        where, kind = each.positions, each.opname
+        line = where and where.lineno
+        names = {each.argval} if kind in _LOADS_ATTRIBUTE else set()
+        for place, (access, name) in enumerate(accesses):
+            if access == "LOAD" and place:  # of two variables the positions are those of the first
+                self._loads[line, None].append((dis.Positions(line), name))
+            elif access == "LOAD":
+                names.add(name)
         if where:
             self._loads[where[::2]] += [(where, name) for name in names]
         read = {name for access, name in shown if access == "LOAD"} if accesses else names
@@ -203,7 +210,6 @@ class _EffectsReader:
             tested |= {text for at, text in self._texts if at and at.lineno in lines}
             self._tests.append((each.argval, tested))
         self._before = self._before[1], kind
-        return effects
 
     def _changes(self, each: dis.Instruction, base: Collection[str]) -> set[str]:
         """The names that an instruction changes: ``base``, the variable that it acts on, attributes, keys."""
@@ -299,9 +305,8 @@ def functions_by_name(spaces: Iterable[Mapping[str, Any]]) -> dict[str, list[Cod
             continue
         seen.add(id(value))
         if isinstance(value, FunctionType) and is_users_module(value.__module__ or ""):
-            found[key].append(value.__code__)
-            found[value.__name__].append(value.__code__)
-            found[value.__code__.co_name].append(value.__code__)
+            for name in (key, value.__name__, value.__code__.co_name):
+                found[name].append(value.__code__)
         elif isinstance(value, ModuleType):
             todo += list(vars(value).items()) if is_users_module(value.__name__) else []
         elif not isinstance(value, type):

@@ -168,15 +168,13 @@ class _Search:
     """The search that fills ``found``: what it is looking at, and what it still has to look at.
 
     Args:
-        most_bytes: of a tensor or array that is read whole.
         in_data: whether it looks at what a data set holds.
         only_tensors: whether it is in an object of an installed package, of which it notes no numbers.
     """
 
-    def __init__(
-        self, found: Variables, *, most_bytes: int = _MOST_BYTES, in_data: bool = False, only_tensors: bool = False
-    ) -> None:
-        self.found, self._most_bytes, self._only_tensors = found, most_bytes, only_tensors
+    def __init__(self, found: Variables, *, in_data: bool = False, only_tensors: bool = False) -> None:
+        self.found, self._only_tensors = found, only_tensors
+        self._most_bytes = 1 << 12 if in_data else _MOST_BYTES
         self._is_live, self._is_in_data, self._is_in_dataset = True, in_data, False
         self._noted: list[str] = []
         self._codes: list[tuple[CodeType, dict[str, Any]]] = []
@@ -427,9 +425,8 @@ class _Search:
         self, value: Any, name: str, parts: list[Any], depth: int, what: str, only_tensors: bool = False
     ) -> None:
         """Notes one text for all that an object is made of; ``what`` names its kind."""
-        bounds = 1 << 12 if self._is_in_data else _MOST_BYTES
         found = Variables(self.found.known, local=self.found.local)
-        inner = _Search(found, most_bytes=bounds, in_data=self._is_in_data, only_tensors=only_tensors)
+        inner = _Search(found, in_data=self._is_in_data, only_tensors=only_tensors)
         for number, part in enumerate(parts):
             inner._look_at_part(Part(ENTRY, name, number, part), name, depth)
         self._kept, self._codes = [*self._kept, parts, inner], [*self._codes, *inner._codes]

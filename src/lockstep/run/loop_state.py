@@ -225,13 +225,8 @@ class LoopState:
     def _not_by_loop(self, names: Collection[str], found: Variables) -> set[str]:
         """Those of the names whose variables neither the code of the loop nor a function that it calls changes."""
         by_loop, others = changed_by_loop() if names else set(), found.other_names
-        return {
-            name
-            for name in names
-            if by_loop.isdisjoint(
-                {words_in(name)[0][-1], *others.get(name, ()), *others.get(name.partition("[")[0], ())}
-            )
-        }
+        words = {n: {words_in(n)[0][-1], *others.get(n, ()), *others.get(n.partition("[")[0], ())} for n in names}
+        return {name for name in names if by_loop.isdisjoint(words[name])}
 
     def _is_noted(self, name: str, text: str, found: Variables) -> bool:
         """True if the variable has changed since the run began, or a resumed run may take it from another state."""

@@ -42,14 +42,14 @@ class Resumption:
 
     def __init__(self, loop: EpochLoop) -> None:
         self._loop = loop
-        # Texts of the run, until they are compared; empty where nothing is to be compared.
         self._restored: dict[str, str] = {}
-        """What a checkpoint has restored, until the script's loop begins."""
+        """Texts of what a checkpoint has restored, until the script's loop begins; empty in a run that begins anew."""
         self._settings: dict[str, str] = {}
-        """The settings that it has restored, until then."""
+        """Those of the settings, until then."""
         self._at_start: dict[str, str] = {}
-        """What a loop sets at the start of an epoch, and entries of ``run.extra``, where a resumed epoch begins."""
+        """Those of what a loop sets at the start of an epoch, where a resumed run goes on within one."""
         self._extra: dict[str, str] = {}
+        """Those of the entries of ``run.extra`` there."""
         self._place, self._held = "", dict[str, str]()
         """The loop in whose body the last checkpoint was written, see ``EpochLoop.place``, and what was saved there."""
         self._attributes: dict[tuple[str, str], str] = {}

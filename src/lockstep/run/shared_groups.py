@@ -93,8 +93,7 @@ class SharedGroups:
         self._members.append(names)
         if self.strategy.largest_unit != Unit.MODEL and set(names) - self.strategy.whole_parameters:
             seen = [group["params"] for group in self.groups()]
-            dimensions = self.strategy.cut_dimensions
-            trial = try_optimizer(self.optimizer, self.strategy.device, seen, dimensions=dimensions)
+            trial = try_optimizer(self.optimizer, self.strategy.device, seen, dimensions=self.strategy.cut_dimensions)
             if trial.unit > self.strategy.largest_unit:  # the optimizer must now see more than processes hold
                 raise refused_optimizer(self.optimizer, trial, self.strategy.name)
 
@@ -123,8 +122,7 @@ class SharedGroups:
         else:
             has_parts = any(group["params"] for group in self.optimizer.param_groups)
             seen = None if has_parts else [group["params"] for group in self.groups()]
-            dimensions = strategy.cut_dimensions
-            trial = try_optimizer(self.optimizer, strategy.device, seen, dimensions=dimensions, also=also)
+            trial = try_optimizer(self.optimizer, strategy.device, seen, dimensions=strategy.cut_dimensions, also=also)
         are_whole = {name for names in self._members for name in names} <= strategy.whole_parameters
         if trial.unit > (Unit.PARAMETER if are_whole else min(Unit.PARAMETER, strategy.largest_unit)):
             raise refused_optimizer(self.optimizer, trial, strategy.name, f".{name}")

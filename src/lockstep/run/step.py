@@ -261,9 +261,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 class LeftOutSamples:
     """Warns once of means over fewer values than samples: a collate function, or ``cross_entropy``, leaves some out."""
 
-    def __init__(self) -> None:
-        self.warning = ""
-        """The text, once this process or another has given it."""
+    warning = ""
+    """The text, once this process or another has given it."""
 
     def look(self, function: Any, value: Any, output: Any, target: Any, micro_batch: MicroBatch) -> None:
         """Warns of a value that is a mean over fewer values than samples were read, in whichever step that is first."""
