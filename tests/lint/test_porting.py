@@ -787,6 +787,109 @@ def test_gradients_of_a_part_of_the_model_are_clipped_by_torch():
     assert advice(two)[6][0].startswith("stays: ")
 
 
+def test_gradients_are_clipped_by_another_norm_or_group_by_group():
+    """The advice was run.clip_gradients, which takes the 2-norm of all gradients: a port trained with other numbers."""
+    script = """
+        import torch
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        for x, y in loader:
+            f(net(x), y).backward()
+            torch.nn.utils.clip_grad_norm_({clip})
+        """
+    for other in ("net.parameters(), 3.0, norm_type=float('inf')", "net.parameters(), 3.0, 1"):
+        assert advice(script.format(clip=other))[6] == ["stays: run.clip_gradients takes the 2-norm"]
+    for same in ("net.parameters(), 3.0, norm_type=2.0", "net.module.parameters(), 3.0", "self.net.parameters(), 3.0"):
+        assert advice(script.format(clip=same))[6] == ["run.clip_gradients(3.0)"]
+    assert advice(script.format(clip="net.head.parameters(), 3.0"))[6][0].endswith("and this by that of some")
+    for over, given in (("group in optimizer.param_groups", "group['params']"), ("p in net.parameters()", "p")):
+        each = script.replace("torch.nn", f"for {over}: torch.nn").format(clip=f"{given}, 3.0")
+        assert advice(each)[6][0].endswith("and this by that of some")
+    whole = script.replace("for x", "for net in nets:\n          for x").replace("\n            ", "\n              ")
+    assert advice(whole.format(clip="net.parameters(), 3.0"))[7] == ["run.clip_gradients(3.0)"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("loss += 0.01 * penalty", "loss_fn, forward=forward)"),
+        ("loss *= 0.5", "loss_fn, forward=forward)"),
+        ("loss /= 4", "loss_fn, forward=forward)"),
+        ("total += loss.item()", "F.mse_loss)"),
+    ],
+)
+def test_a_loss_that_is_changed_in_place_is_not_that_of_its_source(change, said):
+    """The advice left the penalty or the factor out, without a word."""
+    text = """
+        import torch.nn.functional as F
+        for x, y in loader:
+            loss = F.mse_loss(model(x), y)
+            {change}
+            loss.backward()
+            {step}
+        """
+    assert advice(text.format(change=change, step="optimizer.step()"))[6][0].startswith(
+        f"loss = run.backward(batch, {said}"
+    )
+    step = "if (i + 1) % 4 == 0: optimizer.step()"
+    if change == "loss /= 4":
+        assert advice(text.format(change=change, step=step))[6][0].startswith("loss = run.backward(batch, F.mse_loss)")
+
+
+def test_a_division_stays_where_each_pass_is_a_step():
+    """A division by a name was taken for that of an accumulation, and left out."""
+    found = advice(
+        """
+        import torch.nn.functional as F
+        for x, y in loader:
+            loss = F.mse_loss(model(x), y) / factor
+            loss.backward()
+            optimizer.step()
+        """
+    )
+    assert "output / factor" in found[5][0]
+
+
+@pytest.mark.parametrize(
+    ("size", "step", "said"),
+    [
+        ("16", "if (i + 1) % 4 == 0: optimizer.step()", "global_batch=64)"),
+        ("size", "if (i + 1) % n == 0 or i + 1 == len(loader): optimizer.step()", "global_batch=size * n)"),
+        ("3", "if not (i + 1) % 2: scaler.step(optimizer)", "global_batch=6, micro_batches=2)"),
+        ("16", "if (i + 1) % n != 0: continue\n            optimizer.step()", "global_batch=16 * n)"),
+        ("16", "optimizer.step()\n            if i % 100 == 0: scheduler.step()", "global_batch=16)"),
+        ("16", "optimizer.step()\n            if i % 5 == 0: other.step()", "global_batch=16)"),
+    ],
+)
+def test_accumulated_batches_are_one_batch(size, step, said):
+    """The advice began with the batch size of one pass, whose gradients alone would have made a step."""
+    found = advice(
+        f"""
+        import torch
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        loader = torch.utils.data.DataLoader(data, batch_size={size})
+        for i, (x, y) in enumerate(loader):
+            f(model(x), y).backward()
+            {step}
+        """
+    )
+    assert any(said in each for each in found[3]), found[3]
+
+
+def test_a_pass_that_every_second_epoch_makes_accumulates_nothing():
+    found = advice(
+        """
+        import torch
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for epoch in range(4):
+            for x, y in torch.utils.data.DataLoader(data, batch_size=16):
+                if epoch % 2 == 0:
+                    f(model(x), y).backward()
+                    optimizer.step()
+        """
+    )
+    assert any("global_batch=16)" in each for each in found[3]) and 8 not in found
+
+
 def test_a_loss_that_cannot_be_followed_gets_its_own_forward_pass():
     found = advice(
         """

@@ -33,6 +33,23 @@ def test_a_step_without_run_backward_is_refused():
         break
 
 
+def test_a_model_in_float64_is_clipped_as_torch_clips_it():
+    """The factor was rounded to float32."""
+    run = lockstep.init(global_batch=16, micro_batches=1)
+    model = nn.Linear(8, 4, dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    run.prepare(model, optimizer)
+    (batch,) = run.batches(TensorDataset(torch.ones(16, 8, dtype=torch.float64), torch.ones(16, dtype=torch.int64)))
+    run.backward(batch, cross_entropy)
+    alike = copy.deepcopy(model)
+    for mine, theirs in zip(alike.parameters(), model.parameters(), strict=True):
+        mine.grad = theirs.grad.clone()
+    norms = [run.clip_gradients(1e-3), nn.utils.clip_grad_norm_(alike.parameters(), 1e-3)]
+    torch.testing.assert_close(norms[0], norms[1], rtol=1e-14, atol=0)
+    for mine, theirs in zip(model.parameters(), alike.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-14, atol=0)
+
+
 @pytest.mark.parametrize("early", [True, False])
 def test_gradients_that_are_cleared_before_the_first_step_are_told(early, caplog):
     run, _, optimizer = begin()

@@ -38,17 +38,21 @@ from lockstep.lint.wrappers import (
     FSDP,
     backwards,
     batches_around,
+    counts_of,
     drawn_by,
     inputs_of,
     is_above,
     is_below_step,
+    is_changed,
     is_scaler,
     loss_of,
     may_be_model,
-    models_of,
     optimizers_of,
+    owners_of,
+    root_of,
     runs_of,
     source_of,
+    takes_part,
     takes_places,
     target_of,
     wraps,
@@ -124,6 +128,8 @@ _NOT_IN_LOOP = (
 _PHASES = "take the phases apart: the steps of training, then run.evaluate(loader, metrics) instead of the others"
 _ABOVE = "make it above the loop, give it to run.prepare with the others, and choose in each epoch which one steps"
 _ENTERED_AGAIN = "under if not run.position.done:, since a resumed run may go on within an epoch, and comes here again"
+_OTHER_NORM = "stays: run.clip_gradients takes the 2-norm"
+_CLIPS_SOME = "stays: run.clip_gradients clips by the norm of all gradients, and this by that of some"
 _GROUP = "leave out: lockstep.init opens the process group and chooses the device"
 _TORCH_CALLS = {
     "Setup": {
@@ -218,7 +224,7 @@ def _preparation(script: Script) -> Iterator[_Found]:
     inside = [call for call in made if loops & set(loops_around(script, call))]
     outside = [call for call in made if call not in inside]
     last = max(outside or made, key=lambda call: call.lineno, default=first)
-    models = list(dict.fromkeys(model for call in made for model in models_of(script, call)))
+    models = list(dict.fromkeys(root_of(owner) for call in made for owner in owners_of(script, call)))
     run = "self.run" if script.class_of(last) else "run"
     steps = [f"{run} = lockstep.init(global_batch={_batch_size(script, last)})"]
     prepared = models[0] if len(models) == 1 else "models" if models else "model"
@@ -281,13 +287,17 @@ def _batch_size(script: Script, begin: ast.AST) -> str:
     hidden = {each: parameters(scope) if isinstance(scope := script.scope(each), FUNCTIONS) else () for each in found}
     known = [n for n in found if script.scope(n) is here or (names_in(n) - {"self"}).isdisjoint(hidden[n])]
     found = known or found or [ast.Name("B")]
-    for each in (found[0], *script.values(found[0])):  # batch // world_size, of each process
-        if isinstance(each, ast.BinOp) and _PROCESSES.search(script.text(each.right)):
-            return script.text(each.left)
-    size = script.text(found[0])
-    fewer = next(k for k in (8, 4, 2, 7, 5, 3, 1) if int(size) % k == 0) if size.isdigit() else 8
-    if script.torch_calls("DistributedSampler"):
+    shares = [each for each in (found[0], *script.values(found[0])) if isinstance(each, ast.BinOp)]
+    wholes = [each.left for each in shares if _PROCESSES.search(script.text(each.right))]  # batch // world_size
+    size = script.text((wholes or found)[0])
+    made = [each for each in script.method_calls("step") if "sched" not in script.owner(each).lower()]
+    counts = [counts_of(script, each)[:1] for each in made if loops_around(script, each)]
+    if counts and all(counts):  # gradients of several batches are added up
+        batches = script.text(counts[0][0])
+        size = str(int(size) * int(batches)) if (size + batches).isdigit() else f"{size} * {batches}"
+    if not wholes and script.torch_calls("DistributedSampler"):
         return f"{size} * N"
+    fewer = next(k for k in (8, 4, 2, 7, 5, 3, 1) if int(size) % k == 0) if size.isdigit() else 8
     return size if fewer == 8 else f"{size}, micro_batches={fewer}"  # which has to divide the batch
 
 
@@ -400,7 +410,8 @@ def _passes(script: Script) -> Iterator[_Found]:
             step = f"{script.text(call.args[1])}.step()"
             yield call, f"below: {step}, with run.clip_gradients above it where it clips"
         name = scaled.id if isinstance(scaled := loss_of(script, call), ast.Name) else "loss"
-        yield call, _backward(script, call, name, source_of(script, call))
+        source = None if is_changed(script, call) else source_of(script, call)
+        yield call, _backward(script, call, name, source)
     if any(script.follows(late, early) for late in calls for early in calls):
         yield (
             calls[0],
@@ -492,26 +503,19 @@ def _steps(script: Script) -> Iterator[_Found]:
         if script.owner(call) in scalers:
             optimizer = script.text(call.args[0]) if call.args else "optimizer"
             yield call, f"{optimizer}.step()" if method(call) == "step" else "leave out, with the GradScaler"
-    trained = {model for call in optimizers_of(script) for model in models_of(script, call)}
     clips = [each for each in script.calls if last_name(each.func) == "clip_grad_norm_" and each.args]
     for call in clips:
         given = {script.text(each.args[0]) for each in clips if script.same_function(call, each)}
         norm = script.text(argument(call, "max_norm", 1) or ast.Name("max_norm"))
-        if len(given) > 1 or set() < set(models_of(script, call)) < trained:
-            yield (
-                call,
-                "stays: run.clip_gradients clips by the norm of all gradients, and this by that of some",
-            )
-        else:
-            yield call, f"run.clip_gradients({norm})"
+        kind = constant(argument(call, "norm_type", 2) or ast.Constant(2))
+        advice = f"run.clip_gradients({norm})" if kind == 2 else _OTHER_NORM
+        yield call, _CLIPS_SOME if len(given) > 1 or takes_part(script, call) else advice
     for call in script.method_calls("step"):
-        parts = [part for test in script.tests_around(call) for part in ast.walk(test)]
         is_schedule = "sched" in script.owner(call).lower()
         over = [batches_around(script, each) for each in backwards(script)]
         if is_schedule and any(is_above(script, call, each) for each in over if each is not None):
             yield call, _ENTERED_AGAIN
-        counts = not is_schedule and any(isinstance(part, ast.Mod) for part in parts)
-        if counts and loops_around(script, call):
+        if not is_schedule and counts_of(script, call) and loops_around(script, call):
             yield (
                 call,
                 "if this accumulates gradients: in each step, without the condition, and with lockstep.init("

@@ -6,7 +6,7 @@ import ast
 from dataclasses import dataclass
 
 from lockstep.lint.ranks import loops_around, places_of
-from lockstep.lint.script import Loop, Script, argument, constant, last_name, method, names_in, range_of, receiver
+from lockstep.lint.script import Loop, Script, argument, last_name, method, names_in, range_of, receiver
 
 DDP, DP, FSDP = "DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"
 _AVERAGES = (*("AveragedModel", "ModelEmaV2", "ModelEmaV3", "ExponentialMovingAverage", "EMAModel", "ema_pytorch.EMA"),)
@@ -98,7 +98,7 @@ def optimizers_of(script: Script) -> list[ast.Call]:
         names = set(target.split(", "))
         is_made = bool(names & cleared) and names <= cleared | stepped  # optimizer, schedule = make(model)
         of_torch = name.startswith("torch.optim.")
-        of_others = last_name(call.func)[:1].isupper() and bool(models_of(script, call))
+        of_others = last_name(call.func)[:1].isupper() and bool(owners_of(script, call))
         is_schedule = target in stepped and any(target_of(script, each) == script.text(first) for each in made if first)
         if target and (of_torch or of_others or is_made or is_schedule or name.endswith(_AVERAGES)):
             made.append(call)
@@ -139,11 +139,21 @@ def target_of(script: Script, call: ast.Call) -> str:
     return ""
 
 
-def models_of(script: Script, call: ast.Call) -> list[str]:
-    """The models whose parameters a call is given: ``net`` for ``Optimizer(net.head.parameters())``."""
+def owners_of(script: Script, call: ast.Call) -> list[str]:
+    """Whose parameters a call is given: ``net.head`` for ``Optimizer(net.head.parameters())``."""
     parts = script.sources(call.args[0]) if call.args else ()
     calls = [each for each in parts if isinstance(each, ast.Call) and method(each) == "parameters"]
-    return [root_of(script.owner(call)) for call in calls]
+    return [script.owner(each).removesuffix(".module") for each in calls]
+
+
+def takes_part(script: Script, call: ast.Call) -> bool:
+    """Returns True where a call is given some of the parameters that are trained: ``model.head.parameters()``."""
+    trained = [owner for made in optimizers_of(script) for owner in owners_of(script, made)]
+    given, calls = owners_of(script, call), backwards(script)
+    inner = [loop for loop in script.around(call, ast.For) if not any(script.holds(loop, each) for each in calls)]
+    left = [each for each in trained if not any(f"{each}.".startswith(f"{owner}.") for owner in given)]
+    is_known = {*map(root_of, given)} <= {*map(root_of, trained)}
+    return bool(given and left and is_known) or any(names_in(each.target) & names_in(call.args[0]) for each in inner)
 
 
 def root_of(name: str) -> str:
@@ -160,15 +170,40 @@ def may_be_model(script: Script, node: ast.AST, inputs: set[str]) -> bool:
     )
 
 
+def counts_of(script: Script, step: ast.Call) -> list[ast.expr]:
+    """Each n by which a step is made at every n-th backward pass: ``if (i + 1) % n == 0:``, ``if i % n: continue``."""
+    loop = loops_around(script, step)[:1]
+    calls = [each for each in backwards(script) if loops_around(script, each)[:1] == loop]
+    skips = [each for each in script.find(ast.If) if isinstance(each.body[-1], ast.Continue)]
+    skips = [each for each in skips if script.follows(step, each) and any(script.follows(each, b) for b in calls)]
+    around = {test for each in calls for test in script.tests_around(each)}
+    tests = [test for test in (*script.tests_around(step), *(each.test for each in skips)) if test not in around]
+    parts = [part for test in tests for part in ast.walk(test) if calls and isinstance(part, ast.BinOp)]
+    return [part.right for part in parts if isinstance(part.op, ast.Mod)]
+
+
+def accumulates(script: Script, call: ast.Call) -> bool:
+    """Returns True where the gradients of several backward passes may be added up to those of one step."""
+    loop = loops_around(script, call)[:1]
+    steps = [each for each in script.method_calls("step") if loops_around(script, each)[:1] == loop]
+    return not steps or any(counts_of(script, each) for each in steps)
+
+
+def is_changed(script: Script, call: ast.Call) -> bool:
+    """Returns True for a loss that ``loss += penalty`` makes another than its source."""
+    loss = script.text(loss_of(script, call))
+    above = [each for each in script.find(ast.AugAssign) if script.text(each.target) == loss]
+    above = [each for each in above if script.follows(call, each)]
+    return any(not isinstance(each.op, ast.Div) or not accumulates(script, call) for each in above)
+
+
 def source_of(script: Script, call: ast.Call) -> ast.expr | None:
     """The expression that a loss comes from: of ``f(output, y) / parts`` the first, where gradients are accumulated."""
     node: ast.expr | None = loss_of(script, call)
     loop = loops_around(script, call)[:1]
-    steps = [each for each in script.method_calls("step") if loops_around(script, each)[:1] == loop]
-    accumulates = not steps or any("%" in script.text(test) for each in steps for test in script.tests_around(each))
     for _ in range(4):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
-            if constant(node.right) is not None and not accumulates:
+            if not accumulates(script, call):
                 return node
             node = node.left
         elif isinstance(node, ast.Name):

@@ -267,7 +267,7 @@ class GradientState:
         with self.setting_values():
             strategy.before_step()
             norm = strategy.squares().cumsum(0)[-1].sqrt()
-            factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).float()
+            factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
             factors: dict[tuple[torch.device, torch.dtype], Tensor] = {}
             for gradient in strategy.gradients():
                 kind = gradient.device, gradient.dtype

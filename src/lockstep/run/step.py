@@ -268,7 +268,7 @@ class LeftOutSamples:
         """Warns of a value that is a mean over fewer values than samples were read, in whichever step that is first."""
         if self.warning or not (isinstance(value, Tensor) and value.dim() == 0):
             return
-        samples, what = len(micro_batch.indices), ""
+        samples, what, values = len(micro_batch.indices), "", ""
         if isinstance(target, Tensor) and target.dim() and len(target) >= samples:
             is_looked_at = target.dtype is torch.int64 and target.is_cpu and _leaves_out(code_of(function))
             if is_looked_at and bool((target == _IGNORED).any()):
@@ -278,12 +278,13 @@ class LeftOutSamples:
             rows = {len(tensor) for tensor in tensors}
             if len(rows) == 1 and len(tensors) > 1 and 0 < (count := rows.pop()) < samples:
                 what = f"{plural(count, 'row')}, as where a collate function leaves samples out"
+                values = "one value for each, as reduction='none' does, or "
         if what:
             named, whole = shorten(micro_batch.indices.tolist(), 4), plural(samples, "sample")
             self.warning = (
                 f"The micro-batch of the samples {named} has {what}; the one mean that a function returned counts as "
                 f"that of {whole}. For the mean over what is left give the object torch.nn.CrossEntropyLoss(), or "
-                "return one value for each, as reduction='none' does, or the pair (sum, how many were counted)."
+                f"return {values}the pair (sum, how many were counted)."
             )
             logger.warning("%s", self.warning)
 

@@ -211,6 +211,7 @@ def test_a_mean_without_ignored_targets_is_told_once_they_come(caplog, loss, sai
     told = [each.getMessage() for each in caplog.records if "The micro-batch of the" in each.getMessage()]
     assert len(told) == said
     assert not said or "samples 16, 17 has targets of -100, which are left out; the one mean" in told[0]
+    assert not any("reduction='none'" in each for each in told)  # which counts the ignored ones as 0
 
 
 def test_dicts_and_named_outputs_are_cut_too():

@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterator
 
 from lockstep.lint.finding import Hit, rule
-from lockstep.lint.script import LOOPS, Script, argument, constant, last_name, method, names_in, receiver
-from lockstep.lint.wrappers import DDP, FSDP, is_managed, wraps
+from lockstep.lint.script import Script, argument, constant, last_name, method, names_in, receiver
+from lockstep.lint.wrappers import DDP, FSDP, counts_of, is_managed, wraps
 
 _LOSS = re.compile(r"torch\.nn\..*(Loss|_loss|cross_entropy|cross_entropy_with_logits)$")
 _COUNT = re.compile("world|size|rank|num|n_|gpu|count")
@@ -54,18 +54,15 @@ def unscaled_accumulation(script: Script) -> Iterator[Hit]:
         return
     divided = {script.text(part) for part in divisors(script)}
     for call in filter(_is_optimizer, script.method_calls("step")):
-        for ancestor, _ in script.ancestors(call):
-            if isinstance(ancestor, ast.For | ast.While | ast.FunctionDef):
-                break
-            number = _every(ancestor.test) if isinstance(ancestor, ast.If) else None
-            if isinstance(ancestor, ast.If) and number and _accumulates(script, ancestor, number, divided):
+        calls = [each for each in script.method_calls("backward") if script.in_loop_with(call, [each])]
+        for number in counts_of(script, call)[:1] if all(script.same_function(call, each) for each in calls) else ():
+            if script.text(number) not in divided and constant(number) not in (0, 1):
                 yield Hit(
-                    ancestor,
+                    next(script.around(number, ast.If)),
                     f"the gradients of {script.text(number)} batches are added up and the loss is not divided by "
                     "that number: the step is as many times too long.",
                     f"loss = loss / {script.text(number)}  # before backward()",
                 )
-                break
 
 
 @rule("LS033", "The optimizer steps in a loop and the gradients are never set to zero.")
@@ -100,27 +97,6 @@ def _is_optimizer(call: ast.Call) -> bool:
     name = last_name(receiver(call)).lower()
     scaler = "scaler" in name and bool(call.args)
     return scaler or (("optim" in name or name == "opt") and "sched" not in name)
-
-
-def _every(test: ast.expr) -> ast.expr | None:
-    """The n of ``(i + 1) % n == 0``, the only condition or one of several joined by ``or``."""
-    if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.Or):
-        return next((found for part in test.values if (found := _every(part)) is not None), None)
-    match test:
-        case ast.Compare(left=ast.BinOp(op=ast.Mod(), right=number)):
-            return number
-    return None
-
-
-def _accumulates(script: Script, statement: ast.If, number: ast.expr, divided: set[str]) -> bool:
-    """Returns True where a backward pass is in the same loop and outside of the condition, and n divides nothing."""
-    if script.text(number) in divided or constant(number) in (0, 1):
-        return False
-    loop = next(script.around(statement, LOOPS), None)
-    backwards = [b for b in script.method_calls("backward") if loop is not None and script.holds(loop, b)]
-    return bool(backwards) and all(
-        not script.holds(statement, b) and script.same_function(b, statement) for b in backwards
-    )
 
 
 def scaled_backwards(script: Script) -> list[tuple[ast.Call, str]]:

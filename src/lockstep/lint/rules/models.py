@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from lockstep.lint.finding import Hit, rule
 from lockstep.lint.ranks import mentions_rank
 from lockstep.lint.rules.gradients import gradient_reductions, optimizers
-from lockstep.lint.script import Script, argument, arguments, last_name
-from lockstep.lint.wrappers import DDP, DP, FSDP, Wrap, is_managed, target_of, wraps
+from lockstep.lint.script import Script, argument, arguments
+from lockstep.lint.wrappers import DDP, DP, FSDP, Wrap, is_managed, owners_of, target_of, wraps
 
 _MODULE = """
 T_destination add_module apply bfloat16 buffers call_super_init children compile cpu cuda double dump_patches eval
@@ -230,7 +230,7 @@ def eval_without_train(script: Script) -> Iterator[Hit]:
     switched = script.method_calls("train") or script.mentions("set_grad_enabled", "set_training")
     if switched or is_managed(script):
         return
-    trained = {model for maker in optimizers(script) for model in _owners(script, maker)}
+    trained = {model for maker in optimizers(script) for model in owners_of(script, maker)}
     for call in script.method_calls("eval"):
         model = script.owner(call)
         if model in trained and script.in_loop_with(call, script.method_calls("backward")):
@@ -255,10 +255,3 @@ def _asks_wrapper(script: Script, node: ast.Attribute, wrap: Wrap) -> bool:
         if is_set and name.lineno > wrap.call.lineno and script.same_function(name, node):
             return False
     return True
-
-
-def _owners(script: Script, call: ast.Call) -> Iterator[str]:
-    """The models whose parameters an optimizer is given."""
-    for node in script.sources(call.args[0] if call.args else None, depth=1):
-        if isinstance(node, ast.Call) and last_name(node.func) == "parameters":
-            yield script.owner(node)

@@ -27,9 +27,10 @@ from lockstep.lint.wrappers import (
     DDP,
     is_distributed,
     is_managed,
-    models_of,
     optimizers_of,
+    owners_of,
     reduces,
+    root_of,
     starts_group,
     target_of,
     wraps,
@@ -373,7 +374,7 @@ def _shares_by_rank(script: Script) -> Iterator[ast.expr]:
         is_inside = not isinstance(scope, ast.Module) and re.search("eval|valid", scope.name.lower())
         if (is_named or is_inside) and not any(script.holds(loop, each) for each in passes):
             yield from [each for each in [loop.iter, *_skipping(loop)] if _is_by_rank(script, each)][:1]
-    models = {model for call in optimizers_of(script) for model in models_of(script, call)}
+    models = {root_of(owner) for call in optimizers_of(script) for owner in owners_of(script, call)}
     models |= {script.text(call.args[0]) for call in script.method_calls("prepare") if call.args}
     own = {script.scope(each) for each in passes if not each.args}  # a loop that trains on such shares itself
     reads = [each for each in script.find(ast.Attribute) if each.attr == "micro_batches"]
