@@ -153,6 +153,41 @@ def test_what_counts_the_steps_or_is_read_beside_them_is_named_where_an_epoch_go
     assert f"goes on at step 2 of epoch 1, and {said}" in caplog.text or not said
 
 
+@pytest.mark.parametrize(
+    ("around", "said"),
+    [
+        (enumerate, "the count of enumerate begins anew"),
+        (lambda epochs: zip(epochs, (0.1, 0.2, 0.3)), "the tuple_iterator in zip begins anew"),
+        (lambda epochs: zip((0.1, 0.2, 0.3), epochs), "the tuple_iterator in zip begins anew"),
+        (lambda epochs: (each for each in zip((e for e in epochs), count())), "the count in zip begins anew"),
+        (lambda epochs: islice(epochs, 2), "the count of islice begins anew"),
+        (lambda epochs: enumerate(epochs, 1), ""),
+        (lambda epochs: (each for each in epochs), ""),
+        (iter, ""),
+    ],
+)
+def test_what_is_iterated_beside_the_epochs_is_named_where_a_run_goes_on(caplog, around, said):
+    """``zip(run.epochs(3), (0.1, 0.02, 0.01))`` gave the second epoch the rate of the first one, without a word."""
+    for epoch in (0, 1):
+        course = EpochLoop()
+        course.position.epoch, course.is_resumed = epoch, True
+        for _ in around(course.epochs(3)):
+            list(steps(course))
+        assert len(caplog.records) == (epoch == 1 and said != "")
+    assert f"goes on at epoch 2, and {said}" in caplog.text or not said
+
+
+@pytest.mark.parametrize(("epoch", "warnings"), [(1, 0), (2, 1)])
+def test_what_is_iterated_beside_the_epochs_of_a_second_loop_begins_with_it(caplog, epoch, warnings):
+    course = EpochLoop()
+    course.position.epoch, course.is_resumed = epoch, True
+    for _ in course.epochs(1):
+        list(steps(course))
+    for _ in zip(course.epochs(3), (0.1, 0.2)):
+        list(steps(course))
+    assert caplog.text.count("in zip begins anew") == warnings
+
+
 def test_a_step_counts_as_done_once_its_backward_has_run():
     course = EpochLoop()
     for _ in steps(course):

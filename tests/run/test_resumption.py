@@ -1,5 +1,6 @@
 """Work of a loop at the start of an epoch, or after a save, is not done twice in a resumed run, nor left out."""
 
+import random
 import time
 from contextlib import suppress
 from functools import partial
@@ -146,6 +147,178 @@ def test_what_a_loop_changes_after_a_save_is_refused(tmp_path, what):
 def test_a_loop_may_evaluate_after_a_save(tmp_path):
     with suppress(Left):
         Loop(tmp_path, saved=lambda loop: loop.run.evaluate(dataset(5), correct))
+
+
+class Phases:
+    """A run of two loops over epochs, of one epoch and of two more, which is left within the second one, or goes on."""
+
+    def __init__(self, folder, between, *, leaves_at=(2, 0)):
+        torch.manual_seed(0)
+        self.model = Scaled()
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        options = {"global_batch": GLOBAL_BATCH, "micro_batches": 8, "directory": folder, "resume": "auto"}
+        self.run = lockstep.init(**options)
+        _, self.optimizer = self.run.prepare(self.model, torch.optim.SGD(trained, lr=0.1, momentum=0.9))
+        self.goes_on, self.leaves_at = bool(self.run.position.step), leaves_at
+        self.rates = []
+        self.train(1)
+        between(self)
+        self.train(3)
+        self.run.close()
+
+    def train(self, epochs):
+        for epoch in self.run.epochs(epochs):
+            for batch in self.run.batches(dataset()):
+                train_step(self.run, batch, self.optimizer)
+                self.rates.append(self.optimizer.param_groups[0]["lr"])
+                if not self.goes_on and (epoch, batch.plan.position) == self.leaves_at:
+                    leave(self.run)
+            if not self.goes_on and (epoch, "end") == self.leaves_at:
+                leave(self.run)
+
+
+def halve_rate(loop):
+    loop.optimizer.param_groups[0]["lr"] *= 0.5
+
+
+BETWEEN = {
+    "buffers": lambda loop: halve(loop.model.bound),
+    "parameters": lambda loop: halve(loop.model.layers[0].weight),
+    "the attribute 'scale' of the model": halve_scale,
+    "the state of optimizer 0": lambda loop: loop.optimizer.state.clear(),
+    "lr of optimizer 0, group 0": halve_rate,
+}
+
+
+@pytest.mark.parametrize("what", BETWEEN)
+def test_what_stands_between_two_loops_over_epochs_is_not_done_once_more_without_a_word(tmp_path, caplog, what):
+    """The second phase of a fine-tuning began again: with half of its learning rate, or a new head."""
+    with pytest.raises(Left):
+        Phases(tmp_path, BETWEEN[what])
+    caplog.clear()
+    if what in ("buffers", "parameters"):
+        with pytest.raises(ConfigError, match=f"changed {what}.*between two loops .* 'if epoch == N and not run"):
+            Phases(tmp_path, BETWEEN[what])
+    else:
+        Phases(tmp_path, BETWEEN[what])
+        assert f"Before its loop the script has set {what} anew" in caplog.text
+
+
+@pytest.mark.parametrize("leaves_at", [(0, 1), (1, 2), (2, 0)])
+def test_what_sets_the_same_between_two_loops_may_be_done_again(tmp_path, caplog, leaves_at):
+    def between(loop):
+        loop.optimizer.param_groups[0]["lr"] = 0.02
+        loop.model.frozen.requires_grad_(False)
+
+    with pytest.raises(Left):
+        Phases(tmp_path, between, leaves_at=leaves_at)
+    rates = Phases(tmp_path, between).rates
+    assert (rates[0], rates[-1]) == (0.1 if leaves_at[0] == 0 else 0.02, 0.02)
+    assert "anew" not in caplog.text
+
+
+def test_what_stands_between_two_loops_is_done_where_the_first_one_had_ended(tmp_path, caplog):
+    with pytest.raises(Left):
+        Phases(tmp_path, halve_rate, leaves_at=(0, "end"))
+    assert {*Phases(tmp_path, halve_rate).rates} == {0.05}
+    assert "anew" not in caplog.text
+
+
+def rate_first(run, optimizer):
+    optimizer.param_groups[0]["lr"] *= 0.5
+    run.save(wait=True)
+
+
+def save_first(run, optimizer):
+    run.save(wait=True)
+    optimizer.param_groups[0]["lr"] *= 0.5
+
+
+@pytest.mark.parametrize("start", [rate_first, save_first])
+def test_a_checkpoint_of_the_start_of_an_epoch_goes_on_there(tmp_path, start):
+    """A learning rate that is lowered before the save was lowered once more."""
+    rates = []
+    for goes_on in (False, True):
+        run, _, optimizer = begin(directory=tmp_path, resume="auto")
+        rates.append([])
+        is_refused = goes_on and start is rate_first
+        with pytest.raises(ConfigError, match=r"written after that: put run\.save") if is_refused else suppress(Left):
+            for epoch in run.epochs(3):
+                start(run, optimizer)
+                rates[-1].append(optimizer.param_groups[0]["lr"])
+                for batch in run.batches(dataset()):
+                    train_step(run, batch, optimizer)
+                if epoch == 1 and not goes_on:
+                    raise Left  # as a crash does, before it is saved
+        run.close()
+    assert rates == [[0.05, 0.025], [0.025, 0.0125] if start is save_first else []]
+
+
+@pytest.mark.parametrize("place", ["start", "step"])
+def test_what_a_generator_draws_before_a_save_at_the_start_of_an_epoch_is_drawn_again(tmp_path, place):
+    """The resumed run drew the numbers after them, and took other steps."""
+    drawn = []
+    for goes_on in (False, True):
+        rng = random.Random(3)
+        run, _, optimizer = begin(directory=tmp_path, resume="auto")
+        drawn.append([])
+        with suppress(Left):
+            for epoch in run.epochs(2):
+                drawn[-1].append(rng.random())
+                if place == "start":
+                    run.save(wait=True)
+                drawn[-1].append(rng.random())
+                for batch in run.batches(dataset()):
+                    if place == "step" and not batch.plan.position:
+                        run.save(wait=True)
+                    train_step(run, batch, optimizer)
+                if epoch == 1 and not goes_on:
+                    raise Left
+                drawn[-1].append(rng.random())
+        run.close()
+    assert drawn[1][:2] == drawn[0][3:]
+
+
+def test_a_run_may_save_after_the_steps_of_an_epoch_that_it_has_left_early(tmp_path):
+    """It was refused as if the save had come before the break."""
+    steps = []
+    for goes_on in (False, True):
+        run, _, optimizer = begin(directory=tmp_path, resume="auto")
+        with suppress(Left):
+            for epoch in run.epochs(3):
+                for batch in run.batches(dataset()):
+                    train_step(run, batch, optimizer)
+                    steps.append((epoch, batch.plan.position))
+                    if batch.plan.position:
+                        break
+                run.save(wait=True)
+                if epoch == 1 and not goes_on:
+                    raise Left
+        run.close()
+    assert steps == [(epoch, position) for epoch in range(3) for position in range(2)]
+
+
+def test_a_save_between_two_loops_over_the_steps_of_an_epoch_is_refused(tmp_path):
+    """A run that went on from there left out the second one, without a word."""
+    run, _, optimizer = begin(directory=tmp_path)
+    with pytest.raises(ConfigError, match=r"changed the place in the epoch, by another loop over run\.batches"):
+        for _ in run.epochs(2):
+            for batch in run.batches(dataset()):
+                train_step(run, batch, optimizer)
+                break
+            run.save(wait=True)
+            for batch in run.batches(dataset()):
+                train_step(run, batch, optimizer)
+
+
+def test_an_epoch_without_steps_may_save(tmp_path):
+    run, _, optimizer = begin(directory=tmp_path)
+    for epoch in run.epochs(3):
+        run.save(wait=True)
+        for batch in run.batches(dataset()) if epoch != 1 else ():
+            train_step(run, batch, optimizer)
+        run.save(wait=True)
+    run.close()
 
 
 class Warmup(Callback):

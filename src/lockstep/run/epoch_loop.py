@@ -19,13 +19,12 @@ import itertools
 import logging
 import math
 import sys
-import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from inspect import CO_GENERATOR, GEN_CLOSED, getgeneratorstate
 from numbers import Integral
 from threading import get_ident
-from types import GeneratorType
+from types import FrameType, GeneratorType
 from typing import Any
 
 from lockstep.core.plan import StepPlan
@@ -52,9 +51,14 @@ class Position:
     step: int = 0
     """Optimizer steps done since the run began."""
     inside: bool = False
-    """True while the epoch's batches are being read: the code after them has not run yet."""
+    """True within the epoch until its batches are read: the code after them has not run yet."""
     samples: int = 0
     """Size of the data set that the epoch reads; 0 before the first."""
+
+    @property
+    def is_begun(self) -> bool:
+        """True within the epoch, some of whose steps are done."""
+        return self.inside and self.done > 0
 
     def load_state_dict(self, stored: Mapping[str, Any]) -> None:
         """Moves to a stored position; ``CheckpointError`` if it is not a valid one."""
@@ -99,17 +103,23 @@ class EpochSteps(Iterator[Batch]):
         self._steps.close()
 
 
+_EPOCH = "Take what belongs to an epoch by its number, which run.epochs gives, as in rates[epoch]."
+_PLACE = "The place of a step is batch.plan.position; to read data sets together write run.batches((one, other))."
 _MOST_AROUND = 6
 
 
-def restarted_around(steps: Generator[Batch], done: int) -> list[str]:
-    """Names what is iterated together with the steps of an epoch and restarts where a resumed run goes on.
+def _tell_begun_anew(running: FrameType, done: int, where: str, remedy: str) -> None:
+    """Names what is iterated together with a generator, which is running, and restarts where a resumed run goes on.
 
     ``enumerate``, ``zip`` and the like around ``run.batches`` are in no variable, so they are looked for among the
-    objects that refer to the steps.
+    objects that refer to the generators: that one and those that read it, such as a progress bar's.
     """
     found: list[str] = []
-    inner = [steps, *_generators_around(steps)]
+    frames, frame = [running], running.f_back
+    while frame is not None and (frame.f_code.co_flags & CO_GENERATOR or frame.f_globals is globals()):
+        frames.append(frame)
+        frame = frame.f_back
+    inner: list[Any] = [each for each in gc.get_objects() if type(each) is GeneratorType and each.gi_frame in frames]
     known = set(map(id, inner))
     for _ in range(_MOST_AROUND):
         around = [each for each in gc.get_referrers(*inner) if id(each) not in known]
@@ -123,26 +133,12 @@ def restarted_around(steps: Generator[Batch], done: int) -> list[str]:
                 found += [f"the {type(one).__name__} in {kind.__name__}" for one in held if isinstance(one, Iterator)]
         if not inner:
             break
-    return list(dict.fromkeys(found))
-
-
-def _generators_around(steps: Any) -> list[Any]:
-    """The running generators that read the steps, such as a progress bar's; no object refers to the steps there."""
-    frames, frame = [], steps.gi_frame.f_back
-    while frame is not None and (frame.f_code.co_flags & CO_GENERATOR or frame.f_globals is globals()):
-        frames.append(frame)
-        frame = frame.f_back
-    return [each for each in gc.get_objects() if type(each) is GeneratorType and each.gi_frame in frames]
-
-
-@dataclass(eq=False)
-class _Walk:
-    """One loop over the steps of an epoch."""
-
-    thread: int | None = None
-    """The thread that reads them, until the loop is over."""
-    steps: Callable[[], Generator[Batch] | None] = lambda: None
-    """Gives them, while they exist."""
+    if found:
+        logger.warning(
+            "The run goes on at %s, and %s begins anew there, so that what depends on it is not what it would have "
+            "been without the stop. %s",
+            *(where, shorten(list(dict.fromkeys(found)), 4), remedy),
+        )
 
 
 class EpochLoop:
@@ -171,8 +167,10 @@ class EpochLoop:
         """True where the position comes from a checkpoint, until the first loop over steps."""
         self._epoch_loops = 0
         """The number of loops over epochs that have begun."""
-        self._walk: _Walk | None = None
-        """The newest loop over steps that has begun."""
+        self._walks = 0
+        """The number of loops over steps that have begun."""
+        self._reader: int | None = None
+        """The thread that reads the newest of them, until it is over."""
         self.in_epochs = False
         """True within a loop over epochs."""
         self.stops_at_end = False
@@ -201,13 +199,14 @@ class EpochLoop:
         """The epochs from where the run stands up to ``count``; ``at_end`` is called at the end of the loop's body."""
         if not isinstance(count, Integral) or count < 0:
             raise ConfigError(f"run.epochs takes the number of epochs, 0 or more, and was given {count!r:.60}.")
-        if count <= self.position.epoch and self._walk is not None:
+        if count <= self.position.epoch and self._walks:
             logger.warning(
                 "run.epochs(%d) has nothing to do: it counts from the beginning of the run, which has done %s. For "
                 "more of them write run.epochs(run.position.epoch + %d).",
                 *(count, plural(self.position.epoch, "epoch"), count),
             )
         self._tell_steps_before(count)
+        first = self._last_epoch + 1
         self.in_epochs, self._last_epoch = True, int(count) - 1
         self._epoch_loops += 1
         newest = self._epoch_loops
@@ -216,6 +215,10 @@ class EpochLoop:
                 self._is_rest = False
                 self._key("epoch", self.position.epoch)
                 self._variables.begin_epoch()
+                self.position.inside = True
+                if self.is_resumed and self.position.epoch > first:
+                    where = f"epoch {self.position.epoch + 1}"
+                    _tell_begun_anew(sys._getframe(), self.position.epoch - first, where, _EPOCH)
                 yield self.position.epoch
                 if newest != self._epoch_loops:
                     raise ConfigError(
@@ -230,7 +233,7 @@ class EpochLoop:
             if self.is_resumed:
                 self._variables.end_epochs()
         except GeneratorExit:
-            self.position.inside = self.position.inside or self._left_early
+            self.position.inside = self.position.is_begun or self.left_early
             raise
         finally:
             self.in_epochs = False
@@ -257,12 +260,9 @@ class EpochLoop:
 
     def steps(self, read: Read, after: Callable[[], None]) -> Generator[Batch]:
         """The steps from where the run stands to the end of the epoch; ``after`` is called when one is over."""
-        walk = _Walk()
-        steps = self._steps(walk, read, after, places_of_frames())
-        walk.steps = weakref.ref(steps)
-        return steps
+        return self._steps(read, after, places_of_frames())
 
-    def _steps(self, walk: _Walk, read: Read, after: Callable[[], None], asked: Places) -> Generator[Batch]:
+    def _steps(self, read: Read, after: Callable[[], None], asked: Places) -> Generator[Batch]:
         position = self.position
         self._check_start()
         self._variables.begin_steps(asked, any_left=position.done <= self._last_place)
@@ -282,7 +282,8 @@ class EpochLoop:
         if self.is_resumed:
             self._unused_from, self._used = (position.epoch, position.done), position.step
         self.is_resumed, is_rest, self._is_rest = False, self._is_rest, False
-        self._walk, walk.thread = walk, get_ident()
+        self._walks, self._reader = self._walks + 1, get_ident()
+        walk = self._walks
         position.inside, self._back = True, None
         begun = position.step - position.done
         try:
@@ -296,7 +297,8 @@ class EpochLoop:
                 self._key("batch", batch.plan.step)
                 if goes_on:
                     goes_on = False
-                    self._tell_begun_anew(walk, batch)
+                    where = f"step {batch.plan.position} of epoch {batch.plan.epoch + 1}"
+                    _tell_begun_anew(sys._getframe(), batch.plan.position, where, _PLACE)
                 yield batch
                 self._require_newest(walk)
                 for call in self._events.step_end:
@@ -304,9 +306,9 @@ class EpochLoop:
                 self.count_step(even_if_unused=True)
                 after()
         except GeneratorExit:
-            if walk is self._walk and not self._is_finalizing():
+            if walk == self._walks and not self._is_finalizing():
                 self.count_step()
-                self._is_rest, walk.thread = True, None
+                self._is_rest, self._reader = True, None
                 if self.in_epochs:
                     position.inside = False
                 self._variables.end_steps()
@@ -314,24 +316,14 @@ class EpochLoop:
         if is_rest:
             raise self._all_steps_done()
         self._variables.end_steps()
-        walk.thread = None
+        self._reader = None
         self._back = replace(position, inside=True)
         position.inside, self._finished_epoch = False, position.epoch
         self._key("epoch end", position.epoch)
         self.end_epoch()
 
-    def _tell_begun_anew(self, walk: _Walk, batch: Batch) -> None:
-        steps, place = walk.steps(), batch.plan.position
-        if steps is not None and (found := restarted_around(steps, place)):
-            logger.warning(
-                "The run goes on at step %d of epoch %d, and %s begins anew there, so that what depends on it is not "
-                "what it would have been without the stop. The place of a step is batch.plan.position; to read data "
-                "sets together write run.batches((one, other)).",
-                *(place, batch.plan.epoch + 1, shorten(found, 4)),
-            )
-
     @property
-    def _left_early(self) -> bool:
+    def left_early(self) -> bool:
         """True after steps of a loop over epochs that were left early, until others begin, or the next epoch."""
         return self.in_epochs and self._is_rest
 
@@ -353,7 +345,7 @@ class EpochLoop:
     @property
     def place(self) -> str:
         """The loop whose body a resumed run would not finish: "body" of the steps, "epoch", or none."""
-        if self.position.inside or self._left_early:
+        if self.position.is_begun:
             is_body = self._current is None and self._finished_epoch != self.position.epoch
             return "body" if is_body else ""
         return "epoch" if self.in_epochs and self.position.done else ""
@@ -384,8 +376,7 @@ class EpochLoop:
 
     def begin_backward(self, plan: StepPlan, waiting: object = ()) -> int:
         """The number of this pass over its step, from 0; ``waiting``: gradients to which it adds, if there are any."""
-        reading = None if self._is_alone or self._walk is None else self._walk.thread
-        if reading not in (None, get_ident()):
+        if not self._is_alone and self._reader not in (None, get_ident()):
             raise ConfigError(
                 "run.backward was called while another thread reads run.batches. On several processes both exchange "
                 "values, which must happen in one order. Call both in one thread; run.batches reads ahead in processes "
@@ -446,8 +437,8 @@ class EpochLoop:
             f"run.batches was called again in epoch {self.position.epoch + 1}, whose steps are all done. {remedy}"
         )
 
-    def _require_newest(self, walk: _Walk) -> None:
-        if walk is not self._walk:
+    def _require_newest(self, walk: int) -> None:
+        if walk != self._walks:
             raise ConfigError(
                 "Two loops over run.batches run at once, as with zip(). Read one; let each sample of its data set hold "
                 "what both gave."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -44,8 +45,6 @@ class Resumption:
         self._loop = loop
         self._restored: dict[str, str] = {}
         """Texts of what a checkpoint has restored, until the script's loop begins; empty in a run that begins anew."""
-        self._settings: dict[str, str] = {}
-        """Those of the settings, until then."""
         self._at_start: dict[str, str] = {}
         """Those of what a loop sets at the start of an epoch, where a resumed run goes on within one."""
         self._extra: dict[str, str] = {}
@@ -59,55 +58,68 @@ class Resumption:
 
     def begin(self) -> None:
         """Notes the run as a checkpoint has restored it. Collective."""
-        self._loop.is_resumed, self._restored = True, _trained(self.run)
-        self._settings = _settings(self.run)
+        self._loop.is_resumed, self._restored = True, _restored(self.run)
 
-    def _require_restored(self) -> None:
-        """Raises ``ConfigError`` where the script has changed what was restored, before its loop."""
+    def _compare_with_restored(self, *, settings: bool) -> None:
+        """Raises ``ConfigError`` where the script has changed tensors before its loop; names settings. Collective."""
         before, self._restored = self._restored, {}
-        now = _trained(self.run) if before else {}
-        if changed := [words for words, value in now.items() if value != before[words]]:
+        if not before:
+            return
+        now = _restored(self.run)
+        lost = [words for words, value in before.items() if value and now.get(words) not in ("", value)]
+        once = (
+            "under 'if not run.position.step:'; what stands between two loops over run.epochs, at the start of the "
+            "second one, under 'if epoch == N and not run.position.done:'"
+        )
+        if changed := [words for words in (_trained(self.run) if lost else ()) if words in lost]:
             raise ConfigError(
                 f"After run.prepare the script has changed {shorten(changed, 3)}, which this resumed run has from its "
                 "checkpoint: what was trained would be lost. Do it before run.prepare, as loading weights and "
-                "freezing layers; or under 'if not run.position.step:'."
+                f"freezing layers; or {once}."
+            )
+        if lost and settings and self.run.world.is_main:
+            logger.warning(
+                "Before its loop the script has set %s anew, which this resumed run had from its checkpoint. What "
+                "depends on it is not what it would have been without the stop. Set it before run.prepare, or %s.",
+                *(shorten(lost, 3), once),
             )
 
-    def begin_epochs(self) -> None:
-        """Notes the run as the loop over epochs finds it, where it resumes within an epoch. Collective."""
-        self._require_restored()
-        self._warn_of_settings()
-        if self._loop.is_resumed and self._loop.position.done:
+    def begin_epochs(self, count: int) -> None:
+        """Notes the run as the loop over epochs finds it, where it resumes within an epoch. Collective.
+
+        What follows a loop that was over before the checkpoint is like what comes before the first one.
+        """
+        position, is_resumed = self._loop.position, self._loop.is_resumed
+        if is_resumed and isinstance(count, Integral) and (position.epoch, position.inside) > (count, False):
+            return
+        self._compare_with_restored(settings=True)
+        if is_resumed and position.inside:
             self._at_start, self._extra = _set(self.run), _texts(self.run.extra)
             self._note_attributes()
 
-    def _warn_of_settings(self) -> None:
-        """Names what the script has set in place of the checkpoint's before its loop, once. Collective."""
-        before, self._settings = self._settings, {}
-        now = _settings(self.run) if before else {}
-        lost = [words for words, value in before.items() if now.get(words) != value]
-        if lost and self.run.world.is_main:
-            logger.warning(
-                "Before its loop the script has set %s anew, which this resumed run had from its checkpoint. What "
-                "depends on it is not what it would have been without the stop. Set it before run.prepare, or under "
-                "'if not run.position.step:'.",
-                shorten(lost, 3),
-            )
-
     def check_start(self) -> None:
         """Raises ``ConfigError`` where what comes before the steps of an epoch has changed the run once more."""
-        self._require_restored()
-        if self._loop.position.done:  # else a loop of the script's own may begin each epoch with settings
-            self._warn_of_settings()
-        before, self._at_start, self._place, self._settings = self._at_start, {}, "", {}
+        if self._place == "epoch" and self._loop.left_early:
+            self._require_none(["the place in the epoch, by another loop over run.batches"], "epochs")
+        # A loop of the script's own may begin each epoch with settings.
+        self._compare_with_restored(settings=self._loop.position.done > 0)
+        self._place = ""
+        self.require_start_once()
+
+    def require_start_once(self) -> None:
+        """Raises ``ConfigError`` where the start of the epoch in which the run was resumed has changed it, once."""
+        before, self._at_start = self._at_start, {}
         if not before:
             return
         changed = [words for words, value in _set(self.run).items() if before.get(words, value) not in ("", value)]
         if changed := changed + self._extra_carried() + self._attributes_set_since():
+            remedy = "Do it under 'if not run.position.done:'."
+            if not self.run.position.done:
+                remedy = "The checkpoint was written after that: put run.save() at the end of the body."
             raise ConfigError(
                 f"The run goes on within epoch {self.run.position.epoch + 1}, and before run.batches gave a batch the "
                 f"body of the loop over epochs has changed {shorten(changed, 3)}. Without the stop it would do that at "
-                "the start of the epoch only, so the bits would not continue. Do it under 'if not run.position.done:'."
+                f"the start of the epoch only, so the bits would not continue. {remedy}"
             )
 
     def _extra_carried(self) -> list[str]:
@@ -152,20 +164,21 @@ class Resumption:
             now = _held(self.run, self._loop)
             lost = [words for words, value in now.items() if value != self._held.get(words)]
             lost += self._attributes_set_since()
+        self._require_none(lost, "batches" if saved == "body" else "epochs")
+
+    def _require_none(self, lost: Sequence[str], what: str) -> None:
         if lost:
-            what = "batches" if saved == "body" else "epochs"
             raise ConfigError(
                 f"run.save() came before the end of the body of the loop over {what}, and after it the loop has "
                 f"changed {shorten(lost, 3)}. A resumed run does not do that again, so it would go on with other bits. "
-                f"Put run.save() at the end of that body. The checkpoint of step {self.run.position.step} lacks it: do "
-                "not resume from it."
+                f"Put run.save() at the end of that body. The checkpoint of step {self._loop.position.step} lacks it: "
+                "do not resume from it."
             )
 
 
-def _settings(run: RunState) -> dict[str, str]:
-    """Texts of the attributes that a checkpoint would hold, and of what optimizers step with. Collective."""
-    attributes = {words_of(*place): value for place, value in run.held_attributes().items()}
-    return attributes | hyperparameters(run.parts.optimizers)
+def _restored(run: RunState) -> dict[str, str]:
+    """As ``_set``, with the attributes that a checkpoint would hold. Collective."""
+    return _set(run) | {words_of(*place): value for place, value in run.held_attributes().items()}
 
 
 def _texts(values: Mapping[str, Any]) -> dict[str, str]:

@@ -214,7 +214,7 @@ class Run:
 
     def epochs(self, count: int) -> Iterator[int]:
         """The numbers of the epochs from where the run stands (0, or where it resumed) to ``count - 1``. Collective."""
-        self._resumption.begin_epochs()
+        self._resumption.begin_epochs(count)
         if self.is_main and self._loop.is_resumed and not self._loop.position.inside:
             save.mention_nothing_left(count, self.position.epoch)
         return self._loop.epochs(count, lambda: save.end_epoch(self, self._results.stop))
@@ -491,6 +491,8 @@ class Run:
         with self.span("save"):
             self._results.read()
             self._loop.count_step()
+            if not self.position.done:  # where the checkpoint may have been written that was resumed
+                self._resumption.require_start_once()
             prepared.gradients.update_scale()
             self._session.heartbeat.mark("save", epoch=self.position.epoch, step=self.position.step)
             for begins in self._events.save_begin:

@@ -382,8 +382,8 @@ class RunState:
         self.position.load_state_dict(written["position"])
         for optimizer in self.parts.optimizers if self.position.step else ():
             optimizer._opt_called = True  # type: ignore[attr-defined]  # or a scheduler that is stepped first warns
-        self.loop.resume(written.get("loop", {}), inside=self.position.inside)
-        self.unheld.resume(written.get("places", {}), inside=self.position.inside)
+        self.loop.resume(written.get("loop", {}), inside=self.position.is_begun)
+        self.unheld.resume(written.get("places", {}), inside=self.position.is_begun)
         self.extra, self.data = dict(written["extra"]), dict(written.get("data", {}))
         return str(written["fingerprint"])
 
@@ -475,7 +475,9 @@ class RunState:
 
     def _loop_of_all(self) -> dict[str, Any]:
         """The notes of ``LoopState`` here, and those of a process that computes another part. Collective."""
-        mine = self.loop.capture(inside=self.position.inside)
+        mine = self.loop.capture(inside=self.position.is_begun)
+        if mine and self.position.inside and not self.position.done:  # a resumed run draws these numbers again
+            mine["generators"].update(mine["at_epoch"])
         return mine if self.strategy.replicated else united(mine, self.strategy.gather_records(mine))
 
     def _add_groups(self, state: CheckpointState) -> None:
