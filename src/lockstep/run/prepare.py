@@ -415,9 +415,7 @@ class PreparedAverage(AveragedModel):
         averaged.update_parameters(whole)  # type: ignore[arg-type]  # as much of a module as torch reads
 
 
-def prepare_model(
-    parts: Parts, options: RunOptions, strategy: Strategy, precision: Precision, device: torch.device
-) -> PreparedModel:
+def prepare_model(parts: Parts, options: RunOptions, strategy: Strategy, precision: Precision) -> PreparedModel:
     """Sets up the model, and gives the optimizers what this process holds of its parameters. Collective.
 
     Raises:
@@ -462,7 +460,7 @@ def prepare_model(
                 "model anew for each run, or give lockstep.init(compile=True)."
             )
         precision.require_repeatable(repr(name) if name else "The model", module)
-    apart = strategy.separates_units
+    device, apart = strategy.device, strategy.separates_units
     randomness = KeyedRandomness(model, options.seed, device, strategy.devices, apart)
     if draws_globally(model):
         randomness.key_global_generators()

@@ -185,7 +185,7 @@ class Run:
             agreement.agree(parts, context, group, self.device, values_from_main)
         self.strategy.initial_values = self._initial_values
         conditions = context, agreement.made_with(parts.model)
-        placed = prepare_model(parts, self.options, self.strategy, self._precision, self.device)
+        placed = prepare_model(parts, self.options, self.strategy, self._precision)
         state = RunState(
             parts, placed, self.strategy, self._precision, self.position, *conditions, self.world, self._events
         )
@@ -512,7 +512,7 @@ class Run:
         prepared, of_all = self.require_prepared(), self.strategy.share.holders == self.world.world_size
         calls = prepared.gradients.calls()
         with self.span("fingerprint"):
-            return agreement.agreed_digests(prepared.state, digests, self.device, of_all_modules=of_all, more=calls)
+            return agreement.agreed_digests(prepared.state, digests, of_all_modules=of_all, more=calls)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Copies of the whole model on the CPU, by name, on the main process; empty elsewhere. Collective."""

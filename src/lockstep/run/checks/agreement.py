@@ -358,7 +358,6 @@ def require_equal_writes(strategy: Strategy, step: int, group: dist.ProcessGroup
 def agreed_digests(
     run: RunState,
     digests: Callable[..., dict[str, str]],
-    device: torch.device,
     *,
     of_all_modules: bool,
     more: Mapping[str, str] = MappingProxyType({}),
@@ -368,11 +367,12 @@ def agreed_digests(
     ``of_all_modules``: see ``Parts.digests``; ``more``: other texts that have to be equal, by name in angle brackets.
     """
     run.model.require_own_parameters()
+    group, device = run.strategy.all_ranks, run.strategy.device
     if not run.strategy.replicated:  # its ranks give each other the state, each in the same call
         run.strategy.require_no_calls()
-        gather_agreed(None, run.strategy.all_ranks, device)
+        gather_agreed(None, group, device)
     found, step = run.model.with_all_buffers(digests(run.strategy.state())), run.position.step
-    if (group := run.strategy.all_ranks) is not None:
+    if group is not None:
         beside = run.parts.digests(run.model.module, of_all_modules=of_all_modules)
         require_equal_writes(run.strategy, step, group)
         require_equal_replicas({**found, **beside, **more}, step, group, device)

@@ -241,8 +241,7 @@ class Rehearsals:
         if found.keeps:
             self.due[code] = replace(self.due[code], at_latest=max(_COUNTED, step + step // 4))
         if found.ranks_differ:
-            state, device = prepared.state, self._strategy.device
-            agreed_digests(state, lambda each: checksums(each, device), device, of_all_modules=False)
+            agreed_digests(prepared.state, partial(checksums, device=self._strategy.device), of_all_modules=False)
             everyone = self._strategy.gather_records(self._places)
             raise other_on_ranks(everyone, OFF)
         self._require_equal_variables(done)
