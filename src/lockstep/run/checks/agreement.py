@@ -60,21 +60,18 @@ _VALUES = "with the values"
 _PLAIN = (bool, int, float, complex, str, bytes, Enum, np.generic, torch.dtype)
 
 
-def agree(
-    parts: Parts,
-    context: Context,
-    group_of_ranks: dist.ProcessGroup,
-    device: torch.device,
-    values_from_main: bool,
-) -> None:
-    """Compares settings, code, structure and values over the ranks; gives all of them rank 0's values. Collective."""
+def agree(parts: Parts, context: Context, group: dist.ProcessGroup, device: torch.device, from_main: bool) -> None:
+    """Compares settings, code, structure and values over the ranks; gives all of them rank 0's values. Collective.
+
+    ``from_main``: only rank 0 has loaded values, so a difference is expected.
+    """
     settings = {**context.as_dict(), **hyperparameters(parts.optimizers), "initial values": parts.start}
-    require_equal_settings(settings, group_of_ranks, device)
+    require_equal_settings(settings, group, device)
     for module in (parts.model, *parts.modules):
-        require_equal_structure(module, group_of_ranks, device)
-    require_equal_code((parts.model, *parts.modules), group_of_ranks, device)
+        require_equal_structure(module, group, device)
+    require_equal_code((parts.model, *parts.modules), group, device)
     for module in (parts.model, *parts.modules):
-        share_start(module, group_of_ranks, device, expected=values_from_main)
+        share_start(module, group, device, expected=from_main)
 
 
 def require_equal_settings(settings: Mapping[str, Any], group: dist.ProcessGroup | None, device: torch.device) -> None:
