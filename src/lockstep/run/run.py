@@ -49,6 +49,7 @@ from lockstep.run.step import (
     DeferredResults,
     ForwardPass,
     StepCompute,
+    code_of,
     required_loss,
     with_exact_mean,
     with_step,
@@ -349,7 +350,11 @@ class Run:
         )
         code = with_step(int(heartbeat.stop_reason), plan.step, is_alone=self._session.group is None)
         opened = BackwardPass(compute, gradients.scale, code)
-        rehearses = rehearse and self.rehearsals.is_due(loss, plan, self._loop)
+        due = self.rehearsals.due.get(code_of(loss))
+        is_due = due is None or (plan.epoch > due.after_epoch and plan.step >= due.from_step)
+        if due is not None and due.at_latest is not None:
+            is_due |= plan.step >= due.at_latest or self._loop.is_last_step(plan)
+        rehearses = rehearse and is_due
         try:
             if rehearses:
                 rehearsed = replace(compute, function=stand_in) if whole_batch else compute
@@ -628,5 +633,6 @@ class Run:
         """Everything that ``prepare`` made; ``ConfigError`` before it was called."""
         if self._prepared is None:
             raise ConfigError("Call model, optimizer = run.prepare(model, optimizer) first.")
-        self._session.require_open()
+        if self._session.is_closed:  # asked here: a step runs through no file of the session
+            self._session.require_open()
         return self._prepared
