@@ -447,19 +447,7 @@ def prepare_model(parts: Parts, options: RunOptions, strategy: Strategy, precisi
     precision.prepare(model)
     if options.compile:
         compile_blocks(model)
-    for name, module in model.named_modules():
-        if isinstance(module, nn.SyncBatchNorm | SyncBatchNorm) and not options.sync_batch_norm:
-            raise ConfigError(
-                f"{name or 'The model'!r} is a {type(module).__name__}, whose statistics would be those of as many "
-                "parts of the batch as there are processes. Build the model with nn.BatchNorm, and give "
-                "lockstep.init(sync_batch_norm=True) for statistics of the whole batch."
-            )
-        if isinstance(vars(module).get("forward"), CompiledForward) and not options.compile:
-            raise ConfigError(
-                f"{name or 'The model'!r} was compiled by an earlier run, and this one has compile=False. Build the "
-                "model anew for each run, or give lockstep.init(compile=True)."
-            )
-        precision.require_repeatable(repr(name) if name else "The model", module)
+    _require_trainable_layers(model, options, precision)
     device, apart = strategy.device, strategy.separates_units
     randomness = KeyedRandomness(model, options.seed, device, strategy.devices, apart)
     if draws_globally(model):
@@ -473,6 +461,23 @@ def prepare_model(parts: Parts, options: RunOptions, strategy: Strategy, precisi
     seen = dict(trained.named_parameters())
     averages = {id(each): PreparedAverage(each, (trained, model), aliases, strategy) for each in averaged}
     return PreparedModel(trained, randomness, smallest, tensors, aliases, members, seen, averages)
+
+
+def _require_trainable_layers(model: nn.Module, options: RunOptions, precision: Precision) -> None:
+    """Raises ``ConfigError`` naming a module that would compute otherwise than the options say."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm | SyncBatchNorm) and not options.sync_batch_norm:
+            raise ConfigError(
+                f"{name or 'The model'!r} is a {type(module).__name__}, whose statistics would be those of as many "
+                "parts of the batch as there are processes. Build the model with nn.BatchNorm, and give "
+                "lockstep.init(sync_batch_norm=True) for statistics of the whole batch."
+            )
+        if isinstance(vars(module).get("forward"), CompiledForward) and not options.compile:
+            raise ConfigError(
+                f"{name or 'The model'!r} was compiled by an earlier run, and this one has compile=False. Build the "
+                "model anew for each run, or give lockstep.init(compile=True)."
+            )
+        precision.require_repeatable(repr(name) if name else "The model", module)
 
 
 def _averages_to_keep(parts: Parts, strategy: Strategy) -> list[AveragedModel]:
