@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from lockstep.data.reader import Request, SampleReader
-from lockstep.data.worker_process import Failure, WorkerDataset, explain_loss
+from lockstep.data.worker_process import Failure, WorkerDataset, explain_lost_worker
 from lockstep.errors import RankError
 
 
@@ -41,7 +41,7 @@ def test_the_loss_of_a_worker_is_explained_by_its_end_and_the_free_memory(code, 
     ending = (lambda: os._exit(code)) if code else (lambda: os.kill(os.getpid(), signal.SIGKILL))
     worker = multiprocessing.get_context("fork").Process(target=ending)
     worker.start()
-    error = explain_loss([worker], RuntimeError("gone"), "samples 1, 2 of epoch 0")
+    error = explain_lost_worker([worker], RuntimeError("gone"), "samples 1, 2 of epoch 0")
     assert isinstance(error, RankError)
     with pytest.raises(
         RankError, match=f"read samples 1, 2 of epoch 0, a data loader worker {told}.*of memory are available"

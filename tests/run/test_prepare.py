@@ -15,9 +15,8 @@ CPU = torch.device("cpu")
 
 def prepared(model, *optimizers):
     options = RunOptions(global_batch=8, strategy="single")
-    return prepare_model(
-        Parts.of(model, optimizers, InitialValues(0)), options, Single(CPU, 8), Precision("fp32", CPU), CPU
-    )
+    parts = Parts.of(model, optimizers, InitialValues(0))
+    return prepare_model(parts, options, Single(CPU, 8), Precision("fp32", CPU))
 
 
 def test_shapes_and_names_of_the_whole_model_are_kept_without_its_values():

@@ -86,7 +86,7 @@ def unwatch(iterator: Any) -> None:
                 signal_handling._remove_worker_pids(id(iterator))  # type: ignore[attr-defined]  # not public
 
 
-def explain_loss(workers: Sequence[BaseProcess], error: Exception, reading: str) -> RankError:
+def explain_lost_worker(workers: Sequence[BaseProcess], error: Exception, reading: str) -> RankError:
     """The ``RankError`` for a worker that was killed or exited, with the memory that is free."""
     ended = wait([worker.sentinel for worker in workers], timeout=_ANSWER_WITHIN)
     lost = [_fate(worker) for worker in workers if worker.sentinel in ended]

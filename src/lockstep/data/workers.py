@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from lockstep.data.keyed import content_of, state_of
 from lockstep.data.reader import Collate, InlineReading, ReadTrace, Request, SampleReader
-from lockstep.data.worker_process import Failure, InWorker, WorkerDataset, WorkerStacks, explain_loss, unwatch
+from lockstep.data.worker_process import Failure, InWorker, WorkerDataset, WorkerStacks, explain_lost_worker, unwatch
 from lockstep.errors import ConfigError, DataError, StallError
 from lockstep.runtime.stack_dump import Mark, stack_marker
 from lockstep.runtime.stop_signals import stop_signals_held
@@ -156,7 +156,7 @@ class WorkerReading:
                 f"If a sample may take so long, raise timeout=.{self._stacks.report(workers)}"
             )
         else:
-            found = explain_loss(workers, error, reading)
+            found = explain_lost_worker(workers, error, reading)
         for worker in workers:
             worker.terminate()
         self.close()

@@ -415,9 +415,7 @@ class PreparedAverage(AveragedModel):
         averaged.update_parameters(whole)  # type: ignore[arg-type]  # as much of a module as torch reads
 
 
-def prepare_model(
-    parts: Parts, options: RunOptions, strategy: Strategy, precision: Precision, device: torch.device
-) -> PreparedModel:
+def prepare_model(parts: Parts, options: RunOptions, strategy: Strategy, precision: Precision) -> PreparedModel:
     """Sets up the model, and gives the optimizers what this process holds of its parameters. Collective.
 
     Raises:
@@ -449,6 +447,24 @@ def prepare_model(
     precision.prepare(model)
     if options.compile:
         compile_blocks(model)
+    _require_trainable_layers(model, options, precision)
+    device, apart = strategy.device, strategy.separates_units
+    randomness = KeyedRandomness(model, options.seed, device, strategy.devices, apart)
+    if draws_globally(model):
+        randomness.key_global_generators()
+    with returning_freed_memory(device) if parts.start else nullcontext():
+        trained = strategy.setup_model(model)
+    for module in parts.modules:
+        module.to(device)
+    for optimizer, own in zip(parts.optimizers, members):
+        _set_parameters(optimizer, own, strategy)
+    seen = dict(trained.named_parameters())
+    averages = {id(each): PreparedAverage(each, (trained, model), aliases, strategy) for each in averaged}
+    return PreparedModel(trained, randomness, smallest, tensors, aliases, members, seen, averages)
+
+
+def _require_trainable_layers(model: nn.Module, options: RunOptions, precision: Precision) -> None:
+    """Raises ``ConfigError`` naming a module that would compute otherwise than the options say."""
     for name, module in model.named_modules():
         if isinstance(module, nn.SyncBatchNorm | SyncBatchNorm) and not options.sync_batch_norm:
             raise ConfigError(
@@ -462,19 +478,6 @@ def prepare_model(
                 "model anew for each run, or give lockstep.init(compile=True)."
             )
         precision.require_repeatable(repr(name) if name else "The model", module)
-    apart = strategy.separates_units
-    randomness = KeyedRandomness(model, options.seed, device, strategy.devices, apart)
-    if draws_globally(model):
-        randomness.key_global_generators()
-    with returning_freed_memory(device) if parts.start else nullcontext():
-        trained = strategy.setup_model(model)
-    for module in parts.modules:
-        module.to(device)
-    for optimizer, own in zip(parts.optimizers, members):
-        _set_parameters(optimizer, own, strategy)
-    seen = dict(trained.named_parameters())
-    averages = {id(each): PreparedAverage(each, (trained, model), aliases, strategy) for each in averaged}
-    return PreparedModel(trained, randomness, smallest, tensors, aliases, members, seen, averages)
 
 
 def _averages_to_keep(parts: Parts, strategy: Strategy) -> list[AveragedModel]:

@@ -49,6 +49,7 @@ from lockstep.run.step import (
     DeferredResults,
     ForwardPass,
     StepCompute,
+    code_of,
     required_loss,
     with_exact_mean,
     with_step,
@@ -185,7 +186,7 @@ class Run:
             agreement.agree(parts, context, group, self.device, values_from_main)
         self.strategy.initial_values = self._initial_values
         conditions = context, agreement.made_with(parts.model)
-        placed = prepare_model(parts, self.options, self.strategy, self._precision, self.device)
+        placed = prepare_model(parts, self.options, self.strategy, self._precision)
         state = RunState(
             parts, placed, self.strategy, self._precision, self.position, *conditions, self.world, self._events
         )
@@ -349,7 +350,11 @@ class Run:
         )
         code = with_step(int(heartbeat.stop_reason), plan.step, is_alone=self._session.group is None)
         opened = BackwardPass(compute, gradients.scale, code)
-        rehearses = rehearse and self.rehearsals.is_due(loss, plan, self._loop)
+        due = self.rehearsals.due.get(code_of(loss))
+        is_due = due is None or (plan.epoch > due.after_epoch and plan.step >= due.from_step)
+        if due is not None and due.at_latest is not None:
+            is_due |= plan.step >= due.at_latest or self._loop.is_last_step(plan)
+        rehearses = rehearse and is_due
         try:
             if rehearses:
                 rehearsed = replace(compute, function=stand_in) if whole_batch else compute
@@ -514,7 +519,7 @@ class Run:
         prepared, of_all = self.require_prepared(), self.strategy.share.holders == self.world.world_size
         calls = prepared.gradients.calls()
         with self.span("fingerprint"):
-            return agreement.agreed_digests(prepared.state, digests, self.device, of_all_modules=of_all, more=calls)
+            return agreement.agreed_digests(prepared.state, digests, of_all_modules=of_all, more=calls)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Copies of the whole model on the CPU, by name, on the main process; empty elsewhere. Collective."""
@@ -630,5 +635,6 @@ class Run:
         """Everything that ``prepare`` made; ``ConfigError`` before it was called."""
         if self._prepared is None:
             raise ConfigError("Call model, optimizer = run.prepare(model, optimizer) first.")
-        self._session.require_open()
+        if self._session.is_closed:  # asked here: a step runs through no file of the session
+            self._session.require_open()
         return self._prepared

@@ -60,21 +60,18 @@ _VALUES = "with the values"
 _PLAIN = (bool, int, float, complex, str, bytes, Enum, np.generic, torch.dtype)
 
 
-def agree(
-    parts: Parts,
-    context: Context,
-    group_of_ranks: dist.ProcessGroup,
-    device: torch.device,
-    values_from_main: bool,
-) -> None:
-    """Compares settings, code, structure and values over the ranks; gives all of them rank 0's values. Collective."""
+def agree(parts: Parts, context: Context, group: dist.ProcessGroup, device: torch.device, from_main: bool) -> None:
+    """Compares settings, code, structure and values over the ranks; gives all of them rank 0's values. Collective.
+
+    ``from_main``: only rank 0 has loaded values, so a difference is expected.
+    """
     settings = {**context.as_dict(), **hyperparameters(parts.optimizers), "initial values": parts.start}
-    require_equal_settings(settings, group_of_ranks, device)
+    require_equal_settings(settings, group, device)
     for module in (parts.model, *parts.modules):
-        require_equal_structure(module, group_of_ranks, device)
-    require_equal_code((parts.model, *parts.modules), group_of_ranks, device)
+        require_equal_structure(module, group, device)
+    require_equal_code((parts.model, *parts.modules), group, device)
     for module in (parts.model, *parts.modules):
-        share_start(module, group_of_ranks, device, expected=values_from_main)
+        share_start(module, group, device, expected=from_main)
 
 
 def require_equal_settings(settings: Mapping[str, Any], group: dist.ProcessGroup | None, device: torch.device) -> None:
@@ -358,7 +355,6 @@ def require_equal_writes(strategy: Strategy, step: int, group: dist.ProcessGroup
 def agreed_digests(
     run: RunState,
     digests: Callable[..., dict[str, str]],
-    device: torch.device,
     *,
     of_all_modules: bool,
     more: Mapping[str, str] = MappingProxyType({}),
@@ -368,11 +364,12 @@ def agreed_digests(
     ``of_all_modules``: see ``Parts.digests``; ``more``: other texts that have to be equal, by name in angle brackets.
     """
     run.model.require_own_parameters()
+    group, device = run.strategy.all_ranks, run.strategy.device
     if not run.strategy.replicated:  # its ranks give each other the state, each in the same call
         run.strategy.require_no_calls()
-        gather_agreed(None, run.strategy.all_ranks, device)
+        gather_agreed(None, group, device)
     found, step = run.model.with_all_buffers(digests(run.strategy.state())), run.position.step
-    if (group := run.strategy.all_ranks) is not None:
+    if group is not None:
         beside = run.parts.digests(run.model.module, of_all_modules=of_all_modules)
         require_equal_writes(run.strategy, step, group)
         require_equal_replicas({**found, **beside, **more}, step, group, device)

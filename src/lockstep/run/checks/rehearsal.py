@@ -28,7 +28,6 @@ from torch.nn.utils import parametrize
 from lockstep.config.options import RunOptions
 from lockstep.config.strategy_options import Level
 from lockstep.core.fingerprint import checksums
-from lockstep.core.plan import StepPlan
 from lockstep.core.users_code import names_reached
 from lockstep.data.batch import Batch
 from lockstep.data.keyed import content_of, encoded_states, generators_kept
@@ -59,7 +58,6 @@ from lockstep.run.checks.short_step import (
     taken_gradients,
     with_own_data,
 )
-from lockstep.run.epoch_loop import EpochLoop
 from lockstep.run.live_variables import read_in_loop
 from lockstep.run.step import StepCompute, code_of
 from lockstep.run.step_errors import other_on_ranks
@@ -111,7 +109,7 @@ class Rehearsals:
         self.done: dict[CodeType | type, int] = {}
         """How often each loss function was rehearsed or looked at, by its code."""
         self.due: dict[CodeType | type, Due] = {}
-        """When the next one of each is due; at once where there was none."""
+        """When the next one of each is due, at once where there was none; see ``Run.backward_pass``."""
         self._starts: dict[CodeType | type, dict[str, tuple[str, Any]]] = {}
         """For each loss, the places that its calls have changed, also in the model: text and value before the first."""
         self.deviations: dict[str, str] = {}
@@ -241,8 +239,7 @@ class Rehearsals:
         if found.keeps:
             self.due[code] = replace(self.due[code], at_latest=max(_COUNTED, step + step // 4))
         if found.ranks_differ:
-            state, device = prepared.state, self._strategy.device
-            agreed_digests(state, lambda each: checksums(each, device), device, of_all_modules=False)
+            agreed_digests(prepared.state, partial(checksums, device=self._strategy.device), of_all_modules=False)
             everyone = self._strategy.gather_records(self._places)
             raise other_on_ranks(everyone, OFF)
         self._require_equal_variables(done)
@@ -257,13 +254,6 @@ class Rehearsals:
         else:
             self.due[code] = Due(after_epoch=math.inf)
         return done
-
-    def is_due(self, loss: Callable[..., Any], plan: StepPlan, loop: EpochLoop) -> bool:
-        """True if a step of this loss is to be rehearsed; see ``begin``."""
-        due = self.due.get(code_of(loss))
-        if due is None or (plan.epoch > due.after_epoch and plan.step >= due.from_step):
-            return True
-        return due.at_latest is not None and (plan.step >= due.at_latest or loop.is_last_step(plan))
 
     def _require_equal_variables(self, done: int) -> None:
         """Refuses variables that were the same on all ranks at first, and that differ between ranks by now."""
