@@ -849,6 +849,35 @@ def test_a_division_stays_where_each_pass_is_a_step():
     assert "output / factor" in found[5][0]
 
 
+def test_a_number_that_a_loss_is_divided_by_is_none_of_the_output():
+    found = advice(
+        """
+        for batch in loader:
+            n = batch["x"].size(0)
+            loss = f(model(batch["x"]), batch["y"]) / n
+            loss.backward()
+            optimizer.step()
+            total += loss.item() * n
+        """
+    )
+    assert 7 not in found
+
+
+def test_a_loop_that_trains_at_every_nth_step_accumulates_nothing():
+    """As DQN or the generator of a WGAN do: the backward pass stands under the same condition as the step."""
+    found = advice(
+        """
+        for i, (x, y) in enumerate(loader):
+            g(critic(x), y).backward()
+            other.step()
+            if i % 5 == 0:
+                f(model(x), y).backward()
+                optimizer.step()
+        """
+    )
+    assert not any("accumulates" in each for at in found.values() for each in at)
+
+
 @pytest.mark.parametrize(
     ("size", "step", "said"),
     [

@@ -410,8 +410,7 @@ def _passes(script: Script) -> Iterator[_Found]:
             step = f"{script.text(call.args[1])}.step()"
             yield call, f"below: {step}, with run.clip_gradients above it where it clips"
         name = scaled.id if isinstance(scaled := loss_of(script, call), ast.Name) else "loss"
-        source = None if is_changed(script, call) else source_of(script, call)
-        yield call, _backward(script, call, name, source)
+        yield call, _backward(script, call, name, None if is_changed(script, call) else source_of(script, call))
     if any(script.follows(late, early) for late in calls for early in calls):
         yield (
             calls[0],
@@ -462,7 +461,8 @@ def _numbers(script: Script) -> Iterator[_Found]:
         nodes = [each for part in loop.body for each in ast.walk(part) if each not in sizes]
         made = [(names_in(each), node) for node in nodes if isinstance(node, ast.Assign) for each in node.targets]
         above = [pair for pair in made if script.follows(loss, pair[1]) and not script.holds(pair[1], loss)]
-        names = names_in(loss) & set().union(*(each for each, _ in made)) - names_in(loop.target)
+        divided = loss.left if isinstance(loss, ast.BinOp) and isinstance(loss.op, ast.Div) else loss
+        names = names_in(divided) & set().union(*(each for each, _ in made)) - names_in(loop.target)
         names = names.union(*(each for each, node in above if names & names_in(node.value))) - own
         for node in nodes:
             if isinstance(node, ast.Name) and node.id in names and is_below_step(script, node, call):
