@@ -1,8 +1,8 @@
 """Plain PyTorch loops against their ports: every loss, norm, rate and weight is the same, apart from rounding.
 
-Each case is a script as one writes it for one device, and its port by docs/moving.md, from the same initial weights and
-in the same order of samples. All is in float64, so that rounding is far below any difference in meaning. The data do not
-fill the last step.
+Each case is a script as one writes it for one device, and its port by docs/moving.md. Both begin with the same weights
+and read the samples in the same order. All is in float64, so that rounding is far below any difference in meaning. The
+data do not fill the last step.
 """
 
 import copy
