@@ -863,6 +863,28 @@ def test_a_number_that_a_loss_is_divided_by_is_none_of_the_output():
     assert 7 not in found
 
 
+def test_a_backward_pass_in_each_branch_of_an_accumulation():
+    """As under DDP, whose no_sync is around all passes but the last."""
+    text = """
+        import torch
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        loader = torch.utils.data.DataLoader(data, batch_size=16)
+        for i, (x, y) in enumerate(loader):
+            loss = f(model(x), y) / 4
+            if (i + 1) % 4:
+                with model.no_sync():
+                    loss.backward()
+                {other}
+            else:
+                loss.backward()
+                optimizer.step()
+        """
+    assert any("global_batch=64)" in each for each in advice(text.format(other="pass"))[3])
+    by_turns = advice(text.format(other="critic.step()"))
+    assert any("global_batch=16)" in each for each in by_turns[3])
+    assert not any("accumulates" in each for at in by_turns.values() for each in at)
+
+
 def test_a_loop_that_trains_at_every_nth_step_accumulates_nothing():
     """As DQN or the generator of a WGAN do: the backward pass stands under the same condition as the step."""
     found = advice(

@@ -128,7 +128,6 @@ _NOT_IN_LOOP = (
 _PHASES = "take the phases apart: the steps of training, then run.evaluate(loader, metrics) instead of the others"
 _ABOVE = "make it above the loop, give it to run.prepare with the others, and choose in each epoch which one steps"
 _ENTERED_AGAIN = "under if not run.position.done:, since a resumed run may go on within an epoch, and comes here again"
-_OTHER_NORM = "stays: run.clip_gradients takes the 2-norm"
 _CLIPS_SOME = "stays: run.clip_gradients clips by the norm of all gradients, and this by that of some"
 _GROUP = "leave out: lockstep.init opens the process group and chooses the device"
 _TORCH_CALLS = {
@@ -508,7 +507,7 @@ def _steps(script: Script) -> Iterator[_Found]:
         given = {script.text(each.args[0]) for each in clips if script.same_function(call, each)}
         norm = script.text(argument(call, "max_norm", 1) or ast.Name("max_norm"))
         kind = constant(argument(call, "norm_type", 2) or ast.Constant(2))
-        advice = f"run.clip_gradients({norm})" if kind == 2 else _OTHER_NORM
+        advice = f"run.clip_gradients({norm})" if kind == 2 else "stays: run.clip_gradients takes the 2-norm"
         yield call, _CLIPS_SOME if len(given) > 1 or takes_part(script, call) else advice
     for call in script.method_calls("step"):
         is_schedule = "sched" in script.owner(call).lower()
