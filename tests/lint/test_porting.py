@@ -849,6 +849,57 @@ def test_a_division_stays_where_each_pass_is_a_step():
     assert "output / factor" in found[5][0]
 
 
+def test_a_number_that_a_loss_is_divided_by_is_none_of_the_output():
+    found = advice(
+        """
+        for batch in loader:
+            n = batch["x"].size(0)
+            loss = f(model(batch["x"]), batch["y"]) / n
+            loss.backward()
+            optimizer.step()
+            total += loss.item() * n
+        """
+    )
+    assert 7 not in found
+
+
+def test_a_backward_pass_in_each_branch_of_an_accumulation():
+    """As under DDP, whose no_sync is around all passes but the last."""
+    text = """
+        import torch
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        loader = torch.utils.data.DataLoader(data, batch_size=16)
+        for i, (x, y) in enumerate(loader):
+            loss = f(model(x), y) / 4
+            if (i + 1) % 4:
+                with model.no_sync():
+                    loss.backward()
+                {other}
+            else:
+                loss.backward()
+                optimizer.step()
+        """
+    assert any("global_batch=64)" in each for each in advice(text.format(other="pass"))[3])
+    by_turns = advice(text.format(other="critic.step()"))
+    assert any("global_batch=16)" in each for each in by_turns[3])
+    assert not any("accumulates" in each for at in by_turns.values() for each in at)
+
+
+def test_a_loop_that_trains_at_every_nth_step_accumulates_nothing():
+    """As DQN or the generator of a WGAN do: the backward pass stands under the same condition as the step."""
+    found = advice(
+        """
+        for i, (x, y) in enumerate(loader):
+            g(critic(x), y).backward()
+            other.step()
+            if i % 5 == 0:
+                f(model(x), y).backward()
+                optimizer.step()
+        """
+    )
+    assert not any("accumulates" in each for at in found.values() for each in at)
+
+
 @pytest.mark.parametrize(
     ("size", "step", "said"),
     [

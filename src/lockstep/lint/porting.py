@@ -128,7 +128,6 @@ _NOT_IN_LOOP = (
 _PHASES = "take the phases apart: the steps of training, then run.evaluate(loader, metrics) instead of the others"
 _ABOVE = "make it above the loop, give it to run.prepare with the others, and choose in each epoch which one steps"
 _ENTERED_AGAIN = "under if not run.position.done:, since a resumed run may go on within an epoch, and comes here again"
-_OTHER_NORM = "stays: run.clip_gradients takes the 2-norm"
 _CLIPS_SOME = "stays: run.clip_gradients clips by the norm of all gradients, and this by that of some"
 _GROUP = "leave out: lockstep.init opens the process group and chooses the device"
 _TORCH_CALLS = {
@@ -410,8 +409,7 @@ def _passes(script: Script) -> Iterator[_Found]:
             step = f"{script.text(call.args[1])}.step()"
             yield call, f"below: {step}, with run.clip_gradients above it where it clips"
         name = scaled.id if isinstance(scaled := loss_of(script, call), ast.Name) else "loss"
-        source = None if is_changed(script, call) else source_of(script, call)
-        yield call, _backward(script, call, name, source)
+        yield call, _backward(script, call, name, None if is_changed(script, call) else source_of(script, call))
     if any(script.follows(late, early) for late in calls for early in calls):
         yield (
             calls[0],
@@ -462,7 +460,8 @@ def _numbers(script: Script) -> Iterator[_Found]:
         nodes = [each for part in loop.body for each in ast.walk(part) if each not in sizes]
         made = [(names_in(each), node) for node in nodes if isinstance(node, ast.Assign) for each in node.targets]
         above = [pair for pair in made if script.follows(loss, pair[1]) and not script.holds(pair[1], loss)]
-        names = names_in(loss) & set().union(*(each for each, _ in made)) - names_in(loop.target)
+        divided = loss.left if isinstance(loss, ast.BinOp) and isinstance(loss.op, ast.Div) else loss
+        names = names_in(divided) & set().union(*(each for each, _ in made)) - names_in(loop.target)
         names = names.union(*(each for each, node in above if names & names_in(node.value))) - own
         for node in nodes:
             if isinstance(node, ast.Name) and node.id in names and is_below_step(script, node, call):
@@ -508,7 +507,7 @@ def _steps(script: Script) -> Iterator[_Found]:
         given = {script.text(each.args[0]) for each in clips if script.same_function(call, each)}
         norm = script.text(argument(call, "max_norm", 1) or ast.Name("max_norm"))
         kind = constant(argument(call, "norm_type", 2) or ast.Constant(2))
-        advice = f"run.clip_gradients({norm})" if kind == 2 else _OTHER_NORM
+        advice = f"run.clip_gradients({norm})" if kind == 2 else "stays: run.clip_gradients takes the 2-norm"
         yield call, _CLIPS_SOME if len(given) > 1 or takes_part(script, call) else advice
     for call in script.method_calls("step"):
         is_schedule = "sched" in script.owner(call).lower()

@@ -172,11 +172,12 @@ def may_be_model(script: Script, node: ast.AST, inputs: set[str]) -> bool:
 
 def counts_of(script: Script, step: ast.Call) -> list[ast.expr]:
     """Each n by which a step is made at every n-th backward pass: ``if (i + 1) % n == 0:``, ``if i % n: continue``."""
-    loop = loops_around(script, step)[:1]
-    calls = [each for each in backwards(script) if loops_around(script, each)[:1] == loop]
+    calls = [each for each in backwards(script) if loops_around(script, each)[:1] == loops_around(script, step)[:1]]
     skips = [each for each in script.find(ast.If) if isinstance(each.body[-1], ast.Continue)]
     skips = [each for each in skips if script.follows(step, each) and any(script.follows(each, b) for b in calls)]
-    around = {test for each in calls for test in script.tests_around(each)}
+    is_alone = not any(script.exclusive(step, each) for each in script.method_calls("step"))
+    both = [each for each in calls if is_alone and any(script.exclusive(each, other) for other in calls)]  # no_sync
+    around = {test for each in calls if each not in both for test in script.tests_around(each)}
     tests = [test for test in (*script.tests_around(step), *(each.test for each in skips)) if test not in around]
     parts = [part for test in tests for part in ast.walk(test) if calls and isinstance(part, ast.BinOp)]
     return [part.right for part in parts if isinstance(part.op, ast.Mod)]
