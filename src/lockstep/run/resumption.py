@@ -82,8 +82,9 @@ class Resumption:
 
         What follows a loop that was over before the checkpoint is like what comes before the first one.
         """
-        position, is_resumed = self._loop.position, self._loop.is_resumed
-        if is_resumed and isinstance(count, Integral) and (position.epoch, position.inside) > (count, False):
+        position, is_resumed = self._loop.position, self._loop.is_resumed and isinstance(count, Integral)
+        self._loop.has_passed = is_resumed and (position.epoch, position.inside) > (count, False)
+        if self._loop.has_passed:
             return
         self._compare_with_restored(settings=True)
         if self.run is not None and is_resumed and position.inside:
