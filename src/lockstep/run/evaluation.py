@@ -180,7 +180,7 @@ def evaluation(
     if run._loop.is_resumed and (run.position.done if run._loop.in_epochs else run._loop.has_passed) and run.is_main:
         logger.warning(
             "This evaluation is of the parameters after %s of epoch %d, from where the run goes on. Do it under "
-            "'if not run.position.done:', or if it is between two loops over run.epochs, at the start of the second one.",
+            "'if not run.position.done:', or what is between two loops over run.epochs at the start of the second.",
             *(plural(run.position.done, "step"), epoch + 1),
         )
     run.synchronize()
