@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -55,22 +56,23 @@ class Resumption:
 
     def _compare_with_restored(self, *, settings: bool) -> None:
         """Raises ``ConfigError`` where the script has changed tensors before its loop; names settings. Collective."""
-        before, self._restored = self._restored, {}
-        if not before or self.run is None:
+        run, before, self._restored = self.run, self._restored, {}
+        if not before or run is None:
             return
-        now = _restored(self.run)
-        lost = [words for words, value in before.items() if value and now.get(words) not in ("", value)]
+        now = _restored(run)
+        mine = [words for words, value in before.items() if value and now.get(words) not in ("", value)]
+        lost = [*dict.fromkeys(itertools.chain(*run.strategy.gather_records(mine)))]
         once = (
             "under 'if not run.position.step:'; what stands between two loops over run.epochs, at the start of the "
             "second one, under 'if epoch == N and not run.position.done:'"
         )
-        if changed := [words for words in (_trained(self.run) if lost else ()) if words in lost]:
+        if changed := [words for words in (_trained(run) if lost else ()) if words in lost]:
             raise ConfigError(
                 f"After run.prepare the script has changed {shorten(changed, 3)}, which this resumed run has from its "
                 "checkpoint: what was trained would be lost. Do it before run.prepare, as loading weights and "
                 f"freezing layers; or {once}."
             )
-        if lost and settings and self.run.world.is_main:
+        if lost and settings and run.world.is_main:
             logger.warning(
                 "Before its loop the script has set %s anew, which this resumed run had from its checkpoint. What "
                 "depends on it is not what it would have been without the stop. Set it before run.prepare, or %s.",
@@ -102,15 +104,13 @@ class Resumption:
 
     def require_start_once(self) -> None:
         """Raises ``ConfigError`` where the start of the epoch in which the run was resumed has changed it, once."""
-        before, self._at_start = self._at_start, {}
-        if not before or self.run is None:
+        run, before, self._at_start = self.run, self._at_start, {}
+        if not before or run is None:
             return
-        run = self.run
         changed = [words for words, value in _set(run).items() if before.get(words, value) not in ("", value)]
         if changed := changed + self._extra_carried(run) + self._attributes_set_since(run):
-            remedy = "Do it under 'if not run.position.done:'."
-            if not run.position.done:
-                remedy = "The checkpoint was written after that: put run.save() at the end of the body."
+            after_save = "The checkpoint was written after that: put run.save() at the end of the body."
+            remedy = "Do it under 'if not run.position.done:'." if run.position.done else after_save
             raise ConfigError(
                 f"The run goes on within epoch {run.position.epoch + 1}, and before run.batches gave a batch the body "
                 f"of the loop over epochs has changed {shorten(changed, 3)}. Without the stop it would do that at the "
