@@ -97,8 +97,7 @@ class Resumption:
         """Raises ``ConfigError`` where what comes before the steps of an epoch has changed the run once more."""
         if self._place == "epoch" and self._loop.left_early:
             self._require_none(["the place in the epoch, by another loop over run.batches"], "epochs")
-        # A loop of the script's own may begin each epoch with settings.
-        self._compare_with_restored(settings=self._loop.position.done > 0)
+        self._compare_with_restored(settings=self._loop.position.done > 0)  # else a loop of its own may set them
         self._place = ""
         self.require_start_once()
 
