@@ -87,6 +87,22 @@ def test_another_layout_may_be_crossed_and_other_settings_may_not(folder):
         find_origin(folder([start(0), start(12, context={"threads": 2})], [6], "threads"), 14)
 
 
+@pytest.mark.parametrize(
+    "changes", [{"prefetch": 1}, {"cache": "cache"}, {"workers": 2}, {"timeout": 9.0}, {"root": "moved"}]
+)
+def test_other_settings_of_reading_and_other_checks_may_be_crossed(folder, changes):
+    """``--set data.prefetch=1`` at a resume left no step behind it that could be computed."""
+    training = dataclasses.replace(JOB.training, checks="always")
+    other = dataclasses.replace(JOB, data=dataclasses.replace(JOB.data, **changes), training=training)
+    assert find_origin(folder([start(0), start(12, other)], []), 14).step == 0
+
+
+def test_the_code_of_another_place_may_not_be_crossed(folder):
+    other = dataclasses.replace(JOB, code=("elsewhere",))
+    with pytest.raises(ConfigError, match="resumed with other settings at step 12"):
+        find_origin(folder([start(0), start(12, other)], [6]), 14)
+
+
 def test_a_run_that_went_on_from_another_begins_with_its_checkpoint(folder):
     first = folder([start(0)], [12], "first")
     run = folder([start(12, resumed_from(first / "step-00000012"))], [24], "second")

@@ -30,7 +30,7 @@ from lockstep.core.world import World
 from lockstep.data.batch import Batch
 from lockstep.errors import CheckpointError, CheckpointMismatch, ConfigError
 from lockstep.job.assemble import assemble
-from lockstep.job.run_folder import Start, read_starts
+from lockstep.job.run_folder import Start, decides_result, read_starts, settings_that_differ
 from lockstep.run import Run
 from lockstep.runtime import Callback
 from lockstep.strategies import Compute, StepResult
@@ -84,8 +84,9 @@ def find_origin(folder: Path, step: int) -> Origin:
     path, first = _newest(folder, step) or _beginning(folder, starts[0], step)
     before = [each for each in starts if each.step <= first][-1]
     for each in (each for each in starts if first < each.step <= start.step):
-        same_recipe = single_process_config(each.job) == single_process_config(before.job)
-        if not same_recipe or dict(each.context) != dict(before.context):
+        pair = {str(n): replace(one, job=single_process_config(one.job)) for n, one in enumerate((before, each))}
+        is_other = any(decides_result(name) for name, *_ in settings_that_differ(pair)[1:])
+        if is_other or each.job.code != before.job.code or dict(each.context) != dict(before.context):
             raise ConfigError(
                 f"Step {step} cannot be recomputed: the run was resumed with other settings at step {each.step}, that "
                 f"checkpoint no longer exists, and the nearest one is of step {first}. Keep more checkpoints with "

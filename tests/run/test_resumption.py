@@ -224,6 +224,24 @@ def test_what_stands_between_two_loops_is_done_where_the_first_one_had_ended(tmp
     assert "anew" not in caplog.text
 
 
+@pytest.mark.parametrize(("leaves_at", "told"), [((0, 1), 0), ((0, "end"), 0), ((2, 0), 1)])
+def test_an_evaluation_between_two_loops_is_told_where_it_is_of_later_parameters(tmp_path, caplog, leaves_at, told):
+    """``print("after phase 1", run.evaluate(...))`` gave the number of a step of phase 2, without a word."""
+    with pytest.raises(Left):
+        Phases(tmp_path, evaluate, leaves_at=leaves_at)
+    Phases(tmp_path, evaluate)
+    assert caplog.text.count("is of the parameters after 1 step of epoch 3") == told
+    assert caplog.text.count("This evaluation") == told
+
+
+def test_an_evaluation_at_the_start_of_an_epoch_is_told_where_it_is_of_later_parameters(tmp_path, caplog):
+    with pytest.raises(Left):
+        Loop(tmp_path, start=evaluate)
+    assert "This evaluation" not in caplog.text
+    Loop(tmp_path, start=evaluate)
+    assert caplog.text.count("This evaluation is of the parameters after 1 step of epoch 2") == 1
+
+
 def rate_first(run, optimizer):
     optimizer.param_groups[0]["lr"] *= 0.5
     run.save(wait=True)

@@ -52,6 +52,10 @@ class Program:
     recipe: tuple
     twin: bool = False
     """Two optimizers, one for the first half of the parameters and SGD for the second."""
+    between: str = ""
+    """What stands between two loops over epochs, the first of them of one epoch; empty: there is one loop."""
+    saves: str = ""
+    """Where it saves beside the end of an epoch: at its "start", or at its first "step"."""
 
 
 def draw(seed, without=()):
@@ -102,7 +106,7 @@ def draw(seed, without=()):
         recipe=tuple(sorted(recipe.items())),
         twin=r.random() < 0.08 or shape == "adversarial",
     )
-    program = _in_shards(program)
+    program = _in_phases(_in_shards(program))
     changes = {field: value for field, value in plain(program).items() if getattr(program, field) in without}
     kept = {field: tuple(n for n in getattr(program, field) if n not in without) for field in ("blocks", "lines")}
     if k == 1:  # in one process it is not computed twice, and nothing is promised of a program that has no result
@@ -120,6 +124,29 @@ def _in_shards(program):
     return dataclasses.replace(program, width=r.choice((12, 24)), blocks=(*program.blocks[:2], block), recipe=recipe)
 
 
+BETWEEN = {
+    "nothing": "pass",
+    "rate": "optimizer.param_groups[0]['lr'] = 0.03",
+    "half": "optimizer.param_groups[0]['lr'] *= 0.5",
+    "draw": "found['e0 drawn'] = float(torch.rand(()))",
+    "freeze": "next(model.parameters()).requires_grad_(False)",
+    "measure": "found['e0 between'] = run.evaluate(data, MEASURED)",
+    "decay": "for p in model.parameters():\n    p.data.mul_(0.9)",
+    "forget": "optimizer.state.clear()",
+}
+
+
+SAVE = "        if run.options.directory is not None:\n            run.save(wait=True)"
+
+
+def _in_phases(program):
+    """The program with two loops over epochs, or further saves, for some seeds; others as they are."""
+    r = random.Random(f"phases {program.seed}")
+    between = r.choice(sorted(BETWEEN)) if r.random() < 0.06 else ""
+    saves = r.choice(("start", "step")) if r.random() < 0.06 else ""
+    return dataclasses.replace(program, between=between, saves=saves)
+
+
 def plain(program):
     """The parts of an ordinary program, by their place."""
     return {
@@ -133,6 +160,8 @@ def plain(program):
         "end": "none",
         "epochs": 1,
         "twin": program.shape == "adversarial",
+        "between": "",
+        "saves": "",
     }
 
 
@@ -357,6 +386,12 @@ def _data(p):
     return made
 
 
+def _in_two(p, measured):
+    """The lines before a loop over epochs that comes twice."""
+    lines = BETWEEN[p.between].replace("MEASURED", measured)
+    return ["for upto in (1, epochs + 1):", "    if upto > 1:", textwrap.indent(lines, " " * 8)]
+
+
 def _train(p, model, optimizer):
     forward = CALLS[p.shape].partition(", ")[2] if p.shape in CALLS else ""
     measured = f"lambda output, pair: accuracy(output, pair[1]), {forward}" if forward else "accuracy"
@@ -379,6 +414,28 @@ def _train(p, model, optimizer):
         halves += f"optimizer = {first}\nsecond = torch.optim.SGD(list(model.parameters())[half:], lr=0.05)"
     last = "getattr(model, 'head', model[-1] if isinstance(model, nn.Sequential) else None)"
     hook = f"{last}.register_forward_hook(model_hook)"
+    loop = [
+        f"    for epoch in run.epochs({'upto' if p.between else 'epochs'}):",
+        SAVE if p.saves == "start" else "",
+        at("epoch", 8),
+        f"        for batch in run.batches(data{', drop_last=True' if p.data == 'dropped' else ''}):",
+        "            steps = run.position.step",
+        '            at = f"e{epoch}s{steps}"',
+        at("before", 12),
+        f"            if not batch.plan.position:\n{textwrap.indent(SAVE, '        ')}" if p.saves == "step" else "",
+        '            found[f"{at} loss"] = float(run.backward(batch, CALL)).hex()'.replace("CALL", call),
+        at("backward", 12),
+        "            optimizer.step()",
+        _SECOND[p.shape == "adversarial"].replace("CALL", call) if p.twin else "",
+        textwrap.indent(ENDS[p.end].made, " " * 12),
+        "            scheduler.step()" if scheduler else "",
+        "            average.update_parameters(model)" if average else "",
+        "            steps += 1",
+        at("after", 12),
+        '        at = f"e{epoch} end"',
+        at("end", 8),
+        SAVE,
+    ]
     rows = [
         "def train(run, epochs):",
         "    global data, trained, found",
@@ -395,24 +452,8 @@ def _train(p, model, optimizer):
         f"    {', '.join(given)} = run.prepare({', '.join(given)})",
         "    trained = model",
         at("prepared", 4),
-        "    for epoch in run.epochs(epochs):",
-        at("epoch", 8),
-        f"        for batch in run.batches(data{', drop_last=True' if p.data == 'dropped' else ''}):",
-        "            steps = run.position.step",
-        '            at = f"e{epoch}s{steps}"',
-        at("before", 12),
-        '            found[f"{at} loss"] = float(run.backward(batch, CALL)).hex()'.replace("CALL", call),
-        at("backward", 12),
-        "            optimizer.step()",
-        _SECOND[p.shape == "adversarial"].replace("CALL", call) if p.twin else "",
-        textwrap.indent(ENDS[p.end].made, " " * 12),
-        "            scheduler.step()" if scheduler else "",
-        "            average.update_parameters(model)" if average else "",
-        "            steps += 1",
-        at("after", 12),
-        '        at = f"e{epoch} end"',
-        at("end", 8),
-        "        if run.options.directory is not None:\n            run.save(wait=True)",
+        textwrap.indent("\n".join(_in_two(p, measured) if p.between else ()), "    "),
+        textwrap.indent("\n".join(row for row in loop if row.strip()), "    " * bool(p.between)),
         '    found["fingerprint"] = run.fingerprint()',
         '    found["evaluated"] = run.evaluate(data, accuracy)'.replace("accuracy", measured),
         '    found["average"] = [float(v.double().sum()) for v in average.state_dict().values()]' if average else "",

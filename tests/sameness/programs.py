@@ -24,7 +24,13 @@ from tests.sameness.trials import Worlds, folder_of, run_trial, script
 
 CLOSE = 2e-2
 """How far losses of layouts at level B may be apart, relative."""
-_TOLD = ("at the checkpoint", "in this resumed run", "without the stop", "does not exist yet")
+_TOLD = (
+    "at the checkpoint",
+    "in this resumed run",
+    "without the stop",
+    "does not exist yet",
+    "from where the run goes on",
+)
 """Words of the warnings that a resumed run does not go on as it would have."""
 _OWN = re.compile(r"(?<=: )found \([^)]*\)(\.|, )")
 """The values that a program collects, which is the first variable that such a warning names."""

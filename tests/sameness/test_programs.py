@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 from tests.sameness import programs
-from tests.sameness.drawing import SINGLE, draw, layouts, plain_program, text_of
+from tests.sameness.drawing import BETWEEN, SINGLE, draw, layouts, plain_program, text_of
 from tests.sameness.parts import BLOCKS, DATA, ENDS, GROUPS, HELPERS, LINES, LOSSES, OPTIMIZERS, SHAPES
 from tests.sameness.programs import Verdict, compare, run_seeds, shrink
 from tests.sameness.trials import Ended, Layout, run_trial, script
@@ -39,6 +39,8 @@ def test_a_seed_always_gives_the_same_source():
         ("group", GROUPS),
         ("end", ENDS),
         ("shape", SHAPES),
+        ("between", BETWEEN),
+        ("saves", ("start", "step")),
     ],
 )
 def test_every_part_makes_a_source(field, table):

@@ -165,6 +165,8 @@ class EpochLoop:
         """The same when the last checkpoint was written."""
         self.is_resumed = False
         """True where the position comes from a checkpoint, until the first loop over steps."""
+        self.has_passed = False
+        """True in a resumed run after a loop over epochs that had been over before its checkpoint."""
         self._epoch_loops = 0
         """The number of loops over epochs that have begun."""
         self._walks = 0
@@ -216,9 +218,8 @@ class EpochLoop:
                 self._key("epoch", self.position.epoch)
                 self._variables.begin_epoch()
                 self.position.inside = True
-                if self.is_resumed and self.position.epoch > first:
-                    where = f"epoch {self.position.epoch + 1}"
-                    _tell_begun_anew(sys._getframe(), self.position.epoch - first, where, _EPOCH)
+                if self.is_resumed and (done := self.position.epoch - first) > 0:
+                    _tell_begun_anew(sys._getframe(), done, f"epoch {self.position.epoch + 1}", _EPOCH)
                 yield self.position.epoch
                 if newest != self._epoch_loops:
                     raise ConfigError(
@@ -296,9 +297,8 @@ class EpochLoop:
                     call(batch)
                 self._key("batch", batch.plan.step)
                 if goes_on:
-                    goes_on = False
-                    where = f"step {batch.plan.position} of epoch {batch.plan.epoch + 1}"
-                    _tell_begun_anew(sys._getframe(), batch.plan.position, where, _PLACE)
+                    goes_on, done = False, batch.plan.position
+                    _tell_begun_anew(sys._getframe(), done, f"step {done} of epoch {position.epoch + 1}", _PLACE)
                 yield batch
                 self._require_newest(walk)
                 for call in self._events.step_end:

@@ -36,6 +36,7 @@ from lockstep.run.step import evaluating, require_function
 from lockstep.runtime.control import StopReason
 from lockstep.runtime.heartbeat import Heartbeat
 from lockstep.strategies import Strategy
+from lockstep.text import plural
 
 if TYPE_CHECKING:
     from lockstep.run.run import Run
@@ -172,11 +173,11 @@ def evaluation(
     epoch, step = run.position.epoch, run.position.step
     has_changed = run._loaders.refresh(data, "evaluation")
     transform = run._loaders.source(data).device_transform
-    if run._loop.is_resumed and run._loop.in_epochs and run.position.done and run.is_main:
+    if run._loop.is_resumed and (run.position.done if run._loop.in_epochs else run._loop.has_passed) and run.is_main:
         logger.warning(
-            "This evaluation, before the steps of epoch %d, is of the parameters after %d steps of it: the run was "
-            "resumed within the epoch. Do it under 'if not run.position.done:'.",
-            *(epoch + 1, run.position.done),
+            "This evaluation is of the parameters after %s of epoch %d, from where the run goes on. Do it under "
+            "'if not run.position.done:', or what is between two loops over run.epochs at the start of the second.",
+            *(plural(run.position.done, "step"), epoch + 1),
         )
     run.synchronize()
     run.strategy.note_readers(())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -65,19 +66,21 @@ class Resumption:
         before, self._restored = self._restored, {}
         if not before:
             return
-        now = _restored(self.run)
-        lost = [words for words, value in before.items() if value and now.get(words) not in ("", value)]
+        run = self.run
+        now = _restored(run)
+        mine = [words for words, value in before.items() if value and now.get(words) not in ("", value)]
+        lost = [*dict.fromkeys(itertools.chain(*run.strategy.gather_records(mine)))]
         once = (
             "under 'if not run.position.step:'; what stands between two loops over run.epochs, at the start of the "
             "second one, under 'if epoch == N and not run.position.done:'"
         )
-        if changed := [words for words in (_trained(self.run) if lost else ()) if words in lost]:
+        if changed := [words for words in (_trained(run) if lost else ()) if words in lost]:
             raise ConfigError(
                 f"After run.prepare the script has changed {shorten(changed, 3)}, which this resumed run has from its "
                 "checkpoint: what was trained would be lost. Do it before run.prepare, as loading weights and "
                 f"freezing layers; or {once}."
             )
-        if lost and settings and self.run.world.is_main:
+        if lost and settings and run.world.is_main:
             logger.warning(
                 "Before its loop the script has set %s anew, which this resumed run had from its checkpoint. What "
                 "depends on it is not what it would have been without the stop. Set it before run.prepare, or %s.",
@@ -89,8 +92,9 @@ class Resumption:
 
         What follows a loop that was over before the checkpoint is like what comes before the first one.
         """
-        position, is_resumed = self._loop.position, self._loop.is_resumed
-        if is_resumed and isinstance(count, Integral) and (position.epoch, position.inside) > (count, False):
+        position, is_resumed = self._loop.position, self._loop.is_resumed and isinstance(count, Integral)
+        self._loop.has_passed = is_resumed and (position.epoch, position.inside) > (count, False)
+        if self._loop.has_passed:
             return
         self._compare_with_restored(settings=True)
         if is_resumed and position.inside:
@@ -101,8 +105,7 @@ class Resumption:
         """Raises ``ConfigError`` where what comes before the steps of an epoch has changed the run once more."""
         if self._place == "epoch" and self._loop.left_early:
             self._require_none(["the place in the epoch, by another loop over run.batches"], "epochs")
-        # A loop of the script's own may begin each epoch with settings.
-        self._compare_with_restored(settings=self._loop.position.done > 0)
+        self._compare_with_restored(settings=self._loop.position.done > 0)  # else a loop of its own may set them
         self._place = ""
         self.require_start_once()
 
@@ -113,9 +116,8 @@ class Resumption:
             return
         changed = [words for words, value in _set(self.run).items() if before.get(words, value) not in ("", value)]
         if changed := changed + self._extra_carried() + self._attributes_set_since():
-            remedy = "Do it under 'if not run.position.done:'."
-            if not self.run.position.done:
-                remedy = "The checkpoint was written after that: put run.save() at the end of the body."
+            after_save = "The checkpoint was written after that: put run.save() at the end of the body."
+            remedy = "Do it under 'if not run.position.done:'." if self.run.position.done else after_save
             raise ConfigError(
                 f"The run goes on within epoch {self.run.position.epoch + 1}, and before run.batches gave a batch the "
                 f"body of the loop over epochs has changed {shorten(changed, 3)}. Without the stop it would do that at "
