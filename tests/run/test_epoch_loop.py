@@ -229,6 +229,16 @@ def test_leaving_both_loops_is_a_place_within_the_epoch():
     assert list(steps(course)) == [(0, 1), (0, 2)]
 
 
+def test_a_second_loop_over_epochs_after_one_that_was_left_at_the_end_of_an_epoch_is_refused():
+    course = EpochLoop()
+    for _ in course.epochs(2):
+        list(steps(course))
+        break
+    assert list(course.epochs(0)) == []  # nothing to do
+    with pytest.raises(ConfigError, match=r"run\.epochs\(3\) was called after another loop .* the end of epoch 1\."):
+        next(course.epochs(3))
+
+
 def test_without_epochs_a_loop_goes_on_where_the_last_one_was_left():
     course = EpochLoop()
     for _ in steps(course):

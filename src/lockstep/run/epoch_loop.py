@@ -108,6 +108,11 @@ _PLACE = "The place of a step is batch.plan.position; to read data sets together
 _MOST_AROUND = 6
 
 
+def _is_interactive() -> bool:
+    """Returns True in a notebook or a console, where a loop that an error has ended is run again."""
+    return hasattr(sys, "ps1")
+
+
 def _tell_begun_anew(running: FrameType, done: int, where: str, remedy: str) -> None:
     """Names what is iterated together with a generator, which is running, and restarts where a resumed run goes on.
 
@@ -183,6 +188,10 @@ class EpochLoop:
         """The step before the first loop over steps that is in none over epochs, and ``is_resumed`` there."""
         self._last_epoch = self._finished_epoch = self._last_place = -1
         """The last epoch of the loop over epochs, the newest whose steps are done, and the last place in an epoch."""
+        self._gradients: object = ()
+        """True where gradients wait for the step of their optimizer."""
+        self._left_waiting = False
+        """True where they did so as the last loop over steps was left early."""
         self._back: Position | None = None
         """The position to which ``go_back`` moves; None where a resumed run could not repeat what came since."""
 
@@ -212,6 +221,14 @@ class EpochLoop:
         self.in_epochs, self._last_epoch = True, int(count) - 1
         self._epoch_loops += 1
         newest = self._epoch_loops
+        if self._finished_epoch == self.position.epoch < count:
+            if not _is_interactive():
+                raise ConfigError(
+                    f"run.epochs({count}) was called after another loop over run.epochs was left by break, at the end "
+                    f"of epoch {self.position.epoch + 1}. A resumed run would not know which of the two to go on with. "
+                    "Write one loop, and choose what an epoch does by its number, or by what run.extra has."
+                )
+            self._finished_epoch = -1  # the body goes on after its steps
         try:
             while self.position.epoch < count:
                 self._is_rest = False
@@ -265,6 +282,13 @@ class EpochLoop:
 
     def _steps(self, read: Read, after: Callable[[], None], asked: Places) -> Generator[Batch]:
         position = self.position
+        if self._left_waiting and self._gradients and _is_interactive():
+            raise ConfigError(
+                f"The loop over run.batches was left between run.backward and optimizer.step() of step "
+                f"{position.step - 1}, which counts as done. Before the loop goes on, make that step with "
+                "optimizer.step() and what follows it, or leave it out with optimizer.zero_grad()."
+            )
+        self._left_waiting = False
         self._check_start()
         self._variables.begin_steps(asked, any_left=position.done <= self._last_place)
         self.count_step()
@@ -308,7 +332,7 @@ class EpochLoop:
         except GeneratorExit:
             if walk == self._walks and not self._is_finalizing():
                 self.count_step()
-                self._is_rest, self._reader = True, None
+                self._is_rest, self._reader, self._left_waiting = True, None, bool(self._gradients)
                 if self.in_epochs:
                     position.inside = False
                 self._variables.end_steps()
@@ -382,7 +406,7 @@ class EpochLoop:
                 "values, which must happen in one order. Call both in one thread; run.batches reads ahead in processes "
                 "of its own (see prefetch and workers)."
             )
-        place = plan.epoch, plan.position
+        place, self._gradients = (plan.epoch, plan.position), waiting
         if place >= self._unused_from:
             current = self._current
             self._is_ahead = current is None or (current.plan.epoch, current.plan.position) != place
