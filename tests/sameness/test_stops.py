@@ -258,6 +258,46 @@ def test_a_data_set_may_have_another_loader_and_level_in_each_epoch(phases):
     assert verdict.what == "equal", (verdict.said, verdict.traceback)
 
 
+TWO_LOOPS = """
+def train(run, epochs):
+    global found
+    found, model = {}, layers(nn.BatchNorm1d(40))
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    for upto in (1, epochs):
+        if upto > 1:
+            BETWEEN
+        for epoch in run.epochs(upto):
+            if epoch == 1 and not run.position.done:
+                START
+            for batch in run.batches(data):
+                at = f"e{epoch}s{run.position.step}"
+                found[f"{at} loss"] = float(run.backward(batch, F.cross_entropy)).hex()
+                optimizer.step()
+                optimizer.zero_grad()
+            found[f"e{epoch} evaluated"] = run.evaluate(data, F.cross_entropy)
+    found["fingerprint"] = run.fingerprint()
+    return found
+"""
+ACTIONS = {
+    "half of the rate": "optimizer.param_groups[0]['lr'] *= 0.5",
+    "no momentum": "optimizer.state.clear()",
+    "smaller weights": "for p in model.parameters(): p.data.mul_(0.9)",
+}
+
+
+@pytest.mark.parametrize("phases", RESTARTS)
+@pytest.mark.parametrize("action", ACTIONS.values(), ids=ACTIONS)
+def test_a_second_loop_over_epochs_begins_as_it_would_without_the_stop(phases, action):
+    """Where its start is under the number of its first epoch; between the loops it is refused or named."""
+    for between, start in (("pass", action), (action, "pass")):
+        text = BEGIN + TWO_LOOPS.replace("BETWEEN", between).replace("START", start)
+        expected = run_trial(text, [SINGLE], 40, WORLDS)
+        verdict = compare(expected, run_trial(text, phases, 40, WORLDS), phases[-1])
+        is_once = between == "pass" or phases[0].stop < 2  # it stops a step later
+        wanted = {"equal"} if is_once else {"refused", "warned"}
+        assert verdict.what in wanted, (between, start, verdict.what, verdict.said, verdict.traceback)
+
+
 @pytest.mark.parametrize("how", ["shuffle", "drop_last"])
 def test_samples_that_are_read_in_another_way_are_refused_after_a_stop(how):
     """The run went on with other batches, in silence."""
