@@ -52,8 +52,23 @@ def network():
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Dropout(0.2), nn.Linear(8, 3))
 
 
-def train(directory, ask_rank=-1, **layout):
-    """The evaluations of each epoch, and the fingerprint; with why and where it was left, if it was."""
+def nothing(run, optimizer):
+    pass
+
+
+def lower(run, optimizer):
+    optimizer.param_groups[0]["lr"] *= 0.5
+
+
+def count(run, optimizer):
+    run.extra["epochs"] = run.extra.get("epochs", 0) + 1
+
+
+def train(directory, ask_rank=-1, between=nothing, **layout):
+    """The evaluations of each epoch, and the fingerprint; with why and where it was left, if it was.
+
+    ``between`` is called between the steps of an epoch and its evaluation.
+    """
     run, _, optimizer = begin(network(), torch.optim.Adam, lr=0.01, directory=directory, resume="auto", **layout)
 
     def ask():
@@ -66,8 +81,9 @@ def train(directory, ask_rank=-1, **layout):
             for batch in run.batches(training):
                 train_step(run, batch, optimizer)
             del asking.read[:]
+            between(run, optimizer)
             log.append((epoch, run.position.step, run.evaluate(asking, correct, repeatable=True)))
-        return log, run.fingerprint()
+        return log, run.fingerprint(), dict(run.extra)
     except Stopped as stopped:
         return log, stopped.code, run.position.step, run.position.inside, len(asking.read)
 
@@ -86,13 +102,20 @@ def resumed(world, directory, layouts):
 @pytest.mark.slow
 def test_all_ranks_leave_with_one_and_the_resumed_run_evaluates_again(tmp_path, layouts):
     (whole,) = run_ranks(resumed, 1, tmp_path / "whole", {"ddp": {}})
-    log, fingerprint = whole["ddp"]
+    log, *ended = whole["ddp"]
     for rank, found in enumerate(run_ranks(cut_short, 4, tmp_path, layouts)):
         for name, (*how, read) in found.items():
             assert how == [log[:1], 75, log[1][1], True], (rank, name)
             assert read == (0 if name == "parameter server" and rank == 3 else 6), (rank, name)
     for found in run_ranks(resumed, 4, tmp_path, layouts):
-        assert found == dict.fromkeys(layouts, (log[1:], fingerprint))
+        assert found == dict.fromkeys(layouts, (log[1:], *ended))
+
+
+@pytest.mark.parametrize("between", [lower, count])
+def test_what_the_epoch_has_changed_before_an_evaluation_is_not_done_again(tmp_path, monkeypatch, between):
+    """The evaluation was left early, and the resumed run lowered the learning rate once more."""
+    monkeypatch.setattr(evaluation, "AGREE_EVERY", 0.0)
+    assert train(tmp_path / "asked", 0, between) == train(tmp_path / "whole", between=between)
 
 
 @pytest.mark.slow

@@ -181,12 +181,17 @@ def halve_rate(loop):
     loop.optimizer.param_groups[0]["lr"] *= 0.5
 
 
+def count_phase(loop):
+    loop.run.extra["phase"] = loop.run.extra.get("phase", 0) + 1
+
+
 BETWEEN = {
     "buffers": lambda loop: halve(loop.model.bound),
     "parameters": lambda loop: halve(loop.model.layers[0].weight),
     "the attribute 'scale' of the model": halve_scale,
     "the state of optimizer 0": lambda loop: loop.optimizer.state.clear(),
     "lr of optimizer 0, group 0": halve_rate,
+    "run.extra['phase']": count_phase,
 }
 
 

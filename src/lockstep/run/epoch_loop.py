@@ -157,6 +157,7 @@ class EpochLoop:
         self._variables = LoopState({}, is_main=False)
         self._key: Callable[[str, int], None] = lambda place, number: None
         self._check_start: Callable[[], None] = lambda: None
+        self._note_end: Callable[[], None] = lambda: None
         self._current: Batch | None = None
         self.backward_passes = 0
         """The number of backward passes over the current step that are done."""
@@ -196,15 +197,21 @@ class EpochLoop:
         """The position to which ``go_back`` moves; None where a resumed run could not repeat what came since."""
 
     def attach(
-        self, variables: LoopState, key_random_numbers: Callable[[str, int], None], check_start: Callable[[], None]
+        self,
+        variables: LoopState,
+        key_random_numbers: Callable[[str, int], None],
+        check_start: Callable[[], None],
+        note_end: Callable[[], None],
     ) -> None:
         """Tells the arguments from here on where the user's code goes on.
 
         Args:
             key_random_numbers: called with a place in the loop and its number, before the user's code goes on there.
             check_start: called where it asks for the first step of an epoch.
+            note_end: called after the last step of an epoch, and after the epoch.
         """
-        self._variables, self._key, self._check_start = variables, key_random_numbers, check_start
+        self._variables, self._key = variables, key_random_numbers
+        self._check_start, self._note_end = check_start, note_end
 
     def epochs(self, count: int, at_end: Callable[[], None] = lambda: None) -> Iterator[int]:
         """The epochs from where the run stands up to ``count``; ``at_end`` is called at the end of the loop's body."""
@@ -247,6 +254,7 @@ class EpochLoop:
                 at_end()
                 self._next_epoch()
                 self._back = replace(self.position)
+                self._note_end()
             self._key("epoch", count)  # what the script draws next, also where no epoch was left
             if self.is_resumed:
                 self._variables.end_epochs()
@@ -342,6 +350,7 @@ class EpochLoop:
         self._variables.end_steps()
         self._reader = None
         self._back = replace(position, inside=True)
+        self._note_end()
         position.inside, self._finished_epoch = False, position.epoch
         self._key("epoch end", position.epoch)
         self.end_epoch()

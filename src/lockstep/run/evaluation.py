@@ -215,8 +215,9 @@ def _can_repeat(run: Run) -> bool:
     """True if a run that stops in an evaluation can do it again when it is resumed."""
     if run._loop.stops_at_end:
         return False
-    gradients = run.require_prepared().gradients
-    return run.options.directory is None or (run._loop.can_go_back and not gradients.anywhere())
+    if run.options.directory is None:
+        return True
+    return run._loop.can_go_back and run._resumption.is_as_at_end() and not run.require_prepared().gradients.anywhere()
 
 
 def predict_in_order(opened: OpenEvaluation, *, everywhere: bool) -> Tensor | None:

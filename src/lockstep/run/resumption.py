@@ -17,6 +17,7 @@ from lockstep.errors import ConfigError
 from lockstep.numerics.hidden_state import ALIAS, Snapshot, without_key
 from lockstep.run.attributes import held_places, reference, words_of
 from lockstep.run.changed_names import Carried, carried_since, changed_since, offsets_of_frames
+from lockstep.run.checks.calls import gather_agreed
 from lockstep.run.epoch_loop import EpochLoop
 from lockstep.run.optimizer_step import has_gradients
 from lockstep.run.prepare import Parts, frozen_parameters, hyperparameters
@@ -52,6 +53,8 @@ class Resumption:
         """Those of the entries of ``run.extra`` there."""
         self._place, self._held = "", dict[str, str]()
         """The loop in whose body the last checkpoint was written, see ``EpochLoop.place``, and what was saved there."""
+        self._at_end: dict[str, str] = {}
+        """Those of what a loop changes, as the last steps of an epoch, or its end, have left it."""
         self._attributes: dict[tuple[str, str], str] = {}
         """See ``RunState.held_attributes``; where a resumed epoch begins, and at a save."""
         self._frames: dict[FrameType, int] = {}
@@ -67,7 +70,7 @@ class Resumption:
         if not before:
             return
         run = self.run
-        now = _restored(run)
+        now = _restored(run) | _entries(run)
         mine = [words for words, value in before.items() if value and now.get(words) not in ("", value)]
         lost = [*dict.fromkeys(itertools.chain(*run.strategy.gather_records(mine)))]
         once = (
@@ -95,6 +98,7 @@ class Resumption:
         position, is_resumed = self._loop.position, self._loop.is_resumed and isinstance(count, Integral)
         self._loop.has_passed = is_resumed and (position.epoch, position.inside) > (count, False)
         if self._loop.has_passed:
+            self._restored |= _entries(self.run)
             return
         self._compare_with_restored(settings=True)
         if is_resumed and position.inside:
@@ -152,6 +156,17 @@ class Resumption:
         if self._place:
             self._note_attributes()
 
+    def note_end(self) -> None:
+        """Notes the run as the last step of an epoch, or its end, has left it."""
+        self._at_end = _held(self.run, self._loop, _versions)
+
+    def is_as_at_end(self) -> bool:
+        """True if nothing has changed since that a resumed run, which goes on there, would change again. Collective."""
+        strategy = self.run.strategy
+        # Servers continue by themselves.
+        mine = isinstance(strategy, IndependentStrategy) or self._at_end == _held(self.run, self._loop, _versions)
+        return all(gather_agreed(mine, strategy.all_ranks, strategy.device))
+
     def forget(self) -> None:
         """Says that nothing of what comes would be lost."""
         self._place, self._attributes, self._frames = "", {}, {}
@@ -183,20 +198,26 @@ def _restored(run: RunState) -> dict[str, str]:
     return _set(run) | {words_of(*place): value for place, value in run.held_attributes().items()}
 
 
+def _entries(run: RunState) -> dict[str, str]:
+    """Texts of ``run.extra``, by the words for its entries."""
+    return {f"run.extra[{key!r}]": text for key, text in _texts(run.extra).items()}
+
+
 def _texts(values: Mapping[str, Any]) -> dict[str, str]:
     return {key: str(value) for key, value in values.items()}
 
 
-def _held(run: RunState, loop: EpochLoop) -> dict[str, str]:
-    """Texts of what a loop changes after a step, by the words for it."""
+def _held(run: RunState, loop: EpochLoop, read: Callable[[Sequence[Tensor]], str] | None = None) -> dict[str, str]:
+    """Texts of what a loop changes after a step, by the words for it; ``read`` gives those of buffers."""
+    read = read or _bits
     parts = run.parts
     parameters, buffers, beside = _tensors(run)
     found = {
         "gradients, by run.backward": str(loop.backward_passes),
-        "parameters": str([parameter._version for parameter in parameters]),
-        "buffers": _bits(buffers),
+        "parameters": _versions(parameters),
+        "buffers": read(buffers),
         # Versions are read quickly; the bits of a buffer may be set back by an evaluation.
-        "modules beside the model": str([t._version if isinstance(t, nn.Parameter) else _bits([t]) for t in beside]),
+        "modules beside the model": str([_versions([t]) if isinstance(t, nn.Parameter) else read([t]) for t in beside]),
         "run.extra": str(run.extra),
         "which parameters are frozen": str(frozen_parameters(run.model.module)),
         **hyperparameters(parts.optimizers),
@@ -218,6 +239,10 @@ def _tensors(run: RunState) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         [*{id(each): each for each in tensors if not isinstance(each, AbsentTensor)}.values()] for tensors in held
     )
     return parameters, buffers, beside
+
+
+def _versions(tensors: Sequence[Tensor]) -> str:
+    return str([each._version for each in tensors])
 
 
 def _bits(tensors: Sequence[Tensor]) -> str:

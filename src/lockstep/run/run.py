@@ -160,8 +160,8 @@ class Run:
         self._prepared = prepared = self._place(parts, values_from_main)
         placed = prepared.state.model
         self._writer.open_group(self.strategy)
-        self._resumption.run = prepared.state
-        self._loop.attach(prepared.state.loop, placed.randomness.key_loop, self._resumption.check_start)
+        resumption, self._resumption.run = self._resumption, prepared.state
+        self._loop.attach(prepared.state.loop, placed.randomness.key_loop, resumption.check_start, resumption.note_end)
         if not self._resume(prepared) and self.is_main:
             warn_if_unseeded(parts.model, self._unseeded)
             warn_if_begun(stepped)
@@ -195,7 +195,7 @@ class Run:
         )
         gradients = GradientState(parts.optimizers, self.strategy, self._precision, placed.parameters, parts.frozen)
         wrapped = gradients.wrap(placed.members, placed.parameters)
-        state.add_group = [each.add_param_group for each in wrapped.values()]
+        state.extra, state.add_group = self.extra, [each.add_param_group for each in wrapped.values()]
         return PreparedRun(state, forward_pass, gradients, wrapped)
 
     def _resume(self, prepared: PreparedRun) -> bool:
@@ -418,7 +418,7 @@ class Run:
             forward: as in ``backward``.
             workers: as in ``batches``.
             repeatable: a request to stop ends the evaluation early, and a resumed run repeats everything after the
-                last step of the epoch. Set it only if nothing there changes what a checkpoint holds, such as a
+                last step of the epoch; not if something there has changed what a checkpoint holds, such as a
                 schedule. By default the evaluation runs to its end, and the run stops at the next step.
 
         Returns:
