@@ -53,7 +53,7 @@ class Program:
     twin: bool = False
     """Two optimizers, one for the first half of the parameters and SGD for the second."""
     between: str = ""
-    """What stands between two loops over epochs, the first of them of one epoch; empty: there is one loop."""
+    """The lines between two loops over epochs, the first of them of one epoch; empty: there is one loop."""
     saves: str = ""
     """Where it saves beside the end of an epoch: at its "start", or at its first "step"."""
 

@@ -91,7 +91,7 @@ class GradientState:
         self._reduced = False
         """True where the gradients of this batch are reduced."""
         self._stepping = self._has_skipped = False
-        """Whether the run steps an optimizer, and whether the scaler has skipped a step since the last update."""
+        """True while the run steps an optimizer; True where the scaler has skipped a step since the last update."""
         self.is_divided = False
         """True within a step whose micro-batches a loop computes itself: ranks have different numbers of them."""
         self._read_scale: tuple[Tensor | None, int, float] = (None, 0, 1.0)

@@ -300,7 +300,7 @@ class UnheldPlaces:
     def __init__(self, *, is_main: bool) -> None:
         self._is_main = is_main
         self._resumed: dict[str, list[str]] = {}
-        """What a checkpoint has noted, see ``capture``, of places that were not looked at yet."""
+        """The notes of a checkpoint, see ``capture``, on places that were not looked at yet."""
         self._was_inside = False
         """True if it was written within an epoch."""
         self._roots: dict[str, Callable[[], Any]] = {}
