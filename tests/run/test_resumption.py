@@ -173,6 +173,9 @@ class Phases:
                 self.rates.append(self.optimizer.param_groups[0]["lr"])
                 if not self.goes_on and (epoch, batch.plan.position) == self.leaves_at:
                     leave(self.run)
+            if self.leaves_at == (epoch, "killed"):
+                self.run.close()
+                raise Left
             if not self.goes_on and (epoch, "end") == self.leaves_at:
                 leave(self.run)
 
@@ -183,6 +186,11 @@ def halve_rate(loop):
 
 def count_phase(loop):
     loop.run.extra["phase"] = loop.run.extra.get("phase", 0) + 1
+
+
+def halve_momentum(loop):
+    for state in loop.optimizer.state.values():
+        state["momentum_buffer"].mul_(0.5)
 
 
 BETWEEN = {
@@ -207,6 +215,60 @@ def test_what_stands_between_two_loops_over_epochs_is_not_done_once_more_without
     else:
         Phases(tmp_path, BETWEEN[what])
         assert f"Before its loop the script has set {what} anew" in caplog.text
+
+
+@pytest.mark.parametrize("what", BETWEEN)
+def test_what_was_done_before_a_save_between_two_loops_is_not_done_once_more_without_a_word(tmp_path, caplog, what):
+    """The checkpoint had half of the learning rate, and the resumed run halved it again."""
+    change = halve_momentum if "state" in what else BETWEEN[what]  # clearing it again changes nothing
+
+    def between(loop):
+        change(loop)
+        loop.run.save(wait=True)
+
+    with pytest.raises(Left):
+        Phases(tmp_path, between, leaves_at=(1, "killed"))
+    caplog.clear()
+    if what in ("buffers", "parameters"):
+        with pytest.raises(ConfigError, match=f"changed {what}.*between two loops .* 'if epoch == N and not run"):
+            Phases(tmp_path, between)
+    else:
+        Phases(tmp_path, between, leaves_at=None)
+        assert f"Before its loop the script has set {what} anew" in caplog.text
+
+
+def test_a_longer_run_is_told_that_it_goes_on_from_what_came_after_the_loop(tmp_path, caplog):
+    """The last checkpoint of three epochs had averaged weights, with which an extended run went on."""
+
+    def train(epochs):
+        run, _, optimizer = begin(directory=tmp_path, resume="auto")
+        for _ in run.epochs(epochs):
+            for batch in run.batches(dataset()):
+                train_step(run, batch, optimizer)
+            run.save(wait=True)
+        optimizer.param_groups[0]["lr"] *= 0.5
+        run.save(wait=True)
+        run.close()
+
+    train(1)
+    assert "after a loop over run.epochs" not in caplog.text
+    train(2)
+    told = "written after a loop over run.epochs(1), and after it the script had changed lr of optimizer 0, group 0"
+    assert told in caplog.text
+
+
+@pytest.mark.parametrize("stops", [1, 2])
+def test_what_is_done_after_a_save_between_two_loops_is_done_once(tmp_path, caplog, stops):
+    def between(loop):
+        loop.run.evaluate(dataset(5), correct)
+        loop.run.save(wait=True)
+        halve_rate(loop)
+
+    for _ in range(stops):
+        with pytest.raises(Left):
+            Phases(tmp_path, between, leaves_at=(1, "killed"))
+    assert {*Phases(tmp_path, between, leaves_at=None).rates} == {0.05}
+    assert "anew" not in caplog.text
 
 
 @pytest.mark.parametrize("leaves_at", [(0, 1), (1, 2), (2, 0)])

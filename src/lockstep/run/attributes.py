@@ -374,8 +374,8 @@ class Attributes:
         optimizers = {f"optimizer {number}": each for number, each in enumerate(self._parts.optimizers)}
         return optimizers | _holders_in(self._parts.named_modules)
 
-    def capture(self, strategy: Strategy, tensors: dict[str, Tensor]) -> dict[str, Any]:
-        """The values that have changed since, as JSON; large tensors go into ``tensors``. Collective.
+    def capture(self, strategy: Strategy, tensors: dict[str, Tensor], *, alone: bool = False) -> dict[str, Any]:
+        """The values that have changed since, as JSON; large tensors go into ``tensors``. Collective unless ``alone``.
 
         Where processes differ, the value is that of the first one that has it: a loop changes it on all of them, and
         what calls on a single process leave must not matter.
@@ -388,7 +388,7 @@ class Attributes:
             if json.dumps(value) != self._first.get(place)
         }
         large = {place: value for place, value in changed.items() if place in now.large}
-        if not strategy.replicated and strategy.all_ranks is not None:
+        if not alone and not strategy.replicated and strategy.all_ranks is not None:
             small = [[*place, value] for place, value in changed.items() if place not in large]
             mine = [small, sorted(large), sorted(now.absent)]
             everyone = gather_json(mine, strategy.all_ranks, strategy.device)

@@ -157,7 +157,7 @@ class EpochLoop:
         self._variables = LoopState({}, is_main=False)
         self._key: Callable[[str, int], None] = lambda place, number: None
         self._check_start: Callable[[], None] = lambda: None
-        self._note_end: Callable[[], None] = lambda: None
+        self._note_end: Callable[[bool], None] = lambda ends_loop: None
         self._current: Batch | None = None
         self.backward_passes = 0
         """The number of backward passes over the current step that are done."""
@@ -201,14 +201,14 @@ class EpochLoop:
         variables: LoopState,
         key_random_numbers: Callable[[str, int], None],
         check_start: Callable[[], None],
-        note_end: Callable[[], None],
+        note_end: Callable[[bool], None],
     ) -> None:
         """Tells the arguments from here on where the user's code goes on.
 
         Args:
             key_random_numbers: called with a place in the loop and its number, before the user's code goes on there.
             check_start: called where it asks for the first step of an epoch.
-            note_end: called after the last step of an epoch, and after the epoch.
+            note_end: called after the last step of an epoch, and after the epoch: with True if it was the last one.
         """
         self._variables, self._key = variables, key_random_numbers
         self._check_start, self._note_end = check_start, note_end
@@ -254,7 +254,7 @@ class EpochLoop:
                 at_end()
                 self._next_epoch()
                 self._back = replace(self.position)
-                self._note_end()
+                self._note_end(self.position.epoch >= count)
             self._key("epoch", count)  # what the script draws next, also where no epoch was left
             if self.is_resumed:
                 self._variables.end_epochs()
@@ -350,7 +350,7 @@ class EpochLoop:
         self._variables.end_steps()
         self._reader = None
         self._back = replace(position, inside=True)
-        self._note_end()
+        self._note_end(False)
         position.inside, self._finished_epoch = False, position.epoch
         self._key("epoch end", position.epoch)
         self.end_epoch()

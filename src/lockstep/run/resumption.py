@@ -55,14 +55,18 @@ class Resumption:
         """The loop in whose body the last checkpoint was written, see ``EpochLoop.place``, and what was saved there."""
         self._at_end: dict[str, str] = {}
         """Those of what a loop changes, as the last steps of an epoch, or its end, have left it."""
+        self._at_loop_end: dict[str, str] = {}
+        """Those of what a script sets there, as a loop over epochs has left it, or the checkpoint written there."""
         self._attributes: dict[tuple[str, str], str] = {}
-        """See ``RunState.held_attributes``; where a resumed epoch begins, and at a save."""
+        """See ``RunState.held_attributes``; where a resumed epoch begins, at a save, and at the end of a loop."""
         self._frames: dict[FrameType, int] = {}
         """Where the code of the frames was then."""
 
     def begin(self) -> None:
         """Notes the run as a checkpoint has restored it. Collective."""
         self._loop.is_resumed, self._restored = True, _restored(self.run)
+        if not self.run.changed_after_loop:
+            self._note_loop_end()
 
     def _compare_with_restored(self, *, settings: bool) -> None:
         """Raises ``ConfigError`` where the script has changed tensors before its loop; names settings. Collective."""
@@ -77,6 +81,8 @@ class Resumption:
             "under 'if not run.position.step:'; what stands between two loops over run.epochs, at the start of the "
             "second one, under 'if epoch == N and not run.position.done:'"
         )
+        if run.changed_after_loop:
+            once += ". This checkpoint has it already: then resume from an earlier one"
         if changed := [words for words in (_trained(run) if lost else ()) if words in lost]:
             raise ConfigError(
                 f"After run.prepare the script has changed {shorten(changed, 3)}, which this resumed run has from its "
@@ -96,8 +102,17 @@ class Resumption:
         What follows a loop that was over before the checkpoint is like what comes before the first one.
         """
         position, is_resumed = self._loop.position, self._loop.is_resumed and isinstance(count, Integral)
-        self._loop.has_passed = is_resumed and (position.epoch, position.inside) > (count, False)
-        if self._loop.has_passed:
+        changed = self.run.changed_after_loop if is_resumed else []
+        has_passed = is_resumed and (position.epoch, position.inside or bool(changed)) > (count, False)
+        if changed and not has_passed and not self._loop.has_passed and self.run.world.is_main:
+            logger.warning(
+                "The checkpoint was written after a loop over run.epochs(%d), and after it the script had changed %s. "
+                "The run goes on with that, as one without the stop would not. To go on without it, resume from a "
+                "checkpoint written at the end of the last epoch.",
+                *(position.epoch, shorten(changed, 3)),
+            )
+        self._loop.has_passed = has_passed
+        if has_passed:
             self._restored |= _entries(self.run)
             return
         self._compare_with_restored(settings=True)
@@ -135,14 +150,14 @@ class Resumption:
         carried = carried_since(self._frames) if differ else set()
         return [f"run.extra[{key!r}]" for key in differ if carried & {Carried(key), Carried("extra")}]
 
-    def _note_attributes(self) -> None:
-        self._attributes, self._frames = self.run.held_attributes(), offsets_of_frames()
+    def _note_attributes(self, *, alone: bool = False) -> None:
+        self._attributes, self._frames = self.run.held_attributes(alone=alone), offsets_of_frames()
 
-    def _attributes_set_since(self) -> list[str]:
-        """Those that the loop's own code has set since they were noted; forward passes set others. Collective."""
+    def _attributes_set_since(self, *, alone: bool = False) -> list[str]:
+        """Those that the loop's own code has set since, as noted; forward passes set others. Collective likewise."""
         before, frames = self._attributes, self._frames
         self._attributes, self._frames = {}, {}
-        now = self.run.held_attributes()
+        now = self.run.held_attributes(alone=alone)
         differ = [place for place in {**before, **now} if before.get(place) != now.get(place)]
         names = changed_since(frames) if differ else set()
         return [words_of(*place) for place in differ if place[1] in names]
@@ -156,9 +171,16 @@ class Resumption:
         if self._place:
             self._note_attributes()
 
-    def note_end(self) -> None:
+    def note_end(self, ends_loop: bool) -> None:
         """Notes the run as the last step of an epoch, or its end, has left it."""
         self._at_end = _held(self.run, self._loop, _versions)
+        if ends_loop:
+            self._note_loop_end()
+
+    def _note_loop_end(self) -> None:
+        if not isinstance(self.run.strategy, IndependentStrategy):  # servers continue by themselves
+            self._at_loop_end = _set(self.run) | _entries(self.run)
+            self._note_attributes(alone=True)
 
     def is_as_at_end(self) -> bool:
         """True if nothing has changed since that a resumed run, which goes on there, would change again. Collective."""
@@ -166,6 +188,23 @@ class Resumption:
         # Servers continue by themselves.
         mine = isinstance(strategy, IndependentStrategy) or self._at_end == _held(self.run, self._loop, _versions)
         return all(gather_agreed(mine, strategy.all_ranks, strategy.device))
+
+    def begin_save(self) -> None:
+        """Notes for a checkpoint what the script has changed since the end of a loop over epochs. Collective.
+
+        Raises:
+            ConfigError: as ``require_start_once``, where the checkpoint may have been written that was resumed.
+        """
+        if not self._loop.position.done:
+            self.require_start_once()
+        if self._loop.in_epochs:
+            self.run.changed_after_loop = []
+        elif self._at_loop_end:
+            now, before = _set(self.run) | _entries(self.run), self._at_loop_end
+            mine = [words for words in {**before, **now} if now.get(words) != before.get(words)]
+            mine += self._attributes_set_since(alone=True) if self._frames else []
+            of_all = gather_agreed(mine, self.run.strategy.all_ranks, self.run.strategy.device)
+            self.run.changed_after_loop = [*dict.fromkeys(itertools.chain(self.run.changed_after_loop, *of_all))]
 
     def forget(self) -> None:
         """Says that nothing of what comes would be lost."""

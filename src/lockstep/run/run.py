@@ -496,8 +496,7 @@ class Run:
         with self.span("save"):
             self._results.read()
             self._loop.count_step()
-            if not self.position.done:  # where the checkpoint may have been written that was resumed
-                self._resumption.require_start_once()
+            self._resumption.begin_save()
             prepared.gradients.update_scale()
             self._session.heartbeat.mark("save", epoch=self.position.epoch, step=self.position.step)
             for begins in self._events.save_begin:

@@ -202,12 +202,12 @@ def require_readable(directory: Path) -> Path:
 
 
 def mention_nothing_left(epochs: int, done: int) -> None:
-    """Says that a resumed run, which has done ``done`` of ``epochs`` epochs, takes no further step."""
+    """Says that a loop over epochs of a resumed run, which has done ``done`` of them, takes no further step."""
     if isinstance(epochs, int) and 0 < epochs <= done:
         note(
-            "No step is left: the run that was resumed has done %s, and was to do %d. Give a larger number of epochs "
-            "to go on, or another run folder to begin anew.",
-            *(plural(done, "epoch"), epochs),
+            "run.epochs(%d) has no step left: the run that was resumed has done %s. To go on there, give it a larger "
+            "number; to begin anew, another run folder.",
+            *(epochs, plural(done, "epoch")),
         )
 
 

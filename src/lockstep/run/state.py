@@ -162,6 +162,8 @@ class RunState:
     """Values of the user, or the trainer, that are stored beside it; they must survive JSON."""
     data: dict[str, str] = field(default_factory=dict)
     """Digests of some samples of the data set that is read, by the words of messages."""
+    changed_after_loop: list[str] = field(default_factory=list)
+    """What the script had changed when the newest checkpoint was written after a loop over epochs."""
     resumed_context: dict[str, Any] = field(default_factory=dict)
     """The conditions of the bits where the checkpoint was written."""
     _has_warned: bool = field(default=False, init=False)
@@ -223,9 +225,9 @@ class RunState:
         values += [*pairs, *vars(self.position).values(), *self.extra.values()]
         return {value for value in values if type(value) in (int, float)}
 
-    def held_attributes(self) -> dict[tuple[str, str], str]:
-        """The attributes that a checkpoint would hold now, as texts by holder and name. Collective."""
-        held = self._attributes.capture(self.strategy, {}).get("held", ())
+    def held_attributes(self, *, alone: bool = False) -> dict[tuple[str, str], str]:
+        """The attributes that a checkpoint would hold now, as texts by holder and name. Collective unless ``alone``."""
+        held = self._attributes.capture(self.strategy, {}, alone=alone).get("held", ())
         return {(holder, key): json.dumps(value) for holder, key, value in held if key != "training"}
 
     def reads_photos(self, decoded: str) -> None:
@@ -239,8 +241,7 @@ class RunState:
         if self.world.is_main:
             logger.info("Photos are decoded by %s.", jpeg_decoder())
         self.context = replace(self.context, photos=decoded)
-        before = self.resumed_context.get("photos") or decoded
-        if before != decoded:
+        if (before := self.resumed_context.get("photos") or decoded) != decoded:
             raise CheckpointMismatch(
                 f"The checkpoint was trained on photos that were decoded to other pixels ({before} there, {decoded} "
                 "here), so Pillow has another JPEG library. Install the Pillow of that run, or go on at level B with "
@@ -385,6 +386,7 @@ class RunState:
         self.loop.resume(written.get("loop", {}), inside=self.position.is_begun)
         self.unheld.resume(written.get("places", {}), inside=self.position.is_begun)
         self.extra, self.data = dict(written["extra"]), dict(written.get("data", {}))
+        self.changed_after_loop = list(written.get("changed_after_loop", ()))
         return str(written["fingerprint"])
 
     def _require_resumable(self, state: CheckpointState, force_context: bool) -> None:
@@ -451,12 +453,11 @@ class RunState:
             raise ConfigError(
                 f"run.extra is a {type(self.extra).__name__}. Leave it a dict: run.extra['name'] = value."
             )
-        scaler = self.precision.scaler
         progress = {
             "position": self.position.as_dict(),
             "fingerprint": fingerprint,
             "context": self.context.as_dict(),
-            "scaler": scaler.state_dict() if scaler is not None else {},
+            "scaler": {} if self.precision.scaler is None else self.precision.scaler.state_dict(),
             "skipped_steps": self.precision.skipped_steps,
             "schedulers": [_scheduler_as_json(each.state_dict()) for each in self.parts.schedulers],
             "settings": self.settings,
@@ -470,6 +471,7 @@ class RunState:
             "sources": self.sources,
             "made_with": list(self.made_with),
             "places": self.unheld.capture(self),
+            "changed_after_loop": self.changed_after_loop,
         }
         return CheckpointState({}, {}, progress, self.model.aliases)
 
