@@ -16,7 +16,7 @@ def test_what_a_job_logs_and_writes_is_what_a_loop_by_hand_computes(seed, tmp_pa
         ("optimizer", "lr", 0.051, "loss"),
         ("optimizer", "weight_decay", 0.2, "loss"),
         ("training", "clip_norm", 0.01, "loss"),
-        ("training", "max_steps", 1, "lines"),
+        ("log", "every", 1, "lines"),
         ("data.train", "seed", 5, "loss"),
     ],
 )
