@@ -109,7 +109,7 @@ _BEST = (
     "the best weights of this run: run.load_state_dict(torch.load(...) if run.is_main else {}), on all ranks. To save "
     "them: best = run.state_dict() on all ranks, and torch.save(best, ...) under if run.is_main:"
 )
-_SUM = "; the loss is a sum: return the pair (sum, number of samples), and see moving.md for the learning rate"
+_SUM = "; if it is a sum over samples, return the pair (sum, number of samples); moving.md tells the learning rate"
 _RESUME = (
     'a checkpoint to resume from: lockstep.init(directory="runs/a", resume="auto"). Data stay, and pretrained weights, '
     "above run.prepare"
