@@ -518,7 +518,8 @@ def test_best_weights_are_no_checkpoint_to_resume_from():
         """
     )
     assert "resume=" in found[3][0]
-    assert found[6][0].startswith("the best weights of this run: best = run.state_dict()")
+    assert found[6][0].startswith("the best weights of this run: run.load_state_dict(")
+    assert "if run.is_main else {}" in found[6][0]  # the other processes may be here before the file is written
 
 
 def test_an_evaluation_that_switches_gradients_off_in_its_loop():
@@ -1592,3 +1593,80 @@ def test_a_setting_of_torch_is_found_by_another_name():
         """
     )
     assert all("threads=, precision= and deterministic=" in found[line][0] for line in (4, 5))
+
+
+def test_a_loop_over_models_or_a_list_is_not_one_over_batches():
+    """An ensemble, layers with optimizers of their own: ``run.batches((models, optimizers))`` was told."""
+    found = advice(
+        """
+        import torch
+        for x, y in loader:
+            for model, optimizer in zip(models, optimizers):
+                optimizer.zero_grad()
+                f(model(x), y).backward()
+                optimizer.step()
+        """
+    )
+    assert found[3][0].startswith("for batch in run.batches(loader):")
+    assert 4 not in found
+
+    found = advice(
+        """
+        import torch
+        class Layer(torch.nn.Linear):
+            def train(self, x):
+                for i in range(1000):
+                    loss = self(x).mean()
+                    loss.backward()
+        for layer in layers:
+            x = layer.train(x)
+        """
+    )
+    assert not [each for told in found.values() for each in told if "run.batches(layers)" in each]
+
+    found = advice(
+        """
+        import torch
+        for step in range(1000):
+            for domain in ["photos", "drawings"]:
+                x, y = next(batches[domain])
+                f(model(x), y).backward()
+        """
+    )
+    assert not [each for told in found.values() for each in told if "run.batches(['photos'" in each]
+
+
+@pytest.mark.parametrize(
+    "loss",
+    ["f(model(x), y).sum()", "F.mse_loss(model(x), y, reduction='sum')", "criterion(model(x), y)"],
+)
+def test_a_loss_that_is_a_sum_over_the_batch_is_told(loss):
+    """``run.backward(batch, loss_fn)`` alone would take it for the mean, with another learning rate."""
+    script = f"""
+        import torch, torch.nn.functional as F
+        criterion = torch.nn.MSELoss(reduction="sum")
+        for x, y in loader:
+            loss = {loss}
+            loss.backward()
+            optimizer.step()
+        """
+    assert "return the pair (sum, number of samples)" in advice(script)[6][0]
+    for mean in ("f(model(x), y).sum() / len(x)", "f(model(x), y).sum(1).mean()", "other(model(x), y)"):
+        assert "return the pair" not in advice(script.replace(loss, mean))[6][0]
+
+
+def test_tensors_without_a_module_are_put_into_one():
+    """Tutorials train tensors by hand: ``model, optimizer = run.prepare(model, optimizer)`` named an optimizer."""
+    script = """
+        import torch
+        w = torch.randn(10, 1, requires_grad=True)
+        b = torch.zeros(1, requires_grad=True)
+        for t in range(500):
+            loss = (x @ w + b - y).pow(2).mean()
+            loss.backward()
+            w -= 0.1 * w.grad
+        """
+    told = "below: run = lockstep.init(global_batch=B); w, b = run.prepare(torch.nn.ParameterList([w, b]))"
+    assert told in advice(script)[4]
+    for line in ("opt = torch.optim.SGD([w, b], 0.1)", "opt.step()"):  # the tensors of others may be those of inputs
+        assert told not in advice(f"{script}\n        {line}\n").get(4, [])

@@ -697,3 +697,49 @@ def test_a_run_without_a_step_left_names_what_its_script_goes_on_to_read(layout)
     sets = [f"torch.utils.data.dataset.{name}" for name in ("TensorDataset", "Subset")]
     was = f"train: best (9.9, was {whole.found[0]['best']}), data ({sets[0]}, was {sets[1]})."
     assert [was in words for words in told] == [True], told
+
+
+BEST = """
+import tempfile
+from pathlib import Path
+found = {}
+
+def train(run, epochs):
+    model = layers(nn.BatchNorm1d(40))
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    run.extra.setdefault("best", [9.9, 0])
+    with tempfile.TemporaryDirectory() as own:
+        file = Path(run.options.directory or f"{own}/run").parent / "best.pt"
+        for epoch in run.epochs(5):
+            for batch in run.batches(data):
+                run.backward(batch, F.cross_entropy)
+                optimizer.step()
+                optimizer.zero_grad()
+            loss = run.evaluate(data, F.cross_entropy)
+            if loss < run.extra["best"][0]:
+                best = run.state_dict()
+                if run.is_main:
+                    torch.save(best, file)
+                run.extra["best"] = [loss, epoch]
+        run.load_state_dict(torch.load(file) if run.is_main else {})
+    loss, epoch = run.extra["best"]
+    return {"best epoch": epoch, "again": run.evaluate(data, F.cross_entropy) == loss, "bits": run.fingerprint()}
+"""
+
+
+@pytest.mark.parametrize(
+    "phases",
+    [
+        pytest.param([stopped(SINGLE, 13), SINGLE], id="single"),
+        pytest.param([stopped(DDP, 13), FSDP], id="ddp, fsdp"),
+        pytest.param([stopped(PIPELINE, 11), DDP], id="pipeline, ddp", marks=pytest.mark.slow),
+    ],
+)
+def test_best_weights_in_a_file_are_there_after_a_stop(phases):
+    """As docs/moving.md has it. ``best = run.state_dict()`` alone is named: no checkpoint holds it."""
+    expected = run_trial(BEGIN + BEST, [SINGLE], 40, WORLDS)
+    assert expected.how == "ran", expected
+    assert expected.found[0]["best epoch"] == 2, expected.found  # before the stop
+    assert expected.found[0]["again"]
+    verdict = compare(expected, run_trial(BEGIN + BEST, phases, 40, WORLDS), phases[-1])
+    assert verdict.what == "equal", (verdict.said, verdict.traceback)

@@ -37,3 +37,18 @@ def test_a_loss_is_the_cause_only_if_the_step_differs_in_evaluation_mode_too(
     (_, found) = compared([step(1), step(8)], step)
     assert found.cause == cause
     assert re.search(said, found.text)
+
+
+def test_padding_is_named_beside_a_loss_that_may_be_a_mean(tmp_path):
+    """Sounds padded to the longest of a micro-batch, and CTC with joined texts: only the loss was named."""
+
+    def step(micro_batches, variant=AS_IT_IS):
+        path = str(tmp_path / f"{micro_batches}-{variant}.safetensors")
+        save_file({"weight": np.full(3, float(micro_batches))}, path)
+        found = FirstStep(micro_batches, passes=[Pass(float(micro_batches), path)], tolerance=1e-4)
+        found.deviations, found.shapes = UNKNOWN, [f"({12 - micro_batches}, 6)"]
+        return found
+
+    (_, found) = compared([step(1), step(8)], step)
+    assert found.cause == "loss"
+    assert re.search("^The loss f is of data .* is not known. Samples have other shapes in smaller", found.text)

@@ -97,7 +97,8 @@ _MOVE = re.compile(r"^\w+(\.(to|cuda)\([^()]*(\([^()]*\))?[^()]*\))?$|\bfor\b")
 
 _SETTING = "leave out: bits depend on it; lockstep.init has the options threads=, precision= and deterministic="
 _VALUES_OF_ALL = (
-    "leave out, and a division by the number of processes: run.backward and run.evaluate return means of all"
+    "leave out, and a division by the number of processes: run.backward and run.evaluate return means of all; a loss "
+    "that compares samples has those of all processes with run.backward(..., whole_batch=True)"
 )
 _FOR_LOGS = "for logs only: run.world.world_size, run.world.rank, run.is_main; the recipe must not depend on them"
 _SAMPLER = (
@@ -105,9 +106,10 @@ _SAMPLER = (
     "process; global_batch is that of all N"
 )
 _BEST = (
-    "the best weights of this run: best = run.state_dict() where they are saved, and run.load_state_dict(best) here, "
-    "instead of a file"
+    "the best weights of this run: run.load_state_dict(torch.load(...) if run.is_main else {}), on all ranks. To save "
+    "them: best = run.state_dict() on all ranks, and torch.save(best, ...) under if run.is_main:"
 )
+_SUM = "; if it is a sum over samples, return the pair (sum, number of samples); moving.md tells the learning rate"
 _RESUME = (
     'a checkpoint to resume from: lockstep.init(directory="runs/a", resume="auto"). Data stay, and pretrained weights, '
     "above run.prepare"
@@ -222,7 +224,9 @@ def _preparation(script: Script) -> Iterator[_Found]:
     loops = {loop for call in backwards(script) for loop in loops_around(script, call)}
     inside = [call for call in made if loops & set(loops_around(script, call))]
     outside = [call for call in made if call not in inside]
-    last = max(outside or made, key=lambda call: call.lineno, default=first)
+    tensors = [call for call in script.calls if constant(argument(call, "requires_grad")) is True]
+    by_hand = [] if made or script.method_calls("step") else [call for call in tensors if target_of(script, call)]
+    last = max(outside or made or by_hand, key=lambda call: call.lineno, default=first)
     models = list(dict.fromkeys(root_of(owner) for call in made for owner in owners_of(script, call)))
     run = "self.run" if script.class_of(last) else "run"
     steps = [f"{run} = lockstep.init(global_batch={_batch_size(script, last)})"]
@@ -245,7 +249,9 @@ def _preparation(script: Script) -> Iterator[_Found]:
     returns = [node for node in script.find(ast.Return) if script.same_function(node, last)]
     if any(set(names) & names_in(node) for node in returns):
         steps.append("return run as well")
-    yield last, f"{'below' if made else 'where the optimizer is made'}: {'; '.join(steps)}"
+    if trained := ", ".join(target_of(script, call) for call in by_hand):
+        steps[1:] = [f"{trained} = {run}.prepare(torch.nn.ParameterList([{trained}]))"]
+    yield last, f"{'below' if made or by_hand else 'where the optimizer is made'}: {'; '.join(steps)}"
     of_prepared = "below run.prepare, of the optimizer that it returns: this object steps what it is given"
     yield from ((call, of_prepared) for call in outer)
     yield from ((call, _ABOVE) for call in inside if outside)
@@ -435,6 +441,8 @@ def _backward(script: Script, call: ast.Call, name: str, loss: ast.expr | None) 
         given = f"{script.text(loss.func)})"
     if isinstance(loss, ast.Attribute) and loss.attr == "loss":
         given += ", once means.md has told whether it is a mean over samples"
+    made = [loss, *(script.values(loss.func) if isinstance(loss, ast.Call) else ())]  # criterion = MSELoss(...)
+    rest += _SUM if any(each and script.text(each).endswith((".sum()", "reduction='sum')")) for each in made) else ""
     return f"{name} = run.backward(batch, {given}; {rest}"
 
 

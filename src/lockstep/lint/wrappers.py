@@ -215,9 +215,11 @@ def source_of(script: Script, call: ast.Call) -> ast.expr | None:
 
 
 def batches_around(script: Script, call: ast.Call) -> ast.For | None:
-    """The loop over batches that a backward pass is in."""
-    around = loops_around(script, call)
-    return next((each for each in around if isinstance(each, ast.For) and not range_of(script, each)), None)
+    """The loop over batches that a backward pass is in: not one over numbers, a list, models or optimizers."""
+    trained = {script.owner(each) for each in script.method_calls("step", "zero_grad", "train", "eval")}
+    loops = [each for each in loops_around(script, call) if isinstance(each, ast.For) and not range_of(script, each)]
+    others = [each for each in loops if isinstance(each.iter, ast.List) or trained & names_in(each.target)]
+    return next((each for each in loops if each not in others), None)
 
 
 def inputs_of(script: Script, loop: ast.For, loss: ast.expr | None) -> dict[str, str]:

@@ -79,10 +79,10 @@ class Absence:
         """The error of code that needs values."""
         return ConfigError(
             f"The {kind} {name!r} is used outside of the forward pass of its module, where under strategy "
-            f"{self.strategy!r} {self.where}. Return what is needed from that module's forward, write the weights with "
-            "run.save(), take them with run.state_dict(), which all ranks call and the main process gets, set them "
-            "with run.load_state_dict(), average them in a torch.optim.swa_utils.AveragedModel that run.prepare is "
-            "given, or use strategy 'ddp'."
+            f"{self.strategy!r} {self.where}. Call the module, not module.forward(); return what is needed from that "
+            "module's forward, write the weights with run.save(), take them with run.state_dict(), which all ranks "
+            "call and the main process gets, set them with run.load_state_dict(), average them in a "
+            "torch.optim.swa_utils.AveragedModel that run.prepare is given, or use strategy 'ddp'."
         )
 
     def gradient(self, name: str) -> ConfigError:

@@ -143,11 +143,11 @@ def _found(reference: FirstStep | None, step: FirstStep, again: Callable[[int, s
     if without(EVALUATING) <= tolerance:  # so that it is no cause that whether a loss is a mean is not known
         both = ("batch_norm", f"{_RANDOM} {_BATCH_NORM}")
         return StepComparison(step, gap, *both if reference.batch_norm else ("random", _RANDOM))
-    if deviations := reference.deviations or step.deviations:
-        return StepComparison(step, gap, "loss", " ".join(f"The loss {name} {why}" for name, why in deviations.items()))
-    if reference.shapes != step.shapes:
-        return StepComparison(step, gap, "shapes", _SHAPES)
-    return StepComparison(step, gap, "unknown", _UNKNOWN)
+    deviations = reference.deviations or step.deviations
+    causes = [f"The loss {name} {why}" for name, why in deviations.items()]
+    causes += [_SHAPES] if reference.shapes != step.shapes else []
+    cause = "loss" if deviations else "shapes" if causes else "unknown"
+    return StepComparison(step, gap, cause, " ".join(causes) or _UNKNOWN)
 
 
 _BATCH_NORM = (
@@ -161,8 +161,8 @@ _RANDOM = (
     "is not a mistake."
 )
 _SHAPES = (
-    "Samples have other shapes in smaller micro-batches, as where a collate function pads them to the longest one, and "
-    "the model or the loss depends on it. Mask what is padded and return (sum, how many were counted), or pad all "
+    "Samples have other shapes in smaller micro-batches, as where a collate function pads them to the longest one. If "
+    "the model or the loss depends on it, mask what is padded and return (sum, how many were counted), or pad all "
     "samples to one length."
 )
 _UNKNOWN = (
