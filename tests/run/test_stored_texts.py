@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from lockstep.core.values import VARIABLE, Part
+from lockstep.data.changes import Notes
 from lockstep.data.keyed import content_of
 from lockstep.numerics.hidden_state import Snapshot
 from lockstep.run.attributes import Values
@@ -191,11 +192,16 @@ def short(found):
     return found if len(text) <= 500 else hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def variables_of(value):
+    variables = Variables({})
+    _Search(variables)._look(Part(VARIABLE, "fit", "held", value), "fit: held")
+    return variables
+
+
 def looks(value):
     """What each look at a value would put into a checkpoint."""
-    model, variables = Model(), Variables({})
+    model, variables = Model(), variables_of(value)
     model.held = value
-    _Search(variables)._look(Part(VARIABLE, "fit", "held", value), "fit: held")
     values = Values({"module ": model})
     certain, others = made_with(model)[:2]
     found = {
@@ -213,3 +219,56 @@ def looks(value):
 @pytest.mark.parametrize("name", MADE)
 def test_values_have_the_texts_that_earlier_versions_stored(name):
     assert json.loads(json.dumps(looks(MADE[name]()))) == json.loads(FIXTURE.read_text())[name]
+
+
+def counting(base, calls):
+    """A class of containers whose methods note that they were called."""
+
+    def noting(name):
+        return lambda self, *given: calls.append(name) or getattr(base, name)(self, *given)
+
+    named = ("__iter__", "__len__", "__contains__", "__getitem__", "items", "keys", "values", "copy", "clear", "update")
+    names = filter(functools.partial(hasattr, base), [*named, "extend", "append", "__repr__", "__eq__"])
+    return type("Counting", (base,), {"__hash__": None, **{name: noting(name) for name in names}})
+
+
+class Rows(torch.utils.data.Dataset):
+    def __init__(self, held):
+        self.held = held
+
+    def __len__(self):
+        return 1
+
+
+@pytest.mark.parametrize("base", [list, tuple, set, frozenset, collections.deque, dict, collections.OrderedDict])
+def test_no_method_of_the_users_own_containers_is_called(base):
+    """A list that is iterated over without end hung; a count of reads in ``__iter__`` was too large."""
+    is_mapping = issubclass(base, dict)
+    plain = base({1: 2, 3: 4}) if is_mapping else base((1, 2, 3))
+    calls, model = [], Model()
+    held = counting(base, calls)(plain)
+    rows = Rows(held)
+    calls.clear()
+    assert looks(held)["sample"] == looks(plain)["sample"]
+    assert variables_of(held).texts.items() >= variables_of(plain).texts.items()
+    assert Notes(rows) == Notes(rows)
+    model.held = held
+    before = Snapshot({"": model})
+    if base in (list, dict, set, collections.deque, collections.OrderedDict):
+        base.clear(held)
+        assert before.changed(Snapshot({"": model}))
+        before.restore()
+        assert not before.changed(Snapshot({"": model}))
+    assert calls == []
+
+
+class Lazy:
+    def __getattr__(self, name):
+        return Lazy()
+
+
+def test_an_object_that_makes_what_it_is_asked_for_is_described_by_its_class():
+    """Ranks, and a run that is resumed, had other texts, with the addresses of objects."""
+    model = Model()
+    model.held = Lazy()
+    assert made_with(model)[1] == {"the attribute 'held' of the model": f"{__name__}.Lazy"}

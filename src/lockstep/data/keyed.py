@@ -453,9 +453,9 @@ def content_of(data: Any, depth: int = 8, within: tuple[int, ...] = ()) -> list[
         return ["itself"]
     inner = partial(content_of, depth=depth, within=(*within, id(data)))
     if isinstance(data, set | frozenset):
-        return sorted(repr(inner(value)) for value in data)
+        return sorted(repr(inner(value)) for value in stored_in(data))
     if isinstance(data, Mapping):
-        return [text for key, value in data.items() for text in (repr(key), *inner(value))]
+        return [text for key, value in stored_in(data) for text in (repr(key), *inner(value))]
     if isinstance(data, list | tuple | deque | np.ndarray):
         return [text for _, value in entries_in(data) for text in inner(value)]
     if is_plain(data):
