@@ -376,6 +376,17 @@ def text_of_file(file: Any) -> str:
     return ""
 
 
+def version_of(value: Any) -> int:
+    """A number that changes where a tensor, an array or a container is changed in place; 0 for other objects."""
+    if isinstance(value, Tensor):
+        return value._version if not value.is_inference() else 0
+    if isinstance(value, np.ndarray):
+        return 0 if isinstance(value, np.memmap) else hash(value.tobytes())
+    if (octets := octets_of(value)) is not None:
+        return hash(octets)
+    return len(stored_in(value)) if isinstance(value, CONTAINERS) else 0
+
+
 def octets_of(value: Any) -> bytes | None:
     """The memory of a bytearray, an array of Python's, or a value that processes share; None for other objects."""
     return np.frombuffer(value, np.uint8).tobytes() if issubclass(type(value), BUFFERS) else None

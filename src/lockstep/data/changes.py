@@ -6,7 +6,6 @@ are made again where the notes of a set are no longer those with which they were
 
 from __future__ import annotations
 
-import hashlib
 import io
 import logging
 import re
@@ -35,6 +34,7 @@ from lockstep.core.values import (
     is_users_object,
     octets_of,
     reached_from,
+    short_digest,
     slots_of,
     stored_in,
 )
@@ -118,8 +118,7 @@ def choices(dataset: Any) -> dict[str, str]:
         elif isinstance(dataset, Weighted):
             chosen = dataset.bounds
         if chosen is not None:
-            digest = hashlib.sha256(chosen.tobytes()).hexdigest()[:8]
-            found[f"{CHOICE} {len(found) + 1} ({type(dataset).__name__})"] = digest
+            found[f"{CHOICE} {len(found) + 1} ({type(dataset).__name__})"] = short_digest(chosen.tobytes())
         dataset = dataset.dataset
     return found
 

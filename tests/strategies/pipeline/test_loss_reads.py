@@ -76,7 +76,7 @@ def test_a_closure_a_variable_of_it_and_an_argument():
 
     assert changes(loss, lambda: kept.append(ONES)) == "kept"
     assert changes(loss, rebind) == "last"
-    assert changes(partial(lambda found, output, target: output + found[0], kept), lambda: kept.append(ONES)) == "(0)"
+    assert changes(partial(lambda found, output, target: output + found[0], kept), lambda: kept.append(ONES)) == "[0]"
     assert changes(lambda output, target, found=kept: found, lambda: kept.append(1)) == "found"
     assert changes(lambda output, target: (lambda: kept)(), lambda: kept.append(1)) == "kept"
 
@@ -159,7 +159,7 @@ PROXY = types.MappingProxyType({"x": [1.0]})
         (Rated(), lambda held: held.scale, lambda held: setattr(held, "other", 2.0), None),
         (Bag([1.0]), lambda held: held.rate, lambda held: setattr(held, "rate", 2.0), "held.rate"),
         (np.zeros(2), lambda held: held[0], lambda held: held.__setitem__(1, 2.0), "held"),
-        (FIRST, lambda held: held[0], lambda held: held.__setitem__(0, 2.0), "held[0]"),
+        (FIRST, lambda held: held[0], lambda held: held.__setitem__(0, 2.0), "held"),
         (PROXY, lambda held: held["x"][0], lambda held: held["x"].__setitem__(0, 2.0), "held['x'][0]"),
         (collections.UserDict(x=1.0), lambda h: h["x"], lambda h: h.update(x=2.0), "held.data['x']"),
         (CONTEXT, lambda held: held.get(), lambda held: held.set(2.0), "held"),

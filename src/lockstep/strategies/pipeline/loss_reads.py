@@ -33,9 +33,9 @@ from lockstep.core.values import (
     OF_CLASS,
     globals_of,
     inside,
-    octets_of,
     of_class,
     stored_in,
+    version_of,
 )
 from lockstep.errors import ConfigError
 from lockstep.numerics.hidden_state import Snapshot
@@ -58,7 +58,7 @@ _LIBRARIES = (
     *("torch", "numpy", "lockstep"),
     *("builtins", "collections", "functools", "math", "random", "typing"),
 )
-_OPEN = (*CONTAINERS, *NAMESPACES, np.ndarray, FunctionType, BuiltinFunctionType, type)
+_OPEN = (*CONTAINERS, *NAMESPACES, np.ndarray, FunctionType, BuiltinFunctionType, partial, type)
 """Objects of these that hold what the user puts there."""
 
 
@@ -131,7 +131,7 @@ class StagesRead:
             kinds = [*chain.from_iterable(of_modules), *chain.from_iterable(map(gradient_hooks, tensors))]
             users = [hook for kind in kinds for hook in kind.values() if is_users(hook)]
             read = [pair for hook in users for pair in _read_by_hook(hook)]
-            return {label: (value, _version(value)) for label, value in read}
+            return {label: (value, version_of(value)) for label, value in read}
 
 
 def _read_by_hook(hook: Any) -> Iterator[tuple[str, Any]]:
@@ -231,19 +231,9 @@ def _readable(function: Callable[..., Any]) -> dict[str, tuple[Any, int]]:
     names: set[str] = {"forward", "__call__"}
     while True:
         known = len(names)
-        found = {label: (value, _version(value)) for label, value in _reach(function, names)}
+        found = {label: (value, version_of(value)) for label, value in _reach(function, names)}
         if len(names) == known:
             return found
-
-
-def _version(value: Any) -> int:
-    if isinstance(value, Tensor):
-        return value._version if not value.is_inference() else 0
-    if isinstance(value, np.ndarray):
-        return 0 if value.dtype.hasobject or isinstance(value, np.memmap) else hash(value.tobytes())
-    if (octets := octets_of(value)) is not None:
-        return hash(octets)
-    return len(stored_in(value)) if isinstance(value, CONTAINERS) else 0
 
 
 def _reach(function: Callable[..., Any], names: set[str]) -> Iterator[tuple[str, Any]]:
@@ -264,10 +254,6 @@ def _inside(label: str, value: Any, names: set[str]) -> list[tuple[str, Any]]:
         value = vars(value).get("_model", value)  # the user's, behind the prepared one
     if isinstance(value, MethodType):
         return [(label, value.__func__), (label.rpartition(".")[0] or "self", value.__self__)]
-    if isinstance(value, partial):
-        named = [(f"{label}{key}", each) for key, each in value.keywords.items()]
-        numbered = [(f"{label}({number})", each) for number, each in enumerate(value.args)]
-        return [(label, value.func), *numbered, *named]
     if type(value).__module__.startswith("lockstep.run."):  # it calls the user's function
         return [(label, each) for each in vars(value).values() if callable(each)]
     found = _read_by(value, names) if isinstance(value, FunctionType) else []
