@@ -210,6 +210,20 @@ def test_content_may_refer_to_itself_and_to_times():
     assert content_of(sample()) == content_of(sample())
 
 
+@pytest.mark.timeout(60)
+def test_the_content_of_a_graph_of_objects_is_read_in_a_while():
+    """Each way through the graph was followed: a run hung before its first step."""
+
+    def graph(value):
+        nodes = [SimpleNamespace(value=number) for number in range(40)]
+        for number, node in enumerate(nodes):
+            node.near = [nodes[(number * 7 + other) % 40] for other in range(1, 7)]
+        nodes[0].value = value
+        return nodes
+
+    assert content_of(graph(0)) == content_of(graph(0)) != content_of(graph(1))
+
+
 def test_the_text_of_common_samples_is_what_checkpoints_have():
     """Digests of samples are compared with those of a run that another version of Lockstep began."""
     assert content_of((1, "a", 2.5, b"c", True, None, {"k": [3]})) == [

@@ -27,6 +27,7 @@ from lockstep.core.values import slots_of
 from lockstep.errors import CheckpointMismatch, ConfigError
 from lockstep.numerics.initial_values import InitialValues
 from lockstep.run.attributes import Attributes
+from lockstep.run.checks.agreement import made_otherwise, made_with
 from lockstep.run.prepare import Parts
 
 CPU = torch.device("cpu")
@@ -421,14 +422,24 @@ def test_values_that_do_not_fit_the_model_that_resumes_are_refused(tmp_path):
         train_in_two_parts(tmp_path, change, stop=1)
 
 
+class Plan:
+    """An object of the user's, with values of which no attribute of the module tells."""
+
+    def __init__(self, seed, start):
+        self.start, self.rows, self.is_resumed = start, seed, seed > 1
+        self.mixed = torch.full((2,), float(seed))
+
+
 class Settled(nn.Module):
-    def __init__(self, *, rows=2, seed=1, wide=False):
+    def __init__(self, *, rows=2, seed=1, wide=False, drawn=1, planned=1, start=0.5):
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
         self.rows, self.table = rows, torch.randn(4, generator=generator)
         self.register_buffer("hidden", torch.randn(4, generator=generator), persistent=False)
         self.act = nn.GELU() if wide else nn.ReLU()
         self.folder, self.changed = f"/tmp/{seed}", torch.randn(2)
+        self.drawn = {"weights": [np.random.default_rng(drawn).random(3)]}
+        self.plan, self._cache = Plan(planned, start), np.full(2, drawn)
 
     def forward(self, x):
         self.changed += 1
@@ -452,6 +463,11 @@ def resumed_with(folder, *, p=0.2, settled=None, **options):
         ({"p": 0.3}, r"conditions.*\n  the attribute 'p' of 1: 0\.2 there, 0\.3 here"),
         ({"settled": {"wide": True}}, "the class of 2.act: ReLU there, GELU here"),
         ({"settled": {"seed": 2}}, "the attribute 'hidden' of 2: .*\n.*the attribute 'table' of 2: .*"),
+        (
+            {"settled": {"drawn": 2}},
+            r"the attribute 'drawn' of 2: values of digest \w+ there, values of digest \w+ here",
+        ),
+        ({"settled": {"planned": 2}}, "the attribute 'plan' of 2: values of digest"),
     ],
 )
 def test_a_model_that_is_made_otherwise_in_the_resumed_run_is_refused(settings, said, tmp_path):
@@ -469,6 +485,21 @@ def test_numbers_of_the_users_own_modules_that_are_others_in_the_resumed_run_are
     assert "made with other values" not in caplog.text
     resumed_with(tmp_path, settled={"rows": 3})
     assert "the attribute 'rows' of 2: 2 there, 3 here. This run goes on with those here" in caplog.text
+    resumed_with(tmp_path, settled={"start": 0.25})
+    assert "checkpoint's run: the attribute 'plan' of 2: values of digest" in caplog.text
+
+
+def test_a_checkpoint_that_has_no_digests_of_arrays_is_resumed():
+    """An earlier version noted of an array in an attribute that it was one."""
+    torch.manual_seed(0)
+    model = Settled()
+    torch.manual_seed(0)
+    other = Settled(drawn=2)
+    assert made_with(model)[:2] == made_with(other)[:2]
+    assert made_otherwise(made_with(model)[:2], made_with(other), set(), warns=True) == []
+    assert [each[:24] for each in made_otherwise(made_with(model), made_with(other), set(), warns=True)] == [
+        "the attribute 'drawn' of"
+    ]
 
 
 def test_fields_and_entries_that_the_run_has_not_changed_stay_as_the_script_makes_them():

@@ -429,3 +429,39 @@ def test_a_loss_is_given_what_all_micro_batches_have_and_nothing_of_its_own_proc
         assert sorted(target.pop("label").tolist()) == list(range(8))
         assert target == {"name": None, "array": None, "kind": ("a", 1)}
     assert run_ranks(target_of, ranks, UserDict) == run_ranks(target_of, ranks, dict) == [None] * ranks
+
+
+class Info:
+    def __init__(self, **held):
+        vars(self).update(held)
+
+
+class Quiet(Info):
+    def __repr__(self):
+        return "Quiet()"
+
+
+@pytest.mark.parametrize(
+    ("make", "weight"),
+    [
+        (lambda rows: Info(weight=2.0, parts=[{"a": None}]), 2.0),
+        (lambda rows: Info(weight=rows), None),
+        (lambda rows: Quiet(weight=rows), None),
+        (lambda rows: Info(inner=Info(weight=str(rows))), None),
+        (lambda rows: Info(inner=Info(weight=torch.tensor(2.0))), None),
+        (lambda rows: [Info(weight=rows)], None),
+    ],
+)
+def test_an_object_that_is_not_the_same_in_every_micro_batch_is_none_for_the_loss(make, weight):
+    """The loss got that of the first micro-batch, whose numbers counted for the whole batch, without a word."""
+
+    def joined(rows):
+        inputs = torch.stack([x for x, _ in rows])
+        return inputs, (torch.stack([y for _, y in rows]), make(float(rows[0][1])))
+
+    run, _, _ = begin(nn.Linear(6, 3), global_batch=8, micro_batches=4)
+    given, samples = [], TensorDataset(torch.randn(8, 6), torch.arange(8))
+    (batch,) = run.batches(DataLoader(samples, 8, collate_fn=joined))
+    run.backward(batch, lambda output, target: given.append(target[1]) or output.square().mean(), whole_batch=True)
+    run.close()
+    assert (given[-1] and given[-1].weight) == weight

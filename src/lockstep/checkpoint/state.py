@@ -6,7 +6,7 @@ torch keys optimizer state by position, so it fits one order of parameters and o
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from lockstep.checkpoint.record import JSON, decode, encode
 from lockstep.errors import CheckpointError, CheckpointMismatch, ConfigError
@@ -339,12 +340,6 @@ def _copied(value: Any, placed: Placed, copy: Callable[[Tensor], Tensor] = Tenso
 
 def _placed(value: Any, parameter: Tensor, key: str, group: Mapping[str, Any], placed: Placed) -> Any:
     """A state value where the optimizer would have put it: beside its parameter, in its memory layout."""
-    if isinstance(value, list | tuple):
-        return type(value)(_placed(item, parameter, key, group, placed) for item in value)
-    if isinstance(value, deque):
-        return deque((_placed(item, parameter, key, group, placed) for item in value), value.maxlen)
-    if isinstance(value, dict):
-        return type(value)({name: _placed(item, parameter, key, group, placed) for name, item in value.items()})
     # torch keeps the step counter on the CPU unless the update itself reads it on the device.
     on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
     device = torch.device("cpu") if on_host else parameter.device
@@ -353,7 +348,7 @@ def _placed(value: Any, parameter: Tensor, key: str, group: Mapping[str, Any], p
         like = parameter if tensor.shape == parameter.shape and tensor.is_contiguous() else tensor
         return torch.empty_like(like, dtype=tensor.dtype, device=device, requires_grad=False).copy_(tensor)
 
-    return _copied(value, placed, beside)
+    return tree_map(lambda each: _copied(each, placed, beside), value)
 
 
 def _hyperparameters_by_name(

@@ -12,9 +12,10 @@ from typing import Any
 from lockstep.cli.command_line import Parser
 from lockstep.cli.shared_options import add_options, shortcut
 from lockstep.cli.train import resolve_devices, with_devices_of_process
-from lockstep.config.checks import refuse
+from lockstep.config.checks import KeyPath, refuse
 from lockstep.config.components import Component
 from lockstep.config.job import JobConfig
+from lockstep.config.job_file import map_values
 from lockstep.config.rules import job_problems
 from lockstep.core.world import World
 from lockstep.errors import ConfigError
@@ -111,25 +112,20 @@ def data_of(config: JobConfig, root: str | None) -> Component:
         args = {"root": str(Path(root).resolve()), **{k: v for k, v in component.args.items() if k in kept}}
         return Component(target="lockstep.data:PhotoFiles", args=args)
     old = config.data.root
-    moved = _moved(component.args, old, str(Path(root).resolve())) if old else component.args
-    if moved == component.args and str(Path(root).resolve()) != old:
+    new = str(Path(root).resolve())
+
+    def below_root(value: Any, _: KeyPath) -> Any:
+        is_below = old and isinstance(value, str) and f"{value}/".startswith(f"{old}/")
+        return new + value[len(old) :] if is_below else value
+
+    moved = map_values(below_root, component.args)
+    if moved == component.args and new != old:
         raise ConfigError(
             f"--data {root}: the data set of job {config.job!r} does not read from a folder {{data}}. Write {{data}} "
             "into its path in [data.validation] and train with --data; or load the weights in a script of your own and "
             "call run.predict(dataset)."
         )
     return dataclasses.replace(component, args=moved)
-
-
-def _moved(value: Any, old: str, new: str) -> Any:
-    """The arguments with paths below the folder ``old`` below ``new``."""
-    if isinstance(value, dict):
-        return {key: _moved(item, old, new) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_moved(item, old, new) for item in value]
-    if isinstance(value, str) and (value == old or value.startswith(f"{old}/")):
-        return new + value[len(old) :]
-    return value
 
 
 def _out(folder: Path, asked: str | None) -> Path:

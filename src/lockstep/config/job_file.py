@@ -342,15 +342,15 @@ def with_lengths(scheduler: Component, *, epochs: int, steps: int, steps_per_epo
     def fill(value: Any, path: KeyPath) -> Any:
         return named.get(value, value) if isinstance(value, str) else value
 
-    return Component(target=scheduler.target, args=_map_values(fill, scheduler.args))
+    return Component(target=scheduler.target, args=map_values(fill, scheduler.args))
 
 
-def _map_values(change: Callable[[Any, KeyPath], Any], value: Any, path: KeyPath = ()) -> Any:
+def map_values(change: Callable[[Any, KeyPath], Any], value: Any, path: KeyPath = ()) -> Any:
     """Nested tables and lists with ``change(value, its key path)`` in place of each single value."""
     if isinstance(value, Mapping):
-        return {key: _map_values(change, item, (*path, key)) for key, item in value.items()}
+        return {key: map_values(change, item, (*path, key)) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_map_values(change, item, (*path, number)) for number, item in enumerate(value)]
+        return [map_values(change, item, (*path, number)) for number, item in enumerate(value)]
     return change(value, path)
 
 
@@ -365,7 +365,7 @@ class _Filler:
 
     def component(self, component: Component, path: KeyPath, later: tuple[str, ...] = ()) -> Component:
         """The component with its placeholders filled in; those in ``later`` are left to the run."""
-        args = _map_values(lambda value, here: self._fill(value, here, later), component.args, path)
+        args = map_values(lambda value, here: self._fill(value, here, later), component.args, path)
         return Component(target=component.target, args=args)
 
     def remarks(self, config: JobConfig) -> list[Problem]:

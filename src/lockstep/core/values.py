@@ -29,7 +29,7 @@ import queue
 import sys
 import threading
 from collections import ChainMap, OrderedDict, UserDict, UserList, deque
-from collections.abc import Iterable, Iterator, Set, Sized
+from collections.abc import Iterable, Iterator, Mapping, Set, Sized
 from contextlib import suppress
 from contextvars import ContextVar
 from decimal import Decimal
@@ -162,7 +162,8 @@ class Part(NamedTuple):
             setattr(self.holder, self.key, value)
 
 
-CONTAINERS = (list, tuple, deque, dict, set, frozenset, MappingProxyType)
+_BASES: tuple[Any, ...] = (list, tuple, deque, set, frozenset)
+CONTAINERS = (*_BASES, dict, MappingProxyType)
 
 
 def inside(value: Any, leave_out: Iterable[str] = (), most: int | None = None) -> list[Part]:
@@ -200,17 +201,21 @@ def inside_object(value: Any, leave_out: Iterable[str] = ()) -> list[Part]:
 
 
 def stored_in(container: Any) -> Any:
-    """The entries of one of ``CONTAINERS``, or an array, of a dict with their keys.
+    """The entries of one of ``CONTAINERS``, an array or another mapping, of a mapping with their keys.
 
     As they are stored: a class of the user's, or of e3nn's, may make something else of them when it is asked.
     """
     kind = type(container)
     if issubclass(kind, dict):
         return (OrderedDict if issubclass(kind, OrderedDict) else dict).items(container)
-    if issubclass(kind, tuple) and (kind.__len__, kind.__iter__) != (tuple.__len__, tuple.__iter__):
-        return tuple(tuple.__iter__(container))
-    is_array = issubclass(kind, np.ndarray)
-    return container.items() if kind is MappingProxyType else container.flat if is_array else container
+    if kind in _BASES:
+        return container
+    for base in _BASES:
+        if issubclass(kind, base) and (kind.__len__, kind.__iter__) != (base.__len__, base.__iter__):
+            return tuple(base.__iter__(container))
+    if issubclass(kind, Mapping):
+        return container.items()
+    return container.flat if issubclass(kind, np.ndarray) else container
 
 
 def entries_in(container: Any, most: int | None = None) -> list[tuple[Any, Any]]:
@@ -371,6 +376,17 @@ def text_of_file(file: Any) -> str:
     return ""
 
 
+def version_of(value: Any) -> int:
+    """A number that changes where a tensor, an array or a container is changed in place; 0 for other objects."""
+    if isinstance(value, Tensor):
+        return value._version if not value.is_inference() else 0
+    if isinstance(value, np.ndarray):
+        return 0 if isinstance(value, np.memmap) else hash(value.tobytes())
+    if (octets := octets_of(value)) is not None:
+        return hash(octets)
+    return len(stored_in(value)) if isinstance(value, CONTAINERS) else 0
+
+
 def octets_of(value: Any) -> bytes | None:
     """The memory of a bytearray, an array of Python's, or a value that processes share; None for other objects."""
     return np.frombuffer(value, np.uint8).tobytes() if issubclass(type(value), BUFFERS) else None
@@ -498,8 +514,6 @@ def refill(container: Any, entries: Any) -> None:
         for key, value in entries.items():
             base.__setitem__(container, key, value)
         return
-    container.clear()
-    if isinstance(container, set):
-        container.update(entries)
-    else:
-        container.extend(entries)
+    kind: Any = next(each for each in (set, list, deque) if isinstance(container, each))
+    kind.clear(container)
+    (kind.update if kind is set else kind.extend)(container, entries)

@@ -6,7 +6,6 @@ are made again where the notes of a set are no longer those with which they were
 
 from __future__ import annotations
 
-import hashlib
 import io
 import logging
 import re
@@ -35,6 +34,7 @@ from lockstep.core.values import (
     is_users_object,
     octets_of,
     reached_from,
+    short_digest,
     slots_of,
     stored_in,
 )
@@ -118,8 +118,7 @@ def choices(dataset: Any) -> dict[str, str]:
         elif isinstance(dataset, Weighted):
             chosen = dataset.bounds
         if chosen is not None:
-            digest = hashlib.sha256(chosen.tobytes()).hexdigest()[:8]
-            found[f"{CHOICE} {len(found) + 1} ({type(dataset).__name__})"] = digest
+            found[f"{CHOICE} {len(found) + 1} ({type(dataset).__name__})"] = short_digest(chosen.tobytes())
         dataset = dataset.dataset
     return found
 
@@ -147,11 +146,11 @@ def _noted(value: Any) -> tuple[_Note, bool]:
         note = (value.shape, hash(value.tobytes()) if is_small else 0)
         return note, is_small or not value.flags.writeable
     try:
-        count = len(value)
+        count = len(stored_in(value) if isinstance(value, CONTAINERS) else value)
     except Exception:  # a data set may have none
         count = -1
     if isinstance(value, set | frozenset):
-        return (frozenset(value),), all(map(_is_plain, value))
+        return (entries := frozenset(stored_in(value)),), all(map(_is_plain, entries))
     if isinstance(value, list | tuple | deque | Mapping) and count > _MOST_ENTRIES:
         try:
             return (count, hash(_frozen(value)) if count <= _MOST_HASHED else 0), count <= _MOST_HASHED
@@ -164,12 +163,13 @@ def _noted(value: Any) -> tuple[_Note, bool]:
 
 def _frozen(value: Any) -> Any:
     """Plain values in containers, as what can be hashed; ``TypeError`` for anything else."""
-    if isinstance(value, Mapping):
-        return tuple([(name, _frozen(each)) for name, each in value.items()])
-    if isinstance(value, list | tuple | deque):
-        return tuple(value) if set(map(type, value)) <= set(_PLAIN) else tuple(map(_frozen, value))
     if type(value) in _PLAIN:
         return value
+    stored = stored_in(value)
+    if isinstance(value, Mapping):
+        return tuple([(name, _frozen(each)) for name, each in stored])
+    if isinstance(value, list | tuple | deque):
+        return tuple(stored) if set(map(type, stored)) <= set(_PLAIN) else tuple(map(_frozen, stored))
     raise TypeError(type(value))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import io
+import itertools
 import random
 import sys
 from collections import deque
@@ -432,7 +433,9 @@ def _leads_to(begun: np.random.RandomState, words: npt.NDArray[np.uint32]) -> bo
     return False
 
 
-def content_of(data: Any, depth: int = 8, within: tuple[int, ...] = ()) -> list[str]:
+def content_of(
+    data: Any, depth: int = 8, within: tuple[int, ...] = (), entered: Iterator[int] | None = None
+) -> list[str]:
     """Digests of the arrays, and texts of the numbers and strings, in data of any depth.
 
     Of objects, such as a dataclass or a graph, it is what their attributes hold, texts and times aside.
@@ -440,6 +443,7 @@ def content_of(data: Any, depth: int = 8, within: tuple[int, ...] = ()) -> list[
     Args:
         depth: of objects in objects.
         within: the ids of what the data are in, which they may refer to again.
+        entered: counts what is entered: there are many ways through a graph of objects.
     """
     if isinstance(data, Tensor):
         return [digest_tensor(part) for part in parts_of_tensor(data)]
@@ -451,18 +455,19 @@ def content_of(data: Any, depth: int = 8, within: tuple[int, ...] = ()) -> list[
         return [text_of_octets(octets)]
     if id(data) in within:
         return ["itself"]
-    inner = partial(content_of, depth=depth, within=(*within, id(data)))
+    entered = entered or itertools.count()
+    inner = partial(content_of, depth=depth, within=(*within, id(data)), entered=entered)
     if isinstance(data, set | frozenset):
-        return sorted(repr(inner(value)) for value in data)
+        return sorted(repr(inner(value)) for value in stored_in(data))
     if isinstance(data, Mapping):
-        return [text for key, value in data.items() for text in (repr(key), *inner(value))]
+        return [text for key, value in stored_in(data) for text in (repr(key), *inner(value))]
     if isinstance(data, list | tuple | deque | np.ndarray):
         return [text for _, value in entries_in(data) for text in inner(value)]
     if is_plain(data):
         return [text_of_plain(data) if type(data) is int else repr(data)]
     if text := text_of_table(data):
         return [text]
-    if isinstance(data, _CLOSED) or not depth:
+    if isinstance(data, _CLOSED) or not depth or next(entered) > _MOST_ENTERED:
         return []
     held = {each.name: getattr(data, each.name, None) for each in fields(data)} if is_dataclass(data) else {}
     held |= attributes_of(data) if is_closed(data) else {part.key: part.value for part in inside(data)}
@@ -474,6 +479,7 @@ def content_of(data: Any, depth: int = 8, within: tuple[int, ...] = ()) -> list[
     ]
 
 
+_MOST_ENTERED = 10_000
 _CLOSED = (type, ModuleType, FunctionType, Dataset, DataLoader, torch.nn.Module)
 """Objects that a sample may refer to and that are not its content."""
 _ENDS = (Tensor, ModuleType, CodeType)

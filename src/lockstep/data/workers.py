@@ -7,7 +7,6 @@ SIGTERM to the rank (which finishes its step and saves), and end with the rank h
 
 from __future__ import annotations
 
-import hashlib
 import time
 import warnings
 from collections import deque
@@ -19,6 +18,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Sampler
 
+from lockstep.core.values import short_digest
 from lockstep.data.keyed import content_of, state_of
 from lockstep.data.reader import Collate, InlineReading, ReadTrace, Request, SampleReader
 from lockstep.data.worker_process import Failure, InWorker, WorkerDataset, WorkerStacks, explain_lost_worker, unwatch
@@ -267,7 +267,7 @@ def sample_digests(dataset: Any, indices: Sequence[int], **options: Unpack[Readi
             content = content_of(next(reading.read(iter([Request(0, np.array([index]))]))))
         except DataError:  # the step that holds it raises this too, or skips the sample
             content, is_refused = ["cannot be read"], True
-        found[f"sample {index}"] = hashlib.sha256(repr(content).encode()).hexdigest()[:8]
+        found[f"sample {index}"] = short_digest(repr(content).encode())
     reading.close()
     if is_refused:
         put_back()  # it is to be refused again, though it has made something of these samples

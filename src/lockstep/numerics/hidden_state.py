@@ -252,13 +252,14 @@ class Snapshot:
             self._remember(functools.partial(array.__setitem__, ..., array.copy()))
 
     def _container(self, value: Any, name: str) -> None:
+        stored = stored_in(value)
         if isinstance(value, set | frozenset):
-            self._note(name, f"{len(value)} entries {short_text(repr(sorted(map(repr, value))))}")
-        elif isinstance(value, list | deque | dict) or len(stored_in(value)) > _MOST_ENTRIES:
+            self._note(name, f"{len(stored)} entries {short_text(repr(sorted(map(repr, stored))))}")
+        elif isinstance(value, list | deque | dict) or len(stored) > _MOST_ENTRIES:
             self._note(name, text_of_size(value, _MOST_ENTRIES)[0])
         if self._restorable and isinstance(value, list | deque | dict | set):
-            kind: Any = set if isinstance(value, set) else list
-            entries = dict(stored_in(value)) if isinstance(value, dict) else kind(value)
+            kind: Any = next(each for each in (dict, set, list) if each is list or isinstance(value, each))
+            entries = kind(stored)
             self._remember(functools.partial(refill, value, entries))
             self._setters[name] = entries, functools.partial(_shrink, value)
 
@@ -381,7 +382,7 @@ def _put_back(tensor: Tensor, values: Tensor) -> None:
 def _shrink(container: Any, entries: Any) -> None:
     """Takes out what was added to some entries; values that were set since stay."""
     if isinstance(container, dict):
-        for key in [key for key in container if key not in entries]:
+        for key in [key for key, _ in stored_in(container) if key not in entries]:
             dict.__delitem__(container, key)
     elif isinstance(container, set):
         container.intersection_update(entries)

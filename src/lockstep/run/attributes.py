@@ -372,7 +372,7 @@ class Attributes:
 
     def _holders(self) -> dict[str, Any]:
         optimizers = {f"optimizer {number}": each for number, each in enumerate(self._parts.optimizers)}
-        return optimizers | _holders_in(self._parts.named_modules)
+        return optimizers | holders_in(self._parts.named_modules)
 
     def capture(self, strategy: Strategy, tensors: dict[str, Tensor], *, alone: bool = False) -> dict[str, Any]:
         """The values that have changed since, as JSON; large tensors go into ``tensors``. Collective unless ``alone``.
@@ -446,8 +446,26 @@ def _pruned(value: Any, first: Any) -> Any:
     return _LEFT_OUT if value == first else value
 
 
-def _holders_in(modules: Mapping[str, nn.Module]) -> dict[str, Any]:
+def numbers_in(found: JSON) -> tuple[list[Any], list[Any]]:
+    """The arrays and tensors in what ``Values`` found of an attribute, and numbers with a fraction in its objects."""
+    arrays, numbers = list[Any](), list[Any]()
+    todo: list[tuple[Any, bool]] = [(found, False)]
+    while todo:
+        match todo.pop():
+            case ((float() | ["scalar", *_] as number), True):
+                numbers.append(number)
+            case ((["array" | "numbers" | "tensor" | "strided", *_] as array), _):
+                arrays.append(array)
+            case ((["list", _, entries] | ["dict", _, _, entries]), is_inside):
+                todo += [(each, is_inside) for each in entries]
+            case ["object", _, fields], _:
+                todo += [(each, True) for _, each in fields]
+    return arrays, numbers
+
+
+def holders_in(model: nn.Module | Mapping[str, nn.Module]) -> dict[str, Any]:
     """Modules and their parameters by names of which ``words_of`` makes the words of a ``Snapshot``."""
+    modules = dict(model.named_modules()) if isinstance(model, nn.Module) else model
     found: dict[str, Any] = {f"module {path}": each for path, each in modules.items()}
     own = ((path, *pair) for path, each in modules.items() for pair in each._parameters.items())
     return found | {f"the parameter {key!r} of {path or 'the model'}": p for path, key, p in own if p is not None}
@@ -570,7 +588,7 @@ def held_places(model: nn.Module) -> Callable[[str], bool]:
     """A function that says whether a checkpoint holds a place, given in the words of a ``Snapshot``."""
     modules = dict(model.named_modules())
     owners = {path or "the model" for path, each in modules.items() if has_extra_state(each)}
-    values = Values(_holders_in(modules))
+    values = Values(holders_in(modules))
     held = {place for place, value in values.found.items() if value != _LEFT_OUT}
     places = {words_of(*place) for place in held - values.unheld}
 

@@ -372,9 +372,10 @@ class _Search:
             self.found.counted |= counted_by_reading(reader)  # type: ignore[arg-type]  # hashable
         elif issubclass(kind, set | frozenset):
             if not self._only_tensors:
-                every = sorted(map(_text_of_entry, [*value] if len(value) <= _MOST_SORTED else ()))
+                stored = stored_in(value)
+                every = sorted(map(_text_of_entry, stored if len(stored) <= _MOST_SORTED else ()))
                 content = f" of digest {short_digest(repr(every).encode())}"
-                self._note(name, f"{len(value)} entries{content}", value, has_values=self._is_in_data)
+                self._note(name, f"{len(stored)} entries{content}", value, has_values=self._is_in_data)
         elif text := text_of_table(value):
             self._note(name, text, value, has_values=True)
         elif not (self._only_tensors or self._is_in_data) and (text := text_of_file(value)):
@@ -412,7 +413,8 @@ class _Search:
             self._whole(value, name, some, depth, text)
             self.found.with_values.add(name)
         elif is_told or not self._only_tensors:
-            order = [*filter(is_plain, value)] if issubclass(type(value), dict) and not is_foreign else []
+            keys = [key for key, _ in stored] if issubclass(type(value), dict) and not is_foreign else []
+            order = [*filter(is_plain, keys)]
             text += f" of digest {short_digest(repr(order).encode())}" if order else ""
             self._note(name, text, value, has_values=self._is_in_data)
         if self._is_in_data and not is_told:

@@ -10,17 +10,14 @@ import itertools
 import logging
 import re
 import time
-from collections import deque
 from collections.abc import Collection, Container, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from types import FrameType
 from typing import Any
 
-import numpy as np
 import psutil
-from torch import Tensor
 
-from lockstep.core.values import Part, is_plain, text_of_plain
+from lockstep.core.values import Part, is_plain, text_of_plain, version_of
 from lockstep.data.keyed import encoded_state, set_encoded_state
 from lockstep.errors import ConfigError
 from lockstep.numerics.hidden_state import Snapshot
@@ -381,9 +378,7 @@ class ResumedLoop:
 
 def state_of(held: Collection[Any]) -> str:
     """A text that changes when what is held is changed in place."""
-    versions = [each._version if isinstance(each, Tensor) and not each.is_inference() else 0 for each in held]
-    arrays = [hash(each.tobytes()) for each in held if isinstance(each, np.ndarray)]
-    return repr([versions, arrays, *(len(each) for each in held if isinstance(each, list | dict | deque))])
+    return repr([*map(version_of, held)])
 
 
 def _is_time(value: float) -> bool:

@@ -154,7 +154,7 @@ class RunState:
     precision: Precision
     position: Position
     context: Context
-    made_with: tuple[dict[str, str], dict[str, str]]
+    made_with: tuple[dict[str, str], ...]
     """See ``agreement.made_with``."""
     world: World
     events: StepEvents

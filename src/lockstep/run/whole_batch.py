@@ -18,17 +18,17 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, zip_longest
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from lockstep.core.fingerprint import digest_tensor
 from lockstep.core.plan import StepPlan
+from lockstep.core.values import is_plain
 from lockstep.data.batch import Batch, MicroBatch, tensors_in
 from lockstep.data.keyed import generators_kept
 from lockstep.errors import ConfigError
-from lockstep.numerics.hidden_state import Snapshot
+from lockstep.numerics.hidden_state import Kind, Snapshot
 from lockstep.numerics.precision import dtype_named
 from lockstep.run.checks.short_step import with_own_data
 from lockstep.run.evaluation import require_exact
@@ -189,15 +189,10 @@ class _Output:
 
 def _text(leaf: Any) -> str:
     """The same for equal values; empty for one that belongs only to its micro-batch, such as an array."""
-    parts = tree_leaves(leaf)
-    parts += [part for each in parts for part in tree_leaves(getattr(each, "__dict__", {}))]
-    if any(isinstance(part, Tensor | np.ndarray) for part in parts):
-        return ""
-    text = repr(leaf)
-    if " at 0x" not in text:
-        return text
-    # An object may serve all of them.
-    return "" if isinstance(leaf, list | tuple) else type(leaf).__qualname__
+    if all(each is None or is_plain(each) for each in tree_leaves(leaf)):
+        return repr(leaf)
+    found = Snapshot({"": leaf}, restorable=False)  # an object may serve all of them
+    return "" if Kind.TENSOR in found.kinds.values() else repr(found.texts)
 
 
 def _output(compute: StepCompute, micro_batch: MicroBatch) -> _Output:
@@ -329,7 +324,7 @@ def _value(compute: StepCompute, first: _Output, inputs: Sequence[Tensor]) -> An
             if any(each is None for each in leaves):
                 error.add_note(
                     "With whole_batch=True the loss is given None for the data where run.backward has forward= or the "
-                    "data are a dict, and for texts, arrays and objects with tensors that are not the same in every "
+                    "data are a dict, and for texts, arrays and objects that are not the same in every "
                     "micro-batch. Let forward= return what the loss needs as tensors, such as (output, labels)."
                 )
             raise

@@ -1,9 +1,13 @@
 """The variables that a loss can read are found from its code, and a change of one is refused."""
 
+import collections
+import contextvars
 import re
 import types
+from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -72,7 +76,7 @@ def test_a_closure_a_variable_of_it_and_an_argument():
 
     assert changes(loss, lambda: kept.append(ONES)) == "kept"
     assert changes(loss, rebind) == "last"
-    assert changes(partial(lambda found, output, target: output + found[0], kept), lambda: kept.append(ONES)) == "(0)"
+    assert changes(partial(lambda found, output, target: output + found[0], kept), lambda: kept.append(ONES)) == "[0]"
     assert changes(lambda output, target, found=kept: found, lambda: kept.append(1)) == "found"
     assert changes(lambda output, target: (lambda: kept)(), lambda: kept.append(1)) == "kept"
 
@@ -110,6 +114,71 @@ def test_modules_that_the_loss_goes_over():
     for loss in (over_all, by_name, lambda output, target: model[1][0].aux):
         assert changes(loss, lambda: setattr(model[1][0], "aux", model[1][0].aux + 1.0)) == "model.1.0.aux"
         assert changes(loss, lambda: setattr(model[0], "unread", 1.0)) is None
+
+
+@dataclass(slots=True)
+class Slotted:
+    total: float = 1.0
+    other: float = 1.0
+
+
+class Rated:
+    rate = 1.0
+
+    def __init__(self):
+        self._scale, self.other = 1.0, 1.0
+
+    @property
+    def scale(self):
+        return self._scale
+
+
+class Bag(list):
+    rate = 1.0
+
+
+def noted():
+    return noted.total
+
+
+CONTEXT = contextvars.ContextVar("context")
+SHARED = types.ModuleType("shared_notes")
+FIRST = np.array([1.0, None], dtype=object)
+PROXY = types.MappingProxyType({"x": [1.0]})
+
+
+@pytest.mark.parametrize(
+    ("held", "read", "change", "name"),
+    [
+        (Slotted(), lambda held: held.total, lambda held: setattr(held, "total", 2.0), "held.total"),
+        (Slotted(), lambda held: held.total, lambda held: setattr(held, "other", 2.0), None),
+        ({"x": Slotted()}, lambda h: h["x"].total, lambda h: setattr(h["x"], "total", 2.0), "held['x'].total"),
+        (Rated(), lambda held: held.rate, lambda held: setattr(Rated, "rate", 2.0), "Rated.rate"),
+        (Rated, lambda held: held.rate, lambda held: setattr(Rated, "rate", 3.0), "Rated.rate"),
+        (Rated(), lambda held: held.scale, lambda held: setattr(held, "_scale", 2.0), "held._scale"),
+        (Rated(), lambda held: held.scale, lambda held: setattr(held, "other", 2.0), None),
+        (Bag([1.0]), lambda held: held.rate, lambda held: setattr(held, "rate", 2.0), "held.rate"),
+        (np.zeros(2), lambda held: held[0], lambda held: held.__setitem__(1, 2.0), "held"),
+        (FIRST, lambda held: held[0], lambda held: held.__setitem__(0, 2.0), "held"),
+        (PROXY, lambda held: held["x"][0], lambda held: held["x"].__setitem__(0, 2.0), "held['x'][0]"),
+        (collections.UserDict(x=1.0), lambda h: h["x"], lambda h: h.update(x=2.0), "held.data['x']"),
+        (CONTEXT, lambda held: held.get(), lambda held: held.set(2.0), "held"),
+        (bytearray(b"a"), lambda held: held[0], lambda held: held.__setitem__(0, 2), "held"),
+        (noted, lambda held: held(), lambda held: setattr(held, "total", 2.0), "held.total"),
+        (types.SimpleNamespace(x=1, y=1), lambda held: held.x, lambda held: setattr(held, "y", 2), None),
+        (None, lambda held: SHARED.total, lambda held: setattr(SHARED, "total", 2.0), "shared_notes.total"),
+        (None, lambda held: SHARED.total, lambda held: setattr(SHARED, "other", 2.0), None),
+    ],
+)
+def test_all_that_can_hold_a_value_is_looked_into(held, read, change, name):
+    """A loss that read a slot, an attribute of a class, an array or another module's global had the first value."""
+    noted.total = SHARED.total = SHARED.other = 1.0
+    CONTEXT.set(1.0)
+
+    def loss(output, target):
+        return output * read(held)
+
+    assert changes(loss, lambda: change(held)) == name
 
 
 def test_an_object_that_holds_itself_ends():
@@ -296,6 +365,23 @@ def test_hooks_that_set_entries_of_what_they_are_given_are_looked_at():
     assert changed_by(lambda m: m.register_forward_pre_hook(names["first"]), grow) == "'scale' of 'kept'"
     for hook in ("note", "note_by_another"):
         assert changed_by(lambda m, hook=hook: m.register_forward_hook(names[hook]), grow) is None, hook
+
+
+@pytest.mark.parametrize(
+    ("holder", "name"),
+    [(Slotted(), "'total' of 'holder'"), (Rated(), "'rate' of 'holder'"), (np.zeros(1), "the variable 'holder'")],
+)
+def test_hooks_that_read_slots_attributes_of_classes_and_arrays_are_looked_at(holder, name):
+    def hook(module, given, found):
+        return found * (holder[0] if isinstance(holder, np.ndarray) else holder.total + holder.rate)
+
+    def grow():
+        if isinstance(holder, np.ndarray):
+            holder[0] += 1
+        else:
+            setattr(*((Rated, "rate") if isinstance(holder, Rated) else (holder, "total")), 5.0)
+
+    assert changed_by(lambda m: m.register_forward_hook(hook), grow) == name
 
 
 def test_a_factor_that_stands_before_or_and_one_that_two_variables_get_are_read():

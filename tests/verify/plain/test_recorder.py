@@ -1,6 +1,9 @@
 """The files of a Recorder, and its refusals."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -156,6 +159,30 @@ def test_what_modules_keep_beside_parameters_and_buffers_is_found():
         "loss.ignore_index",
         "loss.label_smoothing",
     ]
+
+
+def test_attributes_that_hold_themselves_and_sparse_tensors_have_a_text():
+    """The first forward pass ended in a RecursionError, or an error of torch; a deep list took minutes."""
+    module, tree, deep = nn.Identity(), {"value": 1}, [1]
+    tree["children"] = [{"parent": tree}]
+    for _ in range(40):
+        deep = [deep]
+    module.tree, module.deep, module.sparse = tree, deep, torch.eye(3).to_sparse()
+    before = attributes({"": module})
+    tree["value"], module.sparse = 2, torch.eye(3).to_sparse() * 2
+    now = attributes({"": module})
+    assert sorted(name for name in now if now[name] != before[name]) == ["sparse", "tree"]
+
+
+def test_a_set_of_texts_has_the_same_text_in_each_process():
+    """Its order was taken for a difference between the reference and the processes."""
+    script = "import sys; from torch import nn; from lockstep.verify.plain.recorder import attributes\n"
+    script += "module = nn.Identity(); module.seen = set('abcdefgh'); print(attributes({'': module})['seen'])"
+    texts = set()
+    for seed in "123":
+        command, environment = [sys.executable, "-c", script], {**os.environ, "PYTHONHASHSEED": seed}
+        texts.add(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
+    assert len(texts) == 1
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])

@@ -10,6 +10,7 @@ now and then         require_equal_replicas   the bits of all parameters
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 import sys
@@ -32,10 +33,12 @@ from lockstep.checkpoint.state import has_extra_state
 from lockstep.config.options import RunOptions
 from lockstep.core.fingerprint import Context, checksums, combine, digest_tensors
 from lockstep.core.plan import SamplePlan
+from lockstep.core.values import short_digest, stored_in
 from lockstep.data.changes import BEGINNING, CHOICE
 from lockstep.distributed.collectives import broadcast_tensors
 from lockstep.errors import CheckpointMismatch, ConfigError, ReplicaError
 from lockstep.numerics.hidden_state import without_key
+from lockstep.run.attributes import Values, holders_in, numbers_in
 from lockstep.run.checks.calls import by_rank, gather_agreed, watching_once
 from lockstep.run.epoch_loop import Position
 from lockstep.run.loop_state import LoopState
@@ -189,12 +192,14 @@ def described(model: nn.Module) -> dict[str, str]:
     return found
 
 
-def made_with(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
+def made_with(model: nn.Module) -> tuple[dict[str, str], ...]:
     """Describes what a model was made with beside its state: what it computes with for certain, and the rest.
 
-    Certain are the classes of modules, the settings of torch's layers, and tensors that no ``state_dict()`` has.
+    Certain are the classes of modules, the settings of torch's layers, and tensors that no ``state_dict()`` has. Two
+    more are like these: arrays and tensors in all that attributes hold, and numbers in objects of the user's.
     """
     texts, certain, others = described(model), dict[str, str](), dict[str, str]()
+    inner, held = (dict[str, str](), dict[str, str]()), Values(holders_in(model)).found
     for path, module in model.named_modules():
         name, prefix = path or "the model", f"{path}." if path else ""
         certain[f"the class of {name}"] = type(module).__qualname__
@@ -205,11 +210,15 @@ def made_with(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
             text = texts.get(prefix + key)
             if text is not None and not key.startswith("_") and key not in ("training", "inplace"):
                 is_certain = is_torchs or _VALUES in text
-                (certain if is_certain else others)[f"the attribute {key!r} of {name}"] = _cut(text)
+                words = f"the attribute {key!r} of {name}"
+                (certain if is_certain else others)[words] = _cut(text)
+                for kind, numbers in zip(inner, numbers_in(held.get((f"module {path}", key)))):
+                    if numbers:
+                        kind[words] = f"values of digest {short_digest(json.dumps(numbers).encode())}"
         for key in sorted(module._non_persistent_buffers_set):
             if (buffer := module._buffers[key]) is not None:
                 certain[f"the attribute {key!r} of {name}"] = _text(buffer, frozenset())
-    return certain, others
+    return certain, others, *inner
 
 
 def made_otherwise(
@@ -220,12 +229,13 @@ def made_otherwise(
     What is not certain is named in a warning.
     """
 
-    def unequal(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-        names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    def unequal(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str]:
+        names = [name for name in {**before, **now} if before.get(name) != now.get(name) and name not in restored]
         values = [(name, before.get(name, "absent"), now.get(name, "absent")) for name in names]
-        return [f"{name}: {old} there, {new} here" for name, old, new in values if name not in restored]
+        return {name: f"{name}: {old} there, {new} here" for name, old, new in values}
 
-    certain, others = map(unequal, there, here)
+    found = [*map(unequal, there, here), {}, {}]  # a checkpoint of an earlier version has the first two
+    certain, others = ([*{**texts, **digests, **texts}.values()] for texts, digests in zip(found[:2], found[2:]))
     if others and warns:
         logger.warning(
             "The model was made with other values than in the checkpoint's run: %s. This run goes on with those here, "
@@ -252,16 +262,19 @@ def _text(value: Any, shared: Set[int], depth: int = 4) -> str:
         return f"{_name_of(type(value))} {_VALUES} {combine(digest_tensors(known))[:8]}"
     inner = partial(_text, shared=shared, depth=depth - 1)
     if depth and isinstance(value, list | tuple):
-        return ("[{}]" if isinstance(value, list) else "({})").format(", ".join(map(inner, value)))
+        return ("[{}]" if isinstance(value, list) else "({})").format(", ".join(map(inner, stored_in(value))))
     if depth and isinstance(value, set | frozenset):
-        return f"{type(value).__name__}({', '.join(sorted(map(inner, value)))})"
+        return f"{type(value).__name__}({', '.join(sorted(map(inner, stored_in(value))))})"
     if depth and isinstance(value, Mapping):
-        return "{" + ", ".join(f"{inner(key)}: {inner(each)}" for key, each in value.items()) + "}"
+        return "{" + ", ".join(f"{inner(key)}: {inner(each)}" for key, each in stored_in(value)) + "}"
     if depth and isinstance(value, partial):
         return f"partial({inner(value.func)}, {inner(value.args)}, {inner(value.keywords)})"
     if depth and is_dataclass(value) and not isinstance(value, type):
         return _name_of(type(value)) + inner({each.name: getattr(value, each.name, None) for each in fields(value)})
-    return _name_of(value if hasattr(value, "__qualname__") else type(value))
+    with suppress(AttributeError):  # __getattr__ of the user's may make one of any name
+        type(value).__getattribute__(value, "__qualname__")  # type: ignore[call-arg]  # of a class, if it is one
+        return _name_of(value)
+    return _name_of(type(value))
 
 
 def _name_of(definition: Any) -> str:

@@ -13,16 +13,30 @@ from __future__ import annotations
 import dis
 import re
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sized
 from functools import partial
 from itertools import chain, pairwise
-from types import CodeType, FunctionType, MethodType, NoneType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, NoneType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from lockstep.core.users_code import codes_in, is_users_module, names_in
+from lockstep.core.values import (
+    ATTRIBUTE,
+    CONTAINERS,
+    ENTRY,
+    INNER,
+    NAMESPACES,
+    OF_CLASS,
+    globals_of,
+    inside,
+    of_class,
+    stored_in,
+    version_of,
+)
 from lockstep.errors import ConfigError
 from lockstep.numerics.hidden_state import Snapshot
 from lockstep.numerics.hooks import backward_hooks, forward_hooks, gradient_hooks, is_users
@@ -44,6 +58,8 @@ _LIBRARIES = (
     *("torch", "numpy", "lockstep"),
     *("builtins", "collections", "functools", "math", "random", "typing"),
 )
+_OPEN = (*CONTAINERS, *NAMESPACES, np.ndarray, FunctionType, BuiltinFunctionType, partial, type)
+"""Objects of these that hold what the user puts there."""
 
 
 class LossReads:
@@ -115,7 +131,7 @@ class StagesRead:
             kinds = [*chain.from_iterable(of_modules), *chain.from_iterable(map(gradient_hooks, tensors))]
             users = [hook for kind in kinds for hook in kind.values() if is_users(hook)]
             read = [pair for hook in users for pair in _read_by_hook(hook)]
-            return {label: (value, _version(value)) for label, value in read}
+            return {label: (value, version_of(value)) for label, value in read}
 
 
 def _read_by_hook(hook: Any) -> Iterator[tuple[str, Any]]:
@@ -191,13 +207,13 @@ def _names_read(code: CodeType) -> Iterator[Any]:
 
 def _read_within(where: str, label: str, value: Any, read: set[Any], depth: int) -> Iterator[tuple[str, Any]]:
     """The value that is read, or what lies in it under names that are read, with words for each."""
-    if isinstance(value, int | float | str | Tensor):
+    if isinstance(value, int | float | str | Tensor | np.ndarray):
         yield where, value
     elif isinstance(value, list | deque):
-        yield where, (*value,)
+        yield where, (*stored_in(value),)
     elif depth:
-        own = value if isinstance(value, dict) else getattr(value, "__dict__", {})
-        held = {**own, **own["_buffers"], **own["_modules"]} if isinstance(value, nn.Module) else own
+        held = {part.key: part.value for part in (*of_class(type(value)), *inside(value))}
+        held |= {**held["_buffers"], **held["_modules"]} if isinstance(value, nn.Module) else {}
         for key in [key for key in held if isinstance(key, str | int) and key in read]:
             yield from _read_within(f"{key!r} of {label}", f"{key!r} of {label}", held[key], read, depth - 1)
 
@@ -215,15 +231,9 @@ def _readable(function: Callable[..., Any]) -> dict[str, tuple[Any, int]]:
     names: set[str] = {"forward", "__call__"}
     while True:
         known = len(names)
-        found = {label: (value, _version(value)) for label, value in _reach(function, names)}
+        found = {label: (value, version_of(value)) for label, value in _reach(function, names)}
         if len(names) == known:
             return found
-
-
-def _version(value: Any) -> int:
-    if isinstance(value, Tensor):
-        return value._version if not value.is_inference() else 0
-    return len(value) if isinstance(value, (dict, list, tuple, set, deque)) else 0
 
 
 def _reach(function: Callable[..., Any], names: set[str]) -> Iterator[tuple[str, Any]]:
@@ -244,53 +254,37 @@ def _inside(label: str, value: Any, names: set[str]) -> list[tuple[str, Any]]:
         value = vars(value).get("_model", value)  # the user's, behind the prepared one
     if isinstance(value, MethodType):
         return [(label, value.__func__), (label.rpartition(".")[0] or "self", value.__self__)]
-    if isinstance(value, partial):
-        named = [(f"{label}{key}", each) for key, each in value.keywords.items()]
-        numbered = [(f"{label}({number})", each) for number, each in enumerate(value.args)]
-        return [(label, value.func), *numbered, *named]
-    if isinstance(value, FunctionType):
-        return _read_by(value, names)
-    if isinstance(value, dict):
-        return [(f"{label}[{key!r}]", each) for key, each in list(value.items())[:_MOST]]
-    if isinstance(value, (list, tuple, deque)):
-        return [(f"{label}[{number}]", each) for number, each in enumerate(list(value)[:_MOST])]
     if type(value).__module__.startswith("lockstep.run."):  # it calls the user's function
         return [(label, each) for each in vars(value).values() if callable(each)]
-    inner: list[tuple[str, Any]] = []
+    found = _read_by(value, names) if isinstance(value, FunctionType) else []
     if isinstance(value, nn.Module):
         is_walked = isinstance(value, nn.Sequential | nn.ModuleList | nn.ModuleDict) or names & _WALKING
         modules = value.named_modules() if is_walked else ()
-        inner = [(f"{label}.{name}", each) for name, each in modules if name]
-    elif isinstance(value, (Tensor, type)) or type(value).__module__.split(".")[0] in _LIBRARIES:
+        found += [(f"{label}.{name}", each) for name, each in modules if name]
+        own = {**value._modules, **value._parameters, **value._buffers}
+        found += [(f"{label}.{key}".lstrip("."), each) for key, each in own.items() if key in names]
+    elif type(value).__module__.partition(".")[0] in _LIBRARIES and not isinstance(value, _OPEN):
         return []
-    return inner + _attributes(label, value, names)
+    is_whole = isinstance(value, NAMESPACES) and isinstance(value, Sized)  # a UserDict, whose code names its attributes
+    kind = value if isinstance(value, type) else type(value)
+    for part in (*inside(value, most=_MOST), *of_class(kind)):
+        if part.how in (ENTRY, INNER) or (part.how in (ATTRIBUTE, OF_CLASS) and (part.key in names or is_whole)):
+            found.append((part.path(label).lstrip("."), part.value))
+    methods = ((name, getattr(kind, name, None)) for name in sorted(names))  # those of installed packages, too
+    return found + [(f"{label}.{name}", each) for name, each in methods if isinstance(each, FunctionType)]
 
 
 def _read_by(function: FunctionType, names: set[str]) -> list[tuple[str, Any]]:
-    """The values that a function can read: cells, globals that it mentions, and defaults."""
+    """The values that a function can read: cells, defaults, and globals that it mentions."""
     if (function.__module__ or "").split(".")[0] in _LIBRARIES and not function.__closure__:
         return []
-    mentioned = set(names_in(function.__code__))
-    names |= mentioned  # and those of getattr
-    names |= {text for code in codes_in(function.__code__) for text in code.co_consts if isinstance(text, str)}
-    found = []
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
-        try:
-            found.append((name, cell.cell_contents))
-        except ValueError:  # not assigned yet
-            continue
-    found += [(name, function.__globals__[name]) for name in sorted(mentioned & function.__globals__.keys())]
-    defaults = function.__defaults__ or ()
-    arguments = function.__code__.co_varnames[: function.__code__.co_argcount]
-    found += zip(arguments[len(arguments) - len(defaults) :], defaults)
-    return found + list((function.__kwdefaults__ or {}).items())
-
-
-def _attributes(label: str, value: Any, names: set[str]) -> list[tuple[str, Any]]:
-    """The attributes of an object that are mentioned, and the functions of its class that are."""
-    own = dict(getattr(value, "__dict__", {}))
-    if isinstance(value, nn.Module):
-        own |= {**value._modules, **value._parameters, **value._buffers}
-    found = [(f"{label}.{name}" if label else name, each) for name, each in own.items() if name in names]
-    methods = ((name, getattr(type(value), name, None)) for name in sorted(names))
-    return found + [(f"{label}.{name}", each) for name, each in methods if isinstance(each, FunctionType)]
+    code, space = function.__code__, function.__globals__
+    names |= names_in(code)
+    names |= {text for each in codes_in(code) for text in each.co_consts if isinstance(text, str)}  # those of getattr
+    defaulted = code.co_varnames[code.co_argcount - len(function.__defaults__ or ()) :]
+    parts = [part for part in inside(function) if part.how != ATTRIBUTE]
+    found = [(defaulted[part.key] if isinstance(part.key, int) else part.key, part.value) for part in parts]
+    for part in globals_of(names_in(code), space):
+        module = "" if part.holder is space else f"{part.holder.get('__name__')}."
+        found.append((f"{module}{part.key}", part.value))
+    return found

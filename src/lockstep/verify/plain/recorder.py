@@ -45,6 +45,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lockstep.config.checks import file_path
 from lockstep.core.fingerprint import device_model, digest_tensor
+from lockstep.core.values import parts_of_tensor, short_digest, stored_in
 from lockstep.core.world import World
 from lockstep.data.keyed import encoded_state
 from lockstep.errors import ConfigError
@@ -212,19 +213,22 @@ def attributes(modules: Mapping[str, nn.Module]) -> dict[str, str]:
 _MOST_ENTRIES = 64
 
 
-def _text(value: Any) -> str | None:
+def _text(value: Any, depth: int = 4) -> str | None:
     """A short text that changes with a value; None for a value of an unknown kind."""
     if value is None or isinstance(value, bool | int | float | complex | str):
         return repr(value)
     if isinstance(value, np.ndarray | np.generic):
         return _text(torch.as_tensor(value)) if value.dtype.kind in "biuf" else None
     if isinstance(value, Tensor):
-        return f"tensor {digest_tensor(value)[:8]}"
+        return " ".join(["tensor", *(digest_tensor(each)[:8] for each in parts_of_tensor(value))])
     if (state := encoded_state(value)) is not None:
-        return f"generator {hashlib.sha256(repr(state).encode()).hexdigest()[:8]}"
-    if isinstance(value, list | tuple | set | deque | dict) and len(value) <= _MOST_ENTRIES:
-        entries = value.items() if isinstance(value, dict) else [("", each) for each in value]
-        return repr([(str(key), _text(each)) for key, each in entries])
+        return f"generator {short_digest(repr(state).encode())}"
+    if depth and isinstance(value, list | tuple | set | deque | dict) and len(stored_in(value)) <= _MOST_ENTRIES:
+        entries = stored_in(value) if isinstance(value, dict) else [("", each) for each in stored_in(value)]
+        texts = [(str(key), _text(each, depth - 1)) for key, each in entries]
+        return repr(
+            sorted(texts, key=repr) if isinstance(value, set) else texts
+        )  # its order is another in each process
     return None
 
 
