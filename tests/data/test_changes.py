@@ -1,15 +1,18 @@
 """A data set that the loop changes between epochs is read as it is now, by any number of workers."""
 
 import multiprocessing
+import os
 from array import array
 from collections import UserList, deque
 from ctypes import c_int
 from functools import partial
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from tests.data import levels
 from tests.run.jobs import begin, correct, dataset, train_step
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, WeightedRandomSampler
 
@@ -245,6 +248,63 @@ def test_workers_read_what_the_loop_has_changed_where_it_is_hard_to_see(name):
     make, change = UNSEEN[name]
     found = trained(make, change, anew=False, workers=2 if name == "lists" else 1)
     assert found == trained(make, change, anew=False) != trained(make, lambda *_: None, anew=False)
+
+
+class Surroundings(Curriculum):
+    """Its samples are of what a process has beside the set."""
+
+    def __init__(self, read):
+        super().__init__()
+        self.read = read
+
+    def __getitem__(self, index):
+        return X[index] * (1 + self.read() % 7), Y[index]
+
+
+def imported_level():
+    from tests.data import levels
+
+    return levels.level
+
+
+def imported_level_alone():
+    from tests.data.levels import level
+
+    return level
+
+
+def set_imported_level(data, epoch):
+    levels.level = epoch
+
+
+SURROUNDINGS = {
+    "the environment": (lambda: int(os.environ.get("LEVEL", 0)), lambda _, epoch: os.environ.update(LEVEL=str(epoch))),
+    "the folder": (lambda: len(str(Path.cwd())), lambda _, epoch: os.chdir("/" if epoch else "/dev")),
+    "the default type": (
+        lambda: torch.get_default_dtype().itemsize,
+        lambda _, epoch: torch.set_default_dtype(torch.float64 if epoch else torch.float32),
+    ),
+    "a module that is imported where it is read": (imported_level, set_imported_level),
+    "a variable that is imported where it is read": (imported_level_alone, set_imported_level),
+}
+QUICK_SURROUNDINGS = ("the environment", "a module that is imported where it is read")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=[pytest.mark.slow] * (each not in QUICK_SURROUNDINGS)) for each in SURROUNDINGS]
+)
+def test_workers_read_by_what_the_loop_has_changed_beside_the_set(name, monkeypatch):
+    """They read by the environment variables with which they had been forked."""
+    read, change = SURROUNDINGS[name]
+
+    def losses(read, workers=0):
+        monkeypatch.chdir("/dev")
+        levels.level = 0
+        torch.set_default_dtype(torch.float32)
+        return trained(lambda: Surroundings(read), change, anew=False, workers=workers)
+
+    found = losses(read, workers=1)
+    assert found == losses(read) != losses(lambda: 0)
 
 
 @pytest.mark.parametrize("kind", ["tensor", "value"])

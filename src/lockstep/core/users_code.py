@@ -117,9 +117,9 @@ def names_reached(codes: Iterable[CodeType], functions: Iterable[Callable[..., A
 
 @functools.cache
 def globals_in(code: CodeType) -> frozenset[str]:
-    """Those that it names as globals: an attribute of a method may have the name of a function of the script."""
+    """Those that it names as globals, or imports: an attribute of a method may have the name of a function."""
     kinds = [f"{kind}_{space}" for kind in ("LOAD", "STORE", "DELETE") for space in ("GLOBAL", "NAME")]
-    kinds.append("LOAD_FROM_DICT_OR_GLOBALS")  # of class bodies, since Python 3.12
+    kinds += ["LOAD_FROM_DICT_OR_GLOBALS", "IMPORT_NAME"]  # the first of class bodies, since Python 3.12
     return frozenset[str]().union(*(names_loaded(each, *kinds) for each in codes_in(code)))
 
 

@@ -276,9 +276,11 @@ def globals_of(
     """The globals that code names, and the attributes that it names of the user's own modules among them."""
     attributes = names if attributes is None else attributes
     seen = set() if seen is None else seen
-    for key in sorted(names & space.keys()):
-        held = space[key]
-        yield Part(GLOBAL, space, key, held)
+    imported = {key: sys.modules[key] for key in names - space.keys() if key in sys.modules}  # within the code
+    for key in sorted(names & (space.keys() | imported.keys())):
+        held = imported.get(key) or space[key]
+        if key not in imported:
+            yield Part(GLOBAL, space, key, held)
         if type(held) is ModuleType and is_users_module(held.__name__) and id(held) not in seen:
             seen.add(id(held))
             yield from globals_of(attributes, vars(held), None, seen)

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import re
 from array import array
 from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from multiprocessing.sharedctypes import SynchronizedBase
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodType, ModuleType
 from typing import Any
 
@@ -106,6 +108,14 @@ class Notes:
         self._known.add(id(value))
         for each in _parts(value):
             self._add(each, depth - 1)
+
+
+def inherited_by_workers() -> object:
+    """What samples may be made of beside a data set, and workers have as it was when they were forked."""
+    folder = None
+    with suppress(OSError):  # it may be gone
+        folder = Path.cwd()
+    return dict(os.environ), folder, torch.get_default_dtype()
 
 
 def choices(dataset: Any) -> dict[str, str]:

@@ -20,7 +20,7 @@ from lockstep.core.plan import SamplePlan, Share
 from lockstep.data import EvaluationLoader, SkipBroken, Source, StepLoader, Stream, adopt, check_batch_size
 from lockstep.data.adopt import SideBySide, unused_side_by_side
 from lockstep.data.batch import Batch
-from lockstep.data.changes import BEGINNING, Notes, choices
+from lockstep.data.changes import BEGINNING, Notes, choices, inherited_by_workers
 from lockstep.data.labels import differing_classes, differing_columns
 from lockstep.data.naming import unwrap_subset
 from lockstep.data.reader import ReadTrace
@@ -61,6 +61,9 @@ class _UsedData:
     """Those of the evaluations since an epoch has ended."""
     changed: set[_Kind] = field(default_factory=lambda: {"training", "evaluation"})
     """Loaders that were made before the data were changed, as they may have been since another loader has read them."""
+
+    inherited: dict[_Kind, object] = field(default_factory=dict)
+    """What the workers of these loaders have inherited."""
 
     @property
     def is_noted(self) -> bool:
@@ -107,8 +110,10 @@ class LoaderCache:
             known.source, known.is_checked = adopt(data), True
             known.changed = {"training", "evaluation"}
         known.notes, known.shared = notes, notes.shared()
-        if not known.is_noted:
+        inherited = inherited_by_workers()
+        if not known.is_noted or known.inherited.get(loaders) != inherited:
             known.close(loaders)
+        known.inherited[loaders] = inherited
         if has_changed := loaders in known.changed:  # the others may be in use
             known.changed.remove(loaders)
             known.forget(loaders)
