@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import re
 from array import array
 from collections import UserList, deque
 from ctypes import c_int
@@ -14,7 +15,7 @@ import pytest
 import torch
 from tests.data import levels
 from tests.run.jobs import begin, correct, dataset, train_step
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, WeightedRandomSampler, default_collate
 
 from lockstep.data.changes import Notes
 
@@ -332,6 +333,53 @@ def test_memory_shared_with_workers_that_changes_within_an_epoch_is_told(kind, w
     run.close()
     told = [each for each in caplog.records if "has changed within the epoch" in each.getMessage()]
     assert len(told) == said
+
+
+class Collating(torch.nn.Linear):
+    """A model with a function that joins samples and reads no weight."""
+
+    def collate(self, samples):
+        return default_collate(samples)
+
+
+class Weighing:
+    def __init__(self, model):
+        self.model = model
+
+    @torch.no_grad()
+    def __call__(self, x):
+        return x * self.model(x).abs().sum()
+
+
+def of_model(model):
+    return lambda x: x * model.weight.detach().sum()
+
+
+TOLD = {
+    "a scale": (lambda model: Curriculum(30), "has changed .*data.scale"),
+    "a model around": (lambda model: Curriculum(30, transform=of_model(model)), "holds or reads parameters"),
+    "a model held": (lambda model: Curriculum(30, transform=Weighing(model)), "holds or reads parameters"),
+    "its own collate function": (lambda model: DataLoader(Curriculum(30), 4, collate_fn=model.collate), ""),
+    "another model": (lambda model: Curriculum(30, transform=of_model(torch.nn.Linear(6, 3))), ""),
+}
+
+
+@pytest.mark.parametrize("workers", [1, 0])
+@pytest.mark.parametrize("name", TOLD)
+def test_what_changes_within_an_epoch_and_workers_cannot_know_is_told(name, workers, caplog):
+    """The bits depended on the number of workers, without a word."""
+    make, said = TOLD[name]
+    run, model, optimizer = begin(model=Collating(6, 3))
+    data = make(model)
+    for _ in run.epochs(2):
+        for batch in run.batches(data, workers=workers):
+            train_step(run, batch, optimizer)
+            if name == "a scale":
+                data.scale *= 0.5
+    run.close()
+    told = [each.getMessage() for each in caplog.records if "samples that" in each.getMessage()]
+    assert len(told) == bool(said and workers)
+    assert re.search(said, "".join(told)) or not workers
 
 
 def test_a_set_that_is_changed_and_evaluated_within_an_epoch_is_trained_to_the_end_of_it():

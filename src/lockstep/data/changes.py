@@ -67,6 +67,7 @@ class Notes:
 
     def __init__(self, data: Any) -> None:
         self._notes: list[tuple[Any, _Note]] = []
+        self._parameters: list[torch.nn.Parameter] = []
         self._known: set[int] = set()
         self.are_whole = True
         """False where something can change unseen: large arrays in place, long lists of objects, tables of pandas."""
@@ -95,9 +96,15 @@ class Notes:
             *(bytes(memory_of(each)) for each in tensors if each.nbytes <= _MOST_BYTES),
         ]
 
-    def _add(self, value: Any, depth: int) -> None:
+    def versions(self) -> list[int]:
+        """Of the parameters that the set holds, or its functions name: numbers that change where these are trained."""
+        return [each._version for each in self._parameters if not each.is_inference()]
+
+    def _add(self, value: Any, depth: int, *, of_method: bool = False) -> None:
         if id(value) in self._known:
             return
+        if isinstance(value, torch.nn.Parameter) and not of_method:  # one of a model's may collate, and read no weight
+            self._parameters.append(value)
         note, is_all = _noted(value)
         self._notes.append((value, note))  # the value is kept, so that its identity stays its own
         if _is_plain(value) or isinstance(value, (*_LEAVES, *_FIXED)):
@@ -106,8 +113,11 @@ class Notes:
         if depth == 0 or len(self._notes) >= _MOST_NOTES:
             return
         self._known.add(id(value))
-        for each in _parts(value):
-            self._add(each, depth - 1)
+        for each, is_noted in _parts(value):
+            if is_noted:
+                self._add(each, depth - 1, of_method=of_method or isinstance(value, MethodType))
+            elif isinstance(each, torch.nn.Module) and not of_method:
+                self._parameters += each.parameters()
 
 
 def inherited_by_workers() -> object:
@@ -183,10 +193,10 @@ def _frozen(value: Any) -> Any:
     raise TypeError(type(value))
 
 
-def _parts(value: Any) -> Iterator[Any]:
-    """The values of an object that a loader reads by."""
+def _parts(value: Any) -> Iterator[tuple[Any, bool]]:
+    """The values of an object that a loader reads by, and whether they are noted: models that code names are not."""
     if isinstance(value, DataLoader):
-        yield from (value.dataset, value.sampler, value.collate_fn)
+        yield from ((value.dataset, True), (value.sampler, True), (value.collate_fn, True))
     # The others are read here, as they are.
     elif not isinstance(value, Stream | IterableDataset | torch.Tensor | SynchronizedBase):
         own = type(value).__module__.startswith("lockstep.")
@@ -200,8 +210,8 @@ def _parts(value: Any) -> Iterator[Any]:
             else:
                 is_hidden = how == OF_CLASS and name.startswith("__")
                 is_read = how in (ENTRY, DEFAULT, INNER) or (_is_read(each) and not is_hidden)
-            if is_read:
-                yield each
+            if is_read or isinstance(each, torch.nn.Module):
+                yield each, is_read
 
 
 _READABLE = (

@@ -28,7 +28,8 @@ from lockstep.data.workers import ReadingOptions, sample_digests
 from lockstep.distributed.collectives import all_reduce_max, gather_json
 from lockstep.errors import ConfigError, DataError
 from lockstep.numerics.running_buffers import has_batch_norm
-from lockstep.run.epoch_loop import Read
+from lockstep.run.epoch_loop import EpochLoop, Read
+from lockstep.run.loop_state import LoopState
 from lockstep.runtime.devices import has_gpus, is_gpu
 from lockstep.strategies import Strategy
 from lockstep.text import shorten
@@ -53,6 +54,8 @@ class _UsedData:
     """From when it was read last; None before."""
     shared: list[bytes] = field(default_factory=list)
     """The contents of memory that it shared with workers then."""
+    versions: list[int] = field(default_factory=list)
+    """Those of the parameters that it held then."""
     is_checked: bool = False
     """True if samples need not be read twice, since those before the last change were."""
     training: dict[_Key, StepLoader] = field(default_factory=dict)
@@ -109,7 +112,7 @@ class LoaderCache:
         if known.notes not in (None, notes):
             known.source, known.is_checked = adopt(data), True
             known.changed = {"training", "evaluation"}
-        known.notes, known.shared = notes, notes.shared()
+        known.notes, known.shared, known.versions = notes, notes.shared(), notes.versions()
         inherited = inherited_by_workers()
         if not known.is_noted or known.inherited.get(loaders) != inherited:
             known.close(loaders)
@@ -225,8 +228,27 @@ class LoaderCache:
                 self._warn(differing_columns(trained, source.dataset), differing_classes(trained, source.dataset))
         return known.evaluation[key]
 
-    def read_ahead(self, loader: StepLoader, next_epoch: int | None) -> None:
-        """At the last step of an epoch: lets workers read what will be wanted after it, while the step computes.
+    def at_last_step(self, loader: StepLoader, variables: LoopState, loop: EpochLoop) -> Callable[[], None]:
+        """A function for the last step of an epoch that begins now: it warns of what workers cannot know, and reads
+        ahead.
+        """
+        before = variables.changed_in_data() if loader.has_workers else {}
+
+        def call() -> None:
+            now = variables.changed_in_data() if loader.has_workers else {}
+            if changed := [name for name in {**before, **now} if before.get(name) != now.get(name)]:
+                self._warn(
+                    f"Within an epoch the loop has changed {shorten(changed, 3)}, which the data set holds or reads. "
+                    "Loader workers have it as it was when the epoch began, so samples that depend on it are not those "
+                    "that are read without workers. Change it between epochs, before run.batches, or read with "
+                    "workers=0."
+                )
+            self._read_ahead(loader, loop.next_epoch)
+
+        return call
+
+    def _read_ahead(self, loader: StepLoader, next_epoch: int | None) -> None:
+        """Lets workers read what will be wanted after the last step of an epoch, while that computes.
 
         That is what has been evaluated since the last call, and ``next_epoch``, where one may follow. ``SkipBroken``
         counts by epoch, so of such a set none is read before its epoch has come.
@@ -241,6 +263,12 @@ class LoaderCache:
                 "Memory that the data set shares with its loader workers, such as a multiprocessing.Value, has changed "
                 "within the epoch. They read ahead, so which samples come under which value is a matter of time. If "
                 "samples depend on it, change it between epochs, before run.batches, or read without workers."
+            )
+        if loader.has_workers and known and known.notes and known.versions != known.notes.versions():
+            self._warn(
+                "The data set holds or reads parameters that the steps have changed. Loader workers have them as they "
+                "were when the epoch began, or before, so samples that are made of them are not those that are read "
+                "without workers. Compute what depends on the model in the loop or in forward=, or read with workers=0."
             )
         if next_epoch is not None and not loader.counts_skipped and (known is None or known.is_noted):
             loader.begin(next_epoch)

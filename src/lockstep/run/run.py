@@ -255,8 +255,8 @@ class Run:
         prepared.forward_pass.device_transform = source.device_transform
         self._session.heartbeat.note_thread()
         self._session.heartbeat.mark("data", epoch=self.position.epoch, step=self.position.step)
-        read_ahead = self._loaders.read_ahead
-        batches = partial(loader.batches, at_end=lambda: read_ahead(loader, self._loop.next_epoch))
+        at_end = self._loaders.at_last_step(loader, prepared.state.loop, self._loop)
+        batches = partial(loader.batches, at_end=at_end)
         read = counting_skipped(batches, source.dataset, self.strategy, self.options.seed, says=self.is_main)
         left = self._loop.steps_left(plan.steps_per_epoch)
         return EpochSteps(self._loop.steps(read, self._between_steps), left)
