@@ -1,3 +1,6 @@
+import os
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -184,6 +187,31 @@ def test_values_that_differ_are_refused_where_a_later_read_would_fail():
 
     with pytest.raises(DataError, match=r"Moving\[3\] gave other values when it was read again"):
         read(Moving(), [3, 1], checks=True)
+
+
+class SeededByTheClock(Squares):
+    def __getitem__(self, index):
+        np.random.seed(os.getpid() * int(time.time()) % 123_456_789)
+        return torch.from_numpy(np.random.rand(2)), index
+
+
+class TimesItsReads(Squares):
+    seconds = 0.0
+
+    def __getitem__(self, index):
+        began = time.time()
+        found = super().__getitem__(index)
+        self.seconds += time.time() - began
+        return found
+
+
+def test_a_seed_of_the_time_is_refused():
+    """Two reads within a second are equal, and every run trained on other samples."""
+    with pytest.raises(
+        DataError, match=r"SeededByTheClock\[3\] gave other values when it was read again a second later"
+    ):
+        read(SeededByTheClock(), [3, 1], checks=True)
+    read(TimesItsReads(), [3, 1], checks=True)
 
 
 @pytest.mark.parametrize("most", [50, 1_000_000])

@@ -12,6 +12,7 @@ import io
 import itertools
 import random
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, suppress
@@ -29,7 +30,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from lockstep.core.fingerprint import digest_tensor
 from lockstep.core.plan import Indices, mix
 from lockstep.core.seeding import sample_seeds
-from lockstep.core.users_code import is_users_function, is_users_module
+from lockstep.core.users_code import is_users_function, is_users_module, names_in
 from lockstep.core.values import (
     CONTAINERS,
     GLOBAL,
@@ -368,6 +369,23 @@ class Rereading:
                 "first depends on their number. Make it from the whole data set, before run.batches."
             )
 
+    def require_no_time(self) -> None:
+        """Raises ``DataError`` where samples are others a second later, if the code of the data set asks for the time.
+
+        A seed such as ``int(time.time())`` is the same in two reads that follow each other.
+        """
+        functions = (value for _, value, _ in _led_to(self._roots) if isinstance(value, FunctionType))
+        if not any(names_in(each.__code__) & _CLOCKS for each in functions if is_users_function(each)):
+            return
+        time.sleep(1 - time.time() % 1)
+        for (name, *_, content), now in zip(self._held, self._contents(self._held)):
+            if content != now:
+                raise DataError(
+                    f"{name} gave other values when it was read again a second later: the data set, or its collate "
+                    "function, makes its samples of the time, for example a seed. Each run would train on others. Draw "
+                    "from torch, NumPy or random without a seed of your own: they are seeded for each sample."
+                )
+
     def _contents(self, held: Iterable[tuple[str, Callable[[], Any], Any, list[str]]]) -> list[list[str]]:
         """The contents of samples that are read again in this order, until one fails."""
         found = list[list[str]]()
@@ -377,6 +395,8 @@ class Rereading:
         return found
 
 
+_CLOCKS = {"time", "time_ns", "now", "utcnow", "today"}
+"""Of the modules time and datetime, by which code makes seeds."""
 _SEED_IT = (
     "seed it by torch before each use, such as self.transform.set_random_seed(int(torch.randint(2**31, ()))) of "
     "albumentations, or transform.set_random_state(seed) of MONAI."

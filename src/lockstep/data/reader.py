@@ -399,6 +399,7 @@ class SampleReader:
             compared.require_equal(self._named_rows(keys), partial(self._read, keys), times=times)
         compared.require_kept()
         compared.require_any_order()
+        compared.require_no_time()
 
     def _named_rows(self, keys: SampleKeys) -> str:
         return f"{type(self._dataset).__name__}[{shorten(self._rows(keys).tolist(), 4)}]"
