@@ -38,7 +38,7 @@ from lockstep.data.changes import BEGINNING, CHOICE
 from lockstep.distributed.collectives import broadcast_tensors
 from lockstep.errors import CheckpointMismatch, ConfigError, ReplicaError
 from lockstep.numerics.hidden_state import without_key
-from lockstep.run.attributes import Values, holders_in, numbers_in
+from lockstep.run.attributes import Values, holders_in
 from lockstep.run.checks.calls import by_rank, gather_agreed, watching_once
 from lockstep.run.epoch_loop import Position
 from lockstep.run.loop_state import LoopState
@@ -196,10 +196,10 @@ def made_with(model: nn.Module) -> tuple[dict[str, str], ...]:
     """Describes what a model was made with beside its state: what it computes with for certain, and the rest.
 
     Certain are the classes of modules, the settings of torch's layers, and tensors that no ``state_dict()`` has. Two
-    more are like these: arrays and tensors in all that attributes hold, and numbers in objects of the user's.
+    more are like these: arrays and tensors in all that attributes hold, and numbers with a fraction there.
     """
     texts, certain, others = described(model), dict[str, str](), dict[str, str]()
-    inner, held = (dict[str, str](), dict[str, str]()), Values(holders_in(model)).found
+    inner, held = (dict[str, str](), dict[str, str]()), Values(holders_in(dict(model.named_modules())))
     for path, module in model.named_modules():
         name, prefix = path or "the model", f"{path}." if path else ""
         certain[f"the class of {name}"] = type(module).__qualname__
@@ -212,9 +212,9 @@ def made_with(model: nn.Module) -> tuple[dict[str, str], ...]:
                 is_certain = is_torchs or _VALUES in text
                 words = f"the attribute {key!r} of {name}"
                 (certain if is_certain else others)[words] = _cut(text)
-                for kind, numbers in zip(inner, numbers_in(held.get((f"module {path}", key)))):
-                    if numbers:
-                        kind[words] = f"values of digest {short_digest(json.dumps(numbers).encode())}"
+                for kind, numbers in zip(inner, (held.arrays, held.fractions)):
+                    if found := numbers[f"module {path}", key]:
+                        kind[words] = f"values of digest {short_digest(json.dumps(found).encode())}"
         for key in sorted(module._non_persistent_buffers_set):
             if (buffer := module._buffers[key]) is not None:
                 certain[f"the attribute {key!r} of {name}"] = _text(buffer, frozenset())
