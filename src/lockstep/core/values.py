@@ -314,11 +314,11 @@ def text_of_plain(value: Any) -> str:
     return short_text(repr(value))
 
 
-def short_text(text: str) -> str:
-    """The text, cut to ``_MOST_CHARACTERS``; a digest distinguishes texts that differ in what was cut off."""
+def short_text(text: str, kind: str = "") -> str:
+    """The text, cut to ``_MOST_CHARACTERS``; a digest, of this kind, distinguishes texts that differ in the rest."""
     if len(text) <= _MOST_CHARACTERS:
         return text
-    return f"{text[:_MOST_CHARACTERS]}... ({short_digest(text.encode())})"
+    return f"{text[:_MOST_CHARACTERS]}... ({kind}{short_digest(text.encode())})"
 
 
 def text_of_tensor(tensor: Tensor) -> str:
