@@ -83,6 +83,8 @@ _OF_PYTHON = frozenset(
 _PLACES = ("coords", "iterindex", "line_num")
 """Attributes of iterators that cannot be copied."""
 _MOST_CHARACTERS, _MOST_BITS, _MOST_NAMED, _SAMPLE = 60, 1 << 10, 64, 4_096
+MOST_BITS = 14_000
+"""Of an int, in the digits that Python reads and writes."""
 _CLOSED = (
     *(Dataset, DataLoader, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler),
     *(ModuleType, threading.Thread, logging.Logger, io.IOBase),

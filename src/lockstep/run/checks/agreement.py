@@ -33,7 +33,7 @@ from lockstep.checkpoint.state import has_extra_state
 from lockstep.config.options import RunOptions
 from lockstep.core.fingerprint import Context, checksums, combine, digest_tensors
 from lockstep.core.plan import SamplePlan
-from lockstep.core.values import short_digest, short_text, stored_in
+from lockstep.core.values import MOST_BITS, short_digest, short_text, stored_in
 from lockstep.data.changes import BEGINNING, CHOICE
 from lockstep.distributed.collectives import broadcast_tensors
 from lockstep.errors import CheckpointMismatch, ConfigError, ReplicaError
@@ -251,7 +251,7 @@ def _text(value: Any, shared: Set[int], depth: int = 4) -> str:
     if isinstance(value, str) and value.startswith(os.sep):
         return "an absolute path"
     if value is None or isinstance(value, _PLAIN):
-        return repr(value)
+        return hex(value) if isinstance(value, int) and value.bit_length() > MOST_BITS else repr(value)
     if isinstance(value, Tensor | nn.Module):
         held = {"": value} if isinstance(value, Tensor) else _named_tensors(value)
         known = {
