@@ -12,7 +12,6 @@ import decimal
 import enum
 import functools
 import hashlib
-import itertools
 import json
 import random
 import types
@@ -182,7 +181,6 @@ MADE = {
     "built-in method": lambda: [1].append,
     "class": lambda: Box,
     "iterator": lambda: iter([1, 2]),
-    "count": lambda: itertools.count(3),
     "module": lambda: [nn.Dropout(0.1)],
 }
 

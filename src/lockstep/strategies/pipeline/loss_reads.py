@@ -5,7 +5,7 @@
 
 Python has one ``kept`` in each process, so such a loss would read nothing, or something old; so would a forward of
 another stage. What a function can read is found from its code: closures, globals and attributes that it mentions, and
-what lies in dictionaries and lists.
+what lies in containers.
 """
 
 from __future__ import annotations
