@@ -226,9 +226,8 @@ def _text(value: Any, depth: int = 4) -> str | None:
     if depth and isinstance(value, list | tuple | set | deque | dict) and len(stored_in(value)) <= _MOST_ENTRIES:
         entries = stored_in(value) if isinstance(value, dict) else [("", each) for each in stored_in(value)]
         texts = [(str(key), _text(each, depth - 1)) for key, each in entries]
-        return repr(
-            sorted(texts, key=repr) if isinstance(value, set) else texts
-        )  # its order is another in each process
+        # The order of a set is another one in each process.
+        return repr(sorted(texts, key=repr) if isinstance(value, set) else texts)
     return None
 
 
