@@ -208,7 +208,7 @@ def plain_state(part: Any, depth: int = 3) -> dict[str, Any]:
     is_closed = isinstance(part, type | ModuleType | torch.Tensor | np.ndarray)
     for how, _, key, value in () if is_closed else inside(part, most=100):
         name = str(key)
-        if how == ENTRY and not hasattr(value, "__dict__"):
+        if how == ENTRY and not hasattr(value, "__dict__") and encoded_state(value) is None:
             continue  # of objects, as the stages of a pipeline; others may be a cache
         if _is_order(value):
             found[f"{name} of {len(value)}"] = hash(tuple(value))
