@@ -172,6 +172,11 @@ def test_a_stream_has_the_same_samples_and_draws_for_any_reader():
     assert read(stream, Share(), 0) != read(stream, Share(), 1) and numbers.begun == [0, 1], "once an epoch"
 
 
+@dataclasses.dataclass(slots=True)
+class Stage:
+    turn: int = 0
+
+
 class Changing(IterableDataset):
     """Calls ``change(self)`` at the beginning or at the end of an epoch."""
 
@@ -180,6 +185,8 @@ class Changing(IterableDataset):
         self.numpy, self.plain, self.index = np.random.default_rng(0), random.Random(0), None
         self.zero_dim, self.one_row, self.missing = torch.zeros(()), np.zeros(1), float("nan")
         self.memory, self.files, self.counts = np.zeros(4), ["a", "b", "c"], [0, 0]
+        self.named, self.listed = {"crop": np.random.default_rng(1)}, [torch.Generator()]
+        self.stages = [Stage()]
         self._change, self._at_end = change, at_end
 
     def __len__(self):
@@ -202,6 +209,9 @@ class Changing(IterableDataset):
         (lambda stream: torch.rand((), generator=stream.generator), "generator"),
         (lambda stream: stream.numpy.random(), "numpy"),
         (lambda stream: stream.plain.random(), "plain"),
+        (lambda stream: stream.named["crop"].random(), "named.crop"),
+        (lambda stream: torch.rand((), generator=stream.listed[0]), "listed.0"),
+        (lambda stream: setattr(stream.stages[0], "turn", stream.stages[0].turn + 1), "stages.0.turn"),
         (lambda stream: setattr(stream.pipeline[0], "epoch", 1), "pipeline.0.epoch"),
         (lambda stream: stream.zero_dim.add_(1), "zero_dim"),
         (lambda stream: stream.one_row.__iadd__(1), "one_row"),

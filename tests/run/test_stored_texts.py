@@ -12,7 +12,6 @@ import decimal
 import enum
 import functools
 import hashlib
-import itertools
 import json
 import random
 import types
@@ -30,6 +29,7 @@ from lockstep.numerics.hidden_state import Snapshot
 from lockstep.run.attributes import Values
 from lockstep.run.checks.agreement import made_with
 from lockstep.run.frame_variables import Variables, _Search
+from lockstep.verify.plain.recorder import attributes
 
 FIXTURE = Path(__file__).parent.parent / "fixtures" / "stored_texts.json"
 
@@ -181,7 +181,6 @@ MADE = {
     "built-in method": lambda: [1].append,
     "class": lambda: Box,
     "iterator": lambda: iter([1, 2]),
-    "count": lambda: itertools.count(3),
     "module": lambda: [nn.Dropout(0.1)],
 }
 
@@ -272,3 +271,11 @@ def test_an_object_that_makes_what_it_is_asked_for_is_described_by_its_class():
     model = Model()
     model.held = Lazy()
     assert made_with(model)[1] == {"the attribute 'held' of the model": f"{__name__}.Lazy"}
+
+
+def test_a_module_may_hold_a_number_of_any_size():
+    """A mask of 20,000 bits ended ``run.prepare`` in an error of Python about digits."""
+    model, other = Model(), Model()
+    model.held, other.held = [1 << 20_000], [1 << 20_000 | 1]
+    assert made_with(model) != made_with(other)
+    assert attributes({"": model}) != attributes({"": other})

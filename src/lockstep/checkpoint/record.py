@@ -18,14 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lockstep.core.values import MOST_BITS
 from lockstep.errors import CheckpointError, ConfigError
 
 JSON = None | bool | int | float | str | list["JSON"] | dict[str, "JSON"]
 
 _RESERVED = frozenset({"tuple", "dict", "float", "float64", "tensor", "dtype", "deque", "counter"})
-
-_MOST_BITS = 14_000
-"""Of an int, in the digits that Python reads."""
 
 
 def encode(value: Any, path: str, tensors: dict[str, Tensor] | None = None, *, ordered: bool = False) -> JSON:
@@ -49,7 +47,7 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor] | None = None, *, o
 def _encode(value: Any, path: str, tensors: dict[str, Tensor] | None, ordered: bool) -> JSON:
     if value is None or isinstance(value, bool | str):
         return value
-    if isinstance(value, int) and value.bit_length() <= _MOST_BITS:
+    if isinstance(value, int) and value.bit_length() <= MOST_BITS:
         return int(value)
     if isinstance(value, np.float64):  # another than a float where it meets numbers of 32 bits
         return {"float64": repr(float(value))}

@@ -111,8 +111,7 @@ def data_of(config: JobConfig, root: str | None) -> Component:
         kept = ("transform", "size", "max_file_size")
         args = {"root": str(Path(root).resolve()), **{k: v for k, v in component.args.items() if k in kept}}
         return Component(target="lockstep.data:PhotoFiles", args=args)
-    old = config.data.root
-    new = str(Path(root).resolve())
+    old, new = config.data.root, str(Path(root).resolve())
 
     def below_root(value: Any, _: KeyPath) -> Any:
         is_below = old and isinstance(value, str) and f"{value}/".startswith(f"{old}/")

@@ -83,6 +83,8 @@ _OF_PYTHON = frozenset(
 _PLACES = ("coords", "iterindex", "line_num")
 """Attributes of iterators that cannot be copied."""
 _MOST_CHARACTERS, _MOST_BITS, _MOST_NAMED, _SAMPLE = 60, 1 << 10, 64, 4_096
+MOST_BITS = 14_000
+"""Of an int, in the digits that Python reads and writes."""
 _CLOSED = (
     *(Dataset, DataLoader, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler),
     *(ModuleType, threading.Thread, logging.Logger, io.IOBase),
@@ -316,11 +318,11 @@ def text_of_plain(value: Any) -> str:
     return short_text(repr(value))
 
 
-def short_text(text: str) -> str:
-    """The text, cut to ``_MOST_CHARACTERS``; a digest distinguishes texts that differ in what was cut off."""
+def short_text(text: str, kind: str = "") -> str:
+    """The text, cut to ``_MOST_CHARACTERS``; a digest, of this kind, distinguishes texts that differ in the rest."""
     if len(text) <= _MOST_CHARACTERS:
         return text
-    return f"{text[:_MOST_CHARACTERS]}... ({short_digest(text.encode())})"
+    return f"{text[:_MOST_CHARACTERS]}... ({kind}{short_digest(text.encode())})"
 
 
 def text_of_tensor(tensor: Tensor) -> str:

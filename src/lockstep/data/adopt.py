@@ -33,7 +33,7 @@ from torch.utils.data import (
 
 from lockstep.core.plan import Indices, Permutation
 from lockstep.core.seeding import derive_seed, permutation_key
-from lockstep.core.values import ENTRY, inside
+from lockstep.core.values import ENTRY, inside, slots_of
 from lockstep.data.batch import DeviceTransform
 from lockstep.data.images.transforms import FinishAlias, device_transform_of
 from lockstep.data.keyed import SampleKeys, encoded_state, generators_kept, seed_generators
@@ -208,7 +208,7 @@ def plain_state(part: Any, depth: int = 3) -> dict[str, Any]:
     is_closed = isinstance(part, type | ModuleType | torch.Tensor | np.ndarray)
     for how, _, key, value in () if is_closed else inside(part, most=100):
         name = str(key)
-        if how == ENTRY and not hasattr(value, "__dict__"):
+        if how == ENTRY and not (hasattr(value, "__dict__") or slots_of(value) or encoded_state(value)):
             continue  # of objects, as the stages of a pipeline; others may be a cache
         if _is_order(value):
             found[f"{name} of {len(value)}"] = hash(tuple(value))

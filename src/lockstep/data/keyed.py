@@ -453,9 +453,7 @@ def _leads_to(begun: np.random.RandomState, words: npt.NDArray[np.uint32]) -> bo
     return False
 
 
-def content_of(
-    data: Any, depth: int = 8, within: tuple[int, ...] = (), entered: Iterator[int] | None = None
-) -> list[str]:
+def content_of(data: Any, depth: int = 8, within: tuple[int, ...] = (), seen: Iterator[int] | None = None) -> list[str]:
     """Digests of the arrays, and texts of the numbers and strings, in data of any depth.
 
     Of objects, such as a dataclass or a graph, it is what their attributes hold, texts and times aside.
@@ -463,7 +461,7 @@ def content_of(
     Args:
         depth: of objects in objects.
         within: the ids of what the data are in, which they may refer to again.
-        entered: counts what is entered: there are many ways through a graph of objects.
+        seen: counts what is entered: there are many ways through a graph of objects.
     """
     if isinstance(data, Tensor):
         return [digest_tensor(part) for part in parts_of_tensor(data)]
@@ -475,8 +473,8 @@ def content_of(
         return [text_of_octets(octets)]
     if id(data) in within:
         return ["itself"]
-    entered = entered or itertools.count()
-    inner = partial(content_of, depth=depth, within=(*within, id(data)), entered=entered)
+    seen = seen or itertools.count()
+    inner = partial(content_of, depth=depth, within=(*within, id(data)), seen=seen)
     if isinstance(data, set | frozenset):
         return sorted(repr(inner(value)) for value in stored_in(data))
     if isinstance(data, Mapping):
@@ -487,7 +485,7 @@ def content_of(
         return [text_of_plain(data) if type(data) is int else repr(data)]
     if text := text_of_table(data):
         return [text]
-    if isinstance(data, _CLOSED) or not depth or next(entered) > _MOST_ENTERED:
+    if isinstance(data, _CLOSED) or not depth or next(seen) > _MOST_ENTERED:
         return []
     held = {each.name: getattr(data, each.name, None) for each in fields(data)} if is_dataclass(data) else {}
     held |= attributes_of(data) if is_closed(data) else {part.key: part.value for part in inside(data)}

@@ -180,7 +180,7 @@ class Snapshot:
         elif isinstance(value, _NUMBERS):
             self._setters[name] = value, part.put
         elif isinstance(value, Tensor) and name in self._setters:
-            self._setters[name] = self._setters[name][0], functools.partial(_set_tensor, value, part.put)
+            self._setters[name] = self._setters[name][0], functools.partial(_put_back, value, put=part.put)
 
     def _value(self, value: Any, name: str) -> None:
         if value is None or is_plain(value):
@@ -365,16 +365,10 @@ def _is_global_generator(value: Any) -> bool:
     return any(value is each for each in known)
 
 
-def _set_tensor(tensor: Tensor, put: Callable[[Any], object], values: Tensor) -> None:
-    if tensor.shape == values.shape:
-        tensor.detach().copy_(values)
-    else:  # it has grown, so another one has its name
-        put(values.clone())
-
-
-def _put_back(tensor: Tensor, values: Tensor) -> None:
+def _put_back(tensor: Tensor, values: Tensor, put: Callable[[Any], object] | None = None) -> None:
+    """Gives a tensor values; ``put`` puts another in its place where it has grown."""
     if tensor.shape != values.shape:
-        tensor.data = values.clone()
+        (put or functools.partial(setattr, tensor, "data"))(values.clone())
     elif digest_tensor(tensor) != digest_tensor(values):
         tensor.detach().copy_(values)
 

@@ -17,7 +17,7 @@ import json
 import math
 import re
 import weakref
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType, MethodType
@@ -97,6 +97,8 @@ class Values:
 
     def __init__(self, holders: Mapping[str, Any], first: _First | None = None, *, is_whole: bool = True) -> None:
         self.found: dict[Place, JSON] = {}
+        self.arrays, self.fractions = defaultdict[Place, list[JSON]](list), defaultdict[Place, list[JSON]](list)
+        """The tensors and arrays, and the numbers with a fraction within objects and containers, by attribute."""
         self.tensors: dict[str, Tensor] = {}
         """Tensors of more numbers than are held as text, by path."""
         self.large: dict[Place, list[str]] = {}
@@ -128,6 +130,7 @@ class Values:
         if kind is int:
             return ["int", hex(value)]
         if kind is float:
+            self.fractions[self._place] += [repr(value)] if depth else []
             return float(value) if math.isfinite(value) else ["float", repr(value)]
         if kind is bytes:
             return ["bytes", value.hex()]
@@ -191,6 +194,7 @@ class Values:
         return self._laid_out(["tensor", path, f"{int(checksum(plain)):x}", tensor.is_cpu], tensor)
 
     def _laid_out(self, found: list[JSON], tensor: Tensor) -> JSON:
+        self.arrays[self._place].append(found)
         is_usual = tensor.is_contiguous() or not has_no_gaps(tensor.shape, tensor.stride())
         return found if is_usual else ["strided", list(tensor.stride()), found, tensor.is_cpu]
 
@@ -446,26 +450,8 @@ def _pruned(value: Any, first: Any) -> Any:
     return _LEFT_OUT if value == first else value
 
 
-def numbers_in(found: JSON) -> tuple[list[Any], list[Any]]:
-    """The arrays and tensors in what ``Values`` found of an attribute, and numbers with a fraction in its objects."""
-    arrays, numbers = list[Any](), list[Any]()
-    todo: list[tuple[Any, bool]] = [(found, False)]
-    while todo:
-        match todo.pop():
-            case ((float() | ["scalar", *_] as number), True):
-                numbers.append(number)
-            case ((["array" | "numbers" | "tensor" | "strided", *_] as array), _):
-                arrays.append(array)
-            case ((["list", _, entries] | ["dict", _, _, entries]), is_inside):
-                todo += [(each, is_inside) for each in entries]
-            case ["object", _, fields], _:
-                todo += [(each, True) for _, each in fields]
-    return arrays, numbers
-
-
-def holders_in(model: nn.Module | Mapping[str, nn.Module]) -> dict[str, Any]:
+def holders_in(modules: Mapping[str, nn.Module]) -> dict[str, Any]:
     """Modules and their parameters by names of which ``words_of`` makes the words of a ``Snapshot``."""
-    modules = dict(model.named_modules()) if isinstance(model, nn.Module) else model
     found: dict[str, Any] = {f"module {path}": each for path, each in modules.items()}
     own = ((path, *pair) for path, each in modules.items() for pair in each._parameters.items())
     return found | {f"the parameter {key!r} of {path or 'the model'}": p for path, key, p in own if p is not None}

@@ -413,8 +413,8 @@ class _Search:
             self._whole(value, name, some, depth, text)
             self.found.with_values.add(name)
         elif is_told or not self._only_tensors:
-            keys = [key for key, _ in stored] if issubclass(type(value), dict) and not is_foreign else []
-            order = [*filter(is_plain, keys)]
+            is_ordered = issubclass(type(value), dict) and not is_foreign
+            order = [key for key, _ in stored if is_plain(key)] if is_ordered else []
             text += f" of digest {short_digest(repr(order).encode())}" if order else ""
             self._note(name, text, value, has_values=self._is_in_data)
         if self._is_in_data and not is_told:

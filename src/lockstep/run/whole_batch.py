@@ -18,13 +18,14 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, zip_longest
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from lockstep.core.fingerprint import digest_tensor
 from lockstep.core.plan import StepPlan
-from lockstep.core.values import is_plain
+from lockstep.core.values import inside, is_plain
 from lockstep.data.batch import Batch, MicroBatch, tensors_in
 from lockstep.data.keyed import generators_kept
 from lockstep.errors import ConfigError
@@ -189,8 +190,13 @@ class _Output:
 
 def _text(leaf: Any) -> str:
     """The same for equal values; empty for one that belongs only to its micro-batch, such as an array."""
-    if all(each is None or is_plain(each) for each in tree_leaves(leaf)):
+    held = tree_leaves(leaf)
+    if all(each is None or is_plain(each) for each in held):
         return repr(leaf)
+    for _ in range(4):  # a snapshot reads tensors, and the host would wait for a GPU
+        if any(isinstance(each, Tensor | np.ndarray) for each in held):
+            return ""
+        held = [part.value for each in held if not is_plain(each) for part in inside(each, most=16)]
     found = Snapshot({"": leaf}, restorable=False)  # an object may serve all of them
     return "" if Kind.TENSOR in found.kinds.values() else repr(found.texts)
 

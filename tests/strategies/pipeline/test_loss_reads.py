@@ -1,7 +1,10 @@
 """The variables that a loss can read are found from its code, and a change of one is refused."""
 
+import argparse
 import collections
 import contextvars
+import multiprocessing
+import queue
 import re
 import types
 from dataclasses import dataclass
@@ -162,6 +165,10 @@ PROXY = types.MappingProxyType({"x": [1.0]})
         (FIRST, lambda held: held[0], lambda held: held.__setitem__(0, 2.0), "held"),
         (PROXY, lambda held: held["x"][0], lambda held: held["x"].__setitem__(0, 2.0), "held['x'][0]"),
         (collections.UserDict(x=1.0), lambda h: h["x"], lambda h: h.update(x=2.0), "held.data['x']"),
+        (multiprocessing.Value("d", 1.0), lambda h: h.value, lambda h: setattr(h, "value", 2.0), "held._obj"),
+        (queue.SimpleQueue(), lambda held: held.empty(), lambda held: None, None),
+        (queue.Queue(), lambda held: held.get(), lambda held: held.put(2.0), "held.queue"),
+        (argparse.Namespace(x=1, y=1), lambda held: held.x, lambda held: setattr(held, "y", 2), None),
         (CONTEXT, lambda held: held.get(), lambda held: held.set(2.0), "held"),
         (bytearray(b"a"), lambda held: held[0], lambda held: held.__setitem__(0, 2), "held"),
         (noted, lambda held: held(), lambda held: setattr(held, "total", 2.0), "held.total"),

@@ -33,12 +33,12 @@ from lockstep.checkpoint.state import has_extra_state
 from lockstep.config.options import RunOptions
 from lockstep.core.fingerprint import Context, checksums, combine, digest_tensors
 from lockstep.core.plan import SamplePlan
-from lockstep.core.values import short_digest, stored_in
+from lockstep.core.values import MOST_BITS, short_digest, short_text, stored_in
 from lockstep.data.changes import BEGINNING, CHOICE
 from lockstep.distributed.collectives import broadcast_tensors
 from lockstep.errors import CheckpointMismatch, ConfigError, ReplicaError
 from lockstep.numerics.hidden_state import without_key
-from lockstep.run.attributes import Values, holders_in, numbers_in
+from lockstep.run.attributes import Values, holders_in
 from lockstep.run.checks.calls import by_rank, gather_agreed, watching_once
 from lockstep.run.epoch_loop import Position
 from lockstep.run.loop_state import LoopState
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _MOST_NAMES = 5
-_MOST_CHARACTERS = 60
+_SHA = "SHA-256 "
 _SOURCE = "source of"
 _INSTALLED = tuple(f"{os.sep}{folder}{os.sep}" for folder in ("site-packages", "dist-packages"))
 """Folders of installed packages, which two hosts may have under paths of their own."""
@@ -135,7 +135,7 @@ def require_equal_code(models: Sequence[nn.Module], group: dist.ProcessGroup, de
     for number, model in enumerate(models):
         mine |= {f"{key} of module {number}" if number else key: v for key, v in described(model).items()}
     lines = [
-        f"{key}: {by_rank([_cut(value) for value in values])}"
+        f"{key}: {by_rank([short_text(value, _SHA) for value in values])}"
         for key, values in differences(mine, group, device).items()
         # One rank alone may need more modules, for example to draw or to write.
         if not key.startswith(_SOURCE) or len({*values} - {"absent"}) > 1
@@ -196,10 +196,10 @@ def made_with(model: nn.Module) -> tuple[dict[str, str], ...]:
     """Describes what a model was made with beside its state: what it computes with for certain, and the rest.
 
     Certain are the classes of modules, the settings of torch's layers, and tensors that no ``state_dict()`` has. Two
-    more are like these: arrays and tensors in all that attributes hold, and numbers in objects of the user's.
+    more are like these: arrays and tensors in all that attributes hold, and numbers with a fraction there.
     """
     texts, certain, others = described(model), dict[str, str](), dict[str, str]()
-    inner, held = (dict[str, str](), dict[str, str]()), Values(holders_in(model)).found
+    inner, held = (dict[str, str](), dict[str, str]()), Values(holders_in(dict(model.named_modules())))
     for path, module in model.named_modules():
         name, prefix = path or "the model", f"{path}." if path else ""
         certain[f"the class of {name}"] = type(module).__qualname__
@@ -211,10 +211,10 @@ def made_with(model: nn.Module) -> tuple[dict[str, str], ...]:
             if text is not None and not key.startswith("_") and key not in ("training", "inplace"):
                 is_certain = is_torchs or _VALUES in text
                 words = f"the attribute {key!r} of {name}"
-                (certain if is_certain else others)[words] = _cut(text)
-                for kind, numbers in zip(inner, numbers_in(held.get((f"module {path}", key)))):
-                    if numbers:
-                        kind[words] = f"values of digest {short_digest(json.dumps(numbers).encode())}"
+                (certain if is_certain else others)[words] = short_text(text, _SHA)
+                for kind, numbers in zip(inner, (held.arrays, held.fractions)):
+                    if found := numbers[f"module {path}", key]:
+                        kind[words] = f"values of digest {short_digest(json.dumps(found).encode())}"
         for key in sorted(module._non_persistent_buffers_set):
             if (buffer := module._buffers[key]) is not None:
                 certain[f"the attribute {key!r} of {name}"] = _text(buffer, frozenset())
@@ -251,7 +251,7 @@ def _text(value: Any, shared: Set[int], depth: int = 4) -> str:
     if isinstance(value, str) and value.startswith(os.sep):
         return "an absolute path"
     if value is None or isinstance(value, _PLAIN):
-        return repr(value)
+        return hex(value) if isinstance(value, int) and value.bit_length() > MOST_BITS else repr(value)
     if isinstance(value, Tensor | nn.Module):
         held = {"": value} if isinstance(value, Tensor) else _named_tensors(value)
         known = {
@@ -280,13 +280,6 @@ def _text(value: Any, shared: Set[int], depth: int = 4) -> str:
 def _name_of(definition: Any) -> str:
     """The import path of a class or function; methods of classes that are written in C have no module."""
     return f"{getattr(definition, '__module__', None)}.{definition.__qualname__}"
-
-
-def _cut(text: str) -> str:
-    """A text for a message; a digest stands for what was cut off."""
-    if len(text) <= _MOST_CHARACTERS:
-        return text
-    return f"{text[:_MOST_CHARACTERS]}... (SHA-256 {hashlib.sha256(text.encode()).hexdigest()[:8]})"
 
 
 def share_start(

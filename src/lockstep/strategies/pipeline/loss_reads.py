@@ -5,18 +5,19 @@
 
 Python has one ``kept`` in each process, so such a loss would read nothing, or something old; so would a forward of
 another stage. What a function can read is found from its code: closures, globals and attributes that it mentions, and
-what lies in dictionaries and lists.
+what lies in containers.
 """
 
 from __future__ import annotations
 
 import dis
 import re
+from argparse import Namespace
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import chain, pairwise
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, NoneType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, NoneType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -265,7 +266,7 @@ def _inside(label: str, value: Any, names: set[str]) -> list[tuple[str, Any]]:
         found += [(f"{label}.{key}".lstrip("."), each) for key, each in own.items() if key in names]
     elif type(value).__module__.partition(".")[0] in _LIBRARIES and not isinstance(value, _OPEN):
         return []
-    is_whole = isinstance(value, NAMESPACES) and isinstance(value, Sized)  # a UserDict, whose code names its attributes
+    is_whole = isinstance(value, NAMESPACES) and not isinstance(value, SimpleNamespace | Namespace)  # as a UserDict
     kind = value if isinstance(value, type) else type(value)
     for part in (*inside(value, most=_MOST), *of_class(kind)):
         if part.how in (ENTRY, INNER) or (part.how in (ATTRIBUTE, OF_CLASS) and (part.key in names or is_whole)):

@@ -45,7 +45,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lockstep.config.checks import file_path
 from lockstep.core.fingerprint import device_model, digest_tensor
-from lockstep.core.values import parts_of_tensor, short_digest, stored_in
+from lockstep.core.values import MOST_BITS, parts_of_tensor, short_digest, stored_in
 from lockstep.core.world import World
 from lockstep.data.keyed import encoded_state
 from lockstep.errors import ConfigError
@@ -216,7 +216,7 @@ _MOST_ENTRIES = 64
 def _text(value: Any, depth: int = 4) -> str | None:
     """A short text that changes with a value; None for a value of an unknown kind."""
     if value is None or isinstance(value, bool | int | float | complex | str):
-        return repr(value)
+        return hex(value) if isinstance(value, int) and value.bit_length() > MOST_BITS else repr(value)
     if isinstance(value, np.ndarray | np.generic):
         return _text(torch.as_tensor(value)) if value.dtype.kind in "biuf" else None
     if isinstance(value, Tensor):
@@ -226,9 +226,8 @@ def _text(value: Any, depth: int = 4) -> str | None:
     if depth and isinstance(value, list | tuple | set | deque | dict) and len(stored_in(value)) <= _MOST_ENTRIES:
         entries = stored_in(value) if isinstance(value, dict) else [("", each) for each in stored_in(value)]
         texts = [(str(key), _text(each, depth - 1)) for key, each in entries]
-        return repr(
-            sorted(texts, key=repr) if isinstance(value, set) else texts
-        )  # its order is another in each process
+        # The order of a set is another one in each process.
+        return repr(sorted(texts, key=repr) if isinstance(value, set) else texts)
     return None
 
 
