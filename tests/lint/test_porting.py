@@ -1595,6 +1595,24 @@ def test_a_setting_of_torch_is_found_by_another_name():
     assert all("threads=, precision= and deterministic=" in found[line][0] for line in (4, 5))
 
 
+@pytest.mark.parametrize("parts", ["sorted(widths)", "zip(x.chunk(4), y.chunk(4))"])
+def test_a_loop_that_adds_gradients_up_for_one_step_is_not_one_over_batches(parts):
+    """Several widths of one model, chunks of a batch: ``run.batches(sorted(widths))`` was told."""
+    found = advice(
+        f"""
+        import torch
+        for epoch in range(3):
+            for x, y in loader:
+                optimizer.zero_grad()
+                for part in {parts}:
+                    loss_of(part, x, y).backward()
+                optimizer.step()
+        """
+    )
+    assert found[4][0].startswith("for batch in run.batches(loader):")
+    assert 6 not in found
+
+
 def test_a_loop_over_models_or_a_list_is_not_one_over_batches():
     """An ensemble, layers with optimizers of their own: ``run.batches((models, optimizers))`` was told."""
     found = advice(

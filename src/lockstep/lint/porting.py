@@ -105,10 +105,7 @@ _SAMPLER = (
     "leave out the sampler, with its set_epoch, and give the DataLoader shuffle=True. Its batch size was that of one "
     "process; global_batch is that of all N"
 )
-_BEST = (
-    "the best weights of this run: run.load_state_dict(torch.load(...) if run.is_main else {}), on all ranks. To save "
-    "them: best = run.state_dict() on all ranks, and torch.save(best, ...) under if run.is_main:"
-)
+_BEST = "the best weights of this run: run.load_state_dict(torch.load(...) if run.is_main else {}), on all ranks"
 _SUM = "; if it is a sum over samples, return the pair (sum, number of samples); moving.md tells the learning rate"
 _RESUME = (
     'a checkpoint to resume from: lockstep.init(directory="runs/a", resume="auto"). Data stay, and pretrained weights, '
