@@ -1684,7 +1684,9 @@ def test_tensors_without_a_module_are_put_into_one():
             loss.backward()
             w -= 0.1 * w.grad
         """
-    told = "below: run = lockstep.init(global_batch=B); w, b = run.prepare(torch.nn.ParameterList([w, b]))"
+    told = "below: run = lockstep.init(global_batch=B); [w, b] = run.prepare(torch.nn.ParameterList([w, b]))"
     assert told in advice(script)[4]
+    alone = advice(script.replace("b = torch.zeros", "w = torch.zeros"))[4][0]
+    assert "; [w] = run.prepare(torch.nn.ParameterList([w]))" in alone  # not the list itself
     for line in ("opt = torch.optim.SGD([w, b], 0.1)", "opt.step()"):  # the tensors of others may be those of inputs
         assert told not in advice(f"{script}\n        {line}\n").get(4, [])

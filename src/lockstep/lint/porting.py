@@ -246,8 +246,8 @@ def _preparation(script: Script) -> Iterator[_Found]:
     returns = [node for node in script.find(ast.Return) if script.same_function(node, last)]
     if any(set(names) & names_in(node) for node in returns):
         steps.append("return run as well")
-    if trained := ", ".join(target_of(script, call) for call in by_hand):
-        steps[1:] = [f"{trained} = {run}.prepare(torch.nn.ParameterList([{trained}]))"]
+    if trained := ", ".join(dict.fromkeys(target_of(script, call) for call in by_hand)):
+        steps[1:] = [f"[{trained}] = {run}.prepare(torch.nn.ParameterList([{trained}]))"]
     yield last, f"{'below' if made or by_hand else 'where the optimizer is made'}: {'; '.join(steps)}"
     of_prepared = "below run.prepare, of the optimizer that it returns: this object steps what it is given"
     yield from ((call, of_prepared) for call in outer)
