@@ -1595,6 +1595,24 @@ def test_a_setting_of_torch_is_found_by_another_name():
     assert all("threads=, precision= and deterministic=" in found[line][0] for line in (4, 5))
 
 
+@pytest.mark.parametrize("parts", ["sorted(widths)", "zip(x.chunk(4), y.chunk(4))"])
+def test_a_loop_that_adds_gradients_up_for_one_step_is_not_one_over_batches(parts):
+    """Several widths of one model, chunks of a batch: ``run.batches(sorted(widths))`` was told."""
+    found = advice(
+        f"""
+        import torch
+        for epoch in range(3):
+            for x, y in loader:
+                optimizer.zero_grad()
+                for part in {parts}:
+                    loss_of(part, x, y).backward()
+                optimizer.step()
+        """
+    )
+    assert found[4][0].startswith("for batch in run.batches(loader):")
+    assert 6 not in found
+
+
 def test_a_loop_over_models_or_a_list_is_not_one_over_batches():
     """An ensemble, layers with optimizers of their own: ``run.batches((models, optimizers))`` was told."""
     found = advice(
@@ -1666,7 +1684,9 @@ def test_tensors_without_a_module_are_put_into_one():
             loss.backward()
             w -= 0.1 * w.grad
         """
-    told = "below: run = lockstep.init(global_batch=B); w, b = run.prepare(torch.nn.ParameterList([w, b]))"
+    told = "below: run = lockstep.init(global_batch=B); [w, b] = run.prepare(torch.nn.ParameterList([w, b]))"
     assert told in advice(script)[4]
+    alone = advice(script.replace("b = torch.zeros", "w = torch.zeros"))[4][0]
+    assert "; [w] = run.prepare(torch.nn.ParameterList([w]))" in alone  # not the list itself
     for line in ("opt = torch.optim.SGD([w, b], 0.1)", "opt.step()"):  # the tensors of others may be those of inputs
         assert told not in advice(f"{script}\n        {line}\n").get(4, [])

@@ -205,6 +205,41 @@ def sharpness_aware_ported(script, run):
         script.log(loss)
 
 
+def information(script):
+    """The Fisher information of the weights and the weights now, by backward passes without a step."""
+    found = [torch.zeros_like(p) for p in script.model.parameters()]
+    for x in script.data.tensors[0][:5]:
+        script.model.zero_grad()
+        script.model(x).log_softmax(0).max().backward()
+        for total, p in zip(found, script.model.parameters()):
+            total += p.grad**2 / 5
+    script.optimizer.zero_grad()
+    return [(total, p.detach().clone()) for total, p in zip(found, script.model.parameters())]
+
+
+def distance(script, held):
+    return sum((weight * (p - old) ** 2).sum() for (weight, old), p in zip(held, script.model.parameters()))
+
+
+def consolidated(script):
+    held = information(script)
+    for x, y in script.loader:
+        script.optimizer.zero_grad()
+        loss = F.cross_entropy(script.model(x), y) + 3 * distance(script, held)
+        loss.backward()
+        script.optimizer.step()
+        script.log(loss)
+
+
+def consolidated_ported(script, run):
+    held = information(script)
+    for batch in run.batches(script.loader):
+        script.optimizer.zero_grad()
+        loss = run.backward(batch, lambda output, y: F.cross_entropy(output, y) + 3 * distance(script, held))
+        script.optimizer.step()
+        script.log(loss)
+
+
 def normalised():
     torch.manual_seed(0)
     return nn.Sequential(
@@ -218,6 +253,7 @@ CASES = {
     "sums": (summed, summed_ported, network),
     "accumulation": (accumulated, accumulated_ported, network),
     "contrastive": (contrasted, contrasted_ported, network),
+    "EWC": (consolidated, consolidated_ported, network),
     "SAM": (sharpness_aware, sharpness_aware_ported, network),
     "spectral norm": (classify, classify_ported, normalised),
 }
@@ -266,4 +302,37 @@ def test_lbfgs_has_the_losses_of_its_script(micro_batches):
             return run.backward(batch, F.cross_entropy)
 
         found.append(steps.step(ported).item())
+    assert found == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_tensors_without_a_module_have_the_losses_of_their_script(micro_batches):
+    (x, y), expected, found = samples(40).tensors, [], []
+
+    def tensors():
+        torch.manual_seed(0)
+        return [torch.randn(size, dtype=torch.float64, requires_grad=True) for size in [(6, 3), (3,)]]
+
+    def descend(*trained):
+        with torch.no_grad():
+            for each in trained:
+                each -= 0.01 * each.grad
+                each.grad.zero_()
+
+    w, b = tensors()
+    for _ in range(4):
+        loss = F.cross_entropy(x @ w + b, y, reduction="sum")
+        loss.backward()
+        descend(w, b)
+        expected.append(loss.item())
+    run = lockstep.init(global_batch=40, micro_batches=micro_batches)
+    [w, b] = run.prepare(nn.ParameterList(tensors()))
+    for _ in run.epochs(4):
+        (batch,) = run.batches(TensorDataset(x, y))
+
+        def summed(output, data):
+            return F.cross_entropy(output, data[1], reduction="sum") * 40, len(output)
+
+        found.append(run.backward(batch, summed, forward=lambda data, w=w, b=b: data[0] @ w + b).item())
+        descend(w, b)
     assert found == pytest.approx(expected, rel=1e-9)

@@ -105,10 +105,7 @@ _SAMPLER = (
     "leave out the sampler, with its set_epoch, and give the DataLoader shuffle=True. Its batch size was that of one "
     "process; global_batch is that of all N"
 )
-_BEST = (
-    "the best weights of this run: run.load_state_dict(torch.load(...) if run.is_main else {}), on all ranks. To save "
-    "them: best = run.state_dict() on all ranks, and torch.save(best, ...) under if run.is_main:"
-)
+_BEST = "the best weights of this run: run.load_state_dict(torch.load(...) if run.is_main else {}), on all ranks"
 _SUM = "; if it is a sum over samples, return the pair (sum, number of samples); moving.md tells the learning rate"
 _RESUME = (
     'a checkpoint to resume from: lockstep.init(directory="runs/a", resume="auto"). Data stay, and pretrained weights, '
@@ -249,8 +246,8 @@ def _preparation(script: Script) -> Iterator[_Found]:
     returns = [node for node in script.find(ast.Return) if script.same_function(node, last)]
     if any(set(names) & names_in(node) for node in returns):
         steps.append("return run as well")
-    if trained := ", ".join(target_of(script, call) for call in by_hand):
-        steps[1:] = [f"{trained} = {run}.prepare(torch.nn.ParameterList([{trained}]))"]
+    if trained := ", ".join(dict.fromkeys(target_of(script, call) for call in by_hand)):
+        steps[1:] = [f"[{trained}] = {run}.prepare(torch.nn.ParameterList([{trained}]))"]
     yield last, f"{'below' if made or by_hand else 'where the optimizer is made'}: {'; '.join(steps)}"
     of_prepared = "below run.prepare, of the optimizer that it returns: this object steps what it is given"
     yield from ((call, of_prepared) for call in outer)

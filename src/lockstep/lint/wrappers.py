@@ -215,11 +215,13 @@ def source_of(script: Script, call: ast.Call) -> ast.expr | None:
 
 
 def batches_around(script: Script, call: ast.Call) -> ast.For | None:
-    """The loop over batches that a backward pass is in: not one over numbers, a list, models or optimizers."""
+    """The loop over batches that a backward pass is in: not one over numbers, a list, models or parts of a step."""
     trained = {script.owner(each) for each in script.method_calls("step", "zero_grad", "train", "eval")}
     loops = [each for each in loops_around(script, call) if isinstance(each, ast.For) and not range_of(script, each)]
-    others = [each for each in loops if isinstance(each.iter, ast.List) or trained & names_in(each.target)]
-    return next((each for each in loops if each not in others), None)
+    loops = [each for each in loops if not (isinstance(each.iter, ast.List) or trained & names_in(each.target))]
+    steps = [each for each in script.method_calls("step") if "sched" not in script.owner(each).lower()]
+    whole = [each for each in loops if any(script.holds(each, step) for step in steps)]
+    return next(iter(whole or loops), None)
 
 
 def inputs_of(script: Script, loop: ast.For, loss: ast.expr | None) -> dict[str, str]:
