@@ -39,6 +39,8 @@ _MOST_SOURCES, _MOST_WORKERS, _BEGINNING = 8, 4096, 16
 _Kind = Literal["training", "evaluation"]
 _Key = tuple[Hashable, ...]
 """How and by whom data are to be read."""
+_Seen = tuple[dict[str, str], list[bytes], list[int]]
+"""What a loop has changed of a data set, the contents of memory that workers share, and versions of parameters."""
 
 
 @dataclass
@@ -52,10 +54,6 @@ class _UsedData:
     """The same on every rank, and for other loaders of the same set."""
     notes: Notes | None = None
     """From when it was read last; None before."""
-    shared: list[bytes] = field(default_factory=list)
-    """The contents of memory that it shared with workers then."""
-    versions: list[int] = field(default_factory=list)
-    """Those of the parameters that it held then."""
     is_checked: bool = False
     """True if samples need not be read twice, since those before the last change were."""
     training: dict[_Key, StepLoader] = field(default_factory=dict)
@@ -112,7 +110,7 @@ class LoaderCache:
         if known.notes not in (None, notes):
             known.source, known.is_checked = adopt(data), True
             known.changed = {"training", "evaluation"}
-        known.notes, known.shared, known.versions = notes, notes.shared(), notes.versions()
+        known.notes = notes
         inherited = inherited_by_workers()
         if not known.is_noted or known.inherited.get(loaders) != inherited:
             known.close(loaders)
@@ -228,26 +226,42 @@ class LoaderCache:
                 self._warn(differing_columns(trained, source.dataset), differing_classes(trained, source.dataset))
         return known.evaluation[key]
 
-    def at_last_step(self, loader: StepLoader, variables: LoopState, loop: EpochLoop) -> Callable[[], None]:
-        """A function for the last step of an epoch that begins now: it warns of what workers cannot know, and reads
-        ahead.
-        """
-        before = variables.changed_in_data() if loader.has_workers else {}
+    def at_last_step(self, data: Any, loader: StepLoader, variables: LoopState, loop: EpochLoop) -> Callable[[], None]:
+        """What to do at the last step of an epoch that begins now: warn of what workers cannot know, and read ahead."""
+        known = self._known(data)
+        notes = known.notes if loader.has_workers else None
+        before = (variables.changed_in_data(), notes.shared(), notes.versions()) if notes else None
 
         def call() -> None:
-            now = variables.changed_in_data() if loader.has_workers else {}
-            if changed := [name for name in {**before, **now} if before.get(name) != now.get(name)]:
-                self._warn(
-                    f"Within an epoch the loop has changed {shorten(changed, 3)}, which the data set holds or reads. "
-                    "Loader workers have it as it was when the epoch began, so samples that depend on it are not those "
-                    "that are read without workers. Change it between epochs, before run.batches, or read with "
-                    "workers=0."
-                )
-            self._read_ahead(loader, loop.next_epoch)
+            if notes and before:
+                self._warn_of_changes(before, (variables.changed_in_data(), notes.shared(), notes.versions()))
+            self._read_ahead(loader, known, loop.next_epoch)
 
         return call
 
-    def _read_ahead(self, loader: StepLoader, next_epoch: int | None) -> None:
+    def _warn_of_changes(self, before: _Seen, now: _Seen) -> None:
+        """Warns of what an epoch has changed and its workers, which read ahead, have otherwise."""
+        changed = [name for name in {**before[0], **now[0]} if before[0].get(name) != now[0].get(name)]
+        if changed:
+            self._warn(
+                f"Within an epoch the loop has changed {shorten(changed, 3)}, which the data set holds or reads. "
+                "Workers have it as it was when the epoch began, so samples that depend on it are not those that are "
+                "read without workers. Change it between epochs, before run.batches, or read with workers=0."
+            )
+        if before[1] != now[1]:
+            self._warn(
+                "Memory that the data set shares with its loader workers, such as a multiprocessing.Value, has changed "
+                "within the epoch. They read ahead, so which samples come under which value is a matter of time. If "
+                "samples depend on it, change it between epochs, before run.batches, or read without workers."
+            )
+        if before[2] != now[2]:
+            self._warn(
+                "The data set holds or reads parameters that the steps have changed. Loader workers have them as they "
+                "were when the epoch began, or before, so samples that are made of them are not those that are read "
+                "without workers. Compute what depends on the model in the loop or in forward=, or read with workers=0."
+            )
+
+    def _read_ahead(self, loader: StepLoader, known: _UsedData, next_epoch: int | None) -> None:
         """Lets workers read what will be wanted after the last step of an epoch, while that computes.
 
         That is what has been evaluated since the last call, and ``next_epoch``, where one may follow. ``SkipBroken``
@@ -257,20 +271,7 @@ class LoaderCache:
             for key in each.lately & each.evaluation.keys() if each.is_noted else ():
                 each.evaluation[key].begin()
             each.lately.clear()
-        known = next((each for each in self._by_id.values() if loader in each.training.values()), None)
-        if loader.has_workers and known and known.notes and known.shared != known.notes.shared():
-            self._warn(
-                "Memory that the data set shares with its loader workers, such as a multiprocessing.Value, has changed "
-                "within the epoch. They read ahead, so which samples come under which value is a matter of time. If "
-                "samples depend on it, change it between epochs, before run.batches, or read without workers."
-            )
-        if loader.has_workers and known and known.notes and known.versions != known.notes.versions():
-            self._warn(
-                "The data set holds or reads parameters that the steps have changed. Loader workers have them as they "
-                "were when the epoch began, or before, so samples that are made of them are not those that are read "
-                "without workers. Compute what depends on the model in the loop or in forward=, or read with workers=0."
-            )
-        if next_epoch is not None and not loader.counts_skipped and (known is None or known.is_noted):
+        if next_epoch is not None and not loader.counts_skipped and known.is_noted:
             loader.begin(next_epoch)
 
     def _warn(self, *notes: str | None) -> None:

@@ -255,7 +255,7 @@ class Run:
         prepared.forward_pass.device_transform = source.device_transform
         self._session.heartbeat.note_thread()
         self._session.heartbeat.mark("data", epoch=self.position.epoch, step=self.position.step)
-        at_end = self._loaders.at_last_step(loader, prepared.state.loop, self._loop)
+        at_end = self._loaders.at_last_step(data, loader, prepared.state.loop, self._loop)
         batches = partial(loader.batches, at_end=at_end)
         read = counting_skipped(batches, source.dataset, self.strategy, self.options.seed, says=self.is_main)
         left = self._loop.steps_left(plan.steps_per_epoch)
