@@ -16,8 +16,6 @@ from hypothesis import settings
 
 _GRACE_SECONDS = 2.0
 _WRITTEN_SECONDS = 10.0
-_MANY_MODULES = 50
-_frozen_modules = 0
 # Threads of torch that wait for each other sleep: four workers share two cores, where polling takes those that work.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 _STANDING_HELPERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
@@ -50,15 +48,9 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker(skip)
 
 
-def pytest_collection_finish():
-    """Leaves what the collection made out of garbage collections, one of which ends each run."""
-    _freeze()
-
-
 def pytest_runtest_setup(item):
-    if len(sys.modules) - _frozen_modules > _MANY_MODULES:  # such as those of torch's compiler, which tests import
-        gc.collect()
-        _freeze()
+    gc.collect()
+    gc.freeze()  # Collections, one of which ends each run, leave out modules and what hundreds of tests have cached.
     marker = item.get_closest_marker("gpus")
     if marker:
         needed = marker.args[0]
@@ -73,12 +65,6 @@ def pytest_runtest_setup(item):
 
         if not is_available():
             pytest.skip("ranks share memory on x86-64 Linux; here they exchange by collectives")
-
-
-def _freeze():
-    global _frozen_modules
-    gc.freeze()
-    _frozen_modules = len(sys.modules)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -26,6 +26,8 @@ PRELOAD = [
     "pytest",
     "lockstep.distributed.process_group",
     "lockstep.run",
+    "lockstep.lint.check",
+    "lockstep.strategies.fsdp",
     "tests.ranks",
 ]
 _SERVES = "LOCKSTEP_TESTS_FORK_SERVER"

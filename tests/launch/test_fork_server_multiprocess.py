@@ -6,6 +6,7 @@ import select
 import pytest
 
 from lockstep.launch.fork_server import ServerProcess
+from lockstep.launch.supervisor import run_sequentially
 
 
 @pytest.fixture
@@ -68,3 +69,17 @@ def test_the_end_of_a_server_is_told(tmp_path, signal_pipe, ending, told):
     server, events = started(tmp_path, signal_pipe, f"import os, signal\n{ending}\n")
     assert not events
     assert server.end == told
+
+
+def test_the_module_of_an_entry_is_imported_once_for_all_ranks(tmp_path, monkeypatch):
+    """Each rank of ``lockstep train`` and ``verify`` imported the code of training itself."""
+    (tmp_path / "imported.py").write_text(
+        "import os\nIMPORTED_BY = os.getpid()\n"
+        "def main(payload):\n"
+        "    with open(f\"{payload['folder']}/{os.getpid()}\", 'w') as file:\n"
+        "        file.write(f'{IMPORTED_BY == os.getppid()}')\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    outcome = run_sequentially("imported:main", {}, ranks=2, threads=1, folder=tmp_path)
+    assert (outcome.code, outcome.lines) == (0, ())
+    assert [file.read_text() for file in tmp_path.iterdir() if file.name.isdecimal()] == ["True", "True"]

@@ -181,9 +181,10 @@ def _rank(rank, ranks, inbox, sender):
     die_with_parent()
     arm_future_children()
     postpone_compiler()
-    gc.freeze()  # a collection at the end would touch, and so copy, all that torch made
     ended = None
     while ended is None or ended.how == "ran":
+        # A collection at the end would touch, and so copy, all that torch made, and what the programs before have left.
+        gc.freeze()
         try:
             folder, *task = inbox.recv()
         except EOFError:

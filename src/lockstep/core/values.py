@@ -66,11 +66,11 @@ from lockstep.core.users_code import (
 )
 
 _T = TypeVar("_T")
-_PLAIN = (
+_PLAIN = {
     *(bool, int, float, complex, str, bytes, Enum, np.generic, np.dtype),
     *(torch.dtype, torch.device, torch.Size, range, slice),
     *(Decimal, Fraction, datetime.date, datetime.time, datetime.timedelta),
-)
+}
 BUFFERS = (bytearray, array.array, ctypes._SimpleCData, ctypes.Array, ctypes.Structure)
 _ITERATORS = ("builtins", "itertools", "collections", "_collections")
 """Modules whose iterators tell how far they have come."""
@@ -92,10 +92,10 @@ _CLOSED = (
 """Objects that are not looked into: they are not part of a forward pass."""
 _CLOSED_MODULES = ("transformers.trainer_callback",)
 """Their objects are what a Trainer knows of its loop, which ``TransformersTrainer`` keeps."""
-NAMESPACES = (
+NAMESPACES = {
     *(SimpleNamespace, argparse.Namespace, UserDict, UserList, ChainMap, queue.Queue),
     *(SynchronizedBase, Distribution, np.poly1d, asyncio.Queue, WeakKeyDictionary),
-)
+}
 """Classes of Python, NumPy and torch whose objects hold what the user puts there."""
 
 
@@ -308,7 +308,7 @@ def class_name(kind: type, known: dict[str, Any]) -> str:
 
 def is_plain(value: Any) -> bool:
     """Returns whether a value is a number, a text, or another that never changes and has no parts."""
-    return issubclass(type(value), _PLAIN)
+    return not _PLAIN.isdisjoint(type(value).__mro__)  # issubclass would ask the abstract ones among them
 
 
 def text_of_plain(value: Any) -> str:
@@ -468,7 +468,7 @@ def _text_of_part(part: Any) -> str:
 def is_closed(value: Any) -> bool:
     """True for an object whose attributes are its own affair."""
     kind = type(value)
-    if issubclass(kind, NAMESPACES):
+    if not NAMESPACES.isdisjoint(kind.__mro__):
         return False
     package = kind.__module__.partition(".")[0]
     return issubclass(kind, _CLOSED) or package in CLOSED_PACKAGES or kind.__module__ in _CLOSED_MODULES
@@ -476,7 +476,8 @@ def is_closed(value: Any) -> bool:
 
 def is_users_object(value: Any) -> bool:
     """True for an object of a class of the user's own, or of a namespace of Python's, whose attributes are his."""
-    return issubclass(type(value), NAMESPACES) or (is_users_module(type(value).__module__) and not is_closed(value))
+    kind = type(value)
+    return not NAMESPACES.isdisjoint(kind.__mro__) or (is_users_module(kind.__module__) and not is_closed(value))
 
 
 def attributes_of(value: Any) -> dict[str, Any]:

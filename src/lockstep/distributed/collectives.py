@@ -12,6 +12,8 @@ from torch import Tensor
 
 from lockstep.runtime.stack_dump import Mark, stack_marker
 
+_LENGTH, _SHORT = 8, 248  # bytes of the length of a JSON value, and of the value where one exchange carries it
+
 
 @stack_marker(Mark.WAITS_FOR_EXCHANGE)
 def all_gather_flat(
@@ -64,13 +66,14 @@ def gather_json(value: object, group: dist.ProcessGroup | None, device: torch.de
     """Gathers a JSON value from every rank, by rank; without a group only this process's. Collective."""
     if group is None:
         return [value]
-    device = exchange_device(group, device)
-    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
-    sizes = all_gather_rows(torch.tensor([len(data)], device=device), group).flatten().tolist()
-    padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
-    padded[: len(data)] = data
-    rows = all_gather_rows(padded, group).cpu()
-    return [json.loads(bytes(row[:size].tolist())) for row, size in zip(rows, sizes)]
+    device, text, width = exchange_device(group, device), json.dumps(value).encode(), _SHORT
+    while True:
+        own = bytearray(len(text).to_bytes(_LENGTH, "little") + text[:width].ljust(width))  # JSON may end with spaces
+        rows = all_gather_rows(torch.frombuffer(own, dtype=torch.uint8).to(device), group).cpu().numpy()
+        longest = max(int.from_bytes(row[:_LENGTH], "little") for row in rows)
+        if longest <= width:  # else all of it follows
+            return [json.loads(row[_LENGTH:].tobytes()) for row in rows]
+        width = longest
 
 
 @stack_marker(Mark.WAITS_FOR_EXCHANGE)

@@ -181,7 +181,8 @@ def _order(target: Target, options: LaunchOptions, layout: HostLayout, logs: Pat
         }
         for local_rank in range(options.devices.count)
     ]
-    order = {"preload": options.preload, "target": to_json(target)}
+    own = [target.entry.partition(":")[0]] if isinstance(target, EntryTarget) else []
+    order = {"preload": [*options.preload, *own], "target": to_json(target)}
     return {**order, "log_directory": str(logs), "ranks": ranks}
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import re
 import tokenize
@@ -48,6 +49,7 @@ def check_text(text: str, path: str = "script.py", rules: Iterable[LintRule] = R
     return sorted(found)
 
 
+@functools.lru_cache(maxsize=16)  # a program may make many runs
 def depends_on_world_size(text: str, path: str) -> list[Finding]:
     """The findings of LS059 and LS067 to LS070 in a program that uses Lockstep; none if the file is not a script."""
     rules = (

@@ -94,9 +94,10 @@ _Functions = Mapping[str, Collection[CodeType]]
 """Functions that code may call, by name."""
 
 
-def set_by(code: CodeType) -> set[str]:
+@functools.cache
+def set_by(code: CodeType) -> frozenset[str]:
     """The names that code sets or changes, its own variables among them."""
-    return {name for each in _effects(code) for name in each.changes | each.own}
+    return frozenset(name for each in _effects(code) for name in each.changes | each.own)
 
 
 def changed_names(parts: _Parts, functions: _Functions, *, of_functions: bool = False) -> set[str]:

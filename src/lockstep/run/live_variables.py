@@ -277,11 +277,11 @@ def _set_by_inner(code: CodeType) -> frozenset[str]:
 
 def read_in_loop(places: Iterable[str]) -> list[str]:
     """Those of the attributes and variables, in the words of a ``Snapshot``, that code of the user's frames names."""
-    loads: set[tuple[str, str]] = set()
-    for each in itertools.chain.from_iterable(dis.get_instructions(one.f_code) for one in users_frames()):
+    found = [*filter(None, map(_OF_PLACE.match, places))]
+    frames, loads = users_frames() if found else [], set[tuple[str, str]]()
+    for each in itertools.chain.from_iterable(dis.get_instructions(one.f_code) for one in frames):
         loads |= {("variable", name) for kind, name in accesses_of(each) if kind == "LOAD"}
         loads |= {("attribute", each.argval)} if each.opname in ("LOAD_ATTR", "LOAD_METHOD") else set()
-    found = filter(None, map(_OF_PLACE.match, places))
     return [each.string for each in found if each.groups() in loads and not hasattr(Tensor, each[2])]
 
 

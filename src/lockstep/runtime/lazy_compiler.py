@@ -112,7 +112,7 @@ def _swap_code(function: FunctionType, code: CodeType) -> Callable[[], None]:
 
 def _sharing(code: CodeType) -> list[FunctionType]:
     """Returns every function made by the same ``def``."""
-    return [entry for entry in gc.get_objects() if type(entry) is FunctionType and entry.__code__ is code]
+    return [entry for entry in gc.get_referrers(code) if type(entry) is FunctionType and entry.__code__ is code]
 
 
 def _closes_over(function: Any, name: str) -> bool:

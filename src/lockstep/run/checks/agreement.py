@@ -427,6 +427,7 @@ _HOW = ("drop_last", "shuffle")
 """How the samples of a data set are read; earlier versions did not store that."""
 Digests = Callable[[], Mapping[str, str]]
 """Gives digests of some samples of a data set by name."""
+Compared = tuple[int, Digests]  # the number of a data set, the same on every rank, and its digests
 
 
 class AgreedData:
@@ -454,14 +455,15 @@ class AgreedData:
         self.digests = {name: each for name, each in digests.items() if name not in self._evaluated}
         self._resumed_digests = dict(self.digests)
 
-    def require(self, plan: SamplePlan, photos: str, number: int, digests: Digests, *, has_changed: bool) -> None:
+    def require(self, plan: SamplePlan, photos: str, compared: Compared, loop: LoopState, *, has_changed: bool) -> None:
         """Raises where a checkpoint within an epoch, or another rank, is about another data set. Collective.
 
         Args:
             photos: a hash of what its photos are decoded to; empty for other sets.
-            number: of the data set, the same on every rank.
+            loop: reading the samples is no change that it makes.
             has_changed: the program has changed it since; it is compared again where any rank says so.
         """
+        number, digests = compared
         self._forget(number, has_changed)
         before, self._resumed_samples = self._resumed_samples, 0
         if before not in (0, plan.samples) and self._position.done:
@@ -472,17 +474,18 @@ class AgreedData:
         self._position.samples = plan.samples
         if (number, plan) not in self._known and self._options.directory is not None:
             how = {name: str(getattr(plan, name)) for name in _HOW}
-            self._known[number, plan] = {**self._read(digests), **how}
+            self._known[number, plan] = {**self._read(digests, loop), **how}
         self.digests = self._known.get((number, plan), {})
         if self._strategy.all_ranks is not None and (number, plan) not in self._agreed:
             seen = {name: getattr(plan, name) for name in ("samples", *_HOW)}
-            self._require_equal({**seen, "pixels of photos": photos}, self.digests or self._read(digests))
+            self._require_equal({**seen, "pixels of photos": photos}, self.digests or self._read(digests, loop))
             self._agreed.add((number, plan))
         if before == plan.samples:
             self._compare_with_checkpoint()
 
-    def _read(self, digests: Digests) -> Mapping[str, str]:
-        with watching_once("the data set", looks=self._options.checks != "off"):
+    def _read(self, digests: Digests, loop: LoopState) -> Mapping[str, str]:
+        # In this order: what is watched is slower, and the loop's variables need not be.
+        with loop.reading(alone=True), watching_once("the data set", looks=self._options.checks != "off"):
             return digests()
 
     def require_equal_changes(self, loop: LoopState) -> None:
