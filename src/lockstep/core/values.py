@@ -465,10 +465,15 @@ def _text_of_part(part: Any) -> str:
     return f"{type(part).__qualname__}{position_of(part)}{size}"
 
 
+def is_namespace(kind: type) -> bool:
+    """Returns whether a class is one of ``NAMESPACES``, or is derived from one."""
+    return not NAMESPACES.isdisjoint(kind.__mro__)
+
+
 def is_closed(value: Any) -> bool:
     """True for an object whose attributes are its own affair."""
     kind = type(value)
-    if not NAMESPACES.isdisjoint(kind.__mro__):
+    if is_namespace(kind):
         return False
     package = kind.__module__.partition(".")[0]
     return issubclass(kind, _CLOSED) or package in CLOSED_PACKAGES or kind.__module__ in _CLOSED_MODULES
@@ -477,7 +482,7 @@ def is_closed(value: Any) -> bool:
 def is_users_object(value: Any) -> bool:
     """True for an object of a class of the user's own, or of a namespace of Python's, whose attributes are his."""
     kind = type(value)
-    return not NAMESPACES.isdisjoint(kind.__mro__) or (is_users_module(kind.__module__) and not is_closed(value))
+    return is_namespace(kind) or (is_users_module(kind.__module__) and not is_closed(value))
 
 
 def attributes_of(value: Any) -> dict[str, Any]:

@@ -51,7 +51,6 @@ from lockstep.core.values import (
     ENTRY,
     GLOBAL,
     INNER,
-    NAMESPACES,
     VARIABLE,
     Part,
     attributes_of,
@@ -62,6 +61,7 @@ from lockstep.core.values import (
     inside,
     inside_object,
     is_closed,
+    is_namespace,
     is_plain,
     is_users_object,
     of_class,
@@ -474,7 +474,7 @@ class _Search:
         if issubclass(kind, Dataset):
             self._reading += _functions_in(value)
             self._note(name, f"{kind.__module__}.{kind.__qualname__}", value)  # another may take its place
-        is_open = is_users_module(kind.__module__) or not NAMESPACES.isdisjoint(kind.__mro__)
+        is_open = is_users_module(kind.__module__) or is_namespace(kind)
         has_state = _keeps_state(kind)  # type: ignore[arg-type]  # a class is hashable
         is_told = is_open or has_state or is_config or kind.__module__.startswith(_OF_TORCH)
         self._only_tensors = self._only_tensors or not is_told

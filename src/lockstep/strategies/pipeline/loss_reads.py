@@ -34,6 +34,7 @@ from lockstep.core.values import (
     OF_CLASS,
     globals_of,
     inside,
+    is_namespace,
     of_class,
     stored_in,
     version_of,
@@ -266,7 +267,7 @@ def _inside(label: str, value: Any, names: set[str]) -> list[tuple[str, Any]]:
         found += [(f"{label}.{key}".lstrip("."), each) for key, each in own.items() if key in names]
     elif type(value).__module__.partition(".")[0] in _LIBRARIES and not isinstance(value, _OPEN):
         return []
-    is_whole = isinstance(value, NAMESPACES) and not isinstance(value, SimpleNamespace | Namespace)  # as a UserDict
+    is_whole = is_namespace(type(value)) and not isinstance(value, SimpleNamespace | Namespace)  # as a UserDict
     kind = value if isinstance(value, type) else type(value)
     for part in (*inside(value, most=_MOST), *of_class(kind)):
         if part.how in (ENTRY, INNER) or (part.how in (ATTRIBUTE, OF_CLASS) and (part.key in names or is_whole)):
