@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import sys
 import threading
 from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
 from contextvars import ContextVar
@@ -188,6 +189,15 @@ def test_attributes_of_the_users_own_modules_are_found_by_their_names():
     assert len(found) == 6  # each module once, though each has the other
     held = [part.value for part in reached_from(reads_a_module, 9) if part.how != OF_CLASS]
     assert torch not in held
+
+
+def test_a_module_that_may_not_be_imported_or_that_other_code_imports_is_not_looked_into(monkeypatch):
+    one, other = ModuleType("one"), ModuleType("other")
+    one.level, other.level = 1, 2
+    for name, module in (("blocked", None), ("one", one), ("other", other)):
+        monkeypatch.setitem(sys.modules, name, module)
+    found = globals_of({"blocked", "one"}, {}, {"level", "other"})  # an attribute has the name of the other one
+    assert [(part.holder["__name__"], part.value) for part in found] == [("one", 1)]
 
 
 def test_a_digest_tells_long_lists_apart():

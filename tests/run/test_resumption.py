@@ -257,6 +257,37 @@ def test_a_longer_run_is_told_that_it_goes_on_from_what_came_after_the_loop(tmp_
     assert told in caplog.text
 
 
+def test_the_steps_of_a_loop_that_is_left_by_break_are_not_taken_for_a_change_after_the_loop_before(tmp_path, caplog):
+    """A resumed run that stopped early, and saved after its loop, had its own training for a change of the script."""
+    for patience in (1, 3, 5):
+        run, _, optimizer = begin(directory=tmp_path, resume="auto")
+        for epoch in run.epochs(6):
+            for batch in run.batches(dataset()):
+                train_step(run, batch, optimizer)
+            if epoch == patience:
+                break
+        run.save(wait=True)
+        run.close()
+    assert "after a loop over run.epochs" not in caplog.text
+
+
+def test_what_a_resumed_run_itself_saves_between_two_loops_is_not_taken_for_that_of_its_checkpoint(tmp_path, caplog):
+    """Resumed from the end of the first loop, it had its own change named as one that the checkpoint holds."""
+    for ends in (True, False):
+        run, _, optimizer = begin(directory=tmp_path, resume="auto")
+        for count in (1, 2):
+            for _ in run.epochs(count):
+                for batch in run.batches(dataset()):
+                    train_step(run, batch, optimizer)
+                run.save(wait=True)
+            if ends:
+                break
+            optimizer.param_groups[0]["lr"] *= 0.5
+            run.save(wait=True)
+        run.close()
+    assert "after a loop over run.epochs" not in caplog.text
+
+
 @pytest.mark.parametrize("stops", [1, 2])
 def test_what_is_done_after_a_save_between_two_loops_is_done_once(tmp_path, caplog, stops):
     def between(loop):

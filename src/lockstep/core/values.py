@@ -277,10 +277,11 @@ def globals_of(
 ) -> Iterator[Part]:
     """The globals that code names, and the attributes that it names of the user's own modules among them."""
     attributes = names if attributes is None else attributes
+    absent = names - space.keys() if seen is None else ()  # of code, which may import them itself
     seen = set() if seen is None else seen
-    imported = {key: sys.modules[key] for key in names - space.keys() if key in sys.modules}  # within the code
+    imported = {key: sys.modules[key] for key in absent if key in sys.modules}
     for key in sorted(names & (space.keys() | imported.keys())):
-        held = imported.get(key) or space[key]
+        held = imported[key] if key in imported else space[key]
         if key not in imported:
             yield Part(GLOBAL, space, key, held)
         if type(held) is ModuleType and is_users_module(held.__name__) and id(held) not in seen:

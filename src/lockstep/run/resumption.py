@@ -102,7 +102,7 @@ class Resumption:
         What follows a loop that was over before the checkpoint is like what comes before the first one.
         """
         position, is_resumed = self._loop.position, self._loop.is_resumed and isinstance(count, Integral)
-        changed = self.run.changed_after_loop if is_resumed else []
+        changed = self.run.changed_after_loop if is_resumed and not self._at_loop_end else []  # that of the checkpoint
         has_passed = is_resumed and (position.epoch, position.inside or bool(changed)) > (count, False)
         if changed and not has_passed and not self._loop.has_passed and self.run.world.is_main:
             logger.warning(
@@ -127,6 +127,7 @@ class Resumption:
         self._compare_with_restored(settings=self._loop.position.done > 0)  # else a loop of its own may set them
         self._place = ""
         self.require_start_once()
+        self._at_loop_end, self.run.changed_after_loop = {}, []  # this one may be left by break
 
     def require_start_once(self) -> None:
         """Raises ``ConfigError`` where the start of the epoch in which the run was resumed has changed it, once."""
