@@ -170,7 +170,8 @@ def _noted(value: Any) -> tuple[_Note, bool]:
     except Exception:  # a data set may have none
         count = -1
     if isinstance(value, set | frozenset):
-        return (entries := frozenset(stored_in(value)),), all(map(_is_plain, entries))
+        entries = frozenset(stored_in(value))
+        return (entries,), all(map(_is_plain, entries))
     if isinstance(value, list | tuple | deque | Mapping) and count > _MOST_ENTRIES:
         try:
             return (count, hash(_frozen(value)) if count <= _MOST_HASHED else 0), count <= _MOST_HASHED

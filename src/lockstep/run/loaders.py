@@ -62,7 +62,6 @@ class _UsedData:
     """Those of the evaluations since an epoch has ended."""
     changed: set[_Kind] = field(default_factory=lambda: {"training", "evaluation"})
     """Loaders that were made before the data were changed, as they may have been since another loader has read them."""
-
     inherited: dict[_Kind, object] = field(default_factory=dict)
     """What the workers of these loaders have inherited."""
 

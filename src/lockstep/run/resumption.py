@@ -57,8 +57,10 @@ class Resumption:
         """Those of what a loop changes, as the last steps of an epoch, or its end, have left it."""
         self._at_loop_end: dict[str, str] = {}
         """Those of what a script sets there, as a loop over epochs has left it, or the checkpoint written there."""
+        self._attributes_at_loop_end: dict[tuple[str, str], str] = {}
+        """The attributes of this process there."""
         self._attributes: dict[tuple[str, str], str] = {}
-        """See ``RunState.held_attributes``; where a resumed epoch begins, at a save, and at the end of a loop."""
+        """See ``RunState.held_attributes``; where a resumed epoch begins, and at a save."""
         self._frames: dict[FrameType, int] = {}
         """Where the code of the frames was then."""
 
@@ -151,17 +153,14 @@ class Resumption:
         carried = carried_since(self._frames) if differ else set()
         return [f"run.extra[{key!r}]" for key in differ if carried & {Carried(key), Carried("extra")}]
 
-    def _note_attributes(self, *, alone: bool = False) -> None:
-        self._attributes, self._frames = self.run.held_attributes(alone=alone), offsets_of_frames()
+    def _note_attributes(self) -> None:
+        self._attributes, self._frames = self.run.held_attributes(), offsets_of_frames()
 
-    def _attributes_set_since(self, *, alone: bool = False) -> list[str]:
-        """Those that the loop's own code has set since, as noted; forward passes set others. Collective likewise."""
+    def _attributes_set_since(self) -> list[str]:
+        """Those that the loop's own code has set since they were noted; forward passes set others. Collective."""
         before, frames = self._attributes, self._frames
         self._attributes, self._frames = {}, {}
-        now = self.run.held_attributes(alone=alone)
-        differ = [place for place in {**before, **now} if before.get(place) != now.get(place)]
-        names = changed_since(frames) if differ else set()
-        return [words_of(*place) for place in differ if place[1] in names]
+        return _set_by_code(before, self.run.held_attributes(), frames)
 
     def note(self) -> None:
         """Says that a checkpoint has the run as it stands."""
@@ -181,7 +180,7 @@ class Resumption:
     def _note_loop_end(self) -> None:
         if not isinstance(self.run.strategy, IndependentStrategy):  # servers continue by themselves
             self._at_loop_end = _set(self.run) | _entries(self.run)
-            self._note_attributes(alone=True)
+            self._attributes_at_loop_end = self.run.held_attributes(alone=True)
 
     def is_as_at_end(self) -> bool:
         """True if nothing has changed since that a resumed run, which goes on there, would change again. Collective."""
@@ -203,9 +202,9 @@ class Resumption:
         elif self._at_loop_end:
             now, before = _set(self.run) | _entries(self.run), self._at_loop_end
             mine = [words for words in {**before, **now} if now.get(words) != before.get(words)]
-            mine += self._attributes_set_since(alone=True) if self._frames else []
+            mine += _set_by_code(self._attributes_at_loop_end, self.run.held_attributes(alone=True), {})
             of_all = gather_agreed(mine, self.run.strategy.all_ranks, self.run.strategy.device)
-            self.run.changed_after_loop = [*dict.fromkeys(itertools.chain(self.run.changed_after_loop, *of_all))]
+            self.run.changed_after_loop = [*dict.fromkeys(itertools.chain(*of_all))]
 
     def forget(self) -> None:
         """Says that nothing of what comes would be lost."""
@@ -241,6 +240,15 @@ def _restored(run: RunState) -> dict[str, str]:
 def _entries(run: RunState) -> dict[str, str]:
     """Texts of ``run.extra``, by the words for its entries."""
     return {f"run.extra[{key!r}]": text for key, text in _texts(run.extra).items()}
+
+
+def _set_by_code(
+    before: Mapping[tuple[str, str], str], now: Mapping[tuple[str, str], str], frames: Mapping[FrameType, int]
+) -> list[str]:
+    """The attributes that differ and that the code of the user's frames sets, after these offsets, in words."""
+    differ = [place for place in {**before, **now} if before.get(place) != now.get(place)]
+    names = changed_since(frames) if differ else set()
+    return [words_of(*place) for place in differ if place[1] in names]
 
 
 def _texts(values: Mapping[str, Any]) -> dict[str, str]:
