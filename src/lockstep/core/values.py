@@ -82,7 +82,7 @@ _OF_PYTHON = frozenset(
 )
 _PLACES = ("coords", "iterindex", "line_num")
 """Attributes of iterators that cannot be copied."""
-_MOST_CHARACTERS, _MOST_BITS, _MOST_NAMED, _SAMPLE = 60, 1 << 10, 64, 4_096
+_MOST_CHARACTERS, _MOST_BITS_SHOWN, _MOST_NAMED, _SAMPLE = 60, 1 << 10, 64, 4_096
 MOST_BITS = 14_000
 """Of an int, in the digits that Python reads and writes."""
 _CLOSED = (
@@ -289,6 +289,11 @@ def globals_of(
             yield from globals_of(attributes, vars(held), None, seen)
 
 
+def differing(one: Mapping[_T, Any], other: Mapping[_T, Any]) -> list[_T]:
+    """The keys under which two mappings have other values, or that one of them does not have."""
+    return [key for key in {**one, **other} if one.get(key) != other.get(key)]
+
+
 def short_digest(content: bytes) -> str:
     """Eight digits that tell contents apart."""
     return hashlib.sha256(content).hexdigest()[:8]
@@ -312,9 +317,14 @@ def is_plain(value: Any) -> bool:
     return not _PLAIN.isdisjoint(type(value).__mro__)  # issubclass would ask the abstract ones among them
 
 
+def repr_of(value: Any) -> str:
+    """The representation of a value; of an int with more digits than Python writes, in hexadecimal."""
+    return hex(value) if isinstance(value, int) and value.bit_length() > MOST_BITS else repr(value)
+
+
 def text_of_plain(value: Any) -> str:
     """A value that ``is_plain`` as a short text."""
-    if type(value) is int and value.bit_length() > _MOST_BITS:  # Python writes no number of 4,300 digits
+    if type(value) is int and value.bit_length() > _MOST_BITS_SHOWN:
         return f"an int of digest {short_digest(hex(value).encode())}"
     return short_text(repr(value))
 

@@ -121,7 +121,7 @@ class Notes:
 
 
 def inherited_by_workers() -> object:
-    """What samples may be made of beside a data set, and workers have as it was when they were forked."""
+    """The surroundings of which samples may be made, and which workers have as they were when they were forked."""
     folder = None
     with suppress(OSError):  # it may be gone
         folder = Path.cwd()

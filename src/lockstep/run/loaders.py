@@ -39,8 +39,8 @@ _MOST_SOURCES, _MOST_WORKERS, _BEGINNING = 8, 4096, 16
 _Kind = Literal["training", "evaluation"]
 _Key = tuple[Hashable, ...]
 """How and by whom data are to be read."""
-_Seen = tuple[dict[str, str], list[bytes], list[int]]
-"""What a loop has changed of a data set, the contents of memory that workers share, and versions of parameters."""
+_Seen = tuple[list[bytes], list[int]]
+"""The contents of the memory that a data set shares with its workers, and versions of the parameters that it reads."""
 
 
 @dataclass
@@ -63,7 +63,7 @@ class _UsedData:
     changed: set[_Kind] = field(default_factory=lambda: {"training", "evaluation"})
     """Loaders that were made before the data were changed, as they may have been since another loader has read them."""
     inherited: dict[_Kind, object] = field(default_factory=dict)
-    """What the workers of these loaders have inherited."""
+    """The surroundings that the workers of these loaders have inherited."""
 
     @property
     def is_noted(self) -> bool:
@@ -226,34 +226,35 @@ class LoaderCache:
         return known.evaluation[key]
 
     def at_last_step(self, data: Any, loader: StepLoader, variables: LoopState, loop: EpochLoop) -> Callable[[], None]:
-        """What to do at the last step of an epoch that begins now: warn of what workers cannot know, and read ahead."""
+        """Returns a function for the last step of an epoch that begins now.
+
+        It warns of what the epoch has changed and workers, which read ahead, have otherwise; then it lets them read on.
+        """
         known = self._known(data)
         notes = known.notes if loader.has_workers else None
-        before = (variables.changed_in_data(), notes.shared(), notes.versions()) if notes else None
+        before = (notes.shared(), notes.versions()) if notes else None
 
         def call() -> None:
             if notes and before:
-                self._warn_of_changes(before, (variables.changed_in_data(), notes.shared(), notes.versions()))
+                self._warn_of_changes(variables, before, (notes.shared(), notes.versions()))
             self._read_ahead(loader, known, loop.next_epoch)
 
         return call
 
-    def _warn_of_changes(self, before: _Seen, now: _Seen) -> None:
-        """Warns of what an epoch has changed and its workers, which read ahead, have otherwise."""
-        changed = [name for name in {**before[0], **now[0]} if before[0].get(name) != now[0].get(name)]
-        if changed:
+    def _warn_of_changes(self, variables: LoopState, before: _Seen, now: _Seen) -> None:
+        if changed := sorted(variables.changed_in_data(in_epoch=True)):
             self._warn(
                 f"Within an epoch the loop has changed {shorten(changed, 3)}, which the data set holds or reads. "
                 "Workers have it as it was when the epoch began, so samples that depend on it are not those that are "
                 "read without workers. Change it between epochs, before run.batches, or read with workers=0."
             )
-        if before[1] != now[1]:
+        if before[0] != now[0]:
             self._warn(
                 "Memory that the data set shares with its loader workers, such as a multiprocessing.Value, has changed "
                 "within the epoch. They read ahead, so which samples come under which value is a matter of time. If "
                 "samples depend on it, change it between epochs, before run.batches, or read without workers."
             )
-        if before[2] != now[2]:
+        if before[1] != now[1]:
             self._warn(
                 "The data set holds or reads parameters that the steps have changed. Loader workers have them as they "
                 "were when the epoch began, or before, so samples that are made of them are not those that are read "

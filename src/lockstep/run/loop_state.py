@@ -161,11 +161,14 @@ class LoopState:
         if not self._start:
             self._measured.update(results.values() if isinstance(results, Mapping) else [results])
 
-    def changed_in_data(self) -> dict[str, str]:
-        """The texts, by name, of what data sets hold or read and the loop has changed since the run began."""
+    def changed_in_data(self, *, in_epoch: bool = False) -> dict[str, str]:
+        """The texts, by name, of what data sets hold or read and the loop has changed since the run began.
+
+        ``in_epoch``: since the steps of the current epoch began.
+        """
         if not self._start:
             return {}
-        found, first = self._look(), self._first
+        found, first = self._look(), self._start if in_epoch else self._first
         texts, names = found.texts, found.of_datasets - self._by_reading
         changed = {name for name in names if texts[name] != first.get(name)}
         return {name: _VERSION.sub("", texts[name]) for name in changed - self._not_by_loop(changed, found)}

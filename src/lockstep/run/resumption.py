@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from lockstep.core.fingerprint import sum_of_bits
+from lockstep.core.values import differing
 from lockstep.errors import ConfigError
 from lockstep.numerics.hidden_state import ALIAS, Snapshot, without_key
 from lockstep.run.attributes import held_places, reference, words_of
@@ -67,7 +68,7 @@ class Resumption:
     def begin(self) -> None:
         """Notes the run as a checkpoint has restored it. Collective."""
         self._loop.is_resumed, self._restored = True, _restored(self.run)
-        if not self.run.changed_after_loop:
+        if not self._loop.position.inside and not self.run.changed_after_loop:
             self._note_loop_end()
 
     def _compare_with_restored(self, *, settings: bool) -> None:
@@ -149,7 +150,7 @@ class Resumption:
     def _extra_carried(self) -> list[str]:
         """Entries of ``run.extra`` that the start of the epoch has made of what they were: not what it replaces."""
         now = _texts(self.run.extra)
-        differ = [key for key in {**self._extra, **now} if self._extra.get(key) != now.get(key)]
+        differ = differing(self._extra, now)
         carried = carried_since(self._frames) if differ else set()
         return [f"run.extra[{key!r}]" for key in differ if carried & {Carried(key), Carried("extra")}]
 
@@ -200,8 +201,7 @@ class Resumption:
         if self._loop.in_epochs:
             self.run.changed_after_loop = []
         elif self._at_loop_end:
-            now, before = _set(self.run) | _entries(self.run), self._at_loop_end
-            mine = [words for words in {**before, **now} if now.get(words) != before.get(words)]
+            mine = differing(self._at_loop_end, _set(self.run) | _entries(self.run))
             mine += _set_by_code(self._attributes_at_loop_end, self.run.held_attributes(alone=True), {})
             of_all = gather_agreed(mine, self.run.strategy.all_ranks, self.run.strategy.device)
             self.run.changed_after_loop = [*dict.fromkeys(itertools.chain(*of_all))]
@@ -246,7 +246,7 @@ def _set_by_code(
     before: Mapping[tuple[str, str], str], now: Mapping[tuple[str, str], str], frames: Mapping[FrameType, int]
 ) -> list[str]:
     """The attributes that differ and that the code of the user's frames sets, after these offsets, in words."""
-    differ = [place for place in {**before, **now} if before.get(place) != now.get(place)]
+    differ = differing(before, now)
     names = changed_since(frames) if differ else set()
     return [words_of(*place) for place in differ if place[1] in names]
 

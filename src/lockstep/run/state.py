@@ -163,7 +163,7 @@ class RunState:
     data: dict[str, str] = field(default_factory=dict)
     """Digests of some samples of the data set that is read, by the words of messages."""
     changed_after_loop: list[str] = field(default_factory=list)
-    """What the script had changed when the newest checkpoint was written after a loop over epochs."""
+    """Words for what the script had changed when the newest checkpoint was written after a loop over epochs."""
     resumed_context: dict[str, Any] = field(default_factory=dict)
     """The conditions of the bits where the checkpoint was written."""
     _has_warned: bool = field(default=False, init=False)

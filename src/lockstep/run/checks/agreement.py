@@ -33,7 +33,7 @@ from lockstep.checkpoint.state import has_extra_state
 from lockstep.config.options import RunOptions
 from lockstep.core.fingerprint import Context, checksums, combine, digest_tensors
 from lockstep.core.plan import SamplePlan
-from lockstep.core.values import MOST_BITS, short_digest, short_text, stored_in
+from lockstep.core.values import differing, repr_of, short_digest, short_text, stored_in
 from lockstep.data.changes import BEGINNING, CHOICE
 from lockstep.distributed.collectives import broadcast_tensors
 from lockstep.errors import CheckpointMismatch, ConfigError, ReplicaError
@@ -230,7 +230,7 @@ def made_otherwise(
     """
 
     def unequal(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str]:
-        names = [name for name in {**before, **now} if before.get(name) != now.get(name) and name not in restored]
+        names = [name for name in differing(before, now) if name not in restored]
         values = [(name, before.get(name, "absent"), now.get(name, "absent")) for name in names]
         return {name: f"{name}: {old} there, {new} here" for name, old, new in values}
 
@@ -251,7 +251,7 @@ def _text(value: Any, shared: Set[int], depth: int = 4) -> str:
     if isinstance(value, str) and value.startswith(os.sep):
         return "an absolute path"
     if value is None or isinstance(value, _PLAIN):
-        return hex(value) if isinstance(value, int) and value.bit_length() > MOST_BITS else repr(value)
+        return repr_of(value)
     if isinstance(value, Tensor | nn.Module):
         held = {"": value} if isinstance(value, Tensor) else _named_tensors(value)
         known = {

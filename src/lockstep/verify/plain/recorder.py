@@ -45,7 +45,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lockstep.config.checks import file_path
 from lockstep.core.fingerprint import device_model, digest_tensor
-from lockstep.core.values import MOST_BITS, parts_of_tensor, short_digest, stored_in
+from lockstep.core.values import parts_of_tensor, repr_of, short_digest, stored_in
 from lockstep.core.world import World
 from lockstep.data.keyed import encoded_state
 from lockstep.errors import ConfigError
@@ -216,7 +216,7 @@ _MOST_ENTRIES = 64
 def _text(value: Any, depth: int = 4) -> str | None:
     """A short text that changes with a value; None for a value of an unknown kind."""
     if value is None or isinstance(value, bool | int | float | complex | str):
-        return hex(value) if isinstance(value, int) and value.bit_length() > MOST_BITS else repr(value)
+        return repr_of(value)
     if isinstance(value, np.ndarray | np.generic):
         return _text(torch.as_tensor(value)) if value.dtype.kind in "biuf" else None
     if isinstance(value, Tensor):
