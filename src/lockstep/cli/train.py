@@ -91,7 +91,7 @@ def main(arguments: argparse.Namespace) -> int:
 
         for line in look_at(Path(arguments.job), "images").remarks:
             say(f"{line}.")
-        if changed := [text for text in arguments.set if text.startswith(("data.", "model."))]:
+        if changed := [text for text in arguments.set if text.startswith(("data.", "model.", "weights."))]:
             say(f"--set changes that: {shorten(changed, 5)}.")
         say(f"To change this: lockstep new {shlex.quote(arguments.job)} writes it as a job file and a script.")
     if world.launcher != "python" and not arguments.dry_run:

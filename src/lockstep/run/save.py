@@ -206,7 +206,7 @@ def mention_nothing_left(epochs: int, done: int) -> None:
     if isinstance(epochs, int) and 0 < epochs <= done:
         note(
             "run.epochs(%d) has no step left: the run that was resumed has done %s. To go on there, give it a larger "
-            "number; to begin anew, another run folder.",
+            "number, in a job by --epochs; to begin anew, another run folder.",
             *(epochs, plural(done, "epoch")),
         )
 

@@ -51,6 +51,9 @@ class Cause(Enum):
     OVERFLOW = "a gradient that is not finite was treated on its rank alone"
     REDUCTION_ORDER = "gradients are added in another order"
     GRADIENTS = "gradients differ although losses do not"
+    NO_LOSSES = (
+        "gradients differ, as by BatchNorm or dropout; recorder.batch(losses=...) tells which part differs first"
+    )
     BUFFERS = "running statistics or other buffers are not synchronised"
     NOT_HELD = "the optimizer does not hold the parameter: it was made for another model, or before a copy"
     OPTIMIZER_STATE = "the optimizer's state differs: it was lost, or not given to every rank"
