@@ -86,7 +86,7 @@ def test_the_module_of_an_entry_is_imported_once_for_all_ranks(tmp_path, monkeyp
 
 
 def test_every_rank_has_random_numbers_of_its_own_until_it_is_seeded(tmp_path, monkeypatch):
-    """All had those of the fork server: a split without a seed was the same on all ranks, and another in the next run."""
+    """All had those of the fork server: a split without a seed was equal on all ranks, and other in the next run."""
     (tmp_path / "drawing.py").write_text(
         "import random, numpy, torch\n"
         "def main(payload):\n"
