@@ -367,10 +367,11 @@ class Rehearsals:
         """Why the loss is not a mean over samples; empty where it is one, or where nothing tells."""
         with self._strategy.joined_calls():  # a loss may call the model
             deviations = judging.deviations()
-        is_judged = any(each is not Deviation.WITHOUT_ROWS for each in deviations)
-        if self._strategy.replicated and not self._are_concurrent and not is_judged:
-            is_new = self.done[code_of(loss)] == 1 and bool(batch.micro_batches)
-            deviations = [judge_with_model(compute, batch.micro_batches)] if is_new else []
+        if all(each is Deviation.WITHOUT_ROWS for each in deviations):
+            if self.done[code_of(loss)] > 1 or not batch.micro_batches:
+                return ""  # as for the last step of an epoch, of single samples
+            if self._strategy.replicated and not self._are_concurrent:
+                deviations = [judge_with_model(compute, batch.micro_batches)]
         return next((each.reason for each in deviations if each.reason), "")
 
     def _compare(
