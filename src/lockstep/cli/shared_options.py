@@ -96,6 +96,13 @@ def write_file(path: Path | str, content: str | bytes) -> None:
         ) from error
 
 
+def write_files(arguments: argparse.Namespace, contents: Mapping[str, Callable[[], str | bytes]]) -> None:
+    """Writes the files that options name, each with what a function makes for it; see ``write_file``."""
+    for name, make in contents.items():
+        if path := getattr(arguments, name):
+            write_file(path, make())
+
+
 _MOST_HOSTS = 65_536
 
 
