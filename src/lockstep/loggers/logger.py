@@ -11,10 +11,8 @@ from typing import Any, Protocol
 from lockstep.core.world import World
 from lockstep.errors import ConfigError, nearest
 from lockstep.loggers.console import Console
-from lockstep.loggers.csv_table import CsvTable
-from lockstep.loggers.json_lines import JsonLines
-from lockstep.loggers.tensorboard import TensorBoard
-from lockstep.loggers.trackers import MLflow, WeightsAndBiases
+from lockstep.loggers.metrics_files import CsvTable, JsonLines
+from lockstep.loggers.trackers import MLflow, TensorBoard, WeightsAndBiases
 
 
 class Logger(Protocol):
