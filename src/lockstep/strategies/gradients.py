@@ -376,8 +376,7 @@ class GradientTree:
             self._start_next(reducer)
 
     def _start_next(self, reducer: Reducer) -> None:
-        for call in self._events.bucket_start:
-            call(self._started)
+        self._events.bucket_start(self._started)
         reducer.start(self._started)
         self._started += 1
 
@@ -477,14 +476,11 @@ class StepSums:
         if self._buffers.numel:
             for slot, value in enumerate(running):
                 reducer.staging(self._buffer_bucket, slot).copy_(value)
-            for call in self._events.bucket_start:
-                call(self._buffer_bucket)
+            self._events.bucket_start(self._buffer_bucket)
             reducer.start(self._buffer_bucket)
-        for waits in self._events.exchange_begin:
-            waits()
+        self._events.exchange_begin()
         headers = reducer.finish(header)
-        for ends in self._events.exchange_end:
-            ends()
+        self._events.exchange_end()
         return headers
 
 
