@@ -74,10 +74,7 @@ def look_at_host(
 ) -> list[CheckResult]:
     """Runs all checks of this host, with the environment of this process.
 
-    Args:
-        environment: of this process.
-        master: host and port of the host of node-rank 0, if the run has several hosts.
-        interface: the one asked for with ``--interface``.
+    ``master`` is the address of the host of node-rank 0, if the run has several; ``interface`` is ``--interface``.
     """
     return [
         _system(),

@@ -134,8 +134,6 @@ def deliver(arguments: argparse.Namespace, text: str, words: Sequence[str], advi
     """Writes a script or manifest to ``--output``, submits it, or prints it where neither was asked for.
 
     Args:
-        arguments: of the cluster's command.
-        text: the script or manifest.
         words: submit what they read from standard input.
         advice: what to do with the file, whose name replaces ``{}``.
 
@@ -424,8 +422,6 @@ def joined_hosts(
     """Connects this host with the others that were asked for; None without any. Every host must call this.
 
     Args:
-        arguments: the command line.
-        devices: of this host.
         settings: names and values that must be equal on all hosts, beside those of ``common_settings``.
         decide: see ``join_hosts``.
     """

@@ -252,10 +252,8 @@ _Numbers = list[tuple[dict[str, Any], str, float]]
 class Rereading:
     """Reads samples twice under the same keys, to see that nothing is kept from one read to the next.
 
-    What cannot be read is left to the read that follows.
-
-    Args:
-        roots: the data set and its collate function, by the words for them.
+    What cannot be read is left to the read that follows. ``roots`` are the data set and its collate function, by the
+    words for them.
     """
 
     def __init__(self, roots: Mapping[str, Any]) -> None:

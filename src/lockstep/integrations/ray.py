@@ -261,11 +261,7 @@ class WatchForStalls(WorkerGroupCallback):  # type: ignore[misc]
         self._next_look = time.monotonic() + self._limit
 
     def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
-        """Looks, if it is time to.
-
-        Raises:
-            StallError: a rank holds the others up.
-        """
+        """Looks, if it is time to. Raises ``StallError`` where a rank holds the others up."""
         if not self._limit or time.monotonic() < self._next_look or worker_group_status.errors:
             return
         self._next_look = time.monotonic() + self._limit / _LOOKS_PER_LIMIT

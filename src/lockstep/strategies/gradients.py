@@ -65,15 +65,7 @@ class StepHeader:
         advanced: Tensor,
         flags: Sequence[float],
     ) -> Tensor:
-        """This holder's row, float64, where ``advanced`` is.
-
-        Args:
-            losses: of its micro-batches, 0-dim.
-            weights: of them, 0-dim.
-            used: in how many of them each parameter was.
-            advanced: by how much each counter advanced.
-            flags: numbers whose largest over the holders counts.
-        """
+        """This holder's row, float64, where ``advanced`` is. Losses and weights are 0-dim; the largest flags count."""
         row = torch.zeros(self.size, dtype=torch.float64)
         start = 2 * self._longest
         row[start : start + len(used)] = torch.tensor(used, dtype=torch.float64)
@@ -447,10 +439,7 @@ class StepSums:
     def reduce(self, losses: Sequence[Tensor], weights: Sequence[Tensor], stop: int) -> StepResult:
         """Reduces over the holders, and sets the gradients of the mean and the new buffers. Collective.
 
-        Args:
-            losses: sums of this holder's micro-batches, 0-dim.
-            weights: of them, 0-dim.
-            stop: see ``Strategy.backward``.
+        ``losses`` and ``weights`` are sums of this holder's micro-batches, 0-dim. ``stop``: see ``Strategy.backward``.
         """
         running = list(self._running.take().values())
         used, advanced = self.tree.used(), self._advanced

@@ -68,11 +68,9 @@ class Compute(Protocol):
         """Keys what is drawn from here on by the micro-batch, and notes that this rank is at it."""
 
     def resume(self, micro_batch: MicroBatch, phase: str) -> None:
-        """Goes on with a micro-batch that was begun, after others: recomputed units find their keys again.
+        """Goes on with a micro-batch that was begun in this step, after others: recomputed units find their keys again.
 
-        Args:
-            micro_batch: begun in this step.
-            phase: what this rank is at: ``forward`` of further units, or ``backward``.
+        ``phase`` is what this rank is at: ``forward`` of further units, or ``backward``.
         """
 
     def pause(self, micro_batch: MicroBatch) -> Callable[[], None]:

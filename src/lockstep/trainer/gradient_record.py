@@ -269,11 +269,9 @@ _IN_REPLICAS = ("dp", "tensor")
 
 
 class GradientRecorder(Callback):
-    """Records gradients as a callback of a run. Every rank must add one.
+    """Records gradients of a prepared run as a callback; the main process writes. Every rank must add one.
 
     Args:
-        run: prepared.
-        folder: of the run; written by the main process only.
         every: steps between two records; the step after each checkpoint has one too.
         micro_batches: also record each micro-batch's own gradient.
     """

@@ -60,12 +60,7 @@ class ServerMessage:
 
 
 class ServerChannel:
-    """One end of a connection.
-
-    Args:
-        connection: with a timeout.
-        seal: of the connection; None: its messages are not signed.
-    """
+    """One end of a connection, which has a timeout; without a ``seal`` its messages are not signed."""
 
     def __init__(self, connection: socket.socket, seal: Seal | None = None) -> None:
         self.connection, self._seal = connection, seal
@@ -217,11 +212,7 @@ def _drop_strangers(greetings: list[_Greeting], selector: selectors.BaseSelector
 
 
 class ServerTransport:
-    """Listens, and receives messages of processes that know the token.
-
-    Args:
-        largest: limit of a message's body in bytes.
-    """
+    """Listens, and receives messages of processes that know the token, with bodies of at most ``largest`` bytes."""
 
     def __init__(self, settings: TransportSettings, largest: int) -> None:
         self._settings, self._largest = settings, largest

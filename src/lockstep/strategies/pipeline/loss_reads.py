@@ -104,11 +104,7 @@ class StagesRead:
         self._before, self._before_hooks = self._found(), self._read_by_hooks()
 
     def require_unchanged(self, stage: str) -> None:
-        """Raises ``ConfigError`` where a forward pass of this process changed something since this was made.
-
-        Args:
-            stage: the name of the module that the pass began with.
-        """
+        """As ``LossReads.require_unchanged``, of a forward pass of this process."""
         before, after = self._before_hooks, self._read_by_hooks()
         by_hooks = [name for name in {**before, **after} if not _is_same(before, after, name)]
         changed = next(iter((*self._before.changed(self._found()), *by_hooks)), None)
