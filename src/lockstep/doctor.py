@@ -273,9 +273,8 @@ def _devices() -> Iterator[CheckResult]:
 def measure() -> dict[str, Any]:
     """Times all-reduces and the exchange of every pair, with the same result on every rank. Collective.
 
-    Returns:
-        ``latency`` and ``large`` (seconds of an all-reduce of 8 bytes and of 8 MiB), ``pairs`` as [left, right,
-        seconds], and ``hosts``, the name of each rank's host.
+    Gives ``latency`` and ``large`` (seconds of an all-reduce of 8 bytes and of 8 MiB), ``pairs`` as [left, right,
+    seconds], and ``hosts``, the name of each rank's host.
     """
     import torch
     import torch.distributed as dist

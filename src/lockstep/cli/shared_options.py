@@ -370,11 +370,7 @@ def take_rendezvous(arguments: argparse.Namespace, world: World) -> World:
 
 
 def host_options(arguments: argparse.Namespace) -> HostOptions | None:
-    """The options of several hosts, or None for one host.
-
-    Raises:
-        ConfigError: an option is missing or does not fit, or there is no token.
-    """
+    """The options of several hosts; None for one. ``ConfigError`` if any, or the token, is missing or does not fit."""
     given = {
         "--node-rank": arguments.node_rank is not None,
         "--master": arguments.master is not None,

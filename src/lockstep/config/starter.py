@@ -230,11 +230,7 @@ def _look_at_images(data: Path, target: str, goal: str) -> DataSummary:
 
 
 def _read_table(data: Path) -> tuple[dict[str, list[str]], str]:
-    """The values of each column, by the names in the first line, and what separates them.
-
-    Raises:
-        ConfigError: it is no such table.
-    """
+    """The values of each column by the names in line 1, and their separator; ``ConfigError`` if it is no such table."""
     try:
         with data.open(encoding="utf-8-sig", newline="") as file:
             first = file.readline()

@@ -531,14 +531,10 @@ class PreparedOptimizer(Optimizer):
 
     @apart_from_graphs
     def step(self, closure: Callable[[], Any] | None = None, *others: Any, **named: Any) -> Any:
-        """Takes one step from the reduced gradients. Every rank must call this.
+        """Takes one step from the reduced gradients; returns what the optimizer does. Every rank must call this.
 
-        Args:
-            closure: for optimizers that evaluate the loss themselves, such as LBFGS: clears gradients, and returns what
-                ``run.backward(batch, loss)`` gives. Where every process holds the whole model.
-
-        Returns:
-            What the optimizer returns of the closure; None without one.
+        ``closure`` is for optimizers that evaluate the loss themselves, such as LBFGS, where every process holds the
+        whole model: it clears gradients, and returns what ``run.backward(batch, loss)`` gives.
         """
         if others or named or not (closure is None or callable(closure)):
             raise ConfigError(

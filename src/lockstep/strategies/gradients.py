@@ -82,9 +82,8 @@ class StepHeader:
     def unpack(self, rows: Tensor, leaves: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The sums over all holders, from their rows.
 
-        Returns:
-            Losses of all micro-batches in order of k, shape (leaves,); their weight, 0-dim; uses of each parameter;
-            advances of each counter.
+        Losses of all micro-batches in order of k, shape (leaves,); their weight, 0-dim; uses of each parameter;
+        advances of each counter.
         """
         start = 2 * self._longest
         used, advanced = torch.split(rows[:, start : start + sum(self._counts)].sum(0), self._counts)
@@ -290,13 +289,10 @@ class GradientTree:
                 self._start_next(self._reducer)
 
     def finish(self, used: list[int], weight: Tensor, losses: Tensor | None = None) -> Tensor:
-        """Divides the sums by ``weight`` (0-dim) and sets them as the parameters' gradients.
+        """Sets the sums, divided by ``weight`` (0-dim), as gradients; True, 0-dim, if these and ``losses`` are finite.
 
         A parameter that no micro-batch of the step used (``used`` 0) gets none, on every rank alike. A gradient that
         was there before the step is added to, as autograd does.
-
-        Returns:
-            Whether every gradient of the step, and every one of ``losses``, is finite, 0-dim bool.
         """
         reducer, buckets = self._reducer, range(len(self._members))
         totals = [reducer.total(bucket) for bucket in buckets] if reducer is not None else []

@@ -76,11 +76,7 @@ class Chain:
 
 
 def read_chain(folder: Path) -> Chain:
-    """Reads the chain of a run folder.
-
-    Raises:
-        ConfigError: there is none, or a line is not what the line before it, and its hash, say.
-    """
+    """Reads the chain of a run; ``ConfigError`` where there is none, or a line does not follow from that before it."""
     path = folder / FILE
     try:
         text = path.read_bytes()

@@ -78,11 +78,8 @@ class ServerChannel:
     def receive(self, largest: int) -> ServerMessage:
         """Returns the next message. Waits for it without limit, and for the socket's timeout once it has begun.
 
-        Args:
-            largest: limit of the body in bytes.
-
         Raises:
-            Refused: the bytes are not a message, it is too large, or its signature is wrong.
+            Refused: the bytes are not a message, its body is larger than ``largest``, or its signature is wrong.
             ConnectionError: the other side closed the connection.
             TimeoutError: the message began and was not completed.
         """
@@ -335,11 +332,7 @@ class ServerTransport:
 
 
 def connect(address: tuple[str, int], settings: TransportSettings) -> ServerChannel:
-    """Connects to a transport and authenticates both sides.
-
-    Raises:
-        RankError: nothing listens there, or the process there does not know the token.
-    """
+    """Connects to a transport, and authenticates both; ``RankError`` where nothing that knows the token listens."""
     host, port = address
     with ExitStack() as stack:
         try:

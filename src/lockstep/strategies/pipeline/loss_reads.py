@@ -90,13 +90,10 @@ class LossReads:
 
 
 class StagesRead:
-    """The values that the forwards of other processes' stages can read beside what they are given.
+    """The values that the forwards of other processes' stages, by their modules, can read beside what they are given.
 
-    Hooks that may change a value count, gradient hooks too, but only with what they read by a fixed name:
-    many hooks only keep something for the loop, each under a key of its own.
-
-    Args:
-        modules: of these stages, by name.
+    Hooks that may change a value count, gradient hooks too, but only with what they read by a fixed name: many hooks
+    only keep something for the loop, each under a key of its own.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:

@@ -103,11 +103,7 @@ def usual(action: Action) -> float:
 def timeline(
     orders: list[tuple[Action, ...]], duration: Callable[[Action], float] = usual
 ) -> list[list[ScheduledPass]]:
-    """Returns the times of each rank's actions, if sending takes no time.
-
-    Raises:
-        ValueError: the orders wait for one another for ever.
-    """
+    """The times of each rank's actions, if sending takes none; ``ValueError`` where orders wait for each other."""
     last = max((action.stage for order in orders for action in order), default=0)
     done: dict[Action, float] = {}
     spans: list[list[ScheduledPass]] = [[] for _ in orders]
