@@ -136,7 +136,6 @@ def audit(
     """Checks the chain and the checkpoints of a run, and recomputes ``checks`` of its intervals. Writes nothing.
 
     Args:
-        folder: of the run.
         seed: chooses the intervals. It proves more if it was not known before the head of the chain was.
         checks: number of intervals; 0: all.
         head: a hash that the run's owner published or signed; it must be one of the chain.

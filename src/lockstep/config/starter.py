@@ -98,7 +98,6 @@ def look_at(data: Path, kind: str, *, target: str = "", goal: str = "") -> DataS
     """Reads as much of the data as is needed to write a job for it.
 
     Args:
-        data: the file or folder.
         kind: one of ``KINDS``.
         target: the column of a table that is predicted; empty: the last one.
         goal: ``classes`` or ``numbers``; empty: what the target looks like.

@@ -268,7 +268,6 @@ class Rereading:
         """Reads samples, and again.
 
         Args:
-            name: of the samples, for the message.
             read: reads them, under the same keys each time.
             seed: that the generators get at the beginning of each read, where their draws are compared, too.
             times: how often; an order of few rows, drawn by a generator of one's own, may come twice by chance.

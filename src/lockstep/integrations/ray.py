@@ -141,7 +141,6 @@ def train_on_cluster(config: JobConfig, address: str, workers: int | tuple[int, 
     """Trains a job on a Ray cluster, on GPUs if it has any; returns the report.
 
     Args:
-        config: the job.
         address: of the cluster; empty: a new one on this machine.
         workers: how many, or the fewest and the most.
         storage: the folder or URI of all runs.

@@ -241,7 +241,6 @@ def add(folder: Path, origin: int, make: Any) -> None:
     """Adds the events of a rank; the file is a valid trace before and after. Not collective.
 
     Args:
-        folder: run folder.
         origin: Unix time in nanoseconds that becomes 0 if this rank is the first to write.
         make: returns the events, given the origin that all ranks share.
 

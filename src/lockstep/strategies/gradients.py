@@ -375,7 +375,6 @@ class StepSums:
     Args:
         parameters: trainable parameters by name; the same on every holder.
         reducer: sums over the holders; None for one.
-        share: which micro-batches this holder runs.
         held, may_collect: see ``GradientTree``.
         events: whose callbacks are told of buckets and exchanges.
     """

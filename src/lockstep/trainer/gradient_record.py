@@ -235,7 +235,6 @@ class GradientLog:
     """Appends records to the file of a run folder, and hands each to the operating system at once.
 
     Args:
-        folder: of the run.
         first_step: the step at which the run resumes. Records from there on, left by a run that was stopped after its
             last checkpoint, are removed: they are about to be written again.
     """
