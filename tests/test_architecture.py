@@ -173,7 +173,6 @@ def test_public_names_are_listed(path):
         "lockstep.cli.train",
         "lockstep.cli.run",
         "lockstep.cli.lint",
-        "lockstep.cli.port",
         "lockstep.job",
         "lockstep.launch",
     ],

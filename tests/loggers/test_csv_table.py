@@ -25,7 +25,7 @@ def run(path, first, last):
 
 
 def test_a_metric_that_comes_later_gets_a_column_and_earlier_rows_stay(tmp_path, monkeypatch):
-    monkeypatch.setattr("lockstep.loggers.json_lines.monotonic", lambda: 5.0)
+    monkeypatch.setattr("lockstep.loggers.metrics_files.monotonic", lambda: 5.0)
     run(tmp_path / "log.csv", 0, 4)
     assert (tmp_path / "log.csv").read_text() == (
         "kind,step,epoch,seconds,loss,learning_rate,validation_accuracy\n"

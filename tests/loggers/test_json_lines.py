@@ -4,7 +4,7 @@ import os
 import pytest
 
 from lockstep.loggers import CsvTable, JsonLines, MultiLogger
-from lockstep.loggers.json_lines import read_json_lines
+from lockstep.loggers.metrics_files import read_json_lines
 
 
 def records(path):
@@ -133,7 +133,7 @@ def test_a_log_in_a_place_that_cannot_be_made_warns_once(caplog):
 
 def test_seconds_go_on_where_a_stopped_run_had_them(tmp_path, monkeypatch):
     now = iter([100.0, 101.5, 103.0, 900.0, 902.25])
-    monkeypatch.setattr("lockstep.loggers.json_lines.monotonic", lambda: next(now))
+    monkeypatch.setattr("lockstep.loggers.metrics_files.monotonic", lambda: next(now))
     path = tmp_path / "log.jsonl"
     for first_step, steps in ((0, (1, 2)), (1, (2,))):
         logger = JsonLines(path, first_step=first_step)

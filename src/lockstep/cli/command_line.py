@@ -1,9 +1,9 @@
 """The command line: finds the command, runs it, and turns an error into one sentence and an exit status.
 
 ``lockstep NAME`` lives in ``cli/NAME.py``: ``add_arguments(parser)`` declares the arguments, ``main(arguments)``
-returns the exit status or raises a ``LockstepError``. ``ps``, ``stacks``, ``stop`` and ``clean`` share ``cli/runs.py``,
-which has a table of such functions. To add a command, write such a module and add a line to ``_COMMANDS`` below, which
-holds the one sentence of ``lockstep --help``. Only the module of the command that is asked for is imported.
+returns the exit status or raises a ``LockstepError``. Commands that belong together share a file, whose table
+``COMMANDS`` has such functions by name. To add a command, write them and add a line to ``_COMMANDS`` below, which holds
+the one sentence of ``lockstep --help``. Only the module of the command that is asked for is imported.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ _COMMANDS = {
     "new": ("lockstep.cli.new", "write a job file and a script for your own images, table, text or tensors"),
     "train": ("lockstep.cli.train", "train a job: a TOML file, a built-in name or a folder of images"),
     "run": ("lockstep.cli.run", "start your own script on every device of one or several hosts"),
-    "port": ("lockstep.cli.port", "list the lines of a script that change when it trains with Lockstep"),
+    "port": ("lockstep.cli.lint", "list the lines of a script that change when it trains with Lockstep"),
     "lint": ("lockstep.cli.lint", "check training scripts for known mistakes of distributed training"),
     "slurm": ("lockstep.cli.slurm", "write or submit the SLURM batch script of a job"),
     "kubernetes": ("lockstep.cli.kubernetes", "write or apply the Kubernetes manifest of a job"),
@@ -158,13 +158,10 @@ _COMMANDS = {
     "download": ("lockstep.cli.data", "download a published data set, checked: cifar10 or mnist"),
     "predict": ("lockstep.cli.predict", "write a run's output for every sample of a data set as a table"),
     "replay": ("lockstep.cli.replay", "recompute a step of a run on one device and compare it bit for bit"),
-    "audit": ("lockstep.cli.audit", "recompute some intervals of a recorded run and check all it claims"),
+    "audit": ("lockstep.cli.replay", "recompute some intervals of a recorded run and check all it claims"),
     "doctor": ("lockstep.cli.doctor", "check this machine: devices, versions, memory, the exchange of ranks"),
     "debug": ("lockstep.cli.debug", "write VS Code's debug configurations, or attach to a running rank"),
-    "report": (
-        "lockstep.cli.report",
-        "write one page about a run: curves, wrong samples, recipe, fingerprint",
-    ),
+    "report": ("lockstep.cli.replay", "write one page about a run: curves, wrong samples, recipe, fingerprint"),
     "compare": (
         "lockstep.cli.explain",
         "show in which settings several runs differ, their fingerprints and curves",

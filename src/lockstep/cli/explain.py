@@ -10,11 +10,11 @@ import argparse
 import importlib
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.cli.shared_options import add_options, require_files, write_file
+from lockstep.cli.shared_options import add_options, require_files, write_file, write_files
 from lockstep.errors import EXIT_DONE, ConfigError
 from lockstep.text import aligned, comma_separated, printable
 
@@ -179,12 +179,12 @@ def compare(arguments: argparse.Namespace) -> int:
         print(f"\n{title}:", *aligned(rows), sep="\n")
     if len(jobs) > 1 and not differences:
         print("\nNo setting differs.")
-    if arguments.html:
-        write_file(arguments.html, page(logs, fingerprints, differences))
-    if arguments.svg:
-        write_file(arguments.svg, svg(chart(logs)))
-    if arguments.png:
-        write_file(arguments.png, png(chart(logs)))
+    contents: dict[str, Callable[[], str | bytes]] = {
+        "html": lambda: page(logs, fingerprints, differences),
+        "svg": lambda: svg(chart(logs)),
+        "png": lambda: png(chart(logs)),
+    }
+    write_files(arguments, contents)
     return EXIT_DONE
 
 

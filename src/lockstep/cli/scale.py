@@ -6,10 +6,11 @@ import argparse
 import dataclasses
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from lockstep.cli.command_line import Parser
-from lockstep.cli.shared_options import add_options, add_train_options, require_at_least, require_files, write_file
+from lockstep.cli.shared_options import add_options, add_train_options, require_at_least, require_files, write_files
 from lockstep.cli.train import device_counts, job_on_one_device, strategy_names
 from lockstep.config.job import JobConfig
 from lockstep.config.strategy_options import STRATEGIES
@@ -57,22 +58,15 @@ def main(arguments: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="lockstep-scale-") as folder:
         report = _measure(config, arguments, Path(folder))
     print(text(report))
-    _write(report, arguments)
+    title = f"{report.job}: seconds per epoch over devices"
+    contents: dict[str, Callable[[], str | bytes]] = {
+        "json": lambda: as_json(report),
+        "html": lambda: page(report),
+        "svg": lambda: svg(chart(report.ran, title)),
+        "png": lambda: png(chart(report.ran, title)),
+    }
+    write_files(arguments, contents)
     return EXIT_DONE
-
-
-def _write(report: ScaleReport, arguments: argparse.Namespace) -> None:
-    """Writes the files that were asked for."""
-    if arguments.json:
-        write_file(arguments.json, as_json(report))
-    if arguments.html:
-        write_file(arguments.html, page(report))
-    if arguments.svg or arguments.png:
-        picture = chart(report.ran, f"{report.job}: seconds per epoch over devices")
-        if arguments.svg:
-            write_file(arguments.svg, svg(picture))
-        if arguments.png:
-            write_file(arguments.png, png(picture))
 
 
 def _measure(config: JobConfig, arguments: argparse.Namespace, folder: Path) -> ScaleReport:

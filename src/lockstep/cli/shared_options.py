@@ -96,6 +96,13 @@ def write_file(path: Path | str, content: str | bytes) -> None:
         ) from error
 
 
+def write_files(arguments: argparse.Namespace, contents: Mapping[str, Callable[[], str | bytes]]) -> None:
+    """Writes the files that options name, each with what a function makes for it; see ``write_file``."""
+    for name, make in contents.items():
+        if path := getattr(arguments, name):
+            write_file(path, make())
+
+
 _MOST_HOSTS = 65_536
 
 
@@ -127,8 +134,6 @@ def deliver(arguments: argparse.Namespace, text: str, words: Sequence[str], advi
     """Writes a script or manifest to ``--output``, submits it, or prints it where neither was asked for.
 
     Args:
-        arguments: of the cluster's command.
-        text: the script or manifest.
         words: submit what they read from standard input.
         advice: what to do with the file, whose name replaces ``{}``.
 
@@ -365,11 +370,7 @@ def take_rendezvous(arguments: argparse.Namespace, world: World) -> World:
 
 
 def host_options(arguments: argparse.Namespace) -> HostOptions | None:
-    """The options of several hosts, or None for one host.
-
-    Raises:
-        ConfigError: an option is missing or does not fit, or there is no token.
-    """
+    """The options of several hosts; None for one. ``ConfigError`` if any, or the token, is missing or does not fit."""
     given = {
         "--node-rank": arguments.node_rank is not None,
         "--master": arguments.master is not None,
@@ -417,8 +418,6 @@ def joined_hosts(
     """Connects this host with the others that were asked for; None without any. Every host must call this.
 
     Args:
-        arguments: the command line.
-        devices: of this host.
         settings: names and values that must be equal on all hosts, beside those of ``common_settings``.
         decide: see ``join_hosts``.
     """

@@ -29,7 +29,7 @@ from lockstep.explain.chart import (
     tick_step,
 )
 from lockstep.job.run_folder import require_run_folder
-from lockstep.loggers.json_lines import read_json_lines
+from lockstep.loggers.metrics_files import read_json_lines
 from lockstep.text import aligned, format_duration, percent
 
 FILE = "log.jsonl"

@@ -303,13 +303,9 @@ class Accelerator:
         return dict(model.state_dict())
 
     def save_state(self, output_dir: Path | str | None = None, **_: Any) -> str:
-        """Writes a checkpoint of the run below a folder. Collective.
+        """Writes a checkpoint of the run below a folder, by default that of ``Accelerator(directory=...)``. Collective.
 
-        Args:
-            output_dir: the folder; by default that of ``Accelerator(directory=...)``.
-
-        Returns:
-            The folder.
+        Returns the folder.
 
         Raises:
             ConfigError: in the middle of an optimizer step, or there is no folder.

@@ -196,11 +196,7 @@ class LightningTrainer:
         module.teardown("fit")
 
     def validate(self, module: LightningModule, dataloaders: Any) -> list[dict[str, float]]:
-        """The means over all samples of what ``validation_step`` logs, after ``fit``. Collective.
-
-        Returns:
-            A list of one dict, as Lightning's.
-        """
+        """A list of one dict: means over all samples of what ``validation_step`` logs, after ``fit``. Collective."""
         return [self._evaluate(module, "validation", dataloaders)]
 
     def test(self, module: LightningModule, dataloaders: Any) -> list[dict[str, float]]:
@@ -272,8 +268,7 @@ class LightningTrainer:
             found |= means | self._call(module, f"{names}_epoch_end") | self._call(module, f"{names}_end")
         self.validating = self.testing = False
         results = {name: float(value) for name, value in found.items()}
-        for call in run._events.evaluation:
-            call(run.position.step, results)
+        run._events.evaluation(run.position.step, results)
         return results
 
     def _warn_of_parts(self, module: LightningModule, step: str, before: Snapshot) -> None:

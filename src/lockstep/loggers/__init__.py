@@ -1,9 +1,8 @@
 """Loggers of a run's metrics: the console, files of JSON lines or CSV, TensorBoard."""
 
 from lockstep.loggers.console import Console
-from lockstep.loggers.csv_table import CsvTable
-from lockstep.loggers.json_lines import JsonLines
 from lockstep.loggers.logger import Logger, MultiLogger, open_loggers
-from lockstep.loggers.tensorboard import TensorBoard
+from lockstep.loggers.metrics_files import CsvTable, JsonLines
+from lockstep.loggers.trackers import TensorBoard
 
 __all__ = ["Console", "CsvTable", "JsonLines", "Logger", "MultiLogger", "TensorBoard", "open_loggers"]

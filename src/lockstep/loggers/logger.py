@@ -11,10 +11,8 @@ from typing import Any, Protocol
 from lockstep.core.world import World
 from lockstep.errors import ConfigError, nearest
 from lockstep.loggers.console import Console
-from lockstep.loggers.csv_table import CsvTable
-from lockstep.loggers.json_lines import JsonLines
-from lockstep.loggers.tensorboard import TensorBoard
-from lockstep.loggers.trackers import MLflow, WeightsAndBiases
+from lockstep.loggers.metrics_files import CsvTable, JsonLines
+from lockstep.loggers.trackers import MLflow, TensorBoard, WeightsAndBiases
 
 
 class Logger(Protocol):
@@ -111,7 +109,6 @@ def open_loggers(
     """The loggers of ``names`` as one, on the main process; one without loggers on every other.
 
     Args:
-        world: who this process is.
         directory: the run folder, for ``log.jsonl``, ``log.csv`` and ``tensorboard/``; None leaves those out.
         names: of ``console``, ``jsonl``, ``csv`` and ``tensorboard``.
         first_step: steps done before this run resumes; 0 for a new one.

@@ -68,12 +68,9 @@ class PeerMemory(Protocol):
 
 
 class SymmetricMemory:
-    """``PeerMemory`` of torch's symmetric memory. Collective.
+    """``PeerMemory`` of torch's symmetric memory, of ranks that are all on one host. Collective.
 
-    Args:
-        size: bytes.
-        group: the ranks, all on one host.
-        timeout: seconds after which a barrier ends the process with a CUDA error.
+    After ``timeout`` seconds a barrier ends the process with a CUDA error.
     """
 
     def __init__(self, size: int, group: dist.ProcessGroup, device: torch.device, timeout: float) -> None:

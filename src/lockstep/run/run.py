@@ -172,8 +172,7 @@ class Run:
             profiled = timeline.open_timeline(self.options, self.world, self.device)
             self._loaders.traces = profiled.traces
             profiled.handle = self.add_callback(profiled)
-        for call in self._events.prepare_end:
-            call(self)
+        self._events.prepare_end(self)
         returned = {**prepared.wrapped_optimizers, **placed.averages}
         if not others:
             return placed.module
@@ -362,8 +361,7 @@ class Run:
                     self.rehearsals.begin(prepared, rehearsed, batch, loss, opened.scale)
             if whole_batch:
                 opened.compute = self.rehearsals.of_whole_batch(compute, batch, looks=rehearses)
-            for begins in events.backward_begin:
-                begins(batch, opened.scale)
+            events.backward_begin(batch, opened.scale)
             yield opened
         except BaseException as error:
             randomness.interrupt()
@@ -374,15 +372,13 @@ class Run:
             if isinstance(error, Exception):
                 note_data(error, batch, prepared.forward_pass.model)
             raise
-        for ends in events.backward_end:
-            ends(batch, opened.result)
+        events.backward_end(batch, opened.result)
         randomness.end_step(plan.step)
         self._results.add(opened.result, plan)
         gradients.end_backward()
         self._loop.end_backward(plan)
         opened.compute.end()
-        for are_ready in events.gradients_ready:
-            are_ready(batch, opened.result.loss)
+        events.gradients_ready(batch, opened.result.loss)
 
     def clip_gradients(self, max_norm: float) -> Tensor:
         """Scales all gradients so that their total norm is at most ``max_norm``; returns the norm before, 0-dim.
@@ -433,8 +429,7 @@ class Run:
         with self.span("evaluate"), loop.reading():
             results = evaluate(self, metric, data, model, forward, workers, repeatable)
         loop.note_results(results)
-        for call in self._events.evaluation:
-            call(self.position.step, results)
+        self._events.evaluation(self.position.step, results)
         return results
 
     def predict(
@@ -499,14 +494,12 @@ class Run:
             self._resumption.begin_save()
             prepared.gradients.update_scale()
             self._session.heartbeat.mark("save", epoch=self.position.epoch, step=self.position.step)
-            for begins in self._events.save_begin:
-                begins(self.position.step)
+            self._events.save_begin(self.position.step)
             fingerprint, prepared.state.extra = self.fingerprint(), self.extra
             prepared.state.data = self._agreed_data.stored
             folder = self._writer.write(directory, prepared.state, fingerprint, wait=wait)
             self._resumption.note()
-        for call in self._events.save:
-            call(self.position.step, folder)
+        self._events.save(self.position.step, folder)
         return folder
 
     def fingerprint(self) -> str:
@@ -561,8 +554,7 @@ class Run:
 
     def close(self) -> None:
         """Ends loader workers and leaves the process group; called by itself at the end of the program. Collective."""
-        for call in self._events.close:
-            call(self)
+        self._events.close(self)
         self._loaders.close()
         self._session.close()
 

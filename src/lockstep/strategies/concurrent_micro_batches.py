@@ -277,12 +277,7 @@ class MicroBatchRows:
 
 
 class _MicroBatchTask(Task):
-    """The forward and backward pass of one micro-batch.
-
-    Args:
-        micro_batch: one of this rank's, or padding.
-        scale: factor on its gradients; 0 for padding.
-    """
+    """The forward and backward pass of one micro-batch: of this rank's, or of padding, whose ``scale`` is 0."""
 
     loss: Tensor
     weight: Tensor
@@ -314,8 +309,7 @@ class _MicroBatchTask(Task):
         self.loss = loss.detach()
         if self._scale:
             self._sums.tree.end_micro_batch()
-            for call in self._events.micro_batch_end:
-                call(self.micro_batch)
+            self._events.micro_batch_end(self.micro_batch)
 
     def explain(self, error: BaseException) -> None:
         """Says that the micro-batch was not alone."""

@@ -35,8 +35,6 @@ class Replicated(Strategy):
     """Trains whole replicas: each runs its micro-batches, and their gradients are summed in one tree.
 
     Args:
-        device: where the model is trained.
-        micro_batches: K of the recipe.
         reducer: sums gradients over ``group``, and decides the level; None for one process.
         group: the processes with a replica each, which share the micro-batches; None for one.
     """
@@ -103,8 +101,7 @@ class Replicated(Strategy):
         self._sums.tree.end_micro_batch()
         self._losses.append(loss.detach())
         self._weights.append(weight)
-        for call in self.events.micro_batch_end:
-            call(micro_batch)
+        self.events.micro_batch_end(micro_batch)
 
     def reduce(self, compute: Compute, stop: int) -> StepResult:
         """Sums gradients, losses and weights over the processes. Collective."""

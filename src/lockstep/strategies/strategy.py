@@ -68,11 +68,9 @@ class Compute(Protocol):
         """Keys what is drawn from here on by the micro-batch, and notes that this rank is at it."""
 
     def resume(self, micro_batch: MicroBatch, phase: str) -> None:
-        """Goes on with a micro-batch that was begun, after others: recomputed units find their keys again.
+        """Goes on with a micro-batch that was begun in this step, after others: recomputed units find their keys again.
 
-        Args:
-            micro_batch: begun in this step.
-            phase: what this rank is at: ``forward`` of further units, or ``backward``.
+        ``phase`` is what this rank is at: ``forward`` of further units, or ``backward``.
         """
 
     def pause(self, micro_batch: MicroBatch) -> Callable[[], None]:
@@ -291,10 +289,9 @@ class Strategy(ABC):
         """Called on every rank when an optimizer has been stepped, or its step was skipped. Collective."""
 
     def squares(self) -> Tensor:
-        """The sum of squares of each trained parameter's whole gradient; zero where there is none. Collective.
+        """The sum of squares of each parameter's whole gradient, float64, in name order; zero where there is none.
 
-        Returns:
-            float64, shape (parameters of the whole model that are trained,), in name order, equal on every rank.
+        Collective; equal on every rank. The parameters are those of the whole model that are trained.
         """
         gradients = [parameter.grad for _, parameter in sorted(self.trainable().items())]
         sums = torch.zeros(max(1, len(gradients)), dtype=torch.float64, device=self.device)
@@ -346,14 +343,9 @@ class Strategy(ABC):
         return None
 
     def gather_full(self, name: str, part: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Gathers a tensor that is held as the parameter ``name`` is, such as its momentum. Collective.
+        """Gathers a tensor that is held as the parameter ``name`` is, as its momentum, whole on every rank. Collective.
 
-        Args:
-            name: of a parameter of the whole model.
-            part: what is held here; None for nothing.
-
-        Returns:
-            The whole tensor, of the parameter's shape in the whole model, on every rank.
+        ``part`` is what is held here; None for nothing.
         """
         assert part is not None, f"nobody holds {name!r}"
         return part

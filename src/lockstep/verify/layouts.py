@@ -101,13 +101,8 @@ def run_layout(
 ) -> str:
     """Runs an entry on the layout's ranks and returns the reason of a failure, or an empty text.
 
-    Args:
-        layout: the layout.
-        config: the job.
-        entry: ``module:function``, called with ``payload``, the ``config`` and the ``folder``.
-        folder: created for the files of the ranks.
-        resume: see ``Layout.of``.
-        payload: further arguments of the entry.
+    The entry, ``module:function``, is called with ``payload``, the ``config`` and the ``folder``, which is created for
+    the files of the ranks. ``resume``: see ``Layout.of``.
     """
     folder.mkdir()
     job = layout.of(config, str(folder), resume)

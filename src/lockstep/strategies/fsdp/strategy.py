@@ -122,8 +122,7 @@ class FullyShardedDataParallel(Strategy):
                 advanced += counts
             run_backward(loss, scale)
             self._gathering.end_micro_batch(counts=micro_batch.k < leaves)
-            for call in self.events.micro_batch_end:
-                call(micro_batch)
+            self.events.micro_batch_end(micro_batch)
             if micro_batch.k < leaves:
                 losses.append(loss.detach())
                 weights.append(weight)

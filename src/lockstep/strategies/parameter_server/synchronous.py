@@ -35,11 +35,7 @@ from lockstep.strategies.strategy import Compute, StepResult, Strategy
 
 
 class ParameterServer(Strategy):
-    """Shares micro-batches out over workers, and parameters over servers.
-
-    Args:
-        group: all ranks; the last ``servers`` of them are servers.
-    """
+    """Shares micro-batches out over workers, and parameters over servers, which are the last ranks."""
 
     name = "parameter_server"
     level = Level.BITWISE
@@ -198,8 +194,7 @@ class ParameterServer(Strategy):
             self._tree.end_micro_batch()
             losses.append(loss.detach())
             weights.append(weight)
-            for call in self.events.micro_batch_end:
-                call(micro_batch)
+            self.events.micro_batch_end(micro_batch)
         return self._header.pack(losses, weights, self._tree.used(), advanced, [stop])
 
     def _used(self, uses: Tensor) -> set[str]:

@@ -34,10 +34,7 @@ from lockstep.strategies.strategy import Compute
 def refusing_backward(output: Any, inputs: Any = (), parameters: Iterable[Tensor] = ()) -> Any:
     """The same values; a gradient of any of its tensors raises ``ConfigError``, where one device would have some.
 
-    Args:
-        output: of the whole model.
-        inputs: of which it was computed, in tuples, lists and dicts.
-        parameters: of the model.
+    The whole model's ``output`` was computed of ``inputs``, in tuples, lists and dicts, and of ``parameters``.
     """
     sources = [each for each in (*tensors_of(inputs), *parameters) if each.requires_grad]
     if not torch.is_grad_enabled() or not sources:
@@ -142,9 +139,7 @@ class Passes:
     ) -> tuple[Any, Any]:
         """The forward pass of a micro-batch; gives the stage's output, and in the last stage the target.
 
-        Args:
-            compute: gives the model's input and the target.
-            received: called when the input is there, before the stage computes.
+        ``received`` is called when the input is there, before the stage computes.
         """
         source, target = self.neighbours.activations_in, None
         args: tuple[Any, ...] = ()
@@ -412,11 +407,7 @@ class PipelineChannels:
 
 
 def uses_of_links(length: int, *, around: bool) -> Iterator[Use]:
-    """The uses of links between the ranks of a pipeline, in the order in which they are opened.
-
-    Args:
-        around: whether the last rank sends to the first.
-    """
+    """The uses of a pipeline's links in the order of their opening; ``around``: the last rank sends to the first."""
     last = length - 1
     neighbours = [(place, place + 1) for place in range(last)]
     if around and last:

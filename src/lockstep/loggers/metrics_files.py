@@ -1,15 +1,21 @@
-"""Files of records that a resumed run continues, and the one that has JSON.
+"""Files of metrics that a resumed run continues: ``log.jsonl``, with an object for each record, and ``log.csv``.
 
 {"kind": "step", "step": 10, "epoch": 0, "loss": 2.1, "accuracy": 0.31, "learning_rate": 0.1}
 {"kind": "epoch", "step": 12, "epoch": 0, "validation_accuracy": 0.64}
+
+kind,step,epoch,loss,accuracy,learning_rate,validation_accuracy
+step,10,0,2.1,0.31,0.1,
+epoch,12,0,1.9,0.35,,0.64
 """
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from time import monotonic
 from typing import IO, Any
@@ -129,3 +135,43 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
             others = (each for name, each in record.items() if name != "kind")  # None in place of NaN
             if all(are_numbers) and all(isinstance(each, int | float | None) for each in others):
                 yield record
+
+
+class CsvTable(MetricsFile):
+    """A row for each record, as ``MetricsFile`` says. The file is rewritten where a metric needs a new column."""
+
+    _columns: tuple[str, ...] = ()
+
+    def _opened(self, record: dict[str, Any]) -> IO[str]:
+        if not self._path.is_file():
+            self._columns = ()
+        elif self._file is None:
+            self._columns = tuple(dict.fromkeys(name for each in self._records() for name in each))
+        file = super()._opened(record)
+        if new := tuple(name for name in record if name not in self._columns):
+            earlier = list(self._records())
+            self._columns += new
+            self._replace(earlier)
+            file.close()
+            file = self._file = self._path.open("a", encoding="utf-8", newline="")
+        return file
+
+    def _head(self) -> str:
+        return _row(self._columns)
+
+    def _line(self, record: dict[str, Any]) -> str:
+        return _row([record.get(name, "") for name in self._columns])
+
+    def _records(self) -> Iterator[dict[str, Any]]:
+        """The records of the file, their metrics as they are written; a torn last line is left out."""
+        whole = self._path.read_text(encoding="utf-8", errors="replace").rpartition("\n")[0]
+        for row in csv.DictReader(io.StringIO(whole, newline="")):
+            found = {name: value for name, value in row.items() if value}
+            if {"step", "epoch"} <= found.keys():
+                yield {**found, "step": int(found["step"]), "epoch": int(found["epoch"])}
+
+
+def _row(values: Sequence[Any]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerow(values)
+    return text.getvalue()
