@@ -198,6 +198,7 @@ def parameter_groups(
     """The trained parameters in the groups that an optimizer takes; as a plain list where all have the same settings.
 
     Args:
+        model: the whole model.
         settings: which parameters differ, and in what.
         lr: the optimizer's learning rate, which ``layer_decay`` multiplies.
 

@@ -97,7 +97,11 @@ class Callback:
         """Called at the end of ``Run.evaluate``, with the number of steps done and the results that it returns."""
 
     def on_save_begin(self, step: int) -> None:
-        """Called as ``Run.save`` begins, before ``run.extra`` is taken; the checkpoint will hold ``step`` steps."""
+        """Called at the beginning of ``Run.save``, before ``run.extra`` is taken.
+
+        Args:
+            step: how many steps the checkpoint will hold.
+        """
 
     def on_save(self, step: int, folder: Path | None) -> None:
         """Called at the end of ``Run.save``, with the number of steps that the checkpoint holds.

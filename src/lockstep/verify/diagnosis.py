@@ -117,9 +117,12 @@ _UNITS = 4
 
 
 def diagnose(reference: Trace, other: Trace, *, repeats: bool | None = None) -> Diagnosis | None:
-    """The first difference from the run on one device, and its cause; None where all bits are equal.
+    """The first difference and its cause; None where all bits are equal.
 
-    ``repeats``: whether a second run of the reference gave the same bits; None if there was none.
+    Args:
+        reference: the run on one device.
+        other: the run to compare.
+        repeats: whether a second run of the reference gave the same bits; None if there was none.
     """
     found = _context(reference, other)
     if found is not None and found.cause is Cause.RECIPE:
