@@ -77,6 +77,10 @@ class NonFiniteError(LockstepError):
     exit_code = EXIT_NON_FINITE
 
 
+GO_ON_AT_LEVEL_B = "go on at level B with force_context=True, in a job --set checkpoint.force_context=true."
+"""The end of messages on checkpoints that were written under other conditions."""
+
+
 def nearest(asked: object, known: Iterable[str]) -> str:
     """Returns `` Did you mean 'x'? Known: a, b, c.`` for an unknown name, ready to append to a message."""
     names = sorted(  # layer2 before layer10

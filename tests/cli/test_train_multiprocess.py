@@ -68,6 +68,28 @@ def test_ranks_of_torchrun_choose_one_run_folder_and_end_in_the_same_fingerprint
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["digits-001", "named"]
 
 
+def test_a_refused_resume_names_a_remedy_that_the_command_has(process):
+    """It named --force-context, which `lockstep train` does not take."""
+    process("train", "digits", *SHORT, "--devices", "cpu:1")
+    resume = (
+        "train",
+        "digits",
+        *SHORT,
+        "--epochs",
+        "2",
+        "--devices",
+        "cpu:1",
+        "--resume",
+        "auto",
+        "--precision",
+        "bf16",
+    )
+    refused = process(*resume)
+    (remedy,) = re.findall(r"in a job (--set \S+)\.$", refused.stderr, re.MULTILINE)
+    assert refused.returncode == 2 and "precision: 'fp32' there, 'bf16' here" in refused.stderr
+    assert fingerprint_of(process(*resume, *remedy.split()))
+
+
 @pytest.mark.slow
 def test_a_model_of_the_user_is_found_beside_the_job_file(process, own_job):
     result = process("train", str(own_job), *SHORT, "--devices", "cpu:2")

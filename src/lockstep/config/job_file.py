@@ -317,12 +317,9 @@ def _absolute(config: JobConfig, folder: Path | None, from_command_line: Callabl
         start = Path.cwd() if folder is None or from_command_line(path) else folder.resolve()
         return str(start / Path(value).expanduser()) if value else ""
 
-    resume = config.checkpoint.resume
-    if resume != "auto":
-        resume = place(resume, "checkpoint", "resume")
-    cache = config.data.cache
-    if isinstance(cache, str):
-        cache = place(cache, "data", "cache")
+    resume, cache = config.checkpoint.resume, config.data.cache
+    resume = resume if resume == "auto" else place(resume, "checkpoint", "resume")
+    cache = place(cache, "data", "cache") if isinstance(cache, str) else cache
     own = [folder.resolve(), Path.cwd()] if folder is not None else [Path.cwd()]
     given = [place(each, "code") for each in config.code]
     return dataclasses.replace(

@@ -175,7 +175,7 @@ def _percent(part: float, whole: float) -> str:
     return f"{100 * part / whole:.0f} %" if whole else "0 %"
 
 
-_LEAD, _WIDTH, _ROW, _HEIGHT = 256.0, 860.0, 22.0, 18.0
+_LEAD, _WIDTH, _ROW, _HEIGHT = 270.0, 860.0, 22.0, 18.0
 _LEAST = 0.4
 """Pixels; narrower boxes are merged with their neighbours."""
 

@@ -15,7 +15,7 @@ from torch.backends import opt_einsum
 
 from lockstep.config.options import RunOptions
 from lockstep.config.strategy_options import PRECISIONS
-from lockstep.errors import ConfigError, nearest
+from lockstep.errors import GO_ON_AT_LEVEL_B, ConfigError, nearest
 from lockstep.numerics.compilation import fix_graphs, require_repeatable
 from lockstep.numerics.randomness import OwnHook
 from lockstep.runtime.devices import memory_shortages
@@ -144,7 +144,7 @@ class Precision:
             if before.get(name, value) != value:
                 raise ConfigError(
                     f"{name} was {before[name]} at the checkpoint, and is {value} now. Bits depend on it, so they "
-                    "would not continue. Set it before the loop as it was; or go on at level B with force_context=True."
+                    f"would not continue. Set it before the loop as it was; or {GO_ON_AT_LEVEL_B}"
                 )
         now = _settings(self._device, self.is_deterministic)
         if now == self._settings:

@@ -24,7 +24,7 @@ from lockstep.core.values import short_text
 from lockstep.core.world import World
 from lockstep.data.images.decoding import jpeg_decoder
 from lockstep.distributed.collectives import gather_json
-from lockstep.errors import CheckpointError, CheckpointMismatch, ConfigError
+from lockstep.errors import GO_ON_AT_LEVEL_B, CheckpointError, CheckpointMismatch, ConfigError
 from lockstep.numerics.precision import Precision, dtype_named, torch_settings
 from lockstep.run.attributes import Attributes, unsaved_tensors, words_of
 from lockstep.run.checks.agreement import made_otherwise, source_digests
@@ -244,8 +244,7 @@ class RunState:
         if (before := self.resumed_context.get("photos") or decoded) != decoded:
             raise CheckpointMismatch(
                 f"The checkpoint was trained on photos that were decoded to other pixels ({before} there, {decoded} "
-                "here), so Pillow has another JPEG library. Install the Pillow of that run, or go on at level B with "
-                "force_context=True (--force-context)."
+                f"here), so Pillow has another JPEG library. Install the Pillow of that run, or {GO_ON_AT_LEVEL_B}"
             )
 
     def capture(self, fingerprint: str, *, keep: bool, rows: Mapping[str, Tensor] | None = None) -> CheckpointState:
@@ -399,7 +398,7 @@ class RunState:
             if (names := written.get(kind, [])) and not force_context:
                 raise CheckpointMismatch(
                     f"The checkpoint does not hold {shorten(names, 3)}, {why}, so the bits would not continue. "
-                    f"{remedy}, and begin anew; or go on at level B with force_context=True (--force-context)."
+                    f"{remedy}, and begin anew; or {GO_ON_AT_LEVEL_B}"
                 )
         self._require_equal_counts(state)
         checkpoint.require_same_model(state.model, state.aliases, self.model.tensors, self.model.aliases)
@@ -422,7 +421,7 @@ class RunState:
             raise CheckpointMismatch(
                 f"The checkpoint's values of {shorten(lost, 3)} do not fit what this run has there. Make the model and "
                 "the optimizers as in the checkpoint's run, with an object of the same class there from the start; or "
-                "go on at level B with force_context=True (--force-context)."
+                f"{GO_ON_AT_LEVEL_B}"
             )
         for name in written.get("frozen", ()):
             self.model.parameters[name].requires_grad_(False)
@@ -563,11 +562,8 @@ class RunState:
 
 def _require_none(differences: Sequence[str], force_context: bool) -> None:
     if differences and not force_context:
-        raise CheckpointMismatch(
-            "The checkpoint was written under other conditions, so the bits would not continue:\n  "
-            + "\n  ".join(differences)
-            + "\nRestore these, or go on at level B with force_context=True (--force-context)."
-        )
+        found = ["The checkpoint was written under other conditions, so the bits would not continue:", *differences]
+        raise CheckpointMismatch("\n  ".join(found) + f"\nRestore these, or {GO_ON_AT_LEVEL_B}")
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -75,6 +75,22 @@ def test_a_learning_rate_times_the_number_of_ranks_is_told_from_any_other():
         assert (found.cause, found.step) == (cause, 0), found
 
 
+def test_a_scaled_learning_rate_is_named_with_the_samples_of_the_step():
+    """It said that the ranks share one global batch, also where each rank had a batch of its own."""
+    runs = [recording(1), recording(2)]
+    for rank in runs[1].ranks:
+        for step in rank.steps:
+            times(2)(step, rank)
+    shared = diagnose_plain(*runs).detail
+    for rank in runs[1].ranks:
+        for step in rank.steps:
+            step.batches[0].samples = step.batches[0].samples * 2
+    grown = diagnose_plain(*runs).detail
+    size = sum(len(batch.samples) for _, batch in runs[0].batches(0))
+    assert shared.endswith(f"; {size} samples in this step, and {size} in the reference's")
+    assert grown.endswith(f"; {2 * size} samples in this step, and {size} in the reference's")
+
+
 def test_ranks_that_share_a_seed_are_told_from_the_one_that_has_another():
     other = recording(4)
     other.ranks[2].seed = 7

@@ -36,7 +36,7 @@ from lockstep.core.plan import SamplePlan
 from lockstep.core.values import differing, repr_of, short_digest, short_text, stored_in
 from lockstep.data.changes import BEGINNING, CHOICE
 from lockstep.distributed.collectives import broadcast_tensors
-from lockstep.errors import CheckpointMismatch, ConfigError, ReplicaError
+from lockstep.errors import GO_ON_AT_LEVEL_B, CheckpointMismatch, ConfigError, ReplicaError
 from lockstep.numerics.hidden_state import without_key
 from lockstep.run.attributes import Values, holders_in
 from lockstep.run.checks.calls import by_rank, gather_agreed, watching_once
@@ -519,7 +519,7 @@ class AgreedData:
             raise CheckpointMismatch(
                 f"{found} the checkpoint was reading in this epoch, so the bits would not continue. Resume with the "
                 "same samples in the same order: sort what a folder lists, and split or shuffle with a seed, after "
-                "lockstep.init(seed=...); or go on at level B with force_context=True (--force-context)."
+                f"lockstep.init(seed=...); or {GO_ON_AT_LEVEL_B}"
             )
         if self._warns:
             logger.warning(

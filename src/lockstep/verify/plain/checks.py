@@ -171,7 +171,9 @@ def hyperparameters(pair: Pair, step: int) -> Diagnosis | None:
             return Diagnosis(Cause.OPTIMIZER, step, name, each)
         detail = f"{found[0]}, and {mine[name]} in the reference"
         if name.split()[0] == "lr" and all(_times(pair, each, name) == ranks for each in range(step + 1)):
-            return Diagnosis(Cause.LEARNING_RATE, step, name, f"{detail}; {ranks} ranks share one global batch")
+            both = [sum(len(batch.samples) for _, batch in run.batches(step)) for run in (pair.other, pair.reference)]
+            detail += f"; {both[0]} samples in this step, and {both[1]} in the reference's" if all(both) else ""
+            return Diagnosis(Cause.LEARNING_RATE, step, name, detail)
         at = _step_with(pair, name, found[0])
         if at is not None and at != step:
             detail = f"{found[0]}, as in step {at} of the reference, which has {mine[name]}"
