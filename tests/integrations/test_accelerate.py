@@ -591,9 +591,9 @@ def test_the_main_process_goes_first(tmp_path):
     assert run_ranks(in_turn, 3, tmp_path) == [[True, True]] * 3
 
 
-def resumed(world, folder, start, save_after, epochs=3):
+def resumed(world, folder, start, save_after, epochs=3, samples=36):
     """Trains as scripts for Accelerate resume: from ``start`` steps on; saves after ``save_after`` steps, if any."""
-    model, optimizer, scheduler, loader = parts(samples=36)
+    model, optimizer, scheduler, loader = parts(samples, drop_last=False)
     accelerator = Accelerator(global_batch=12, micro_batches=4)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     first, skipped, done = 0, 0, start
@@ -624,6 +624,23 @@ def test_a_run_goes_on_from_save_state_on_another_number_of_processes(tmp_path, 
     run_ranks(resumed, 2, tmp_path, 0, stop)
     assert run_ranks(resumed, 3, tmp_path, stop, 0) == [expected] * 3
     assert expected[1] == 9
+
+
+def resumed_at_a_short_step(world, folder):
+    with pytest.raises(ConfigError) as refused:
+        resumed(world, folder, 2, 0, samples=26)
+    return str(refused.value)
+
+
+def test_a_run_that_goes_on_at_a_step_of_too_few_micro_batches_is_told_so(tmp_path):
+    """The loop's body was said to have called neither step nor zero_grad()."""
+    run_ranks(resumed, 2, tmp_path, 0, 2, 3, 26)
+    for said in run_ranks(resumed_at_a_short_step, 3, tmp_path):
+        assert said == (
+            "The step at which the run resumes has 2 samples, so 1 micro-batches, for 3 processes. Use fewer "
+            "processes, or more micro_batches from the start."
+        )
+    assert run_ranks(resumed, 1, tmp_path, 2, 0, 3, 26) == run_ranks(resumed, 1, tmp_path, 0, 0, 3, 26)
 
 
 def saving_anywhere(world, folder):

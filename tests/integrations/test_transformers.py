@@ -360,7 +360,7 @@ def stopped(world, folder, steps, stop):
     trainer.add_callback(Stop())
     trainer.train()
     early = trainer.callback_handler.callbacks[-2].early_stopping_patience_counter
-    return run.fingerprint(), trainer.state.log_history[:-1], trainer.state.best_metric, early
+    return run.fingerprint(), trainer.state.log_history, trainer.state.best_metric, early
 
 
 def test_a_stopped_training_ends_with_the_bits_and_the_log_of_one_that_was_not(tmp_path):

@@ -264,7 +264,6 @@ class LightningTrainer:
                         new = {micro_batch.k: (len(micro_batch), output[1])}
                         values |= new
                         reasons |= self._no_means(module, step, forward, (micro_batch,), new)
-            module._current_fx_name = None
             means = gathered(step, values, reasons, run.strategy).means(of_step=False)
             self.callback_metrics |= means
             if before is not None:
@@ -310,6 +309,7 @@ class LightningTrainer:
             self._recorder.begin()
             module._current_fx_name = step
             result = function(data, self._batch_idx) if takes_index else function(data)
+            module._current_fx_name = None  # as checkpoints are to have it
             if isinstance(result, Mapping) and "loss" not in result and step == "training_step":
                 raise ConfigError(
                     "training_step returned a dict without 'loss'. Add the loss to it, or return it alone."

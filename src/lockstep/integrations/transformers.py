@@ -126,6 +126,8 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
         torch.set_num_threads(run._session.threads)
         self._losses: list[Tensor] = []
         """Of the steps since the last log."""
+        self._sum = 0.0
+        """Of the losses of all steps."""
         self._norm: float | None = None
         """Of the gradients of the epoch's last step; None before its first."""
         self._rate: float | None = None
@@ -144,7 +146,7 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
         """Trains up to ``num_train_epochs`` or ``max_steps``; a resumed run continues. Collective.
 
         Returns:
-            The steps done, the mean loss of those of this call, and with it how long they took.
+            The steps done and their mean loss, and with it how long those of this call took.
         """
         if resume_from_checkpoint or named:
             raise ConfigError(
@@ -162,7 +164,7 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
         assert loader is not None, "the Trainer has refused to train without a data set"
         steps, started, first = run.steps_per_epoch(loader), time.time(), run.position.step
         state = self._begin(steps)
-        mean, samples = torch.zeros((), dtype=torch.float64), 0
+        samples = 0
         self.control = events.on_train_begin(args, state, self.control)
         self._give_back(run.extra.get("transformers", {}))
         if args.eval_on_start and not first:
@@ -177,7 +179,7 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
             for batch in run.batches(loader):
                 loss = self._train_step(batch, steps_by_metric)
                 self._losses.append(loss)
-                mean += loss.cpu()
+                self._sum += float(loss)
                 samples += batch.plan.samples
                 state.global_step += 1
                 state.epoch = epoch + (batch.plan.position + 1) / steps
@@ -190,7 +192,7 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
             if self._is_over:
                 break
         done = state.global_step - first
-        metrics = {"train_loss": float(mean) / max(1, done)}
+        metrics = {"train_loss": self._sum / max(1, state.global_step)}
         self.log(dict(metrics))
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             self._load_best()
@@ -297,6 +299,7 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
                 setattr(state, name, kept["state"][name])
             self._losses = [torch.tensor(each, dtype=torch.float64) for each in kept["losses"]]
             self._norm, self._rate = kept.get("last", [None, None])
+            self._sum = kept["sum"]
         return state
 
     @property
@@ -368,6 +371,7 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
             "state": {name: getattr(self.state, name) for name in _KEPT},
             "losses": [float(each) for each in self._losses],
             "last": [self._norm, self._rate],
+            "sum": self._sum,
         }
 
     def _load_best(self) -> None:

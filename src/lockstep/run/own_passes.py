@@ -82,10 +82,11 @@ class OwnPasses:
                 f"{strategy.name!r}. Use run.backward(batch, loss)."
             )
         assert isinstance(strategy, Replicated)
-        if batch.plan.leaves < strategy.share.holders and batch.plan.position == 0:
+        if batch.plan.leaves < strategy.share.holders and spare is None:
+            step = "The first step of an epoch" if batch.plan.position == 0 else "The step at which the run resumes"
             raise ConfigError(
-                f"The first step of an epoch has {batch.plan.samples} samples, so {batch.plan.leaves} micro-batches, "
-                f"for {strategy.share.holders} processes. Use fewer processes, or more micro_batches."
+                f"{step} has {batch.plan.samples} samples, so {batch.plan.leaves} micro-batches, for "
+                f"{strategy.share.holders} processes. Use fewer processes, or more micro_batches from the start."
             )
         self._given = batch.micro_batches or ((spare,) if spare is not None else ())
         self._counts = bool(batch.micro_batches)
