@@ -12,8 +12,8 @@ a step runs while the device still computes the step before it, unless the loop 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
 from functools import cache
 from types import CodeType
@@ -241,19 +241,6 @@ def wide(value: Tensor) -> Tensor:
     if value.is_complex():
         raise ConfigError("A loss or metric function returned a complex number. Return a real one, such as its abs().")
     return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """A context without gradients, with every module in evaluation mode; each gets its own mode back afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 class LeftOutSamples:
