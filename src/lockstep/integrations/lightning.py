@@ -267,7 +267,8 @@ class LightningTrainer:
             found |= means | self._call(module, f"{names}_epoch_end") | self._call(module, f"{names}_end")
         self.validating = self.testing = False
         results = {name: float(value) for name, value in found.items()}
-        run._events.evaluation(run.position.step, results)
+        for call in run._events.evaluation:
+            call(run.position.step, results)
         return results
 
     def _warn_of_parts(self, module: LightningModule, step: str, before: Snapshot) -> None:

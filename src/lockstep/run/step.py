@@ -68,11 +68,13 @@ class DeviceTransfer:
         """
         if self._device.type == "cpu":
             return data
-        self._events.copy_begin()
+        for call in self._events.copy_begin:
+            call()
         delivered = map_leaves(data, self._moved if self._stream is None else self._copied)
         if self._stream is not None:
             current_stream(self._device).wait_stream(self._stream)
-        self._events.copy_end()
+        for call in self._events.copy_end:
+            call()
         return delivered
 
     def _moved(self, value: Any) -> Any:
@@ -392,7 +394,8 @@ class StepCompute:
     def begin(self, micro_batch: MicroBatch) -> None:
         """Keys what is drawn, and notes where this rank is."""
         micro_batch = self.numbered(micro_batch)
-        self.events.micro_batch_begin(micro_batch)
+        for call in self.events.micro_batch_begin:
+            call(micro_batch)
         self.heartbeat.enter(FORWARD, micro_batch.k, micro_batch.indices)
         self.randomness.begin_micro_batch(self.plan.step, micro_batch.k + self.first_key)
 
@@ -414,7 +417,8 @@ class StepCompute:
         return resume
 
     def _enter_again(self, micro_batch: MicroBatch, phase: int) -> None:
-        self.events.micro_batch_resume(micro_batch, PHASES[phase])
+        for call in self.events.micro_batch_resume:
+            call(micro_batch, PHASES[phase])
         self.heartbeat.enter(phase, micro_batch.k, micro_batch.indices)
 
     def exchange(self) -> None:
@@ -455,7 +459,8 @@ class StepCompute:
         """Sum and weight of the user's loss, called for padding too: it may take what the forward pass left for it."""
         with self.autocast():
             if micro_batch.k < self.plan.leaves:
-                self.events.output(micro_batch, output, target)
+                for call in self.events.output:
+                    call(micro_batch, output, target)
             self.randomness.begin_loss()
             value = self.value(output, target)
             self.forward_pass.left_out.look(self.function, value, output, target, micro_batch)
