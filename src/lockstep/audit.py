@@ -97,7 +97,11 @@ class AuditReport:
 
 
 def intervals(folder: Path, chain: Chain) -> list[Interval]:
-    """The intervals of a run between the checkpoints left, in order; ``ConfigError`` where it has made no step."""
+    """The intervals of a run between the checkpoints that are left, in order.
+
+    Raises:
+        ConfigError: the run has made no step.
+    """
     first = read_starts(folder)[0].step
     kept = {entry["step"]: folder / str(entry["name"]) for entry in chain.last("checkpoint").values()}
     kept = {step: path for step, path in kept.items() if step > first and path.is_dir()}
@@ -137,6 +141,7 @@ def audit(
     """Checks the chain and the checkpoints of a run, and recomputes ``checks`` of its intervals. Writes nothing.
 
     Args:
+        folder: of the run.
         seed: chooses the intervals. It proves more if it was not known before the head of the chain was.
         checks: number of intervals; 0: all.
         head: a hash that the run's owner published or signed; it must be one of the chain.

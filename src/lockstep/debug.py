@@ -118,12 +118,17 @@ def task_entries(plan: DebugPlan) -> list[dict[str, Any]]:
 
 
 def merge_into(path: Path, key: str, label: str, entries: Sequence[Entry], version: str) -> bool:
-    """Writes entries into an array of a settings file, which is made where it is absent; returns if it changed.
+    """Writes entries into an array of a settings file, which is created with its folder where it does not exist.
 
     Args:
+        path: the file.
         key: the array, such as ``configurations``.
         label: the member that names an entry, such as ``name``.
+        entries: each with its label.
         version: the version of the format, for a new file.
+
+    Returns:
+        True if the file changed.
 
     Raises:
         ConfigError: the file cannot be read or merged, or a comment would be lost. It is unchanged then.

@@ -74,7 +74,10 @@ def look_at_host(
 ) -> list[CheckResult]:
     """Runs all checks of this host, with the environment of this process.
 
-    ``master`` is the address of the host of node-rank 0, if the run has several; ``interface`` is ``--interface``.
+    Args:
+        environment: of this process.
+        master: host and port of the host of node-rank 0, if the run has several hosts.
+        interface: the one asked for with ``--interface``.
     """
     return [
         _system(),
@@ -273,8 +276,9 @@ def _devices() -> Iterator[CheckResult]:
 def measure() -> dict[str, Any]:
     """Times all-reduces and the exchange of every pair, with the same result on every rank. Collective.
 
-    Gives ``latency`` and ``large`` (seconds of an all-reduce of 8 bytes and of 8 MiB), ``pairs`` as [left, right,
-    seconds], and ``hosts``, the name of each rank's host.
+    Returns:
+        ``latency`` and ``large`` (seconds of an all-reduce of 8 bytes and of 8 MiB), ``pairs`` as [left, right,
+        seconds], and ``hosts``, the name of each rank's host.
     """
     import torch
     import torch.distributed as dist

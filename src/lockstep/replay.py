@@ -216,7 +216,12 @@ def _is_missing(step: int, records: Collection[int], every: int) -> bool:
 
 
 class GradientComparer(Callback):
-    """Compares the gradients of a run, which is prepared on one device, with their records."""
+    """Compares the gradients of a run with their records.
+
+    Args:
+        run: prepared, on one device.
+        request: the step and micro-batch.
+    """
 
     def __init__(self, run: Run, request: ReplayRequest) -> None:
         self._run, self._request = run, request

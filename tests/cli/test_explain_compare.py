@@ -24,7 +24,9 @@ def test_it_prints_a_table_and_writes_what_was_asked_for(command, tmp_path):
     files = [word for kind in ("html", "svg", "png") for word in (f"--{kind}", f"curves.{kind}")]
     status, output, errors = command("compare", "a", "b", "--labels", "one device, two", *files)
     assert (status, errors) == (0, "")
-    assert output.splitlines()[1].split() == ["one", "device", "3", "-", "0.3333"]
+    head, *rows = (line.split() for line in output.splitlines())
+    assert head == ["run", "one", "device", "two"]
+    assert [row[:2] for row in rows[:3]] == [["epochs", "3"], ["time", "-"], ["loss", "0.3333"]]
     assert ElementTree.parse(tmp_path / "curves.svg").getroot().tag.endswith("svg")
     assert "one device" in (tmp_path / "curves.html").read_text()
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
@@ -66,8 +68,9 @@ def test_what_differs_is_below_the_table_with_what_decides_the_bits_first(comman
     (tmp_path / "a" / "outcome.json").write_text(json.dumps({"fingerprint": "0123456789abcdef" * 4}))
     status, output, _ = command("compare", "a", "b", "--html", "curves.html")
     assert status == 0
-    head, first, second, *differences = output.splitlines()
-    assert [line.split()[-1] for line in (head, first, second)] == ["fingerprint", "0123456789abcdef", "-"]
+    table, _, below = output.partition("\n\n")
+    assert table.splitlines()[-1].split() == ["fingerprint", "0123456789abcdef", "-"]
+    differences = below.splitlines()
     assert [line.split() for line in differences if line and not line.endswith(":")] == [
         ["setting", "a", "b"],
         ["optimizer.lr", "0.1", "0.05"],

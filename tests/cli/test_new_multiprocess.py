@@ -112,6 +112,17 @@ def test_a_folder_of_images_says_what_would_be_trained(tmp_path, monkeypatch, ca
     assert "lockstep new photos" in said
 
 
+def test_a_folder_of_images_whose_weights_are_given_is_not_said_to_begin_with_random_ones(
+    tmp_path, monkeypatch, capsys
+):
+    write_photos(tmp_path / "photos")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "resnet18.pth").touch()
+    options = ("--dry-run", "--devices", "cpu:1", "--set", "weights.path=resnet18.pth")
+    assert main(["train", "photos", *options]) == 0
+    assert "--set changes that: weights.path=resnet18.pth." in capsys.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_folder_of_images_trains_and_two_processes_end_in_the_bits_of_one(tmp_path):

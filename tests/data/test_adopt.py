@@ -309,6 +309,20 @@ def test_a_loader_of_a_stream_is_adopted_with_its_collate_function():
         Stream(Lines(), 5).get_batch(np.array([4]), keys)
 
 
+def test_the_error_of_a_stream_that_fails_is_told_each_time_it_is_read():
+    """The samples that ranks compare were read first. After that the stream "ended after 0 samples", and no more."""
+
+    class Failing(IterableDataset):
+        def __iter__(self):
+            yield 0
+            yield torch.utils.data.get_worker_info().id
+
+    stream, keys = Stream(Failing(), 5), SampleKeys(0, 0, np.arange(2))
+    for _ in range(2):
+        with pytest.raises(AttributeError, match="'NoneType' object has no attribute 'id'"):
+            stream.get_batch(keys.indices, keys)
+
+
 def test_a_stream_that_is_shorter_than_it_says_is_refused_with_its_own_remedy():
     class Shorter(Lines):
         def __len__(self):

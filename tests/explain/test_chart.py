@@ -44,6 +44,14 @@ def test_every_shape_is_in_the_png():
     assert image.getpixel((70, 40)) == (255, 255, 255)
 
 
+def test_a_slanting_line_of_the_png_is_smooth():
+    """Its pixels were full or empty, so that a steep line was twice as thick as a flat one."""
+    pixels = pytest.importorskip("PIL.Image")
+    picture = Chart(40, 40, (Curve(((2, 2), (38, 25)), "#000000"),))
+    image = pixels.open(io.BytesIO(png(picture, 2))).convert("L")
+    assert {value for value, count in enumerate(image.histogram()) if count} - {0, 255}
+
+
 @pytest.mark.parametrize(("most", "step"), [(1.0, 0.2), (6.0, 1.0), (7.0, 2.0), (0.03, 0.005), (3600, 1000)])
 def test_marks_are_round_numbers_and_at_most_six(most, step):
     assert tick_step(most) == pytest.approx(step)

@@ -25,6 +25,11 @@ def write(folder, epochs=2, *, loss=1.0, with_seconds=True, steps=4):
     return folder
 
 
+def by_run(logs):
+    """The table of several runs, with a row for its first column and one for each run."""
+    return [*zip(*final_table(logs), strict=True)]
+
+
 def test_a_metric_of_steps_is_drawn_by_steps_and_another_by_epochs(tmp_path):
     (log,) = read_logs([write(tmp_path / "a")])
     assert log.points("loss", "epochs") == [(0.5, 0.5), (1.0, 0.25), (1.5, 1 / 6), (2.0, 0.125)]
@@ -41,7 +46,7 @@ def test_a_run_that_ended_within_an_epoch_is_drawn_at_its_part_of_one(tmp_path):
     (folder / "log.jsonl").write_text("".join(lines[:4]) + json.dumps(end) + "\n")
     (log,) = read_logs([folder])
     assert [x for x, _ in log.points("loss", "epochs")] == [0.5, 1.0, 1.5]
-    assert final_table([log])[1][1] == "1.5"
+    assert by_run([log])[1][1] == "1.5"
 
 
 def test_values_that_are_not_finite_are_left_out(tmp_path):
@@ -59,7 +64,7 @@ def test_a_metric_that_is_not_finite_at_the_end_has_no_older_value_in_the_table(
     before = [each | {"validation_loss": None} for each in before]
     last |= {"accuracy": None, "validation_accuracy": None, "validation_loss": None}
     path.write_text("".join(json.dumps(each) + "\n" for each in (*before, last)))
-    table = final_table(read_logs([folder]))
+    table = by_run(read_logs([folder]))
     row = dict(zip(*table, strict=True))
     assert [row["accuracy"], row["validation accuracy"], row["validation loss"]] == ["not finite"] * 3
     assert "nan" not in page(read_logs([folder])).lower()
@@ -103,7 +108,7 @@ def test_a_run_in_its_first_epoch_has_its_last_values_and_is_drawn_against_time(
     lines = (folder / "log.jsonl").read_text().splitlines(keepends=True)
     (folder / "log.jsonl").write_text("".join(lines[:-1]))
     logs = read_logs([folder])
-    assert final_table(logs)[1] == ("a", "0", "4 min 00 s", "0.25", "0.1")
+    assert by_run(logs)[1] == ("a", "0", "4 min 00 s", "0.25", "0.1")
     words = [shape.text for shape in chart(logs).shapes if isinstance(shape, Label)]
     assert words.count("minutes") == 2
     assert "epochs" not in words
@@ -121,7 +126,7 @@ def test_learning_rates_of_groups_have_a_panel_each(tmp_path):
 
 
 def test_the_table_has_the_last_values_and_the_best_accuracy(tmp_path):
-    rows = final_table(read_logs([write(tmp_path / "a"), write(tmp_path / "b", 1)], ["one", "two"]))
+    rows = by_run(read_logs([write(tmp_path / "a"), write(tmp_path / "b", 1)], ["one", "two"]))
     assert rows[0] == (
         "run",
         "epochs",
@@ -133,12 +138,20 @@ def test_the_table_has_the_last_values_and_the_best_accuracy(tmp_path):
     )
     assert rows[1] == ("one", "2", "8 min 08 s", "0.5", "60.00 %", "0.1", "60.00 % (2)")
     assert rows[2][:3] == ("two", "1", "4 min 04 s")
-    assert text(read_logs([tmp_path / "a"])).splitlines()[0].startswith("run  epochs")
+    assert [line.split()[0] for line in text(read_logs([tmp_path / "a"])).splitlines()[:2]] == ["run", "epochs"]
+
+
+def test_the_table_of_a_few_runs_fits_into_80_columns(tmp_path):
+    """A row for each run had 165 characters."""
+    logs = read_logs([write(tmp_path / name) for name in ("digits-001", "digits-002", "digits-003")])
+    lines = text(logs, {log.name: "0123456789abcdef" for log in logs}).splitlines()
+    assert lines[0].split() == ["run", "digits-001", "digits-002", "digits-003"]
+    assert max(map(len, lines)) <= 80
 
 
 def test_an_accuracy_that_is_given_in_percent_is_not_multiplied():
     record = {"kind": "epoch", "step": 4, "epoch": 0, "validation_accuracy": 43.24}
-    assert final_table([RunLog("a", (record,))])[1] == ("a", "1", "-", "43.24", "43.24 (1)")
+    assert by_run([RunLog("a", (record,))])[1] == ("a", "1", "-", "43.24", "43.24 (1)")
 
 
 def test_a_percentage_below_one_and_the_marks_of_an_axis_are_not_multiplied_either():
@@ -148,7 +161,7 @@ def test_a_percentage_below_one_and_the_marks_of_an_axis_are_not_multiplied_eith
         for n, value in ((1, 43.24), (2, 0.5))
     ]
     log = RunLog("a", tuple(records))
-    assert final_table([log])[1] == ("a", "2", "-", "0.5", "43.24 (1)")
+    assert by_run([log])[1] == ("a", "2", "-", "0.5", "43.24 (1)")
     words = [shape.text for shape in chart([log]).shapes if isinstance(shape, Label)]
     assert "0" in words and "50" in words and not [word for word in words if "%" in word]
 
@@ -158,7 +171,7 @@ def test_the_table_has_the_means_of_the_last_epoch_and_not_those_of_its_last_ste
     later = {"kind": "step", "step": 10, "epoch": 2, "seconds": 600.0, "loss": 9.0, "learning_rate": 0.01}
     with (folder / "log.jsonl").open("a") as log:
         log.write(json.dumps(later) + "\n")
-    head, row = final_table(read_logs([folder]))
+    head, row = by_run(read_logs([folder]))
     values = dict(zip(head, row, strict=True))
     assert (values["epochs"], values["loss"], values["learning rate"]) == ("2", "0.5", "0.1")
 
@@ -170,7 +183,7 @@ def test_evaluations_between_epochs_and_after_them_are_one_curve(tmp_path):
     path.write_text("".join([*lines[:-1], json.dumps(between) + "\n", lines[-1]]))
     (log,) = read_logs([path.parent])
     assert log.points("validation_accuracy", "epochs") == [(1.0, 0.5), (1.75, 0.55), (2.0, 0.6)]
-    assert final_table([log])[1][-1] == "60.00 % (2)"
+    assert by_run([log])[1][-1] == "60.00 % (2)"
 
 
 def test_a_run_that_went_on_from_another_has_the_epochs_of_both(tmp_path):
@@ -178,7 +191,7 @@ def test_a_run_that_went_on_from_another_has_the_epochs_of_both(tmp_path):
     lines = path.read_text().splitlines(keepends=True)
     first = next(number for number, line in enumerate(lines) if json.loads(line)["kind"] == "epoch")
     path.write_text("".join(lines[first + 1 :]))
-    (_, row) = final_table(read_logs([path.parent]))
+    (_, row) = by_run(read_logs([path.parent]))
     assert (row[1], row[-1]) == ("3", "70.00 % (3)")
 
 

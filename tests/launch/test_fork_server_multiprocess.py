@@ -83,3 +83,18 @@ def test_the_module_of_an_entry_is_imported_once_for_all_ranks(tmp_path, monkeyp
     outcome = run_sequentially("imported:main", {}, ranks=2, threads=1, folder=tmp_path)
     assert (outcome.code, outcome.lines) == (0, ())
     assert [file.read_text() for file in tmp_path.iterdir() if file.name.isdecimal()] == ["True", "True"]
+
+
+def test_every_rank_has_random_numbers_of_its_own_until_it_is_seeded(tmp_path, monkeypatch):
+    """All had those of the fork server: a split without a seed was equal on all ranks, and other in the next run."""
+    (tmp_path / "drawing.py").write_text(
+        "import random, numpy, torch\n"
+        "def main(payload):\n"
+        "    drawn = random.random(), numpy.random.rand(), torch.rand(()).item()\n"
+        "    with open(f\"{payload['folder']}/drawn-{drawn[0]}\", 'w') as file:\n"
+        "        file.write(' '.join(map(str, drawn)))\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    assert run_sequentially("drawing:main", {}, ranks=2, threads=1, folder=tmp_path).code == 0
+    first, second = (file.read_text().split() for file in tmp_path.glob("drawn-*"))
+    assert not set(first) & set(second)

@@ -927,6 +927,53 @@ def test_accumulated_batches_are_one_batch(size, step, said):
     assert any(said in each for each in found[3]), found[3]
 
 
+@pytest.mark.parametrize(
+    ("outer", "batch", "over"),
+    [
+        ("while step < 30:", "next(batches)", "for epoch in run.epochs(N): for batch in run.batches(loader)"),
+        ("for step in range(30):", "get_batch()", "for epoch in run.epochs(N): for batch in run.batches(data)"),
+    ],
+)
+def test_batches_that_a_loop_within_the_step_adds_up_are_one_batch(outer, batch, over):
+    """As in nanoGPT. The advice began with the batch size of one pass, and took the inner loop for one over steps."""
+    found = advice(
+        f"""
+        import torch
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        loader = torch.utils.data.DataLoader(data, batch_size=16)
+        batches = iter(loader)
+        {outer}
+            for part in range(n):
+                x, y = {batch}
+                loss = f(model(x), y) / n
+                loss.backward()
+            optimizer.step()
+        """
+    )
+    assert any("global_batch=16 * n)" in each for each in found[3]), found[3]
+    assert found[6][0].startswith(over)
+    assert found[7][0].startswith("if this accumulates gradients: ") and "the loss is not divided" in found[7][0]
+    assert found[10][0].startswith("loss = run.backward(batch, f")
+
+
+@pytest.mark.parametrize("inner", ["for part in range(n):", "for x, y in loader:"])
+def test_a_loop_within_which_the_optimizer_steps_accumulates_nothing(inner):
+    found = advice(
+        f"""
+        import torch
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        loader = torch.utils.data.DataLoader(data, batch_size=16)
+        for epoch in range(30):
+            {inner}
+                f(model(x), y).backward()
+                optimizer.step()
+            scheduler.step()
+        """
+    )
+    assert any("global_batch=16)" in each for each in found[3]), found[3]
+    assert not any("accumulates" in each for at in found.values() for each in at)
+
+
 def test_a_pass_that_every_second_epoch_makes_accumulates_nothing():
     found = advice(
         """

@@ -158,6 +158,12 @@ def test_a_file_that_would_run_code_is_refused_and_does_not(tmp_path, monkeypatc
     assert not (tmp_path / "ran-code").exists()
 
 
+def test_a_file_with_a_whole_model_is_called_that(tmp_path):
+    """The message was torch's: that the file can still be loaded, with two options and codes of bold letters."""
+    with pytest.raises(CheckpointError, match=r"objects other than tensors, such as a whole model, or is damaged\."):
+        load_weights(perceptron(), save(tmp_path / "whole.pth", perceptron()))
+
+
 def test_files_that_are_not_weights_are_named(tmp_path):
     with pytest.raises(CheckpointError, match=r"no file of weights at .*none\.pth"):
         load_weights(perceptron(), tmp_path / "none.pth")

@@ -1,8 +1,15 @@
 from collections import namedtuple
+from functools import partial
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
 
+from lockstep.core.world import World
+from lockstep.errors import ConfigError
+from lockstep.run import Run, RunOptions
 from lockstep.run.step import DeviceTransfer
 from lockstep.runtime import Callback
 from lockstep.runtime.events import StepEvents
@@ -78,3 +85,62 @@ def test_callbacks_are_told_of_copies_and_on_the_cpu_there_are_none(device, told
     events.add(copies)
     DeviceTransfer(torch.device(device), events)([torch.rand(2), torch.rand(3)])
     assert copies.told == told
+
+
+class Styled(nn.Module):
+    """A convolution net with InstanceNorm in front of a convolution, as networks that change pictures have."""
+
+    def __init__(self, norm=nn.InstanceNorm2d):
+        super().__init__()
+        self.first, self.norm, self.second = nn.Conv2d(3, 4, 3), norm(4), nn.Conv2d(4, 3, 3)
+
+    def forward(self, x):
+        return self.second(self.norm(self.first(x))).mean((2, 3))
+
+
+def gradients_of_styled(model, rows=8, **options):
+    torch.manual_seed(0)
+    samples = TensorDataset(torch.randn(rows, 3, 8, 8), torch.arange(rows) % 3)
+    run = Run(RunOptions.of(**{"global_batch": 8, "micro_batches": 4, **options}), World())
+    try:
+        model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in run.epochs(1):
+            for batch in run.batches(samples):
+                run.backward(batch, F.cross_entropy)
+        return [parameter.grad.clone() for parameter in model.parameters()]
+    finally:
+        run.close()
+
+
+def styled(norm=nn.InstanceNorm2d):
+    torch.manual_seed(1)
+    return Styled(norm)
+
+
+@pytest.mark.parametrize("options", [{"micro_batches": 8}, {"rows": 9}])
+def test_wrong_gradients_of_instance_norm_for_one_sample_in_channels_last_order_are_refused(options):
+    sample, found = torch.randn(1, 3, 8, 8), []
+    for order in (torch.contiguous_format, torch.channels_last):
+        model = styled().to(memory_format=order)
+        model(sample.to(memory_format=order)).square().sum().backward()
+        found.append(model.first.weight.grad)
+    if torch.allclose(*found, rtol=1e-3, atol=1e-3):
+        pytest.skip("this torch computes the right gradient")
+    with pytest.raises(ConfigError, match=r"one sample, and torch .* InstanceNorm 'norm'"):
+        gradients_of_styled(styled(), channels_last=True, **options)
+    with pytest.raises(ConfigError, match=r"one sample, and torch .* InstanceNorm 'norm'"):
+        gradients_of_styled(styled().to(memory_format=torch.channels_last), **options)
+
+
+@pytest.mark.parametrize(
+    ("norm", "options"),
+    [
+        (nn.InstanceNorm2d, {"channels_last": True}),
+        (nn.InstanceNorm2d, {"micro_batches": 8}),
+        (partial(nn.GroupNorm, 2), {"channels_last": True, "micro_batches": 8}),
+    ],
+)
+def test_other_orders_and_numbers_of_samples_have_the_gradients_of_one_batch(norm, options):
+    expected = gradients_of_styled(styled(norm), micro_batches=1)
+    found = gradients_of_styled(styled(norm), **options)
+    assert all(torch.allclose(one, other, atol=1e-5) for one, other in zip(expected, found, strict=True))

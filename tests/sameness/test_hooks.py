@@ -1,9 +1,12 @@
 """Hooks on parameters, gradients and modules: the bits of one device, or a refusal."""
 
+import io
+import logging
 from functools import cache
 
 import pytest
 import torch
+from tests.ranks import run_ranks
 from tests.sameness.training import (
     DDP,
     DP,
@@ -18,6 +21,7 @@ from tests.sameness.training import (
     Program,
     chain,
     differing,
+    rows,
     under,
 )
 from torch import nn
@@ -25,7 +29,9 @@ from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import checkpoint
 
+from lockstep.core.world import World
 from lockstep.errors import ConfigError
+from lockstep.run import Run, RunOptions
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -310,3 +316,92 @@ REFUSED_TOO = [
 def test_what_hooks_cannot_do_is_refused(layout, make, said):
     with pytest.raises(ConfigError, match=said):
         under(layout, make)
+
+
+def bound(gradient):
+    return gradient.clamp(-1e-3, 1e-3)
+
+
+def bounded_weight(model):
+    model[0].weight.register_hook(bound)
+
+
+def normed_weight(model):
+    def normed(parameter):
+        parameter.grad /= parameter.grad.norm()
+
+    model[0].weight.register_post_accumulate_grad_hook(normed)
+
+
+def bounded_layer(model):
+    model[2].register_full_backward_hook(lambda module, inputs, outputs: tuple(map(bound, inputs)))
+
+
+def bounded_output(model):
+    def hook(module, given, output):
+        if output.requires_grad:
+            output.register_hook(bound)
+
+    model[2].register_forward_hook(hook)
+
+
+def halved_weight(model):
+    model[0].weight.register_hook(lambda gradient: gradient * 0.5)
+
+
+def noted_weight(model):
+    norms = []
+    model[0].weight.register_hook(lambda gradient: norms.append(float(gradient.norm())))
+
+
+def train_hooked(world, hook, options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+    if hook is not None:
+        hook(model)
+    run = Run(RunOptions.of(global_batch=8, **options), world)
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in run.epochs(1):
+        for batch in run.batches(rows()):
+            run.backward(batch, F.cross_entropy)
+            optimizer.step()
+            optimizer.zero_grad()
+    found = run.fingerprint()
+    run.close()
+    return found
+
+
+def warned_by(caplog, hook, **options):
+    caplog.clear()
+    train_hooked(World(), hook, options)
+    return [record.getMessage() for record in caplog.records if "does not double" in record.getMessage()]
+
+
+@pytest.mark.parametrize("hook", [bounded_weight, normed_weight, bounded_layer, bounded_output])
+def test_a_hook_that_bounds_a_gradient_is_told_that_it_sees_a_sum(hook, caplog):
+    (told,) = warned_by(caplog, hook, micro_batches=4)
+    assert told.startswith("The gradient of '0.weight'")
+    assert "of up to 2 samples" in told
+    assert not warned_by(caplog, hook, micro_batches=4, checks="off")
+    if hook is not bounded_output:  # what a forward pass registers is not seen before it is computed
+        (told,) = warned_by(caplog, hook, micro_batches=1)
+        assert "of up to 8 samples" in told
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize("hook", [None, halved_weight, noted_weight])
+def test_a_hook_that_scales_or_reads_a_gradient_is_not(hook, micro_batches, caplog):
+    assert not warned_by(caplog, hook, micro_batches=micro_batches)
+
+
+def train_on_ranks(world, settings):
+    told = io.StringIO()
+    logging.getLogger("lockstep").addHandler(logging.StreamHandler(told))
+    train_hooked(world, bounded_weight, {"micro_batches": 4, **settings})
+    return told.getvalue().count("The gradient of '0.weight' does not double")
+
+
+@pytest.mark.parametrize("layout", [DDP, FSDP, PIPELINE, SERVERS])
+def test_the_main_process_tells_it_once(layout):
+    ranks, settings = layout
+    assert sum(run_ranks(train_on_ranks, ranks, settings, timeout=100)) == 1

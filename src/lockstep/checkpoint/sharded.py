@@ -85,12 +85,17 @@ def prepare_sharded(
     exchange: Exchange,
     keep: int | None = None,
 ) -> ShardedOrder | None:
-    """Checks that the state can be written and makes the folder, as ``checkpoint.prepare`` does. Collective.
+    """Checks that the state can be written and makes the folder. Collective.
 
     Args:
+        directory: the run folder; made if it does not exist.
         state: this rank's rows of each tensor, which make up the whole in the order of the ranks; the record is rank
             0's.
+        step: as for ``checkpoint.write``.
+        rank: number of this process.
+        ranks: how many there are.
         exchange: over a process group that nothing else uses.
+        keep: as for ``checkpoint.write``.
 
     Returns:
         None on all ranks where some do not see the folder that rank 0 made: their hosts share no file system.

@@ -62,9 +62,14 @@ def print_plan(config: JobConfig, devices: int, hosts: int) -> None:
 
 
 def join(config: JobConfig, world: World, entry: str, proof: str, profile: str) -> None:
-    """Trains the job in this process by ``entry``, what a rank runs. Collective: every rank must call this.
+    """Trains the job in this process. Collective: every rank of the world must call this.
 
-    ``proof`` and ``profile``: see ``lockstep.job.rank.train``.
+    Args:
+        config: the checked job.
+        world: this rank.
+        entry: the import path of what a rank runs.
+        proof: a command that gives the same result.
+        profile: the steps of the timeline, as FIRST:COUNT; empty without one.
     """
     tie_to_launcher(world)
     arm_future_children()

@@ -134,6 +134,8 @@ def deliver(arguments: argparse.Namespace, text: str, words: Sequence[str], advi
     """Writes a script or manifest to ``--output``, submits it, or prints it where neither was asked for.
 
     Args:
+        arguments: of the cluster's command.
+        text: the script or manifest.
         words: submit what they read from standard input.
         advice: what to do with the file, whose name replaces ``{}``.
 
@@ -370,7 +372,11 @@ def take_rendezvous(arguments: argparse.Namespace, world: World) -> World:
 
 
 def host_options(arguments: argparse.Namespace) -> HostOptions | None:
-    """The options of several hosts; None for one. ``ConfigError`` if any, or the token, is missing or does not fit."""
+    """The options of several hosts, or None for one host.
+
+    Raises:
+        ConfigError: an option is missing or does not fit, or there is no token.
+    """
     given = {
         "--node-rank": arguments.node_rank is not None,
         "--master": arguments.master is not None,
@@ -418,6 +424,8 @@ def joined_hosts(
     """Connects this host with the others that were asked for; None without any. Every host must call this.
 
     Args:
+        arguments: the command line.
+        devices: of this host.
         settings: names and values that must be equal on all hosts, beside those of ``common_settings``.
         decide: see ``join_hosts``.
     """

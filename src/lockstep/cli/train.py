@@ -91,7 +91,7 @@ def main(arguments: argparse.Namespace) -> int:
 
         for line in look_at(Path(arguments.job), "images").remarks:
             say(f"{line}.")
-        if changed := [text for text in arguments.set if text.startswith(("data.", "model."))]:
+        if changed := [text for text in arguments.set if text.startswith(("data.", "model.", "weights."))]:
             say(f"--set changes that: {shorten(changed, 5)}.")
         say(f"To change this: lockstep new {shlex.quote(arguments.job)} writes it as a job file and a script.")
     if world.launcher != "python" and not arguments.dry_run:
@@ -321,8 +321,12 @@ def job_of_nodes(arguments: argparse.Namespace, *, is_here: bool = True) -> tupl
 def command_of_node(arguments: argparse.Namespace, ranks: int, seconds: int) -> list[str]:
     """The words of ``lockstep train`` on one node of a cluster, which has ``--gpus-per-node``.
 
-    Of GPUs each is named, so that none is replaced by a process on the CPU. ``seconds`` are those from the request to
-    stop until the node is taken away.
+    Of GPUs each is named, so that none is replaced by a process on the CPU.
+
+    Args:
+        arguments: of the command that writes a script or manifest.
+        ranks: of the node.
+        seconds: from the request to stop until the node is taken away.
     """
     gpus = ",".join(map(str, range(ranks))) + ("," if ranks == 1 else "")
     devices = gpus if arguments.gpus_per_node else f"cpu:{ranks}"
@@ -333,7 +337,11 @@ def command_of_node(arguments: argparse.Namespace, ranks: int, seconds: int) -> 
 def proof(config: JobConfig, arguments: argparse.Namespace, ranks: int, kind: str) -> str:
     """The command, as it stands, that trains the same recipe in another layout on this host.
 
-    ``config`` is the job before its run folder is chosen, ``kind`` is ``cpu`` or ``cuda``.
+    Args:
+        config: the job, before its run folder is chosen.
+        arguments: those of the command that trains it.
+        ranks: processes of the run.
+        kind: ``cpu`` or ``cuda``.
     """
     strategy, count = "single" if config.training.strategy not in ("single", "ddp") else "ddp", 1
     if ranks == 1 and strategy == "ddp":

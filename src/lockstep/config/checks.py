@@ -220,9 +220,7 @@ def near_path(path: str | Path) -> str:
 def absent_module(asked: str, known: Iterable[str]) -> str:
     """Says that a top-level module is not there; names another only where it is a likely slip of the pen."""
     close = difflib.get_close_matches(asked, list(known), n=1, cutoff=0.8)
-    advice = "Install the package that provides it, or correct the name."
-    if close:
-        advice = f"Did you mean {close[0]!r}?"
+    advice = f"Did you mean {close[0]!r}?" if close else "Install the package that provides it, or correct the name."
     return f"there is no module {asked!r}. {advice}"
 
 

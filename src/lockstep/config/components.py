@@ -67,7 +67,12 @@ def origins(components: Iterable[tuple[KeyPath, Component]], folders: Sequence[s
 
 
 def preflight(components: Iterable[tuple[KeyPath, Component]], folders: Sequence[str] = ()) -> list[Problem]:
-    """All that the source of a job's components shows to be wrong; user modules are looked for in ``folders``."""
+    """Everything about a job's components that their source shows to be wrong.
+
+    Args:
+        components: each with the key path of its table.
+        folders: those of the user's own modules.
+    """
     names = StaticNames(folders)
     return [problem for path, part in components for problem in _component(names, part.target, part.args, path)]
 
@@ -255,7 +260,12 @@ def _is_plain_text(value: Any) -> bool:
 
 
 def _boolean_as_text(value: Any, default: Any) -> str | None:
-    """The problem with a text that stands for true or false: Python takes every text but the empty one as true."""
+    """The problem with a text that stands for true or false: Python takes every text but the empty one as true.
+
+    Args:
+        value: an argument of a component.
+        default: that of its parameter.
+    """
     if not isinstance(value, str):
         return None
     is_flag = isinstance(default, bool)
@@ -302,7 +312,11 @@ class _Bindings:
 
 
 class StaticNames:
-    """Looks names up in source files; for top-level modules, ``folders`` are searched before ``sys.path``."""
+    """Looks names up in source files.
+
+    Args:
+        folders: searched before ``sys.path`` for top-level modules.
+    """
 
     def __init__(self, folders: Sequence[str] = ()) -> None:
         self._folders = list(folders)

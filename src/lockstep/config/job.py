@@ -286,7 +286,12 @@ class JobConfig(StrategyOptions):
         return RunSettings(**self._settings())
 
     def run_options(self, directory: Path | str | None, profile: str = "") -> RunOptions:
-        """The options of the job's run; ``profile``: the steps of its timeline, as FIRST:COUNT, or empty."""
+        """The options of the job's run.
+
+        Args:
+            directory: the run folder.
+            profile: the steps that are written into a timeline, as FIRST:COUNT; none by default.
+        """
         given = {
             setting.metadata["run_option"]: getattr(section, setting.name)
             for section in (self.data, self.run, self.checkpoint)

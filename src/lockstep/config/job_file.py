@@ -109,9 +109,11 @@ def load_job(
     devices_are_all: bool = True,
     is_here: bool = True,
 ) -> JobConfig:
-    """The checked job of a TOML file, given by its path, or of a built-in name, with what the command line sets on top.
+    """The checked job of a file or built-in name with overrides on top.
 
     Args:
+        job: path of a TOML file, or name of a built-in job.
+        overrides: what the command line sets.
         imports: also look into the source files of the import paths, which takes tens of milliseconds.
         devices_are_all: whether ``run.devices`` counts all devices of the run; if not, the caller checks their number.
         is_here: whether this host runs it; if not, data and weights are not looked for.

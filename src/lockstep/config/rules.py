@@ -100,7 +100,9 @@ def _rule(rules: list[SettingsRule[S]], name: str, key: str) -> Callable[[_Probl
 def require_rules(options: RunSettings, machine: AvailableDevices | None = None) -> None:
     """Raises ``ConfigError`` for the rules that the options of a run break, by their keywords.
 
-    ``machine``: the processes that were started; None before that is known.
+    Args:
+        options: of `lockstep.init`.
+        machine: the processes that were started; None before that is known.
     """
     machine = machine or AvailableDevices()
     keys = {"devices": "world_size"}

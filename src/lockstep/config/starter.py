@@ -98,6 +98,7 @@ def look_at(data: Path, kind: str, *, target: str = "", goal: str = "") -> DataS
     """Reads as much of the data as is needed to write a job for it.
 
     Args:
+        data: the file or folder.
         kind: one of ``KINDS``.
         target: the column of a table that is predicted; empty: the last one.
         goal: ``classes`` or ``numbers``; empty: what the target looks like.
@@ -229,7 +230,11 @@ def _look_at_images(data: Path, target: str, goal: str) -> DataSummary:
 
 
 def _read_table(data: Path) -> tuple[dict[str, list[str]], str]:
-    """The values of each column by the names in line 1, and their separator; ``ConfigError`` if it is no such table."""
+    """The values of each column, by the names in the first line, and what separates them.
+
+    Raises:
+        ConfigError: it is no such table.
+    """
     try:
         with data.open(encoding="utf-8-sig", newline="") as file:
             first = file.readline()

@@ -239,7 +239,12 @@ def devices_per_process(mesh: str) -> int:
 
 
 def mesh_of(strategy: str, mesh: str, world_size: int) -> Mesh:
-    """Lays out a world of this size for a strategy; ``mesh`` is empty, or for ``hybrid`` as in ``data=2,pipeline=2``.
+    """Lays out a world of this size for a strategy.
+
+    Args:
+        strategy: one of ``STRATEGIES``.
+        mesh: ``data=2,pipeline=2`` for ``hybrid``; empty for the others.
+        world_size: number of processes.
 
     Raises:
         ConfigError: strategy and mesh do not go together, or the mesh does not fit the world.

@@ -239,7 +239,9 @@ class SamplePlan:
     """The samples of every step of every epoch.
 
     Args:
+        samples: size of the data set.
         shape: global batch and micro-batches.
+        seed: the run's seed.
         shuffle: visit the samples in a keyed order; otherwise 0, 1, 2, ...
         drop_last: leave out the last batch of an epoch if it is not full.
         smallest_micro_batch: leave out a last micro-batch with fewer samples than this; 2 where the model has

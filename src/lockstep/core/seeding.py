@@ -60,6 +60,7 @@ def unit_seed(seed: int, step: int, micro_batch: int, unit: str, call: int, segm
     """The seed of the random numbers a model unit draws.
 
     Args:
+        seed: the run's seed.
         step: global optimizer step, counted over epochs.
         micro_batch: position ``k`` in the global batch.
         unit: the module's name, as in ``named_modules``.

@@ -174,9 +174,15 @@ def merges_by_level(nodes: tuple[Node, ...], leaves: int) -> tuple[tuple[tuple[i
 
 
 def fold_in_place(nodes: Iterable[Node], parts: Tensor, leaves: int) -> Tensor:
-    """The sum over the tree of what its nodes hold, in the memory of ``parts``: one launch for each level on a GPU.
+    """The sum over the tree of what its nodes hold: one launch for each level on a GPU.
 
-    The nodes tile the tree, left to right; ``parts`` are theirs, shape (nodes, ...), and are overwritten.
+    Args:
+        nodes: that tile the tree, left to right.
+        parts: theirs, shape (nodes, ...); overwritten.
+        leaves: of the tree.
+
+    Returns:
+        Shape (...), in the memory of ``parts``.
     """
     import torch
 
@@ -243,7 +249,14 @@ def row_squares(tensor: Tensor) -> Tensor:
 
 
 def fold_rows(rows: Tensor) -> Tensor:
-    """The sum over dim 0 of n > 0 rows, shape (n, ...), in the tree's order: neighbours first, level by level."""
+    """The sum over dim 0 in the tree's order: neighbours first, level by level.
+
+    Args:
+        rows: shape (n, ...), n at least 1.
+
+    Returns:
+        Shape (...).
+    """
     import torch
 
     while rows.shape[0] > 1:

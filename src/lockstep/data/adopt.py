@@ -158,6 +158,9 @@ class Stream(Dataset[Any]):
                     f"{type(self.dataset).__name__} ended after {self._next} samples, and an epoch should have "
                     f"{self.samples}. {own if self._has_length else 'Give Stream a smaller samples=.'}{share}"
                 ) from None
+            except Exception:
+                self._iterator = None  # a generator that has raised an error says next time that it is at its end
+                raise
             self._next += 1
             if self._next == 1:
                 self._require_unchanged()

@@ -252,8 +252,10 @@ _Numbers = list[tuple[dict[str, Any], str, float]]
 class Rereading:
     """Reads samples twice under the same keys, to see that nothing is kept from one read to the next.
 
-    What cannot be read is left to the read that follows. ``roots`` are the data set and its collate function, by the
-    words for them.
+    What cannot be read is left to the read that follows.
+
+    Args:
+        roots: the data set and its collate function, by the words for them.
     """
 
     def __init__(self, roots: Mapping[str, Any]) -> None:
@@ -268,6 +270,7 @@ class Rereading:
         """Reads samples, and again.
 
         Args:
+            name: of the samples, for the message.
             read: reads them, under the same keys each time.
             seed: that the generators get at the beginning of each read, where their draws are compared, too.
             times: how often; an order of few rows, drawn by a generator of one's own, may come twice by chance.

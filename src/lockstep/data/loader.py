@@ -135,8 +135,10 @@ class StepLoader(_Prefetching[tuple[int, int], tuple[Iterator[_Held], Iterator[A
     def batches(self, epoch: int, first: int = 0, at_end: Callable[[], None] | None = None) -> Iterator[Batch]:
         """Yields the steps of ``epoch`` from position ``first``, one ``Batch`` each.
 
-        Leaving the loop early is fine; beginning another iteration ends this one. ``at_end`` is called when the last
-        step has been read and is about to be given: the workers are free.
+        Leaving the loop early is fine; beginning another iteration ends this one.
+
+        Args:
+            at_end: called when the last step has been read and is about to be given: the workers are free.
         """
         if self._share.holder is None:
             yield from (Batch(self._named(step), ()) for step in self._planner.steps(epoch, first))

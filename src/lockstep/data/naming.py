@@ -65,7 +65,10 @@ _OWN_COLLATE = "or a collate function that {}: run.batches(DataLoader(dataset, c
 def why_uncollatable(names: Sequence[str], samples: Sequence[Any], place: str = "") -> str:
     """A sentence on why torch cannot make one batch of samples, and what to do; empty where that is not known.
 
-    ``samples`` are the values at one place of each sample, such as ``[1]['mask']``; an empty ``place`` is all of it.
+    Args:
+        names: of the samples.
+        samples: values at the same place of each sample.
+        place: in the sample, such as ``[1]['mask']``; empty for all of it.
     """
     where = f" at {place}" if place else ""
     for name, value in zip(names, samples):

@@ -349,7 +349,12 @@ class SampleReader:
 
     @stack_marker(Mark.READS_SAMPLES)
     def read_grouped(self, epoch: int, indices: Indices, sizes: tuple[int, ...] = ()) -> GroupedBatch:
-        """Reads one micro-batch of a step, or several of ``sizes`` samples, in one call if rows are independent."""
+        """Reads several micro-batches of a step, in one call if rows are independent.
+
+        Args:
+            indices: the samples of all of them.
+            sizes: samples of each; empty for a single one.
+        """
         if len(sizes) < 2:
             return GroupedBatch([self.read(epoch, indices)], None)
         if self.rows_independent:

@@ -78,6 +78,7 @@ class SharedBuffers:
     """Some buffers for each worker. Made before the workers are forked.
 
     Args:
+        workers: how many there are.
         each: buffers of a worker: for what it has read ahead, and as much again that the rank still holds.
         gpus: to which the rank copies what is in them.
 

@@ -90,9 +90,7 @@ def explain_lost_worker(workers: Sequence[BaseProcess], error: Exception, readin
     """The ``RankError`` for a worker that was killed or exited, with the memory that is free."""
     ended = wait([worker.sentinel for worker in workers], timeout=_ANSWER_WITHIN)
     lost = [_fate(worker) for worker in workers if worker.sentinel in ended]
-    what = f"the data loader failed ({type(error).__name__}: {error})"
-    if lost:
-        what = f"a data loader worker {lost[0]}"
+    what = f"a data loader worker {lost[0]}" if lost else f"the data loader failed ({type(error).__name__}: {error})"
     return RankError(
         f"While the loader read {reading}, {what}. {_memory()} "
         "A worker that is killed has usually run out of memory: use fewer workers or a smaller prefetch."

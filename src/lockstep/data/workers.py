@@ -226,9 +226,11 @@ def open_reading(
     """The way to read a data set: in worker processes if there are any and the set is not in memory, else here.
 
     Args:
+        dataset: any map-style data set.
         prefetch: micro-batches that may be read ahead by all workers together; each is kept busy with two at least.
         per_step: micro-batches of a step that this process reads; a request asks for several of them.
         rows: samples of a micro-batch.
+        options: see ``ReadingOptions``.
     """
     seed, collate, trace = options.get("seed", 0), options.get("collate"), options.get("trace")
     workers, gpus = options.get("workers", 0), options.get("gpus", ())

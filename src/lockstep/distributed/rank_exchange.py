@@ -202,9 +202,11 @@ class SharedMemoryExchange:
 def open_exchange(
     group: dist.ProcessGroup, device: torch.device, timeout: float, shared: bool
 ) -> GroupExchange | SharedMemoryExchange:
-    """The exchange between the ranks of ``group``: through memory where it may be ``shared``, and can. Collective.
+    """The exchange between the ranks of ``group``: through memory where they can share it. Collective.
 
-    ``timeout``: seconds a rank waits for another there.
+    Args:
+        timeout: seconds a rank waits for another in shared memory.
+        shared: whether shared memory may be used.
     """
     if shared and can_share_memory(group, device):
         return SharedMemoryExchange(group, timeout)

@@ -147,7 +147,7 @@ def metrics_of(logs: Sequence[RunLog]) -> list[str]:
 
 
 def final_table(logs: Sequence[RunLog], fingerprints: Mapping[str, str] | None = None) -> list[tuple[str, ...]]:
-    """A head, and a row for each run: epochs, time, each metric of the last epoch, and the best accuracy.
+    """A column for each run: its name, epochs, time, each metric of the last epoch, and the best accuracy.
 
     ``fingerprints`` are those in which runs ended, by their names; the first digits are shown.
     """
@@ -156,7 +156,7 @@ def final_table(logs: Sequence[RunLog], fingerprints: Mapping[str, str] | None =
     best = "validation_accuracy" in metrics
     head = ("run", "epochs", "time", *map(_title, metrics), *(["best accuracy (epoch)"] if best else []))
     head += ("fingerprint",) if fingerprints else ()
-    rows: list[tuple[str, ...]] = [head]
+    columns: list[tuple[str, ...]] = [head]
     for log in logs:
         seconds = log.records[-1].get("seconds")
         cells = [log.name, f"{log.epochs:.4g}", "-" if seconds is None else format_duration(seconds)]
@@ -172,8 +172,8 @@ def final_table(logs: Sequence[RunLog], fingerprints: Mapping[str, str] | None =
             cells.append(f"{_shown(value, form)} ({1 - epoch})" if found else "-")
         if fingerprints:
             cells.append(fingerprints.get(log.name, "")[:_DIGITS] or "-")
-        rows.append(tuple(cells))
-    return rows
+        columns.append(tuple(cells))
+    return [*zip(*columns, strict=True)]
 
 
 def text(logs: Sequence[RunLog], fingerprints: Mapping[str, str] | None = None) -> str:

@@ -106,7 +106,11 @@ _RANKS = (
 
 
 class Drawing:
-    """Collects shapes and writes them as SVG under a title. Lengths are pixels, from the upper left corner."""
+    """Collects shapes and writes them as SVG. Lengths are pixels, from the upper left corner.
+
+    Args:
+        title: heading of the picture, also for screen readers.
+    """
 
     def __init__(self, title: str) -> None:
         self._title = title

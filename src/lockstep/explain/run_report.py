@@ -149,6 +149,7 @@ def run_page(folder: Path, *, computes: bool = True) -> str:
     """The page about a run.
 
     Args:
+        folder: of the run.
         computes: also what the model says of the validation data, for which the job's code is run.
 
     Raises:

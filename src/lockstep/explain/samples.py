@@ -79,11 +79,14 @@ def explain_samples(
     """Distributes an epoch over data-parallel ranks.
 
     Args:
+        samples: size of the data set.
         ranks: data-parallel ranks.
         batch: samples of a rank in a step of the classic way; the sample plan has a global batch of ``ranks * batch``.
         micro_batches: K; by default the number of ranks.
         shuffle: visit the samples in the order of ``seed`` and ``epoch``.
         seed: of both orders.
+        epoch: number of the epoch.
+        drop_last: leave out an incomplete last step.
 
     Raises:
         ConfigError: the numbers do not fit together.

@@ -303,9 +303,13 @@ class Accelerator:
         return dict(model.state_dict())
 
     def save_state(self, output_dir: Path | str | None = None, **_: Any) -> str:
-        """Writes a checkpoint of the run below a folder, by default that of ``Accelerator(directory=...)``. Collective.
+        """Writes a checkpoint of the run below a folder. Collective.
 
-        Returns the folder.
+        Args:
+            output_dir: the folder; by default that of ``Accelerator(directory=...)``.
+
+        Returns:
+            The folder.
 
         Raises:
             ConfigError: in the middle of an optimizer step, or there is no folder.

@@ -195,7 +195,11 @@ class LightningTrainer:
         module.teardown("fit")
 
     def validate(self, module: LightningModule, dataloaders: Any) -> list[dict[str, float]]:
-        """A list of one dict: means over all samples of what ``validation_step`` logs, after ``fit``. Collective."""
+        """The means over all samples of what ``validation_step`` logs, after ``fit``. Collective.
+
+        Returns:
+            A list of one dict, as Lightning's.
+        """
         return [self._evaluate(module, "validation", dataloaders)]
 
     def test(self, module: LightningModule, dataloaders: Any) -> list[dict[str, float]]:

@@ -84,7 +84,11 @@ class ModuleLog:
         batch_size: int | None,
         **other: Any,
     ) -> None:
-        """Takes what ``self.log`` was given in that step or hook; ``ConfigError`` for what cannot be averaged."""
+        """Takes a value that ``self.log`` was given in the step or hook of that name.
+
+        Raises:
+            ConfigError: it cannot be averaged over micro-batches.
+        """
         entries = self._entries.setdefault(threading.get_ident(), {})
         if isinstance(value, Metric | Mapping):
             raise ConfigError(

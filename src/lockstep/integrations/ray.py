@@ -141,6 +141,7 @@ def train_on_cluster(config: JobConfig, address: str, workers: int | tuple[int, 
     """Trains a job on a Ray cluster, on GPUs if it has any; returns the report.
 
     Args:
+        config: the job.
         address: of the cluster; empty: a new one on this machine.
         workers: how many, or the fewest and the most.
         storage: the folder or URI of all runs.
@@ -260,7 +261,11 @@ class WatchForStalls(WorkerGroupCallback):  # type: ignore[misc]
         self._next_look = time.monotonic() + self._limit
 
     def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
-        """Looks, if it is time to. Raises ``StallError`` where a rank holds the others up."""
+        """Looks, if it is time to.
+
+        Raises:
+            StallError: a rank holds the others up.
+        """
         if not self._limit or time.monotonic() < self._next_look or worker_group_status.errors:
             return
         self._next_look = time.monotonic() + self._limit / _LOOKS_PER_LIMIT

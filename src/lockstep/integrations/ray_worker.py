@@ -60,7 +60,11 @@ class WorkerFailure(Exception):
 
 @stack_marker(Mark.RUNS_RANK)
 def run_worker(function: Callable[..., Any], arguments: Callable[[RunPlace], tuple[Any, ...]]) -> Any:
-    """Runs the loop of one worker, with ``arguments`` of the place where it writes; returns what it returned.
+    """Runs the loop of one worker; returns what it returned.
+
+    Args:
+        function: the loop.
+        arguments: gives its arguments from the place where the worker writes.
 
     Raises:
         WorkerFailure: the loop failed, or stopped because a node is to be taken away.

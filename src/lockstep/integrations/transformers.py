@@ -218,9 +218,12 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """The loss over the data set, and ``compute_metrics`` of all outputs and labels, on every rank. Collective.
+        """The loss over the data set, and ``compute_metrics`` of all outputs and labels. Collective.
 
         The loss of tokens is the mean over all that count in the set, whatever the size of a batch.
+
+        Returns:
+            Numbers by name, the same on every rank.
         """
         data = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(data, Mapping) and not isinstance(data, torch.utils.data.Dataset):
@@ -235,7 +238,11 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
         return dict(metrics)
 
     def predict(self, test_dataset: Any, ignore_keys: Any = None, metric_key_prefix: str = "test") -> PredictionOutput:
-        """All samples' outputs in order, their labels, and metrics as of ``evaluate``, on every rank. Collective."""
+        """The outputs for all samples in their order, their labels, and metrics as those of ``evaluate``. Collective.
+
+        Returns:
+            The same on every rank.
+        """
         output = self._predicted(test_dataset, ignore_keys, metric_key_prefix, needs_outputs=True)
         self.control = self.callback_handler.on_predict(self.args, self.state, self.control, output.metrics)
         return output

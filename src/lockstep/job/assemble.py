@@ -85,7 +85,9 @@ def use_image_cache(data_set: Any, name: str, config: DataConfig, run: Run) -> N
     Args:
         data_set: an ``ImageFolder``, ``ArrowFiles``, ``HuggingFace`` or ``TarShards``, also within ``Subset`` and our
             data sets around data sets.
-        name: its place in the job.
+        name: its place in the job, for the error.
+        config: the job's settings.
+        run: the handle.
 
     Raises:
         ConfigError: the set holds no photos, or its photos cannot be kept in that folder; names the set.
@@ -119,10 +121,15 @@ def use_image_cache(data_set: Any, name: str, config: DataConfig, run: Run) -> N
 
 
 def balance(run: Run, model: nn.Module, training_set: Any) -> None:
-    """Finds the cuts of a strategy whose option ``balance`` is ``time``, before ``prepare``; else nothing. Collective.
+    """Finds the cuts of a strategy whose option ``balance`` is ``time``; does nothing for others. Collective.
 
     Rank 0 runs the first micro-batch of training through the model a few times, in evaluation mode, and all ranks take
     what it finds. Where a model is cut changes no result, so measuring does not either.
+
+    Args:
+        run: the handle, before ``prepare``.
+        model: the whole model.
+        training_set: what ``run.batches`` will be given.
 
     Raises:
         ConfigError: on every rank; the model has too few parts, or takes its batches by keyword.
@@ -181,7 +188,13 @@ def _first_inputs(run: Run, forward_pass: ForwardPass, training_set: Any) -> tup
 
 
 def assemble(config: JobConfig, world: World, *, profile: str = "") -> Trainer:
-    """The trainer of a job, ready to run; ``profile``: see ``JobConfig.run_options``. Collective."""
+    """The trainer of a job, ready to run. Collective: every rank must call this.
+
+    Args:
+        config: the job.
+        world: who this process is.
+        profile: the steps that are written into a timeline, as FIRST:COUNT; none by default.
+    """
     importable_from(config.code)
     run = Run(config.run_options(run_folder(config), profile), world)
     training_set, validation_set = _data_sets(config, run)

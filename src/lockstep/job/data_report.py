@@ -179,9 +179,13 @@ def batch_of(config: JobConfig, data_set: Any, epoch: int, position: int) -> lis
 
 
 def sheet(batch: Sequence[Any], classes: Sequence[str]) -> Image.Image:
-    """The pictures of a batch (n, 1 or 3, height, width), at most 256, side by side, with the names of their classes.
+    """The pictures of a batch side by side, at most 256, with their classes.
 
     Pictures of floats are scaled to the range that the batch has. ``ConfigError`` where samples hold no pictures.
+
+    Args:
+        batch: pairs of pictures (n, 1 or 3, height, width) and labels.
+        classes: the names of the labels, or nothing.
     """
     shown = [data[:2] if isinstance(data, tuple | list) and len(data) > 1 else (None, None) for data in batch]
     if not all(isinstance(pictures, Tensor) and pictures.dim() == 4 for pictures, _ in shown):

@@ -65,7 +65,12 @@ def instantiate(component: Component, *positional: Any, name: str = "", **values
 
 
 def instantiate_function(component: Component, path: KeyPath) -> Any:
-    """Returns what is called later, such as a loss: the named function with its arguments, or what a call makes."""
+    """Returns what is called later, such as a loss: the named function with its arguments, or what a call makes.
+
+    Args:
+        component: import path and arguments.
+        path: the component's place in the job file.
+    """
     where, given = spell(path), given_to_functions(path)
     function = find_object(component.target, where)
     if not inspect.isroutine(function):
@@ -157,8 +162,10 @@ def _import_module(module_name: str, path: str, where: str) -> Any:
 def _explained(attempt: str) -> Iterator[None]:
     """A context in which an exception of the user's code becomes a sentence and the lines that it came through.
 
-    One of a disk, a network or a device stays itself, so that the run may be restarted, and is told the attempt: what
-    was done, for whom, as the beginning of the sentence.
+    One of a disk, a network or a device stays itself, so that the run may be restarted, and is told the attempt.
+
+    Args:
+        attempt: what was done, for whom, as the beginning of the sentence.
     """
     try:
         yield

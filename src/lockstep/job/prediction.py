@@ -168,6 +168,7 @@ def table(outputs: Tensor, data_set: Any, loss: Any, classes: Sequence[str] = ()
 
     Args:
         outputs: of shape (samples, numbers) or (samples,), on the CPU.
+        data_set: names the samples.
         loss: that the model was trained with; it says whether outputs are scores of classes.
         classes: their names, or nothing: they are then numbered.
 

@@ -45,8 +45,13 @@ logger = logging.getLogger(__name__)
 def record(trainer: Trainer, config: JobConfig, folder: Path) -> AuditRecorder | None:
     """Writes the job into the run folder, and has digests of gradients and the audit chain written there. Collective.
 
-    Gradients are recorded where their bits depend only on the recipe, which level A promises. Returns what records the
-    audit chain, where the job asks for one.
+    Gradients are recorded where their bits depend only on the recipe, which level A promises. Returns what records
+    the audit chain, where the job asks for one.
+
+    Args:
+        trainer: ready to run.
+        config: what it was made from.
+        folder: of the run.
 
     Raises:
         ConfigError: gradients of micro-batches or an audit chain are asked for where there are none, or the folder
@@ -112,9 +117,11 @@ def main(payload: Any) -> None:
 
 
 def train(config: JobConfig, world: World, *, proof: str = "", profile: str = "") -> str:
-    """Trains a job, whose run folder exists; returns the report on the main process, else an empty text. Collective.
+    """Trains a job on this rank; returns the report on the main process, else an empty text. Collective.
 
     Args:
+        config: the job, whose run folder exists.
+        world: this rank.
         proof: a command with the same result; empty where there is none.
         profile: the steps of the timeline, as FIRST:COUNT; empty without one.
     """
@@ -161,7 +168,12 @@ def _written(folder: Path) -> Iterator[None]:
 
 
 def report(outcome: TrainingOutcome, proof: str) -> str:
-    """The last lines of a run, for people and for scripts; ``proof``: see ``train``."""
+    """The last lines of a run, for people and for scripts.
+
+    Args:
+        outcome: what the run came to.
+        proof: the command that ends in the same fingerprint on other devices; empty where none is promised to.
+    """
     rows = []
     if outcome.metric in outcome.values:
         given = outcome.values[outcome.metric]

@@ -167,6 +167,8 @@ def run_rank(task: RankTask) -> NoReturn:
     serve_debug_requests(world)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()  # as in processes started one by one
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.default_generator.seed()
     heartbeat.mark("start")
     code = EXIT_RANK
     try:

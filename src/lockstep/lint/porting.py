@@ -49,6 +49,7 @@ from lockstep.lint.wrappers import (
     may_be_model,
     optimizers_of,
     owners_of,
+    passes_of_step,
     root_of,
     runs_of,
     source_of,
@@ -128,6 +129,11 @@ _PHASES = "take the phases apart: the steps of training, then run.evaluate(loade
 _ABOVE = "make it above the loop, give it to run.prepare with the others, and choose in each epoch which one steps"
 _ENTERED_AGAIN = "under if not run.position.done:, since a resumed run may go on within an epoch, and comes here again"
 _CLIPS_SOME = "stays: run.clip_gradients clips by the norm of all gradients, and this by that of some"
+_ACCUMULATES = (
+    "if this accumulates gradients: a step in each pass, without the condition or the inner loop, and with "
+    "lockstep.init(global_batch=all samples of a step, micro_batches=...); the loss is not divided, and len(loader) is "
+    "run.steps_per_epoch(loader)"
+)
 _GROUP = "leave out: lockstep.init opens the process group and chooses the device"
 _TORCH_CALLS = {
     "Setup": {
@@ -294,7 +300,8 @@ def _batch_size(script: Script, begin: ast.AST) -> str:
     size = script.text((wholes or found)[0])
     made = [each for each in script.method_calls("step") if "sched" not in script.owner(each).lower()]
     counts = [counts_of(script, each)[:1] for each in made if loops_around(script, each)]
-    if counts and all(counts):  # gradients of several batches are added up
+    parts = [[n] for call in backwards(script) if (n := passes_of_step(script, call)) is not None]
+    if (counts := counts if any(counts) else parts) and all(counts):  # gradients of several batches are added up
         batches = script.text(counts[0][0])
         size = str(int(size) * int(batches)) if (size + batches).isdigit() else f"{size} * {batches}"
     if not wholes and script.torch_calls("DistributedSampler"):
@@ -341,6 +348,8 @@ def _loops(script: Script) -> Iterator[_Found]:
     """The loops over batches and epochs around each backward pass."""
     for call in backwards(script):
         around, over_batches = loops_around(script, call), batches_around(script, call)
+        if passes_of_step(script, call) is not None:
+            yield around.pop(0), _ACCUMULATES
         if over_batches is not None:
             yield over_batches, _over_batches(script, over_batches)
             tested = set().union(*map(names_in, script.tests_around(call)))  # if phase == "train":
@@ -520,12 +529,7 @@ def _steps(script: Script) -> Iterator[_Found]:
         if is_schedule and any(is_above(script, call, each) for each in over if each is not None):
             yield call, _ENTERED_AGAIN
         if not is_schedule and counts_of(script, call) and loops_around(script, call):
-            yield (
-                call,
-                "if this accumulates gradients: in each step, without the condition, and with lockstep.init("
-                "global_batch=all samples of a step, micro_batches=...); the loss is not divided, and len(loader) is "
-                "run.steps_per_epoch(loader)",
-            )
+            yield call, _ACCUMULATES
 
 
 def _sizes(script: Script) -> Iterator[_Found]:

@@ -183,6 +183,15 @@ def counts_of(script: Script, step: ast.Call) -> list[ast.expr]:
     return [part.right for part in parts if isinstance(part.op, ast.Mod)]
 
 
+def passes_of_step(script: Script, call: ast.Call) -> ast.expr | None:
+    """The n of the loop ``for _ in range(n):`` around a backward pass if the step comes after all n; else None."""
+    around = loops_around(script, call)
+    counted = range_of(script, around[0]) if around[1:] and batches_around(script, call) is None else None
+    steps = [each for each in script.method_calls("step") if "sched" not in script.owner(each).lower()]
+    below = [each for each in steps if loops_around(script, each)[:1] == around[1:2] and script.follows(each, call)]
+    return counted.args[-1] if counted is not None and counted.args and below else None
+
+
 def accumulates(script: Script, call: ast.Call) -> bool:
     """Returns True where the gradients of several backward passes may be added up to those of one step."""
     loop = loops_around(script, call)[:1]

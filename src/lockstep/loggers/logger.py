@@ -109,6 +109,7 @@ def open_loggers(
     """The loggers of ``names`` as one, on the main process; one without loggers on every other.
 
     Args:
+        world: who this process is.
         directory: the run folder, for ``log.jsonl``, ``log.csv`` and ``tensorboard/``; None leaves those out.
         names: of ``console``, ``jsonl``, ``csv`` and ``tensorboard``.
         first_step: steps done before this run resumes; 0 for a new one.

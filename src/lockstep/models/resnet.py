@@ -69,6 +69,7 @@ class ResNet(nn.Module):
     """A residual network: logits (N, num_classes) of images (N, 3, height, width), in float32.
 
     Args:
+        block: the kind of block.
         depths: blocks in each of the four layers.
         num_classes: number of logits.
         zero_init_residual: start every block as the identity (the last BatchNorm of each has weight 0).

@@ -198,6 +198,7 @@ def parameter_groups(
     """The trained parameters in the groups that an optimizer takes; as a plain list where all have the same settings.
 
     Args:
+        model: the whole model.
         settings: which parameters differ, and in what.
         lr: the optimizer's learning rate, which ``layer_decay`` multiplies.
 
@@ -328,9 +329,11 @@ def _read(path: Path) -> dict[str, Tensor]:
             return dict(safetensors.torch.load_file(path))
         content = torch.load(path, map_location="cpu", weights_only=True)
     except _UNREADABLE as error:
-        first_line = str(error).strip().partition("\n")[0]
+        found = f"{type(error).__name__}: {error}".partition("\n")[0]
+        if isinstance(error, pickle.UnpicklingError):  # torch advises to load it all the same
+            found = "it holds objects other than tensors, such as a whole model, or is damaged."
         raise CheckpointError(
-            f"{path} cannot be read as weights: {first_line} Nothing in it was run. "
+            f"{path} cannot be read as weights: {found} Nothing in it was run. "
             "Give a file of tensors only, saved as .safetensors or with torch.save(model.state_dict(), path)."
         ) from error
     return _tensors(path, content)

@@ -94,8 +94,10 @@ def compiled_around(model: nn.Module) -> dict[nn.Module, nn.Module]:
 def require_repeatable(name: str, compiled: object, *, on_gpu: bool, is_deterministic: bool = True) -> None:
     """Raises ``ConfigError`` where torch.compile was told to use what gives other bits in another layout or run.
 
-    Nothing is required of what torch.compile has not made, nor where the run promises no bits. ``name`` is for the
-    message.
+    Args:
+        name: of what was compiled, for the message.
+        compiled: a module or function; nothing is required of one that torch.compile has not made.
+        is_deterministic: whether the run promises bits.
     """
     by_method = getattr(compiled, "_compiled_call_impl", None)
     by_run = vars(compiled).get("forward") if isinstance(compiled, nn.Module) else None
@@ -121,7 +123,9 @@ _BY_SPEED = ("max_autotune", "max_autotune_gemm", "coordinate_descent_tuning")
 class CompiledForward:
     """A module's forward, compiled. A copy of the module, as a replica of strategy dp is one, compiles its own.
 
-    ``modules`` says how many may share its code; torch's limit of graphs, which is one of a code, holds for each.
+    Args:
+        forward: of the module.
+        modules: how many may share its code; torch's limit of graphs, which is one of a code, holds for each.
     """
 
     def __init__(self, forward: Callable[..., Any], modules: int = 1) -> None:

@@ -79,6 +79,12 @@ def first_hooked(model: nn.Module) -> str | None:
     return None
 
 
+def hooks_gradients(model: nn.Module) -> bool:
+    """Returns whether the user has hooks on gradients of a model, of its parameters or its modules."""
+    kinds = (*map(gradient_hooks, model.parameters()), *map(backward_hooks, model.modules()))
+    return any(is_hooked(hooks) for pair in kinds for hooks in pair)
+
+
 def share_hooks(parameter: Tensor, *others: Tensor) -> None:
     """Makes the gradient's hooks of a parameter those of others too, also the ones that come or go later."""
     if not parameter.requires_grad:

@@ -91,7 +91,11 @@ class InitialValues:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """A context that notes what makes new tensors, without values; ``ConfigError`` where one is asked for."""
+        """A context in which new tensors get no values, and what would make them is noted.
+
+        Raises:
+            ConfigError: a value is asked for.
+        """
         try:
             with torch.device("meta"), _AsOnDevice(self._note), _Recorder(self._note):
                 yield

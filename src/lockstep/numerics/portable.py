@@ -32,8 +32,13 @@ _WIDE = (torch.float32, torch.float64)
 def make_portable(options: RunOptions, world: World, device: torch.device) -> bool:
     """Replaces the operators whose bits depend on the CPU, if that is asked for; else torch has its own again.
 
-    ``portable="auto"`` asks for it where nothing stands against it. A launcher may have been asked for portable bits,
-    and have set the variables. Returns True if the bits of this run are portable.
+    Args:
+        options: of the run; ``portable="auto"`` asks for it where nothing stands against it.
+        world: this process; a launcher may have been asked for portable bits, and have set the variables.
+        device: of the run.
+
+    Returns:
+        True if the bits of this run are portable.
 
     Raises:
         ConfigError: ``portable=True``, and the CPU, torch or the environment of this process cannot give such bits.

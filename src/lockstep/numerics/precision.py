@@ -32,6 +32,7 @@ class Precision:
     (Micikevicius et al. 2018), with torch's own GradScaler, on CPU and CUDA.
 
     Args:
+        name: the format.
         micro_batch_size: samples whose losses are added up before a backward pass.
         scaling: arguments of ``GradScaler``; ``init_scale`` is chosen by ``micro_batch_size`` where it is None.
     """

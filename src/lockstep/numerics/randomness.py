@@ -233,7 +233,12 @@ class KeyedRandomness:
         self.key_loop("loop", step)
 
     def key_loop(self, place: str, number: int) -> None:
-        """Keys what the loop draws from here on, also from NumPy and ``random``, by a place, as "epoch", and number."""
+        """Keys what the user's own loop draws from here on, also from NumPy and ``random``.
+
+        Args:
+            place: in the loop, such as "epoch".
+            number: of the epoch or the step.
+        """
         seed = derive_seed(self._seed, place, number)
         self._manual_seed(seed)
         if not self.keys_global_generators:
@@ -337,7 +342,11 @@ _OF_A_MICRO_BATCH = (
 
 
 class OwnHook:
-    """A hook of Lockstep, which is forgotten where a model is pickled, as ``torch.save(model, path)`` does."""
+    """A hook of Lockstep, which is forgotten where a model is pickled, as ``torch.save(model, path)`` does.
+
+    Args:
+        call: what it does, of the arguments of the hook.
+    """
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self._call = call

@@ -112,9 +112,14 @@ _RESUMED = ("update", "save")
 
 
 class Timeline(Callback):
-    """Records the timeline of one rank into the file that ``trace.begin`` has made in the run folder. Not collective.
+    """Records the timeline of one rank. Nothing here is collective.
 
-    ``title`` is the rank's heading there; ``device`` is profiled, None on a CPU.
+    Args:
+        window: the steps to record.
+        folder: run folder, in which ``trace.begin`` has made the file.
+        rank: number of the rank.
+        title: heading of the rank in the timeline.
+        device: profiles the device; None on a CPU.
     """
 
     def __init__(

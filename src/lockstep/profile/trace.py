@@ -135,7 +135,11 @@ class ProfileWindow:
 
     @classmethod
     def parse(cls, text: str) -> ProfileWindow:
-        """Reads ``FIRST:COUNT``, such as ``10:5``; ``ConfigError`` for another form, or a COUNT of 0."""
+        """Reads ``FIRST:COUNT``, such as ``10:5``.
+
+        Raises:
+            ConfigError: the text has another form, or COUNT is 0.
+        """
         found = _FORM.fullmatch(text)
         if found is None or not int(found[2]):
             raise ConfigError(
@@ -241,6 +245,7 @@ def add(folder: Path, origin: int, make: Any) -> None:
     """Adds the events of a rank; the file is a valid trace before and after. Not collective.
 
     Args:
+        folder: run folder.
         origin: Unix time in nanoseconds that becomes 0 if this rank is the first to write.
         make: returns the events, given the origin that all ranks share.
 

@@ -53,6 +53,7 @@ def open_reducer(
 
     Args:
         name: one of ``REDUCERS``; ``ConfigError`` for any other.
+        group: the data-parallel ranks.
         timeout: seconds a rank waits for another's numbers in shared memory.
         shared: whether shared memory may be used.
         powersgd_rank: columns of the factors of ``powersgd``.

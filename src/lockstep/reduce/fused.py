@@ -68,9 +68,12 @@ class PeerMemory(Protocol):
 
 
 class SymmetricMemory:
-    """``PeerMemory`` of torch's symmetric memory, of ranks that are all on one host. Collective.
+    """``PeerMemory`` of torch's symmetric memory. Collective.
 
-    After ``timeout`` seconds a barrier ends the process with a CUDA error.
+    Args:
+        size: bytes.
+        group: the ranks, all on one host.
+        timeout: seconds after which a barrier ends the process with a CUDA error.
     """
 
     def __init__(self, size: int, group: dist.ProcessGroup, device: torch.device, timeout: float) -> None:

@@ -91,7 +91,9 @@ class Reducer(ABC):
     def staging(self, bucket: int, slot: int, turn: int | None = None) -> Tensor:
         """The flat tensor into which this rank writes its node number ``slot`` of a bucket.
 
-        ``turn``: of which staging memory, which stays the same over the run; by default the current step's.
+        Args:
+            slot: number of the node among this rank's.
+            turn: of which staging memory, which stays the same over the run; by default the current step's.
         """
 
     @abstractmethod
@@ -100,9 +102,13 @@ class Reducer(ABC):
 
     @abstractmethod
     def finish(self, header: Tensor) -> Tensor:
-        """Waits for all sums; gives the headers of all ranks, shape (ranks, header). Collective.
+        """Waits for all sums and exchanges the headers. Collective.
 
-        This rank's is float64, of shape (header,), and on the device of the buckets.
+        Args:
+            header: this rank's numbers, float64, shape (header,), on the device of the buckets.
+
+        Returns:
+            The headers of all ranks, shape (ranks, header).
         """
 
     @abstractmethod

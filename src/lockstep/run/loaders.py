@@ -95,10 +95,14 @@ class LoaderCache:
         """Gets the notes of every loader that is made from now on about when it reads; None: nothing is noted."""
 
     def refresh(self, data: Any, loaders: _Kind) -> bool:
-        """Forgets what was made of a data set that the program has changed since; returns whether it has.
+        """Forgets what was made of a data set where the program has changed it since; loaders are made again.
 
-        The ``loaders`` that will read it are made again. Their workers are restarted where a change of the set may not
-        be seen.
+        Args:
+            data: that is going to be read.
+            loaders: that will read it. Their workers are restarted where a change of the set may not be seen.
+
+        Returns:
+            Whether it has.
         """
         notes = Notes(data)
         known = self._known(data)

@@ -369,7 +369,14 @@ class StepMetrics:
         *,
         whole_batch: bool,
     ) -> StepMetrics:
-        """Those that ``also`` of ``Run.backward`` asks for; ``new`` names those not checked yet, on all ranks alike."""
+        """Those that ``also`` of ``Run.backward`` asks for.
+
+        Args:
+            also: functions by name, or names of entries of what ``loss`` returns.
+            loss: as the user gave it.
+            new: the names of those that were not checked yet; the same on every rank.
+            whole_batch: as in ``Run.backward``.
+        """
         if isinstance(also, Mapping):
             return cls(also, new(also))
         if not isinstance(also, Collection):

@@ -64,6 +64,8 @@ class GradientState:
 
     Args:
         optimizers: the user's own; a step of one that does not go through ``step`` is refused.
+        strategy: knows who else holds a part of the gradients.
+        precision: with the scaler of the loss.
         frozen: the names of those that required no gradient when the run was prepared.
     """
 
@@ -110,7 +112,8 @@ class GradientState:
     ) -> dict[int, PreparedOptimizer]:
         """Wraps the optimizers, by the ids of the user's own, in their order. Collective.
 
-        ``members`` are the names of the parameters in each group of each.
+        Args:
+            members: the names of the parameters in each group of each.
         """
         is_independent = isinstance(self._strategy, IndependentStrategy)  # then each process shows its part
         wrapped = {}
@@ -249,10 +252,13 @@ class GradientState:
 
     @apart_from_graphs
     def clip(self, max_norm: float) -> Tensor:
-        """Scales the gradients to a norm of at most ``max_norm``; gives the norm before, float64, 0-dim. Collective.
+        """Scales the gradients so that their total norm is at most ``max_norm``. Collective.
 
         Squares are summed in float64 over each row (index of dim 0), rows are folded in a tree, parameters in name
         order. torch's ``clip_grad_norm_`` sums float32 in an order that depends on how a parameter is stored.
+
+        Returns:
+            The norm before, float64, 0-dim.
         """
         self._require_computed()
         if len(self._limits) < _MOST_LIMITS:
@@ -323,7 +329,10 @@ class GradientState:
             return optimizer.step(closure)
 
     def step(self, optimizer: Optimizer) -> bool:
-        """Steps the optimizer, unless a scaled gradient was not finite; returns whether it was stepped. Collective.
+        """Steps the optimizer, unless a scaled gradient was not finite. Collective.
+
+        Returns:
+            Whether it was stepped.
 
         Raises:
             ConfigError: its gradients were not reduced.
@@ -531,10 +540,14 @@ class PreparedOptimizer(Optimizer):
 
     @apart_from_graphs
     def step(self, closure: Callable[[], Any] | None = None, *others: Any, **named: Any) -> Any:
-        """Takes one step from the reduced gradients; returns what the optimizer does. Every rank must call this.
+        """Takes one step from the reduced gradients. Every rank must call this.
 
-        ``closure`` is for optimizers that evaluate the loss themselves, such as LBFGS, where every process holds the
-        whole model: it clears gradients, and returns what ``run.backward(batch, loss)`` gives.
+        Args:
+            closure: for optimizers that evaluate the loss themselves, such as LBFGS: clears gradients, and returns what
+                ``run.backward(batch, loss)`` gives. Where every process holds the whole model.
+
+        Returns:
+            What the optimizer returns of the closure; None without one.
         """
         if others or named or not (closure is None or callable(closure)):
             raise ConfigError(

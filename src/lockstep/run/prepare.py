@@ -140,7 +140,11 @@ class Parts:
         return found
 
     def require_all_saved(self, wrapped: Iterable[Optimizer]) -> None:
-        """Raises ``ConfigError`` where some scheduler of an optimizer, or of its wrapper, would be in no checkpoint."""
+        """Raises ``ConfigError`` where a scheduler steps an optimizer and no checkpoint would hold it.
+
+        Args:
+            wrapped: the optimizers that ``run.prepare`` returned, in order.
+        """
         known = {id(optimizer) for each in self.schedulers for optimizer in _stepped_by(each)}
         for number, (optimizer, wrapper) in enumerate(zip(self.optimizers, wrapped)):
             scheduled = hasattr(optimizer.step, "_wrapped_by_lr_sched") and id(optimizer) not in known
@@ -365,6 +369,7 @@ class PreparedAverage(AveragedModel):
         averaged: the user's, on its device.
         models: the model that the user calls, and the one of which it was made.
         aliases: further names of tied tensors.
+        strategy: gives the whole values.
     """
 
     def __init__(

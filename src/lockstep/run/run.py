@@ -340,6 +340,7 @@ class Run:
         self._precision.require_repeatable("The loss function", loss)
         gradients.begin_backward()
         plan, heartbeat, events = batch.plan, self._session.heartbeat, self._events
+        prepared.forward_pass.require_samples(plan)
         key = self._loop.begin_backward(plan, gradients) * self.options.micro_batches
         rows, own = len(plan.indices[0]), len(batch.micro_batches)
         heartbeat.begin_step(plan.epoch, plan.step, plan.packed, rows, own)

@@ -114,9 +114,10 @@ class Writer:
         _CLAIMED.add(folder)
 
     def write(self, directory: Path | str, run: RunState, fingerprint: str, *, wait: bool) -> Path | None:
-        """Writes the state to the run folder, in the background unless told to ``wait``. Collective.
+        """Writes the state as it stands to the run folder, in the background unless told to ``wait``. Collective.
 
-        Returns the checkpoint's folder on the main process, None on the others.
+        Returns:
+            The checkpoint's folder, on the main process; None on the others.
         """
         if problem := file_path(directory):
             raise ConfigError(f"The directory of run.save {problem}")
@@ -205,7 +206,7 @@ def mention_nothing_left(epochs: int, done: int) -> None:
     if isinstance(epochs, int) and 0 < epochs <= done:
         note(
             "run.epochs(%d) has no step left: the run that was resumed has done %s. To go on there, give it a larger "
-            "number; to begin anew, another run folder.",
+            "number, in a job by --epochs; to begin anew, another run folder.",
             *(epochs, plural(done, "epoch")),
         )
 

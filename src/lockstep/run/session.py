@@ -165,7 +165,11 @@ class RunSession:
         self.is_closed = False
 
     def leave_process_group(self, *, is_expendable: bool) -> None:
-        """Leaves the group if it is ours; ``is_expendable``: the run goes on if this process is killed. Collective."""
+        """Leaves the process group, if this session opened it, and continues alone. Collective.
+
+        Args:
+            is_expendable: whether the run continues without this process if it is killed.
+        """
         self.group = None
         gc.collect()
         self._stack.close()

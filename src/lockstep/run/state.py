@@ -252,6 +252,7 @@ class RunState:
         """The state as it stands; shares memory with the run where it is not gathered. Collective.
 
         Args:
+            fingerprint: of the model as it stands.
             keep: whether this process needs what is not shared out, such as step counters, and the whole of what is;
                 without, it only helps others to gather theirs.
             rows: from ``Strategy.own_rows``, where all processes write: only this process's part is captured.
@@ -354,9 +355,10 @@ class RunState:
         return found
 
     def restore(self, state: CheckpointState, force_context: bool, *, restarted: bool = False) -> str:
-        """Loads a checkpoint's state; returns the fingerprint it was written with. Collective.
+        """Loads a state; returns the fingerprint it was written with. Collective.
 
         Args:
+            state: of a checkpoint.
             force_context: continues under conditions that differ from those it was written under.
             restarted: the launcher has restarted the run, which is to end as if it had never stopped: settings of
                 optimizers and schedulers that differ now, such as those that depend on the number of ranks, are named.

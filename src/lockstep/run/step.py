@@ -305,6 +305,18 @@ class ForwardPass:
         self.device_transform: DeviceTransform | None = None
         """Applied to the input on the device, such as a normalisation of uint8 images."""
         self.left_out = LeftOutSamples()
+        self._needs_two_samples = _instance_norm_in_channels_last(model, device, channels_last)
+
+    def require_samples(self, plan: StepPlan) -> None:
+        """Raises ConfigError if torch computes wrong gradients of a micro-batch of the step that has one sample."""
+        if self._needs_two_samples and any(len(numbers) == 1 for numbers in plan.indices):
+            raise ConfigError(
+                f"A micro-batch of step {plan.step} has one sample, and torch {torch.__version__} computes wrong "
+                f"gradients of InstanceNorm {self._needs_two_samples!r} for one sample in channels-last order on "
+                f"{self.device.type}. Keep the model in torch's own order, in which InstanceNorm computes in any case "
+                "(no channels_last=True, no .to(memory_format=torch.channels_last)), or take fewer micro_batches, and "
+                "a number of samples that leaves no micro-batch of one."
+            )
 
     def output_and_target(
         self,
@@ -342,6 +354,27 @@ class ForwardPass:
         if self._layout is torch.channels_last and isinstance(value, Tensor) and value.dim() == 4:
             return value.to(memory_format=torch.channels_last)
         return value
+
+
+def _instance_norm_in_channels_last(model: nn.Module, device: torch.device, channels_last: bool) -> str:
+    """The first InstanceNorm whose gradients torch may compute wrongly, for one sample; empty for none.
+
+    On CPUs the backward pass takes a gradient in channels-last order for one in the order of the input, which is always
+    contiguous, where the batch has one sample (torch 2.13); the device is asked.
+    """
+    layers = [name for name, m in model.named_modules() if isinstance(m, (nn.InstanceNorm2d, nn.InstanceNorm3d))]
+    orders = {4: torch.channels_last, 5: torch.channels_last_3d}
+    weights = (each for each in model.parameters() if each.dim() in orders and not each.is_contiguous())
+    if not layers or not (channels_last or any(w.is_contiguous(memory_format=orders[w.dim()]) for w in weights)):
+        return ""
+    sample = torch.arange(24.0, device=device).sin().view(1, 2, 3, 4)
+    with torch.enable_grad(), torch.autocast(device.type, enabled=False):
+        given = sample.clone().requires_grad_()
+        output = F.instance_norm(given)
+        slope = sample.cos()
+        (right,) = torch.autograd.grad(output, given, slope, retain_graph=True)
+        (other,) = torch.autograd.grad(output, given, slope.to(memory_format=torch.channels_last))
+    return "" if torch.allclose(right, other, atol=1e-4) else layers[0]
 
 
 @dataclass(frozen=True)

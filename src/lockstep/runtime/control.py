@@ -50,7 +50,11 @@ class Stopped(SystemExit):
 
 
 class Control:
-    """The flags that all processes of a run share; without a run directory, they are this process's own."""
+    """The flags that the supervisor and all ranks of a run share.
+
+    Args:
+        directory: the run directory; without one the flags belong only to this process.
+    """
 
     def __init__(self, directory: Path | None = None) -> None:
         self._map = mmap.mmap(-1, _SIZE) if directory is None else map_file(control_file(directory), _SIZE)

@@ -123,9 +123,12 @@ def wait_for(device: torch.device) -> None:
 
 
 def page_lock(address: int, size: int, gpu: torch.device) -> bool:
-    """Page-locks memory of the host, so that copies to a GPU out of it are not waited for; False where CUDA refuses.
+    """Page-locks memory of the host, so that copies to a GPU out of it are not waited for.
 
     It must be unlocked before it is unmapped.
+
+    Returns:
+        False where CUDA refuses.
     """
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch's stub
     if not int(runtime.cudaHostRegister(address, size, 0)):

@@ -112,10 +112,7 @@ def about_own_backward(error: BaseException, beat: Beat | None) -> str:
     Empty for any other error. Without a heartbeat it is that error where none of Lockstep's functions was being called.
     """
     frames = traceback.extract_tb(error.__traceback__)
-    if beat is None:
-        is_in_loop = not any(frame.filename.startswith(PACKAGE) for frame in frames)
-    else:
-        is_in_loop = beat.phase == "update"
+    is_in_loop = beat.phase == "update" if beat else not any(each.filename.startswith(PACKAGE) for each in frames)
     is_of_autograd = bool(frames) and kind_of_frame(frames[-1].filename, frames[-1].name) is FrameKind.AUTOGRAD
     is_known = is_of_autograd or NO_SCALE.is_in(str(error))
     if not (is_in_loop and is_known) or isinstance(error, LockstepError):

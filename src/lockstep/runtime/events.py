@@ -22,11 +22,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
     from lockstep.core.plan import Indices
@@ -98,7 +97,11 @@ class Callback:
         """Called at the end of ``Run.evaluate``, with the number of steps done and the results that it returns."""
 
     def on_save_begin(self, step: int) -> None:
-        """Called as ``Run.save`` begins, before ``run.extra`` is taken; the checkpoint will hold ``step`` steps."""
+        """Called at the beginning of ``Run.save``, before ``run.extra`` is taken.
+
+        Args:
+            step: how many steps the checkpoint will hold.
+        """
 
     def on_save(self, step: int, folder: Path | None) -> None:
         """Called at the end of ``Run.save``, with the number of steps that the checkpoint holds.
@@ -314,11 +317,8 @@ def _require_callback(callback: object) -> None:
     for name in dir(callback):
         if name.startswith("on_") and not hasattr(Callback, name):
             events = [each for each in dir(Callback) if each.startswith("on_")]
-            nearest = get_close_matches(name, events, 1, 0.0)[0]
-            raise ConfigError(
-                f"{type(callback).__qualname__} has the method {name!r}, which is not an event. Did you mean "
-                f"{nearest!r}? Known: {', '.join(events)}."
-            )
+            found = f"{type(callback).__qualname__} has the method {name!r}, which is not an event."
+            raise ConfigError(f"{found}{nearest(name, events)}")
 
 
 NO_EVENTS = _NoEvents()

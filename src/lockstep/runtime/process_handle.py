@@ -33,6 +33,9 @@ def hidden(error: Exception) -> ConfigError:
 class ProcessHandle:
     """A process that may end at any moment: on Linux a pidfd, elsewhere its id and the time at which it began.
 
+    Args:
+        pid: of the process.
+
     Raises:
         ProcessLookupError: there is none.
         OSError: no file descriptor is left.

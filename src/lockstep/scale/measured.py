@@ -38,7 +38,8 @@ OF_MARKS = {
 class PhaseClock:
     """Adds up the seconds of each phase, step by step. Has no clock of its own: every call takes the time.
 
-    The first step begins ``now``, and by waiting for data.
+    Args:
+        now: seconds, when the first step begins; it begins by waiting for data.
     """
 
     def __init__(self, now: float) -> None:
@@ -225,7 +226,12 @@ class Rounds:
     _refused: dict[Layout, str] = field(default_factory=dict, init=False)
 
     def measure(self, layouts: Sequence[Layout], rounds: int, say: Callable[[str], None]) -> list[Row]:
-        """A row for one device, then one for each layout, of ``rounds`` starts each; ``say`` gets a line before each.
+        """A row for one device, then one for each layout.
+
+        Args:
+            layouts: of several devices.
+            rounds: number of starts of each layout.
+            say: called with a line before each start.
 
         Raises:
             ConfigError: the job does not run on one device.

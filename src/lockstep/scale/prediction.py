@@ -320,10 +320,15 @@ def forecast(
     cores: int,
     folder: Path,
 ) -> Forecast:
-    """Measures the exchange among as many ranks as ``ddp`` was measured on (or 2), and predicts larger worlds.
+    """Measures the exchange among as many ranks as ``ddp`` was measured on (or 2), and predicts.
 
-    ``one`` has the times of one device, ``rows`` those of all layouts; ``links`` are the interconnects of larger
-    worlds.
+    Args:
+        config: the job.
+        one: times of one device.
+        rows: all measured layouts.
+        links: interconnects of larger worlds.
+        cores: of this machine.
+        folder: for the files of the ranks.
 
     Raises:
         RankError: the measurement of the exchange failed.

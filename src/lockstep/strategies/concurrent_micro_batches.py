@@ -277,7 +277,12 @@ class MicroBatchRows:
 
 
 class _MicroBatchTask(Task):
-    """The forward and backward pass of one micro-batch: of this rank's, or of padding, whose ``scale`` is 0."""
+    """The forward and backward pass of one micro-batch.
+
+    Args:
+        micro_batch: one of this rank's, or padding.
+        scale: factor on its gradients; 0 for padding.
+    """
 
     loss: Tensor
     weight: Tensor

@@ -35,6 +35,8 @@ class Replicated(Strategy):
     """Trains whole replicas: each runs its micro-batches, and their gradients are summed in one tree.
 
     Args:
+        device: where the model is trained.
+        micro_batches: K of the recipe.
         reducer: sums gradients over ``group``, and decides the level; None for one process.
         group: the processes with a replica each, which share the micro-batches; None for one.
     """

@@ -65,7 +65,15 @@ class StepHeader:
         advanced: Tensor,
         flags: Sequence[float],
     ) -> Tensor:
-        """This holder's row, float64, where ``advanced`` is. Losses and weights are 0-dim; the largest flags count."""
+        """This holder's row, float64, where ``advanced`` is.
+
+        Args:
+            losses: of its micro-batches, 0-dim.
+            weights: of them, 0-dim.
+            used: in how many of them each parameter was.
+            advanced: by how much each counter advanced.
+            flags: numbers whose largest over the holders counts.
+        """
         row = torch.zeros(self.size, dtype=torch.float64)
         start = 2 * self._longest
         row[start : start + len(used)] = torch.tensor(used, dtype=torch.float64)
@@ -82,8 +90,9 @@ class StepHeader:
     def unpack(self, rows: Tensor, leaves: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The sums over all holders, from their rows.
 
-        Losses of all micro-batches in order of k, shape (leaves,); their weight, 0-dim; uses of each parameter;
-        advances of each counter.
+        Returns:
+            Losses of all micro-batches in order of k, shape (leaves,); their weight, 0-dim; uses of each parameter;
+            advances of each counter.
         """
         start = 2 * self._longest
         used, advanced = torch.split(rows[:, start : start + sum(self._counts)].sum(0), self._counts)
@@ -289,10 +298,13 @@ class GradientTree:
                 self._start_next(self._reducer)
 
     def finish(self, used: list[int], weight: Tensor, losses: Tensor | None = None) -> Tensor:
-        """Sets the sums, divided by ``weight`` (0-dim), as gradients; True, 0-dim, if these and ``losses`` are finite.
+        """Divides the sums by ``weight`` (0-dim) and sets them as the parameters' gradients.
 
         A parameter that no micro-batch of the step used (``used`` 0) gets none, on every rank alike. A gradient that
         was there before the step is added to, as autograd does.
+
+        Returns:
+            Whether every gradient of the step, and every one of ``losses``, is finite, 0-dim bool.
         """
         reducer, buckets = self._reducer, range(len(self._members))
         totals = [reducer.total(bucket) for bucket in buckets] if reducer is not None else []
@@ -376,6 +388,7 @@ class StepSums:
     Args:
         parameters: trainable parameters by name; the same on every holder.
         reducer: sums over the holders; None for one.
+        share: which micro-batches this holder runs.
         held, may_collect: see ``GradientTree``.
         events: whose callbacks are told of buckets and exchanges.
     """
@@ -435,7 +448,10 @@ class StepSums:
     def reduce(self, losses: Sequence[Tensor], weights: Sequence[Tensor], stop: int) -> StepResult:
         """Reduces over the holders, and sets the gradients of the mean and the new buffers. Collective.
 
-        ``losses`` and ``weights`` are sums of this holder's micro-batches, 0-dim. ``stop``: see ``Strategy.backward``.
+        Args:
+            losses: sums of this holder's micro-batches, 0-dim.
+            weights: of them, 0-dim.
+            stop: see ``Strategy.backward``.
         """
         running = list(self._running.take().values())
         used, advanced = self.tree.used(), self._advanced

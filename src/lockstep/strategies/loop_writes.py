@@ -144,7 +144,8 @@ class RankWrites:
     def has_run(self, name: str, *, surely: bool) -> bool | None:
         """True if the code that changes a tensor has run on this rank; None where that is not known.
 
-        ``surely``: what ran elsewhere leaves a trace wherever the values are.
+        Args:
+            surely: what ran elsewhere leaves a trace wherever the values are.
         """
         if name not in self.written:
             return name in self.asked

@@ -35,9 +35,12 @@ def open_strategy(
     device: torch.device,
     events: StepEvents = NO_EVENTS,
 ) -> Strategy:
-    """The strategy that the options name, for all ranks, which are ``group``; None is a world of one. Collective.
+    """The strategy that the options name, for the ranks of ``group``. Collective.
 
     In a world of one, a strategy that lays out ranks is ``single``.
+
+    Args:
+        group: all ranks; None for a world of one.
 
     Raises:
         ConfigError: the strategy is not known, or it does not fit the world.

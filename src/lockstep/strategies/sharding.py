@@ -74,7 +74,11 @@ def squares_of_rows(
 
 
 def require_rows(model: nn.Module, strategy: str, *, permuted: bool = False) -> None:
-    """Raises ``ConfigError`` naming a parameter without rows to share out; one may be ``permuted`` in memory."""
+    """Raises ``ConfigError`` naming a parameter of a model that cannot be shared out by rows.
+
+    Args:
+        permuted: whether a parameter may have its dimensions in another order in memory.
+    """
     for name, parameter in model.named_parameters():
         if parameter.dim() == 0:
             raise ConfigError(

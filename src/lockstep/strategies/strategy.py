@@ -68,9 +68,11 @@ class Compute(Protocol):
         """Keys what is drawn from here on by the micro-batch, and notes that this rank is at it."""
 
     def resume(self, micro_batch: MicroBatch, phase: str) -> None:
-        """Goes on with a micro-batch that was begun in this step, after others: recomputed units find their keys again.
+        """Goes on with a micro-batch that was begun, after others: recomputed units find their keys again.
 
-        ``phase`` is what this rank is at: ``forward`` of further units, or ``backward``.
+        Args:
+            micro_batch: begun in this step.
+            phase: what this rank is at: ``forward`` of further units, or ``backward``.
         """
 
     def pause(self, micro_batch: MicroBatch) -> Callable[[], None]:
@@ -289,9 +291,10 @@ class Strategy(ABC):
         """Called on every rank when an optimizer has been stepped, or its step was skipped. Collective."""
 
     def squares(self) -> Tensor:
-        """The sum of squares of each parameter's whole gradient, float64, in name order; zero where there is none.
+        """The sum of squares of each trained parameter's whole gradient; zero where there is none. Collective.
 
-        Collective; equal on every rank. The parameters are those of the whole model that are trained.
+        Returns:
+            float64, shape (parameters of the whole model that are trained,), in name order, equal on every rank.
         """
         gradients = [parameter.grad for _, parameter in sorted(self.trainable().items())]
         sums = torch.zeros(max(1, len(gradients)), dtype=torch.float64, device=self.device)
@@ -343,9 +346,14 @@ class Strategy(ABC):
         return None
 
     def gather_full(self, name: str, part: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Gathers a tensor that is held as the parameter ``name`` is, as its momentum, whole on every rank. Collective.
+        """Gathers a tensor that is held as the parameter ``name`` is, such as its momentum. Collective.
 
-        ``part`` is what is held here; None for nothing.
+        Args:
+            name: of a parameter of the whole model.
+            part: what is held here; None for nothing.
+
+        Returns:
+            The whole tensor, of the parameter's shape in the whole model, on every rank.
         """
         assert part is not None, f"nobody holds {name!r}"
         return part

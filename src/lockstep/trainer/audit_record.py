@@ -76,7 +76,11 @@ class Chain:
 
 
 def read_chain(folder: Path) -> Chain:
-    """Reads the chain of a run; ``ConfigError`` where there is none, or a line does not follow from that before it."""
+    """Reads the chain of a run folder.
+
+    Raises:
+        ConfigError: there is none, or a line is not what the line before it, and its hash, say.
+    """
     path = folder / FILE
     try:
         text = path.read_bytes()
@@ -201,9 +205,12 @@ def digest_batch(run: Run, batch: Batch) -> list[str]:
 
 
 class AuditRecorder(Callback):
-    """Writes each step of a prepared run into the chain, as a callback; the main process does. Every rank must add one.
+    """Writes each step into the chain, as a callback of a run. Every rank must add one.
 
-    ``recipe`` is the digest of the settings that the result depends on.
+    Args:
+        run: prepared.
+        folder: of the run; written by the main process only.
+        recipe: digest of the settings that the result depends on.
     """
 
     def __init__(self, run: Run, folder: Path, recipe: str) -> None:

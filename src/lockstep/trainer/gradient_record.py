@@ -235,6 +235,7 @@ class GradientLog:
     """Appends records to the file of a run folder, and hands each to the operating system at once.
 
     Args:
+        folder: of the run.
         first_step: the step at which the run resumes. Records from there on, left by a run that was stopped after its
             last checkpoint, are removed: they are about to be written again.
     """
@@ -268,9 +269,11 @@ _IN_REPLICAS = ("dp", "tensor")
 
 
 class GradientRecorder(Callback):
-    """Records gradients of a prepared run as a callback; the main process writes. Every rank must add one.
+    """Records gradients as a callback of a run. Every rank must add one.
 
     Args:
+        run: prepared.
+        folder: of the run; written by the main process only.
         every: steps between two records; the step after each checkpoint has one too.
         micro_batches: also record each micro-batch's own gradient.
     """

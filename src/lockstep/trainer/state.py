@@ -157,7 +157,11 @@ def is_of_log_probabilities(loss: Any) -> bool:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Counts the samples, or tokens, whose highest score is at their class, but not those that the loss leaves out."""
+    """Counts the samples, or tokens, whose highest score is at their class.
+
+    Args:
+        ignore_index: the class that the loss leaves out; it is not counted either.
+    """
 
     ignore_index: int = -100
 

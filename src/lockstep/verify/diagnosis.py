@@ -51,6 +51,9 @@ class Cause(Enum):
     OVERFLOW = "a gradient that is not finite was treated on its rank alone"
     REDUCTION_ORDER = "gradients are added in another order"
     GRADIENTS = "gradients differ although losses do not"
+    NO_LOSSES = (
+        "gradients differ, as by BatchNorm or dropout; recorder.batch(losses=...) tells which part differs first"
+    )
     BUFFERS = "running statistics or other buffers are not synchronised"
     NOT_HELD = "the optimizer does not hold the parameter: it was made for another model, or before a copy"
     OPTIMIZER_STATE = "the optimizer's state differs: it was lost, or not given to every rank"
@@ -114,9 +117,12 @@ _UNITS = 4
 
 
 def diagnose(reference: Trace, other: Trace, *, repeats: bool | None = None) -> Diagnosis | None:
-    """The first difference from the run on one device, and its cause; None where all bits are equal.
+    """The first difference and its cause; None where all bits are equal.
 
-    ``repeats``: whether a second run of the reference gave the same bits; None if there was none.
+    Args:
+        reference: the run on one device.
+        other: the run to compare.
+        repeats: whether a second run of the reference gave the same bits; None if there was none.
     """
     found = _context(reference, other)
     if found is not None and found.cause is Cause.RECIPE:

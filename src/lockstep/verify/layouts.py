@@ -101,8 +101,13 @@ def run_layout(
 ) -> str:
     """Runs an entry on the layout's ranks and returns the reason of a failure, or an empty text.
 
-    The entry, ``module:function``, is called with ``payload``, the ``config`` and the ``folder``, which is created for
-    the files of the ranks. ``resume``: see ``Layout.of``.
+    Args:
+        layout: the layout.
+        config: the job.
+        entry: ``module:function``, called with ``payload``, the ``config`` and the ``folder``.
+        folder: created for the files of the ranks.
+        resume: see ``Layout.of``.
+        payload: further arguments of the entry.
     """
     folder.mkdir()
     job = layout.of(config, str(folder), resume)

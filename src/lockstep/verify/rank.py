@@ -64,7 +64,12 @@ def settled(seconds: Sequence[float]) -> float:
 class Observer(Callback):
     """Records the steps of a prepared run, and raises ``StopRecording`` at the end of the last one.
 
-    Collective: every rank must create one. ``steps`` are those of the run, also those before it was resumed.
+    Collective: every rank must create one.
+
+    Args:
+        run: prepared, and resumed where it is.
+        label: of the trace.
+        steps: of the run, those before it was resumed among them.
     """
 
     def __init__(self, run: Run, label: str, steps: int) -> None:

@@ -73,13 +73,15 @@ def compare(
     repeats: bool | None = None,
     sensitivity: float | None = None,
 ) -> Comparison:
-    """Compares the run of a layout with the reference on one device.
+    """Compares the run of a layout with the reference.
 
     Args:
+        reference: the run on one device.
+        other: the run of the layout.
         difference: the largest relative difference of a parameter at the end.
         repeats: as in ``diagnose``.
-        sensitivity: the largest difference of runs on one device whose inputs and layers were changed by one unit in
-            the last place.
+        sensitivity: the largest difference of runs on one device whose inputs and layers were changed by one unit
+            in the last place.
     """
     if other.refused:
         return Comparison(other, "")

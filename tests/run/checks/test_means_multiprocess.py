@@ -608,6 +608,31 @@ def test_what_only_a_strategy_that_holds_the_whole_model_can_tell_is_said_to_be_
     assert with_all == in_parts and with_all[0] == [] and with_all[1] != value
 
 
+def ragged(world, size):
+    """The messages on a mean over samples, whose last step has a single sample; the first steps have ``size``."""
+    torch.manual_seed(0)
+    options = RunOptions.of(global_batch=4 * size, micro_batches=4, threads=1, strategy="fsdp")
+    said, handler = [], logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("lockstep").addHandler(handler)
+    with Run(options, world) as run:
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+        model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in run.epochs(1):
+            for batch in run.batches(TensorDataset(torch.randn(8 * size + 1, 3), torch.randn(8 * size + 1, 1))):
+                run.backward(batch, nn.MSELoss())
+                optimizer.step()
+                optimizer.zero_grad()
+    return said
+
+
+def test_a_last_step_of_a_single_sample_does_not_make_a_loss_unknown():
+    """Every run of fsdp with such a step ended in the warning, though the first steps had told that it is a mean."""
+    assert run_ranks(ragged, 2, 2) == [[], []]
+    said, _ = run_ranks(ragged, 2, 1)
+    assert [each.partition(" was given outputs")[0] for each in said] == ["The loss MSELoss"]
+
+
 def watched(world):
     """A model and a function of the user's that keep something in every call, also in evaluation mode."""
     torch.manual_seed(0)

@@ -81,6 +81,19 @@ def test_a_reduction_that_is_no_weighted_sum_is_not_called_one():
     assert "no weighted sum" in found.detail
 
 
+def test_gradients_that_differ_are_not_said_to_do_so_although_losses_do_not_where_these_were_not_recorded():
+    """A loop with BatchNorm or dropout that recorded only its mean loss was told that its losses do not differ."""
+    runs = [recording(1), recording(2)]
+    for number in range(STEPS):
+        for step in runs[1].at(number):
+            step.used = {name: measure(np.sign(each.sketch)) for name, each in step.used.items()}
+        for batch in (each for run in runs for step in run.at(number) for each in step.batches):
+            batch.losses = []
+    found = diagnose_plain(*runs)
+    assert found.cause is Cause.NO_LOSSES
+    assert "although" not in found.text and "recorder.batch(losses=...)" in found.text and "BatchNorm" in found.text
+
+
 def of_names(made, number, names, factor):
     """Multiplies the reduced gradient of some parameters in a step."""
     for step in made.at(number):

@@ -60,7 +60,11 @@ class SilenceLimit:
         return time.monotonic() - max(beat.time, self._moved)
 
     def limit(self, beat: Beat, *, usual: bool = False) -> float:
-        """The seconds of silence from which a rank is stalled; ``usual``: without the longer time of slow phases."""
+        """Returns the seconds of silence after this heartbeat from which the rank counts as stalled.
+
+        Args:
+            usual: without the longer time that slow phases have.
+        """
         if not self.floor or beat.phase == "end" or beat.membership is Membership.FINISHED:
             return math.inf
         if not usual and (beat.phase in _SLOW_PHASES or not beat.warm):

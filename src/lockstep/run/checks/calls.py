@@ -106,7 +106,8 @@ def _call() -> tuple[str, str]:
 def require_same_names(argument: str, names: Iterable[object], strategy: Strategy) -> None:
     """Raises ``ConfigError`` where ranks give metrics of other names. Collective.
 
-    ``argument`` says what they are, as in "The metrics of run.evaluate".
+    Args:
+        argument: what they are, as in "The metrics of run.evaluate".
     """
     of_all = gather_agreed(sorted(map(repr, names)), strategy.all_ranks, strategy.device)
     if any(each != of_all[0] for each in of_all):

@@ -230,8 +230,11 @@ def held_by(functions: Mapping[str, Callable[[Any, Any], Any]], names: Iterable[
 def judge_metrics(everyone: Sequence[tuple[Mapping[str, str], Changes]], *, warns: bool) -> set[str]:
     """Refuses metrics that are not means; warns of metrics with state that are called on several ranks.
 
-    ``everyone`` gives of each rank the ``reasons``, and what metrics have changed. Returns the names of those that need
-    not be looked at again.
+    Args:
+        everyone: of each rank the ``reasons``, and what metrics have changed.
+
+    Returns:
+        The names of those that need not be looked at again.
 
     Raises:
         ConfigError: a process has found that a metric is not a mean.
@@ -259,10 +262,15 @@ def judge_metrics(everyone: Sequence[tuple[Mapping[str, str], Changes]], *, warn
 
 
 def deviation(function: Callable[[Any, Any], Any], output: Any, target: Any, samples: int) -> Deviation:
-    """Compares the value of a function of (output, target) over all rows with those over two parts of them.
+    """Compares the value of a function over all rows with those over two parts of them.
 
-    No rows are distinguished where there is a single one, for tensors without a row for each sample (if the value is
-    not a count), objects such as dataclasses, random numbers in the function, and an error over fewer rows.
+    Args:
+        function: of (output, target), as ``Run.backward`` and ``Run.evaluate`` take it.
+
+    Returns:
+        What is found. No rows are distinguished where there is a single one, for tensors without a row for each sample
+        (if the value is not a count), objects such as dataclasses, random numbers in the function, and an error over
+        fewer rows.
     """
     if not has_rows((output, target), samples):
         value = None

@@ -22,7 +22,7 @@ from types import CodeType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from lockstep.config.options import RunOptions
@@ -34,6 +34,7 @@ from lockstep.data.keyed import content_of, encoded_states, generators_kept
 from lockstep.errors import ConfigError
 from lockstep.numerics.compilation import fix_graphs
 from lockstep.numerics.hidden_state import Kind, Snapshot, draws_globally, told, without_key
+from lockstep.numerics.hooks import hooks_gradients
 from lockstep.numerics.randomness import KeyedRandomness
 from lockstep.run.attributes import held_places
 from lockstep.run.checks.agreement import agreed_digests, differences
@@ -81,6 +82,8 @@ _LATER = 32
 all is rehearsed too, where it is known."""
 _COUNTED = 8
 """The same where calls change something, and then each time the number of steps has grown by a quarter."""
+_ROUNDING = 1e-3
+"""The part of a gradient by which two may differ that are equal but for rounding."""
 _VALUES = (Kind.NUMBER, Kind.TENSOR)
 _GENERATORS = ("torch", "NumPy", "random")
 _STORE_IT = "Make it a registered buffer, or let its module's get_extra_state and set_extra_state store it."
@@ -217,7 +220,10 @@ class Rehearsals:
             compute.randomness.key_global_generators()
         if isinstance(self._strategy, IndependentStrategy) or self._strategy.level is Level.STATISTICAL:
             return
+        may_bound = done == 1 and scale == 1.0  # fp16 scales the loss, which must not become larger
         if not (self.is_on or self._is_for_resume):
+            if may_bound and self._checks and hooks_gradients(prepared.state.parts.model):
+                self._warn_of_bounded(prepared, compute, batch, loss)
             return
         prepared.state.model.require_own_types()
         if parametrize._cache_enabled:
@@ -243,6 +249,30 @@ class Rehearsals:
             everyone = self._strategy.gather_records(self._places)
             raise other_on_ranks(everyone, OFF)
         self._require_equal_variables(done)
+        if may_bound:
+            self._warn_of_bounded(prepared, compute, batch, loss)
+
+    def _warn_of_bounded(
+        self, prepared: PreparedRun, compute: StepCompute, batch: Batch, loss: Callable[..., Any]
+    ) -> None:
+        """Warns of gradients that are not doubled where the loss is: a hook bounds them, and sees a sum. Collective."""
+        compute.heartbeat.leave_untimed()
+        strategy, model = self._strategy, prepared.state.parts.model
+        watched = Watched({"": model, "loss": loss, "forward=": compute.forward}, (model, prepared.forward_pass.model))
+        short, rehearsal = shortened(batch, compute, strategy.share, 2 if self._are_concurrent else 1)
+        with put_back(strategy, watched, self._events):
+            one, again, two = [self._gradients(short, rehearsal, scale) for scale in (1.0, 1.0, 2.0)]
+        mine = [name for name in two if _apart(two[name] / 2, one[name]) and not _apart(again[name], one[name])]
+        found = [name for names in strategy.gather_records(mine) for name in names]
+        if found and self._is_main:
+            logger.warning(
+                "The gradient of %s does not double where the loss does: a hook, or the backward pass of an "
+                "autograd.Function, bounds it or changes it by its size. It sees the gradient of the sum of the losses "
+                "of a micro-batch, here of up to %d samples, not that of their mean. Bound the gradients after "
+                "run.backward, where they are those of the mean.",
+                shorten(map(repr, dict.fromkeys(found)), _MOST),
+                len(batch.plan.indices[0]),
+            )
 
     def _schedule(self, code: CodeType | type, epoch: int, step: int) -> int:
         """The number of rehearsals of a loss with this one, after which it sets when the next is due."""
@@ -337,10 +367,11 @@ class Rehearsals:
         """Why the loss is not a mean over samples; empty where it is one, or where nothing tells."""
         with self._strategy.joined_calls():  # a loss may call the model
             deviations = judging.deviations()
-        is_judged = any(each is not Deviation.WITHOUT_ROWS for each in deviations)
-        if self._strategy.replicated and not self._are_concurrent and not is_judged:
-            is_new = self.done[code_of(loss)] == 1 and bool(batch.micro_batches)
-            deviations = [judge_with_model(compute, batch.micro_batches)] if is_new else []
+        if all(each is Deviation.WITHOUT_ROWS for each in deviations):
+            if self.done[code_of(loss)] > 1 or not batch.micro_batches:
+                return ""  # as for the last step of an epoch, of single samples
+            if self._strategy.replicated and not self._are_concurrent:
+                deviations = [judge_with_model(compute, batch.micro_batches)]
         return next((each.reason for each in deviations if each.reason), "")
 
     def _compare(
@@ -436,11 +467,25 @@ class Rehearsals:
         return any(loss != losses[0] for loss in losses)
 
     def _pass(self, batch: Batch, compute: StepCompute, scale: float) -> _Result:
-        """One computation of the short step, on data of its own: a forward pass may write into its input."""
+        """The bits of one computation of the short step."""
+        losses = self._backward(batch, compute, scale)
+        return _Result(losses.view(torch.int64).tolist(), taken_gradients(self._strategy))
+
+    def _gradients(self, batch: Batch, compute: StepCompute, scale: float) -> dict[str, Tensor]:
+        """The gradients of one computation of the short step, by parameter, which are taken away."""
+        self._backward(batch, compute, scale)
+        trained = self._strategy.trainable().items()
+        taken = {name: parameter.grad for name, parameter in trained if parameter.grad is not None}
+        for _, parameter in trained:
+            parameter.grad = None
+        return taken
+
+    def _backward(self, batch: Batch, compute: StepCompute, scale: float) -> Tensor:
+        """The losses of the short step, computed on data of its own: a forward pass may write into its input."""
         parts = tuple(with_own_data(each) for each in batch.micro_batches)
         result = self._strategy.backward(replace(batch, micro_batches=parts), compute, scale=scale, stop=0)
         compute.randomness.leave()
-        return _Result(result.losses.view(torch.int64).tolist(), taken_gradients(self._strategy))
+        return result.losses
 
     def judge(self, found: Findings, loss: str) -> None:
         """Raises ``ConfigError``, or warns, because of the findings of all ranks; ``loss`` is the name of the loss."""
@@ -538,6 +583,10 @@ class _Result:
 
     def differs(self, other: _Result) -> bool:
         return self.losses != other.losses or self.gradients != other.gradients
+
+
+def _apart(one: Tensor, other: Tensor) -> bool:
+    return bool((one - other).norm() > _ROUNDING * other.norm())
 
 
 class _Passes(NamedTuple):

@@ -60,7 +60,12 @@ class ServerMessage:
 
 
 class ServerChannel:
-    """One end of a connection, which has a timeout; without a ``seal`` its messages are not signed."""
+    """One end of a connection.
+
+    Args:
+        connection: with a timeout.
+        seal: of the connection; None: its messages are not signed.
+    """
 
     def __init__(self, connection: socket.socket, seal: Seal | None = None) -> None:
         self.connection, self._seal = connection, seal
@@ -78,8 +83,11 @@ class ServerChannel:
     def receive(self, largest: int) -> ServerMessage:
         """Returns the next message. Waits for it without limit, and for the socket's timeout once it has begun.
 
+        Args:
+            largest: limit of the body in bytes.
+
         Raises:
-            Refused: the bytes are not a message, its body is larger than ``largest``, or its signature is wrong.
+            Refused: the bytes are not a message, it is too large, or its signature is wrong.
             ConnectionError: the other side closed the connection.
             TimeoutError: the message began and was not completed.
         """
@@ -209,7 +217,11 @@ def _drop_strangers(greetings: list[_Greeting], selector: selectors.BaseSelector
 
 
 class ServerTransport:
-    """Listens, and receives messages of processes that know the token, with bodies of at most ``largest`` bytes."""
+    """Listens, and receives messages of processes that know the token.
+
+    Args:
+        largest: limit of a message's body in bytes.
+    """
 
     def __init__(self, settings: TransportSettings, largest: int) -> None:
         self._settings, self._largest = settings, largest
@@ -332,7 +344,11 @@ class ServerTransport:
 
 
 def connect(address: tuple[str, int], settings: TransportSettings) -> ServerChannel:
-    """Connects to a transport, and authenticates both; ``RankError`` where nothing that knows the token listens."""
+    """Connects to a transport and authenticates both sides.
+
+    Raises:
+        RankError: nothing listens there, or the process there does not know the token.
+    """
     host, port = address
     with ExitStack() as stack:
         try:

@@ -145,7 +145,11 @@ class ParameterShards:
         return next((key.of(whole) for key in self.own_keys if key.name == name), None)
 
     def squares(self) -> Tensor:
-        """Squares of each row of this server's gradients, float64, by name, for ``folded``; zeros for others' rows."""
+        """Squares of each row of this server's gradients, for ``folded``; zeros for what others hold.
+
+        Returns:
+            float64, one entry for each row of the parameters in name order.
+        """
         rows = self._rows()
         found = torch.zeros(sum(rows.values()), dtype=torch.float64, device=self.device)
         parts = dict(zip(rows, torch.split(found, list(rows.values()))))

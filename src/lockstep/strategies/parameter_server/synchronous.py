@@ -35,7 +35,11 @@ from lockstep.strategies.strategy import Compute, StepResult, Strategy
 
 
 class ParameterServer(Strategy):
-    """Shares micro-batches out over workers, and parameters over servers, which are the last ranks."""
+    """Shares micro-batches out over workers, and parameters over servers.
+
+    Args:
+        group: all ranks; the last ``servers`` of them are servers.
+    """
 
     name = "parameter_server"
     level = Level.BITWISE

@@ -90,10 +90,13 @@ class LossReads:
 
 
 class StagesRead:
-    """The values that the forwards of other processes' stages, by their modules, can read beside what they are given.
+    """The values that the forwards of other processes' stages can read beside what they are given.
 
-    Hooks that may change a value count, gradient hooks too, but only with what they read by a fixed name: many hooks
-    only keep something for the loop, each under a key of its own.
+    Hooks that may change a value count, gradient hooks too, but only with what they read by a fixed name:
+    many hooks only keep something for the loop, each under a key of its own.
+
+    Args:
+        modules: of these stages, by name.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
@@ -101,7 +104,11 @@ class StagesRead:
         self._before, self._before_hooks = self._found(), self._read_by_hooks()
 
     def require_unchanged(self, stage: str) -> None:
-        """As ``LossReads.require_unchanged``, of a forward pass of this process."""
+        """Raises ``ConfigError`` where a forward pass of this process changed something since this was made.
+
+        Args:
+            stage: the name of the module that the pass began with.
+        """
         before, after = self._before_hooks, self._read_by_hooks()
         by_hooks = [name for name in {**before, **after} if not _is_same(before, after, name)]
         changed = next(iter((*self._before.changed(self._found()), *by_hooks)), None)

@@ -50,10 +50,16 @@ def split(
 
 
 def balanced(weights: Sequence[float], stages: int, joints: frozenset[int] = frozenset()) -> list[int]:
-    """The first links of the stages after the first that make the heaviest stage as light as possible, ascending.
+    """Returns the starts of the stages after the first that make the heaviest stage as light as possible.
 
     Of those cuts the most even one is taken, and of equal ones the latest, so that an activation stays with the layer
-    before it. The links ``joints`` cannot begin a stage. None at all if there are too few links.
+    before it.
+
+    Args:
+        joints: numbers of links that cannot begin a stage.
+
+    Returns:
+        The numbers of the first links, ascending; none if there are too few links.
     """
     best: dict[tuple[int, int], tuple[tuple[float, float], list[int]]] = {(0, 0): ((0.0, 0.0), [])}
     totals = [*accumulate(weights, initial=0.0)]
@@ -352,11 +358,19 @@ class Partition:
         return self.by_time and self.parts > 1 and not self.points
 
     def measure(self, model: nn.Module, inputs: Sequence[Any]) -> list[str]:
-        """Split points that balance a forward pass here, on all ranks alike; ``ConfigError`` for too few parts."""
+        """Split points that balance the time that a forward pass takes here, for ``points``, on all ranks alike.
+
+        Raises:
+            ConfigError: the model has too few parts.
+        """
         return list(measured_split(model, self.parts, *inputs, strategy=self.option))
 
     def of(self, model: nn.Module) -> list[list[ChainLink]]:
-        """The model's parts in order; ``ConfigError`` where it cannot be cut so, or nobody has measured."""
+        """The model's parts in order.
+
+        Raises:
+            ConfigError: the model cannot be cut so, or nobody has measured.
+        """
         if self.missing:
             raise ConfigError(
                 f"{self.option}.balance='time' is measured by lockstep train. In a loop of your own measure once, with "

@@ -40,11 +40,18 @@ class Action:
 
 @lru_cache(maxsize=256)
 def order_of(schedule: str, rank: int, ranks: int, stages_per_rank: int, count: int) -> tuple[Action, ...]:
-    """Returns the actions of a rank, in order, for ``count`` micro-batches; stage ``s`` belongs to rank ``s % ranks``.
+    """Returns the actions of a rank, in order.
 
     A count that the interleaved schedule cannot run, as in the short last step of an epoch, takes the order of the next
     that it can, without the micro-batches that are not there: what is left of an order that cannot deadlock cannot
     either.
+
+    Args:
+        schedule: one of ``SCHEDULES``.
+        rank: place in the pipeline.
+        ranks: length of the pipeline.
+        stages_per_rank: stage ``s`` belongs to rank ``s % ranks``.
+        count: micro-batches that go through.
     """
     if schedule == "gpipe":
         forward = [Action(rank, place, True) for place in range(count)]
@@ -103,7 +110,11 @@ def usual(action: Action) -> float:
 def timeline(
     orders: list[tuple[Action, ...]], duration: Callable[[Action], float] = usual
 ) -> list[list[ScheduledPass]]:
-    """The times of each rank's actions, if sending takes none; ``ValueError`` where orders wait for each other."""
+    """Returns the times of each rank's actions, if sending takes no time.
+
+    Raises:
+        ValueError: the orders wait for one another for ever.
+    """
     last = max((action.stage for order in orders for action in order), default=0)
     done: dict[Action, float] = {}
     spans: list[list[ScheduledPass]] = [[] for _ in orders]

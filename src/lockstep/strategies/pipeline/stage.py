@@ -34,7 +34,10 @@ from lockstep.strategies.strategy import Compute
 def refusing_backward(output: Any, inputs: Any = (), parameters: Iterable[Tensor] = ()) -> Any:
     """The same values; a gradient of any of its tensors raises ``ConfigError``, where one device would have some.
 
-    The whole model's ``output`` was computed of ``inputs``, in tuples, lists and dicts, and of ``parameters``.
+    Args:
+        output: of the whole model.
+        inputs: of which it was computed, in tuples, lists and dicts.
+        parameters: of the model.
     """
     sources = [each for each in (*tensors_of(inputs), *parameters) if each.requires_grad]
     if not torch.is_grad_enabled() or not sources:
@@ -139,7 +142,9 @@ class Passes:
     ) -> tuple[Any, Any]:
         """The forward pass of a micro-batch; gives the stage's output, and in the last stage the target.
 
-        ``received`` is called when the input is there, before the stage computes.
+        Args:
+            compute: gives the model's input and the target.
+            received: called when the input is there, before the stage computes.
         """
         source, target = self.neighbours.activations_in, None
         args: tuple[Any, ...] = ()
@@ -407,7 +412,11 @@ class PipelineChannels:
 
 
 def uses_of_links(length: int, *, around: bool) -> Iterator[Use]:
-    """The uses of a pipeline's links in the order of their opening; ``around``: the last rank sends to the first."""
+    """The uses of links between the ranks of a pipeline, in the order in which they are opened.
+
+    Args:
+        around: whether the last rank sends to the first.
+    """
     last = length - 1
     neighbours = [(place, place + 1) for place in range(last)]
     if around and last:

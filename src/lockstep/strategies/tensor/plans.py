@@ -248,9 +248,10 @@ def deciding(model: nn.Module, plan: Mapping[str, str]) -> dict[str, object]:
 
 
 def plan_of(model: nn.Module, patterns: Sequence[str]) -> dict[str, str]:
-    """The kind of split of each module of a whole model that has one: the user's, or what is found.
+    """The kind of split of each module that has one: the user's, or what is found in the model.
 
     Args:
+        model: whole.
         patterns: ``"name pattern=kind"``, later ones win; none for the plan that is found.
 
     Raises:

@@ -89,7 +89,7 @@ _POSSIBLE: dict[Cause, tuple[str, ...]] = {
 """Explanations of the causes that only say what is known."""
 
 
-_UNSTABLE = (Cause.FORWARD, Cause.OUTPUT, Cause.LOSS, Cause.GRADIENTS)
+_UNSTABLE = (Cause.FORWARD, Cause.OUTPUT, Cause.LOSS, Cause.GRADIENTS, Cause.NO_LOSSES)
 """Causes of what an operator may do that does not repeat its bits."""
 
 
@@ -113,6 +113,8 @@ def _explained_before(pair: Pair, found: Diagnosis) -> Diagnosis:
     step = max(found.step, 0)
     mode = checks.modes(pair, step) if found.cause in checks.MODE_MATTERS else None
     rounded = gradients.compressed(pair, step) if found.cause in _OF_NUMBERS else None
+    if found.cause is Cause.GRADIENTS and not any(batch.losses for batch in pair.mine(step).batches):
+        found = replace(found, cause=Cause.NO_LOSSES)
     return mode or rounded or replace(found, possible=_POSSIBLE.get(found.cause, ()))
 
 
