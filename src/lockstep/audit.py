@@ -17,6 +17,7 @@ import math
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -231,7 +232,7 @@ def recompute(folder: Path, chain: Chain, interval: Interval, *, force_context: 
         trainer = trainer_at(origin, force_context=force_context)
     except CheckpointError as error:
         return AuditFinding(where=origin.label, what=f"it cannot be loaded: {error}")
-    try:
+    with closing(trainer.run):
         if not force_context:
             require_context(trainer.run, origin)
         comparer = _Comparer(trainer.run, chain)
@@ -242,8 +243,6 @@ def recompute(folder: Path, chain: Chain, interval: Interval, *, force_context: 
             what = f"it cannot be computed again: {error}"
             return comparer.finding or AuditFinding(where=f"step {comparer.step}", what=what)
         return comparer.finding or _state_finding(folder, trainer, chain, interval)
-    finally:
-        trainer.run.close()
 
 
 def _train(trainer: Trainer, end: int, epochs: int, comparer: _Comparer) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Collection, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -185,7 +186,7 @@ def replay(request: ReplayRequest, origin: Origin) -> ReplayReport:
     """
     trainer = trainer_at(origin, force_context=request.force_context)
     training = origin.start.job.training
-    try:
+    with closing(trainer.run):
         if not request.force_context:
             require_context(trainer.run, origin)
         _require_step(trainer, request, training.steps(trainer.steps_per_epoch))
@@ -208,8 +209,6 @@ def replay(request: ReplayRequest, origin: Origin) -> ReplayReport:
             record=comparer.records.get(request.step),
             is_missing=_is_missing(request.step, comparer.records, training.record_every),
         )
-    finally:
-        trainer.run.close()
 
 
 def _is_missing(step: int, records: Collection[int], every: int) -> bool:

@@ -110,17 +110,25 @@ def clean(directory: Path) -> list[Path]:
     return removed
 
 
-def make_durable(path: Path) -> None:
-    """Waits until a file's content, or a folder's list of names, is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+@contextmanager
+def descriptor_of(path: Path, flags: int) -> Iterator[int]:
+    """Opens a file or folder for the block; a file that is made is the user's own."""
+    descriptor = os.open(path, flags, 0o600)
     try:
-        os.fsync(descriptor)
-    except OSError as error:
-        # Some network file systems keep a folder's names durable by themselves and refuse to be asked.
-        if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
+        yield descriptor
     finally:
         os.close(descriptor)
+
+
+def make_durable(path: Path) -> None:
+    """Waits until a file's content, or a folder's list of names, is on the disk."""
+    with descriptor_of(path, os.O_RDONLY) as descriptor:
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            # Some network file systems keep a folder's names durable by themselves and refuse to be asked.
+            if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOTSUP):
+                raise
 
 
 def _is_left_behind(entry: Path, match: re.Match[str]) -> bool:
@@ -135,28 +143,20 @@ def _is_left_behind(entry: Path, match: re.Match[str]) -> bool:
 @contextmanager
 def _held(entry: Path) -> Iterator[None]:
     """Holds a lock on an entry, which the kernel takes back from a process that is killed."""
-    descriptor = os.open(entry, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
+    with descriptor_of(entry, os.O_RDONLY | os.O_NOFOLLOW) as descriptor:
         with suppress(OSError):  # some network file systems have no such locks: then the age decides
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         yield
-    finally:
-        os.close(descriptor)
 
 
 def _is_held(entry: Path) -> bool:
     """True if a process of this boot holds the lock of the entry, or where that is unknown."""
     try:
-        descriptor = os.open(entry, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        with descriptor_of(entry, os.O_RDONLY | os.O_NOFOLLOW) as descriptor:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         return True
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return False
-    except OSError:
-        return True
-    finally:
-        os.close(descriptor)
+    return False
 
 
 NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
@@ -172,8 +172,7 @@ def sole_use(path: Path) -> Iterator[bool]:
     Where it has none, a file ``<path>.owner`` with host, process and start time takes the lock's place; one that a dead
     process of this host left is removed. ``BlockingIOError`` if another process is in, with what to do.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
+    with descriptor_of(path, os.O_RDWR | os.O_CREAT) as descriptor:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             owner = None
@@ -186,8 +185,6 @@ def sole_use(path: Path) -> Iterator[bool]:
         finally:
             if owner is not None:
                 owner.unlink(missing_ok=True)
-    finally:
-        os.close(descriptor)
 
 
 def told_holder(error: BlockingIOError) -> str:

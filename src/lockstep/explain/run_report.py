@@ -11,6 +11,7 @@ import dataclasses
 import io
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -84,8 +85,8 @@ def answers_of(folder: Path, job: JobConfig) -> Answers:
         raise ConfigError(f"The loss of the job, {job.loss.target}, is not one for classification.")
     alone = dataclasses.replace(job.training, strategy="single", mesh="")
     begun = dataclasses.replace(job.checkpoint, resume="")
-    run = Run(dataclasses.replace(job, training=alone, checkpoint=begun).run_options(None), World())
-    try:
+    options = dataclasses.replace(job, training=alone, checkpoint=begun).run_options(None)
+    with closing(Run(options, World())) as run:
         data_set = data_to_predict(job, job.data.validation)
         source = collated(data_set, job.data)
         model = build_model(job)
@@ -93,8 +94,6 @@ def answers_of(folder: Path, job: JobConfig) -> Answers:
         balance(run, model, source)
         run.prepare(model, values_from_main=True)
         run.evaluate(source, {"answers": (seen := _Seen())}, workers=0)
-    finally:
-        run.close()
     outputs, targets = map(torch.cat, zip(*seen, strict=True))
     if outputs.dim() != 2:
         raise ConfigError("The model does not give one row of scores for each sample.")

@@ -20,7 +20,7 @@ import atexit
 import logging
 import sys
 from collections.abc import Iterator, Sized
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -450,7 +450,7 @@ class Batches:
         steps, epoch = run.batches(self.loader), run.position.epoch
         if not len(steps) and not any(steps) and run.position.epoch > epoch:
             steps = run.batches(self.loader)  # it was saved within an epoch's last step, and that is over now
-        try:
+        with closing(steps):
             for batch in steps:
                 if accelerator.step_loss is None and run.options.micro_batches > 1 and run.is_main:
                     logger.warning(_SEVERAL, len(batch.micro_batches))
@@ -461,8 +461,6 @@ class Batches:
                     yield to_device(micro_batch.data)
                 for each in accelerator.stepped:
                     each.end_step(passes)
-        finally:
-            steps.close()
 
     def _leave(self) -> None:
         """Notes that a loop of training ended before its data did: nobody would see an exception from here."""

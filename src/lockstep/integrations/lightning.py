@@ -39,12 +39,11 @@ from lockstep.integrations.lightning_log import (
     gathered,
     unequal_means,
 )
-from lockstep.numerics.hidden_state import Snapshot
+from lockstep.numerics.hidden_state import Snapshot, evaluating
 from lockstep.run import Run, init
 from lockstep.run.checks.means import own_rows, together
 from lockstep.run.checks.short_step import Buffers
 from lockstep.run.evaluation import evaluation
-from lockstep.run.step import evaluating
 from lockstep.runtime.events import KeepsExtra
 from lockstep.strategies.ddp import Replicated
 from lockstep.text import shorten
@@ -271,7 +270,8 @@ class LightningTrainer:
             found |= means | self._call(module, f"{names}_epoch_end") | self._call(module, f"{names}_end")
         self.validating = self.testing = False
         results = {name: float(value) for name, value in found.items()}
-        run._events.evaluation(run.position.step, results)
+        for call in run._events.evaluation:
+            call(run.position.step, results)
         return results
 
     def _warn_of_parts(self, module: LightningModule, step: str, before: Snapshot) -> None:

@@ -11,6 +11,7 @@ import json
 import logging
 import math
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -175,11 +176,8 @@ def _first_inputs(run: Run, forward_pass: ForwardPass, training_set: Any) -> tup
     """The model's arguments for the first micro-batch of training, on the device."""
     source = run._loaders.source(training_set)
     plan = run._loaders.plan(training_set, True, False, smallest_micro_batch(forward_pass.model))
-    loader = StepLoader(source.dataset, plan, seed=run.options.seed, collate=source.collate)
-    try:
+    with closing(StepLoader(source.dataset, plan, seed=run.options.seed, collate=source.collate)) as loader:
         data = next(loader.batches(0)).micro_batches[0].data
-    finally:
-        loader.close()
     inputs, named, _ = forward_pass.inputs(data, source.device_transform)
     if named:
         raise ConfigError(

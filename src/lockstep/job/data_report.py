@@ -9,6 +9,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -104,10 +105,8 @@ def unreadable(data_set: Any, workers: int) -> list[str]:
     if isinstance(data_set, Stream):
         return _unreadable_in_order(data_set)
     loader = EvaluationLoader(_Tried(data_set), micro_batch_size=_AT_ONCE, workers=workers, collate=lambda said: said)
-    try:
+    with closing(loader):
         return [said for part in loader for said in part.data if said]
-    finally:
-        loader.close()
 
 
 def _unreadable_in_order(stream: Stream) -> list[str]:
@@ -175,10 +174,8 @@ def batch_of(config: JobConfig, data_set: Any, epoch: int, position: int) -> lis
         data_set = SkipBroken(data_set)
     plan, source = sample_plan(config, data_set), adopt(collated(data_set, config.data))
     loader = StepLoader(source.dataset, plan, seed=config.training.seed, prefetch=1, collate=source.collate)
-    try:
+    with closing(loader):
         return [part.data for part in next(loader.batches(epoch, position)).micro_batches]
-    finally:
-        loader.close()
 
 
 def sheet(batch: Sequence[Any], classes: Sequence[str]) -> Image.Image:

@@ -2,9 +2,8 @@
 
 import sys
 
-from lockstep.launch.function import CallablePackage, launch
 from lockstep.launch.options import Devices, LaunchOptions, parse_devices
-from lockstep.launch.supervisor import supervise
+from lockstep.launch.supervisor import CallablePackage, launch, supervise
 from lockstep.launch.targets import EntryTarget, ScriptTarget
 from lockstep.runtime.control import Stopped, StopReason
 from lockstep.runtime.heartbeat import Heartbeat

@@ -47,7 +47,7 @@ class ServerProcess:
 
     def __init__(self, order: Mapping[str, Any], environment: Mapping[str, str], signal_pipe: int) -> None:
         self._channel, theirs = socket.socketpair()
-        try:
+        with theirs:
             arguments = [str(theirs.fileno()), str(signal_pipe), str(os.getpid())]
             with stop_signals_held():
                 self._process = subprocess.Popen(
@@ -56,8 +56,6 @@ class ServerProcess:
                     pass_fds=(theirs.fileno(), signal_pipe),
                     start_new_session=True,
                 )
-        finally:
-            theirs.close()
         self._run_directory = environment.get("LOCKSTEP_RUN_DIRECTORY", "")
         self._received = b""
         self.closed = False

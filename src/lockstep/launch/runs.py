@@ -24,7 +24,7 @@ from pathlib import Path
 
 import psutil
 
-from lockstep.core.atomic import identity, is_running
+from lockstep.core.atomic import descriptor_of, identity, is_running
 from lockstep.errors import ConfigError
 from lockstep.runtime.control import map_file
 from lockstep.runtime.error_record import ErrorPage
@@ -140,12 +140,9 @@ def _remove_abandoned(base: Path) -> None:
 @contextmanager
 def _locked(directory: Path) -> Iterator[None]:
     """Holds the lock of a directory; ``BlockingIOError`` if its launcher does, another ``OSError`` if there is none."""
-    descriptor = os.open(directory / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
+    with descriptor_of(directory / _LOCK, os.O_RDWR | os.O_NOFOLLOW) as descriptor:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
-    finally:
-        os.close(descriptor)
 
 
 _NOTE = "run.json"

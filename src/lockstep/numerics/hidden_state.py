@@ -16,7 +16,8 @@ import os
 import random
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -351,6 +352,19 @@ class Snapshot:
             if not isinstance(value, type | FunctionType):
                 self._remember(functools.partial(part.put, value))
             self._held(part, words)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """A context without gradients, with every module in evaluation mode; each gets its own mode back afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def draws_globally(*roots: Any) -> bool:

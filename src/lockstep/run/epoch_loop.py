@@ -325,14 +325,16 @@ class EpochLoop:
                 batch = _numbered(batch, begun)
                 is_rest = False
                 self._current, self.backward_passes = batch, 0
-                self._events.step_begin(batch)
+                for call in self._events.step_begin:
+                    call(batch)
                 self._key("batch", batch.plan.step)
                 if goes_on:
                     goes_on, done = False, batch.plan.position
                     _tell_begun_anew(sys._getframe(), done, f"step {done} of epoch {position.epoch + 1}", _PLACE)
                 yield batch
                 self._require_newest(walk)
-                self._events.step_end(batch)
+                for call in self._events.step_end:
+                    call(batch)
                 self.count_step(even_if_unused=True)
                 after()
         except GeneratorExit:

@@ -28,11 +28,12 @@ from lockstep.data.batch import DeviceTransform, MicroBatch
 from lockstep.data.loader import EvaluationLoader
 from lockstep.errors import ConfigError, RankError
 from lockstep.numerics.compilation import fix_graphs
+from lockstep.numerics.hidden_state import evaluating
 from lockstep.numerics.precision import dtype_named
 from lockstep.run.checks.agreement import require_equal_models
 from lockstep.run.checks.short_step import with_own_data
 from lockstep.run.save import save_and_stop
-from lockstep.run.step import evaluating, require_function
+from lockstep.run.step import require_function
 from lockstep.runtime.control import StopReason
 from lockstep.runtime.heartbeat import Heartbeat
 from lockstep.strategies import Strategy

@@ -28,7 +28,7 @@ from lockstep.core.users_code import owners_of, users_frames
 from lockstep.core.values import attributes_of, is_users_object
 from lockstep.data.batch import Batch, MicroBatch
 from lockstep.errors import ConfigError
-from lockstep.numerics.hidden_state import Kind
+from lockstep.numerics.hidden_state import Kind, evaluating
 from lockstep.run.checks.calls import warn_of_settings, watching_calls
 from lockstep.run.checks.findings import Findings
 from lockstep.run.checks.means import deviation_of_parts, has_rows, leaves_of, own_rows, together
@@ -43,7 +43,7 @@ from lockstep.run.checks.short_step import (
     with_own_data,
 )
 from lockstep.run.run import Run
-from lockstep.run.step import BackwardPass, evaluating, sum_and_weight
+from lockstep.run.step import BackwardPass, sum_and_weight
 from lockstep.run.step_errors import other_on_ranks
 from lockstep.strategies.ddp import DistributedDataParallel, Replicated, Single
 

@@ -172,7 +172,8 @@ class Run:
             profiled = timeline.open_timeline(self.options, self.world, self.device)
             self._loaders.traces = profiled.traces
             profiled.handle = self.add_callback(profiled)
-        self._events.prepare_end(self)
+        for call in self._events.prepare_end:
+            call(self)
         returned = {**prepared.wrapped_optimizers, **placed.averages}
         if not others:
             return placed.module
@@ -361,7 +362,8 @@ class Run:
                     self.rehearsals.begin(prepared, rehearsed, batch, loss, opened.scale)
             if whole_batch:
                 opened.compute = self.rehearsals.of_whole_batch(compute, batch, looks=rehearses)
-            events.backward_begin(batch, opened.scale)
+            for begins in events.backward_begin:
+                begins(batch, opened.scale)
             yield opened
         except BaseException as error:
             randomness.interrupt()
@@ -372,13 +374,15 @@ class Run:
             if isinstance(error, Exception):
                 note_data(error, batch, prepared.forward_pass.model)
             raise
-        events.backward_end(batch, opened.result)
+        for ends in events.backward_end:
+            ends(batch, opened.result)
         randomness.end_step(plan.step)
         self._results.add(opened.result, plan)
         gradients.end_backward()
         self._loop.end_backward(plan)
         opened.compute.end()
-        events.gradients_ready(batch, opened.result.loss)
+        for are_ready in events.gradients_ready:
+            are_ready(batch, opened.result.loss)
 
     def clip_gradients(self, max_norm: float) -> Tensor:
         """Scales all gradients so that their total norm is at most ``max_norm``; returns the norm before, 0-dim.
@@ -429,7 +433,8 @@ class Run:
         with self.span("evaluate"), loop.reading():
             results = evaluate(self, metric, data, model, forward, workers, repeatable)
         loop.note_results(results)
-        self._events.evaluation(self.position.step, results)
+        for call in self._events.evaluation:
+            call(self.position.step, results)
         return results
 
     def predict(
@@ -494,12 +499,14 @@ class Run:
             self._resumption.begin_save()
             prepared.gradients.update_scale()
             self._session.heartbeat.mark("save", epoch=self.position.epoch, step=self.position.step)
-            self._events.save_begin(self.position.step)
+            for begins in self._events.save_begin:
+                begins(self.position.step)
             fingerprint, prepared.state.extra = self.fingerprint(), self.extra
             prepared.state.data = self._agreed_data.stored
             folder = self._writer.write(directory, prepared.state, fingerprint, wait=wait)
             self._resumption.note()
-        self._events.save(self.position.step, folder)
+        for call in self._events.save:
+            call(self.position.step, folder)
         return folder
 
     def fingerprint(self) -> str:
@@ -554,7 +561,8 @@ class Run:
 
     def close(self) -> None:
         """Ends loader workers and leaves the process group; called by itself at the end of the program. Collective."""
-        self._events.close(self)
+        for call in self._events.close:
+            call(self)
         self._loaders.close()
         self._session.close()
 

@@ -12,8 +12,8 @@ a step runs while the device still computes the step before it, unless the loop 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
 from functools import cache
 from types import CodeType
@@ -68,11 +68,13 @@ class DeviceTransfer:
         """
         if self._device.type == "cpu":
             return data
-        self._events.copy_begin()
+        for call in self._events.copy_begin:
+            call()
         delivered = map_leaves(data, self._moved if self._stream is None else self._copied)
         if self._stream is not None:
             current_stream(self._device).wait_stream(self._stream)
-        self._events.copy_end()
+        for call in self._events.copy_end:
+            call()
         return delivered
 
     def _moved(self, value: Any) -> Any:
@@ -241,19 +243,6 @@ def wide(value: Tensor) -> Tensor:
     if value.is_complex():
         raise ConfigError("A loss or metric function returned a complex number. Return a real one, such as its abs().")
     return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """A context without gradients, with every module in evaluation mode; each gets its own mode back afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 class LeftOutSamples:
@@ -438,7 +427,8 @@ class StepCompute:
     def begin(self, micro_batch: MicroBatch) -> None:
         """Keys what is drawn, and notes where this rank is."""
         micro_batch = self.numbered(micro_batch)
-        self.events.micro_batch_begin(micro_batch)
+        for call in self.events.micro_batch_begin:
+            call(micro_batch)
         self.heartbeat.enter(FORWARD, micro_batch.k, micro_batch.indices)
         self.randomness.begin_micro_batch(self.plan.step, micro_batch.k + self.first_key)
 
@@ -460,7 +450,8 @@ class StepCompute:
         return resume
 
     def _enter_again(self, micro_batch: MicroBatch, phase: int) -> None:
-        self.events.micro_batch_resume(micro_batch, PHASES[phase])
+        for call in self.events.micro_batch_resume:
+            call(micro_batch, PHASES[phase])
         self.heartbeat.enter(phase, micro_batch.k, micro_batch.indices)
 
     def exchange(self) -> None:
@@ -501,7 +492,8 @@ class StepCompute:
         """Sum and weight of the user's loss, called for padding too: it may take what the forward pass left for it."""
         with self.autocast():
             if micro_batch.k < self.plan.leaves:
-                self.events.output(micro_batch, output, target)
+                for call in self.events.output:
+                    call(micro_batch, output, target)
             self.randomness.begin_loss()
             value = self.value(output, target)
             self.forward_pass.left_out.look(self.function, value, output, target, micro_batch)

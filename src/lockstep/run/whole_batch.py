@@ -89,8 +89,8 @@ class SurrogateCompute(StepCompute):
         """The value and the weight count only for micro-batch 0, so that the loss of the step is that of the batch."""
         k = micro_batch.k if micro_batch.k < self.plan.leaves else 0
         with self.autocast():
-            if micro_batch.k == k:
-                self.events.output(micro_batch, output, target)
+            for call in self.events.output if micro_batch.k == k else ():
+                call(micro_batch, output, target)
             self.randomness.begin_loss()
             if self.metrics is not None and micro_batch.k == k:
                 self.metrics.note(output, target, micro_batch)

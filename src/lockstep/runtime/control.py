@@ -10,19 +10,18 @@ import os
 from enum import IntEnum
 from pathlib import Path
 
+from lockstep.core.atomic import descriptor_of
+
 
 def map_file(path: Path, size: int) -> mmap.mmap:
     """Maps the first ``size`` bytes of a file, which is created if it does not exist; ``OSError`` if there is no room.
 
     The room is taken at once, because a write to a mapped page for which there is none would kill the process (SIGBUS).
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
+    with descriptor_of(path, os.O_RDWR | os.O_CREAT) as descriptor:
         while (held := os.fstat(descriptor).st_size) < size:  # where room is short, a part is written first
             os.pwrite(descriptor, bytes(size - held), held)
         return mmap.mmap(descriptor, size)
-    finally:
-        os.close(descriptor)
 
 
 _SIZE = 4096

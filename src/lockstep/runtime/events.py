@@ -14,16 +14,16 @@ In the order within a step:
     step_end
     evaluation  save_begin  save  close
 
-An event without a callback costs one call that does nothing.
+An event without a callback costs one loop over an empty tuple.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from lockstep.errors import ConfigError, nearest
 
@@ -167,32 +167,14 @@ _NewRuns = tuple[Callback, Callable[[Any], Any] | None]
 _new_runs: ContextVar[tuple[_NewRuns, ...]] = ContextVar("new_runs", default=())
 
 
-class RunEvent(Generic[_P]):
-    """One event of a run, for the callbacks that override ``method`` of ``Callback``; false where there are none."""
-
-    def __init__(self, callbacks: Iterable[Callback], method: Callable[Concatenate[Any, _P], None]) -> None:
-        name = method.__name__
-        self._methods: list[tuple[str, Callable[_P, None]]] = [
-            (f"{type(each).__qualname__}.{name}", getattr(each, name))
-            for each in callbacks
-            if getattr(type(each), name) is not method
-        ]
-
-    def __bool__(self) -> bool:
-        return bool(self._methods)
-
-    def __call__(self, *arguments: _P.args, **options: _P.kwargs) -> None:
-        """Calls the method of each callback, in their order; an exception names the callback."""
-        for name, method in self._methods:
-            try:
-                method(*arguments, **options)
-            except Exception as error:
-                error.add_note(f"raised by the callback {name}")
-                raise
-
-
 class StepEvents:
-    """The callbacks of one run, by event: code that reports one calls it, as in ``events.step_begin(batch)``."""
+    """The callbacks of one run, by event.
+
+    Each attribute is a tuple of the methods to call for one event. Code that reports an event loops over it::
+
+        for call in events.step_begin:
+            call(batch)
+    """
 
     def __init__(self) -> None:
         self.callbacks: tuple[Callback, ...] = ()
@@ -239,38 +221,40 @@ class StepEvents:
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
         """Reports that a span begins, and at the end of the block that it ends."""
-        self.span_begin(name)
+        for call in self.span_begin:
+            call(name)
         try:
             yield
         finally:
-            self.span_end(name)
+            for call in self.span_end:
+                call(name)
 
     def _collect(self) -> None:
         """Finds, for each event, the callbacks that override its method."""
         given = self.callbacks
-        self.prepare_end = RunEvent(given, Callback.on_prepare_end)
-        self.step_begin = RunEvent(given, Callback.on_step_begin)
-        self.backward_begin = RunEvent(given, Callback.on_backward_begin)
-        self.micro_batch_begin = RunEvent(given, Callback.on_micro_batch_begin)
-        self.micro_batch_resume = RunEvent(given, Callback.on_micro_batch_resume)
-        self.output = RunEvent(given, Callback.on_output)
-        self.micro_batch_end = RunEvent(given, Callback.on_micro_batch_end)
-        self.bucket_start = RunEvent(given, Callback.on_bucket_start)
-        self.exchange_begin = RunEvent(given, Callback.on_exchange_begin)
-        self.exchange_end = RunEvent(given, Callback.on_exchange_end)
-        self.backward_end = RunEvent(given, Callback.on_backward_end)
-        self.gradients_ready = RunEvent(given, Callback.on_gradients_ready)
-        self.step_end = RunEvent(given, Callback.on_step_end)
-        self.evaluation = RunEvent(given, Callback.on_evaluation)
-        self.save_begin = RunEvent(given, Callback.on_save_begin)
-        self.save = RunEvent(given, Callback.on_save)
-        self.close = RunEvent(given, Callback.on_close)
-        self.span_begin = RunEvent(given, Callback.on_span_begin)
-        self.span_end = RunEvent(given, Callback.on_span_end)
-        self.copy_begin = RunEvent(given, Callback.on_copy_begin)
-        self.copy_end = RunEvent(given, Callback.on_copy_end)
-        self.phase = RunEvent(given, Callback.on_phase)
-        self.samples = RunEvent(given, Callback.on_samples)
+        self.prepare_end = _overriding(given, Callback.on_prepare_end)
+        self.step_begin = _overriding(given, Callback.on_step_begin)
+        self.backward_begin = _overriding(given, Callback.on_backward_begin)
+        self.micro_batch_begin = _overriding(given, Callback.on_micro_batch_begin)
+        self.micro_batch_resume = _overriding(given, Callback.on_micro_batch_resume)
+        self.output = _overriding(given, Callback.on_output)
+        self.micro_batch_end = _overriding(given, Callback.on_micro_batch_end)
+        self.bucket_start = _overriding(given, Callback.on_bucket_start)
+        self.exchange_begin = _overriding(given, Callback.on_exchange_begin)
+        self.exchange_end = _overriding(given, Callback.on_exchange_end)
+        self.backward_end = _overriding(given, Callback.on_backward_end)
+        self.gradients_ready = _overriding(given, Callback.on_gradients_ready)
+        self.step_end = _overriding(given, Callback.on_step_end)
+        self.evaluation = _overriding(given, Callback.on_evaluation)
+        self.save_begin = _overriding(given, Callback.on_save_begin)
+        self.save = _overriding(given, Callback.on_save)
+        self.close = _overriding(given, Callback.on_close)
+        self.span_begin = _overriding(given, Callback.on_span_begin)
+        self.span_end = _overriding(given, Callback.on_span_end)
+        self.copy_begin = _overriding(given, Callback.on_copy_begin)
+        self.copy_end = _overriding(given, Callback.on_copy_end)
+        self.phase = _overriding(given, Callback.on_phase)
+        self.samples = _overriding(given, Callback.on_samples)
 
 
 class _NoEvents(StepEvents):
@@ -297,6 +281,31 @@ def options_of_new_run(options: _Options) -> _Options:
     for _, change in _new_runs.get():
         options = options if change is None else change(options)
     return options
+
+
+def _overriding(
+    callbacks: tuple[Callback, ...], method: Callable[Concatenate[Any, _P], None]
+) -> tuple[Callable[_P, None], ...]:
+    """Returns the bound methods of the callbacks whose class overrides ``method`` of ``Callback``."""
+    name = method.__name__
+    return tuple(
+        _naming(callback, name, getattr(callback, name))
+        for callback in callbacks
+        if getattr(type(callback), name) is not method
+    )
+
+
+def _naming(callback: Callback, name: str, method: Callable[_P, None]) -> Callable[_P, None]:
+    """Wraps a method so that its exceptions name the callback."""
+
+    def call(*arguments: _P.args, **options: _P.kwargs) -> None:
+        try:
+            method(*arguments, **options)
+        except Exception as error:
+            error.add_note(f"raised by the callback {type(callback).__qualname__}.{name}")
+            raise
+
+    return call
 
 
 def _require_callback(callback: object) -> None:

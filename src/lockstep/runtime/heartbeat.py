@@ -288,13 +288,15 @@ class Heartbeat:
                 self._step = step
                 if 0 < meter.latest < _SHORT and meter.counted == step - 1:
                     self.marked_from = step + min(_MOST_UNTIMED, int(_UNTIMED / meter.latest))
-        self._events.phase(phase, epoch, step, micro_batch)
+        for call in self._events.phase:
+            call(phase, epoch, step, micro_batch)
 
     def samples(self, indices: Indices) -> None:
         """Writes the sample indices of the current micro-batch, for error reports; the first 4,086 are kept."""
         if self._beat is not None:
             self._write_samples(indices.tobytes(), 0)
-        self._events.samples(indices)
+        for call in self._events.samples:
+            call(indices)
 
     def begin_step(self, epoch: int, step: int, samples: bytes, size: int, micro_batches: int) -> None:
         """Sets the step of the next calls of ``enter``, and writes its samples if it is short.

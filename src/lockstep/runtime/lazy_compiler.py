@@ -82,12 +82,8 @@ def _bare_step(func: Callable[..., Any]) -> FunctionType:
     def step(*args: Any, **kwargs: Any) -> Any:
         import torch  # this code runs with the globals of the function it replaces
 
-        before = torch.is_grad_enabled()
-        try:
-            torch.set_grad_enabled(args[0].defaults["differentiable"])
+        with torch.set_grad_enabled(args[0].defaults["differentiable"]):
             return func(*args, **kwargs)
-        finally:
-            torch.set_grad_enabled(before)
 
     assert isinstance(step, FunctionType)
     return step

@@ -314,7 +314,8 @@ class _MicroBatchTask(Task):
         self.loss = loss.detach()
         if self._scale:
             self._sums.tree.end_micro_batch()
-            self._events.micro_batch_end(self.micro_batch)
+            for call in self._events.micro_batch_end:
+                call(self.micro_batch)
 
     def explain(self, error: BaseException) -> None:
         """Says that the micro-batch was not alone."""

@@ -103,7 +103,8 @@ class Replicated(Strategy):
         self._sums.tree.end_micro_batch()
         self._losses.append(loss.detach())
         self._weights.append(weight)
-        self.events.micro_batch_end(micro_batch)
+        for call in self.events.micro_batch_end:
+            call(micro_batch)
 
     def reduce(self, compute: Compute, stop: int) -> StepResult:
         """Sums gradients, losses and weights over the processes. Collective."""

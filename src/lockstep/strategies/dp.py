@@ -321,7 +321,8 @@ class DataParallel(Replicated):
             raise
         running, advanced = replica.buffers.take() if replica.buffers.numel else (None, torch.zeros(0))
         replica.tree.end_micro_batch()
-        self.events.micro_batch_end(micro_batch)
+        for call in self.events.micro_batch_end:
+            call(micro_batch)
         return Computed(micro_batch.k, loss.detach(), weight, running, advanced)
 
     def _forward(self, replica: Replica, micro_batch: MicroBatch, compute: Compute) -> tuple[Tensor, Tensor]:

@@ -376,7 +376,8 @@ class GradientTree:
             self._start_next(reducer)
 
     def _start_next(self, reducer: Reducer) -> None:
-        self._events.bucket_start(self._started)
+        for call in self._events.bucket_start:
+            call(self._started)
         reducer.start(self._started)
         self._started += 1
 
@@ -476,11 +477,14 @@ class StepSums:
         if self._buffers.numel:
             for slot, value in enumerate(running):
                 reducer.staging(self._buffer_bucket, slot).copy_(value)
-            self._events.bucket_start(self._buffer_bucket)
+            for call in self._events.bucket_start:
+                call(self._buffer_bucket)
             reducer.start(self._buffer_bucket)
-        self._events.exchange_begin()
+        for waits in self._events.exchange_begin:
+            waits()
         headers = reducer.finish(header)
-        self._events.exchange_end()
+        for ends in self._events.exchange_end:
+            ends()
         return headers
 
 

@@ -13,7 +13,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -185,24 +185,21 @@ def _build(file: Path, photos: PhotoStore, kept_as: CacheFormat, workers: int, t
     digests: list[npt.NDArray[np.uint8]] = []
     logger.info("%d photos are decoded once, into %s", count, file)
     loader = EvaluationLoader(_Decoded(photos, kept_as), micro_batch_size=_AT_ONCE, workers=workers)
-    try:
-        with writing(file) as writer:
-            for content, sizes, table, digest in (part.data for part in loader):
-                _check_room(file, writer, sum(map(len, rows)), count)
-                try:
-                    writer.append(content.numpy(), sizes.tolist())
-                except OSError as error:
-                    raise ConfigError(
-                        f"Cannot write the decoded photos to {file}: {error}. Give data.cache a folder with more "
-                        "room, or false."
-                    ) from error
-                rows.append(table.numpy())
-                digests.append(digest.numpy())
-                tell(sum(map(len, rows)), count)
-            writer.finish({"rows": np.concatenate(rows), "digests": np.concatenate(digests), "states": state})
-            logger.info("The decoded photos take %s", format_bytes(writer.written))
-    finally:
-        loader.close()
+    with closing(loader), writing(file) as writer:
+        for content, sizes, table, digest in (part.data for part in loader):
+            _check_room(file, writer, sum(map(len, rows)), count)
+            try:
+                writer.append(content.numpy(), sizes.tolist())
+            except OSError as error:
+                raise ConfigError(
+                    f"Cannot write the decoded photos to {file}: {error}. Give data.cache a folder with more "
+                    "room, or false."
+                ) from error
+            rows.append(table.numpy())
+            digests.append(digest.numpy())
+            tell(sum(map(len, rows)), count)
+        writer.finish({"rows": np.concatenate(rows), "digests": np.concatenate(digests), "states": state})
+        logger.info("The decoded photos take %s", format_bytes(writer.written))
 
 
 def content_digest(content: bytes) -> npt.NDArray[np.uint8]:

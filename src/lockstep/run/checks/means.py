@@ -26,8 +26,8 @@ from lockstep.data.batch import MicroBatch, map_leaves, tensors_in
 from lockstep.data.keyed import generators_kept
 from lockstep.errors import ConfigError
 from lockstep.numerics.compilation import uncompiled
-from lockstep.numerics.hidden_state import Snapshot, told
-from lockstep.run.step import StepCompute, evaluating, sum_and_weight, with_exact_mean
+from lockstep.numerics.hidden_state import Snapshot, evaluating, told
+from lockstep.run.step import StepCompute, sum_and_weight, with_exact_mean
 
 logger = logging.getLogger(__name__)
 _LARGEST_DIFFERENCE = {torch.float16: 0.03, torch.bfloat16: 0.1}

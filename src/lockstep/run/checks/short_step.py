@@ -288,11 +288,8 @@ class CalledModules:
         if self._is_compiled:
             yield
             return
-        handle = register_module_forward_pre_hook(self._note)
-        try:
+        with register_module_forward_pre_hook(self._note):
             yield
-        finally:
-            handle.remove()
 
     def _note(self, module: nn.Module, _: object) -> None:
         if id(module) in self._own or id(module) in self._seen:

@@ -122,7 +122,8 @@ class FullyShardedDataParallel(Strategy):
                 advanced += counts
             run_backward(loss, scale)
             self._gathering.end_micro_batch(counts=micro_batch.k < leaves)
-            self.events.micro_batch_end(micro_batch)
+            for call in self.events.micro_batch_end:
+                call(micro_batch)
             if micro_batch.k < leaves:
                 losses.append(loss.detach())
                 weights.append(weight)

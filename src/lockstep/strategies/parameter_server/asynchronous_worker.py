@@ -95,7 +95,8 @@ class Worker:
             loss.backward()  # type: ignore[no-untyped-call]  # torch's own stub
             self._tree.end_micro_batch()
             losses[micro_batch.k], weights[micro_batch.k] = loss.detach(), weight
-            self._events.micro_batch_end(micro_batch)
+            for call in self._events.micro_batch_end:
+                call(micro_batch)
         finite = self._finish(batch, losses, weights.sum(), advanced)
         self._statistics = statistics
         self._buffers.refuse_changed_others()

@@ -198,7 +198,8 @@ class ParameterServer(Strategy):
             self._tree.end_micro_batch()
             losses.append(loss.detach())
             weights.append(weight)
-            self.events.micro_batch_end(micro_batch)
+            for call in self.events.micro_batch_end:
+                call(micro_batch)
         return self._header.pack(losses, weights, self._tree.used(), advanced, [stop])
 
     def _used(self, uses: Tensor) -> set[str]:

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 from lockstep.config.checks import nearest_name
 from lockstep.errors import ConfigError
 from lockstep.numerics.compilation import is_compiled
+from lockstep.numerics.hidden_state import evaluating
 from lockstep.runtime.devices import is_gpu, wait_for
 from lockstep.strategies.pipeline.chain import ChainLink, chain, draws_without_key, is_watched
 from lockstep.text import plural, shorten
@@ -300,7 +301,7 @@ def measured_split(
         raise ConfigError(too_few(links, stages, strategy))
     devices = {value.device for value in inputs if isinstance(value, Tensor)}
     device = devices.pop() if len(devices) == 1 else torch.device("cpu")
-    with _left_as_it_was(model, device), torch.no_grad():
+    with _left_as_it_was(model, device):
         weights = [min(times) for times in zip(*(_times(links, inputs, device) for _ in range(repeats)))]
     starts = balanced(weights, stages, inseparable(links))
     parts = [1000 * sum(weights[a:b]) for a, b in pairwise([0, *starts, len(links)])]
@@ -312,16 +313,12 @@ def measured_split(
 
 @contextmanager
 def _left_as_it_was(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Evaluation mode inside; afterwards modes, buffers and random numbers are what they were before."""
-    modes = [(module, module.training) for module in model.modules()]
+    """Evaluation mode inside, without gradients; afterwards modes, buffers and random numbers are what they were."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    model.eval()
     try:
-        with torch.random.fork_rng([device] if is_gpu(device) else []):
+        with evaluating(model), torch.random.fork_rng([device] if is_gpu(device) else []):
             yield
     finally:
-        for module, training in modes:
-            module.training = training
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)

@@ -372,7 +372,8 @@ class Pipeline(Strategy):
                     each.require_unchanged(passes.name)
                 sums.tree.end_micro_batch()
                 if action.stage == min(self._passes):
-                    self.events.micro_batch_end(micro_batch)
+                    for call in self.events.micro_batch_end:
+                        call(micro_batch)
 
     def _read_elsewhere(self, passes: Passes, compute: Compute) -> list[LossReads | StagesRead]:
         """Looks at what stages, the loss and metrics of other processes read now, if this step is watched."""
@@ -598,9 +599,11 @@ class Pipeline(Strategy):
             (channel,) = self._answers.values()
             self._losses = channel.receive("losses")[1][0]
         losses, weights = self._losses[:, :count]
-        self.events.exchange_begin()
+        for waits in self.events.exchange_begin:
+            waits()
         results = [sums.reduce(list(losses), list(weights), stop) for sums in self._sums.values()]
-        self.events.exchange_end()
+        for ends in self.events.exchange_end:
+            ends()
         finite = torch.stack([result.finite for result in results]).all()
         gradients = [getattr(self._trainable.get(name), "grad", None) is not None for name in self._trained]
         present = (self._frozen, -self._frozen, *gradients)

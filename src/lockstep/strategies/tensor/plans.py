@@ -24,6 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lockstep.data.batch import MicroBatch, tensors_in
 from lockstep.errors import ConfigError, nearest
 from lockstep.models.transformer import SelfAttention
+from lockstep.numerics.hidden_state import evaluating
 from lockstep.numerics.running_buffers import RunningBuffers
 from lockstep.strategies.pipeline.chain import what_it_reads
 from lockstep.strategies.strategy import Compute
@@ -48,21 +49,13 @@ def check_plan(
     Raises:
         ConfigError: their outputs differ by more than rounding, or the split model does not run.
     """
+    whole.eval()
+    with evaluating(split):  # first, since training changes the running statistics of the whole model
+        _compare(whole, split, exchange, buffers, micro_batches, compute, " in an evaluation")
     modes = {name: module.training for name, module in split.named_modules()}
-    try:
-        whole.eval()
-        split.eval()
-        with torch.no_grad():  # first, since training changes the running statistics of the whole model
-            _compare(whole, split, exchange, buffers, micro_batches, compute, " in an evaluation")
-    finally:
-        _set_modes(split, modes)
-    _set_modes(whole, modes)
+    for name, module in whole.named_modules():
+        module.training = modes.get(name, False)
     _compare(whole, split, exchange, buffers, micro_batches, compute)
-
-
-def _set_modes(model: nn.Module, modes: Mapping[str, bool]) -> None:
-    for name, module in model.named_modules():
-        module.training = modes.get(name, module.training)
 
 
 def _compare(
