@@ -10,6 +10,7 @@ that saving and restoring them is one copy; where the layers lie on several devi
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -24,8 +25,11 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from lockstep.core.fingerprint import digest_tensors
 from lockstep.errors import ConfigError
-from lockstep.text import shorten
+from lockstep.text import plural, shorten
 
+logger = logging.getLogger(__name__)
+_FEW = 8
+"""Samples in a micro-batch, fewer than which the statistics of BatchNorm are told to be of few."""
 _MOST_ADDED = 2**24
 """Integers below this are exact in float32."""
 _COUNTING = (nn.modules.batchnorm._BatchNorm.forward, nn.SyncBatchNorm.forward)
@@ -102,6 +106,21 @@ def _refuse_single_values(
         f"BatchNorm {name!r} got one value of each channel and needs two for a variance: with global_batch="
         f"{global_batch} and micro_batches={micro_batches} a micro-batch has one row. Use {remedy}, "
         "sync_batch_norm=True, which takes the statistics of the global batch, or LayerNorm or GroupNorm."
+    )
+
+
+def warn_of_few_samples(model: nn.Module, rows: int, samples: int) -> None:
+    """Warns of BatchNorm that normalises micro-batches of few rows, where the step has more samples."""
+    norms = ((name, m) for name, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
+    name = next((name for name, m in norms if m.training or m.running_mean is None), None)
+    if name is None or rows >= min(samples, _FEW):
+        return
+    fewer = max((k for k in range(1, samples // _FEW + 1) if samples % k == 0), default=1)
+    logger.warning(
+        "BatchNorm %r normalises each micro-batch by itself, which has %s of the %d of a step. A loop without micro-"
+        "batches normalises all of them together. Use micro_batches=%d (as many processes can share a step), "
+        "sync_batch_norm=True, or GroupNorm.",
+        *(name, plural(rows, "sample"), samples, fewer),
     )
 
 

@@ -36,6 +36,7 @@ from lockstep.numerics.compilation import fix_graphs
 from lockstep.numerics.hidden_state import Kind, Snapshot, draws_globally, told, without_key
 from lockstep.numerics.hooks import hooks_gradients
 from lockstep.numerics.randomness import KeyedRandomness
+from lockstep.numerics.running_buffers import warn_of_few_samples
 from lockstep.run.attributes import held_places
 from lockstep.run.checks.agreement import agreed_digests, differences
 from lockstep.run.checks.calls import (
@@ -235,6 +236,8 @@ class Rehearsals:
         self.require_equal_draws()
         if len(self.done) == done == 1 and self._is_main:
             warn_of_settings(self._events.callbacks, is_alone=self._strategy.all_ranks is None)
+            if not self._are_concurrent:
+                warn_of_few_samples(prepared.state.parts.model, len(batch.plan.indices[0]), batch.plan.samples)
         findings = self._rehearse(prepared, compute, batch, loss, scale)
         if self._is_for_resume:
             self._judge_resumption(findings, prepared.state)
