@@ -275,7 +275,7 @@ def test_a_loop_that_was_left_says_nothing_at_the_end_of_the_program(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "from torch import nn, optim\nimport lockstep\nfrom tests.run.jobs import dataset, network\n"
-        "run = lockstep.init(global_batch=16, micro_batches=4)\nmodel = network()\n"
+        "run = lockstep.init(global_batch=16, micro_batches=2)\nmodel = network()\n"
         "model, optimizer = run.prepare(model, optim.SGD(model.parameters(), lr=0.1))\n"
         "batches = run.batches(dataset(48))\nfor batch in batches:\n"
         "    run.backward(batch, nn.CrossEntropyLoss())\n    optimizer.step()\n    break\n"
