@@ -349,9 +349,19 @@ def halved_weight(model):
     model[0].weight.register_hook(lambda gradient: gradient * 0.5)
 
 
+def counted_weight(model):
+    counts = []
+    model[0].weight.register_hook(lambda gradient: counts.append(len(gradient)))
+
+
 def noted_weight(model):
     norms = []
     model[0].weight.register_hook(lambda gradient: norms.append(float(gradient.norm())))
+
+
+def noted_layer(model):
+    norms = {}
+    model[2].register_full_backward_hook(lambda module, inputs, outputs: norms.update(last=outputs[0].norm()))
 
 
 def train_hooked(world, hook, options):
@@ -374,7 +384,7 @@ def train_hooked(world, hook, options):
 def warned_by(caplog, hook, **options):
     caplog.clear()
     train_hooked(World(), hook, options)
-    return [record.getMessage() for record in caplog.records if "does not double" in record.getMessage()]
+    return [said for record in caplog.records if "sum of the losses" in (said := record.getMessage())]
 
 
 @pytest.mark.parametrize("hook", [bounded_weight, normed_weight, bounded_layer, bounded_output])
@@ -389,9 +399,17 @@ def test_a_hook_that_bounds_a_gradient_is_told_that_it_sees_a_sum(hook, caplog):
 
 
 @pytest.mark.parametrize("micro_batches", [1, 4])
-@pytest.mark.parametrize("hook", [None, halved_weight, noted_weight])
-def test_a_hook_that_scales_or_reads_a_gradient_is_not(hook, micro_batches, caplog):
+@pytest.mark.parametrize("hook", [None, halved_weight, counted_weight])
+def test_a_hook_that_scales_or_counts_gradients_is_not(hook, micro_batches, caplog):
     assert not warned_by(caplog, hook, micro_batches=micro_batches)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize("hook", [noted_weight, noted_layer])
+def test_a_hook_that_keeps_a_number_computed_from_gradients_is_told_too(hook, micro_batches, caplog):
+    (told,) = warned_by(caplog, hook, micro_batches=micro_batches)
+    assert "sets the variable 'norms' of a hook of" in told
+    assert f"of up to {8 // micro_batches} samples" in told
 
 
 def train_on_ranks(world, settings):

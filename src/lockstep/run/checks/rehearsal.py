@@ -220,10 +220,10 @@ class Rehearsals:
             compute.randomness.key_global_generators()
         if isinstance(self._strategy, IndependentStrategy) or self._strategy.level is Level.STATISTICAL:
             return
-        may_bound = done == 1 and scale == 1.0  # fp16 scales the loss, which must not become larger
+        is_first = done == 1 and scale == 1.0  # fp16 scales the loss, which must not become larger
         if not (self.is_on or self._is_for_resume):
-            if may_bound and self._checks and hooks_gradients(prepared.state.parts.model):
-                self._warn_of_bounded(prepared, compute, batch, loss)
+            if is_first and self._checks and hooks_gradients(prepared.state.parts.model):
+                self._warn_of_sums(prepared, compute, batch, loss)
             return
         prepared.state.model.require_own_types()
         if parametrize._cache_enabled:
@@ -249,29 +249,48 @@ class Rehearsals:
             everyone = self._strategy.gather_records(self._places)
             raise other_on_ranks(everyone, OFF)
         self._require_equal_variables(done)
-        if may_bound:
-            self._warn_of_bounded(prepared, compute, batch, loss)
+        if is_first:
+            self._warn_of_sums(prepared, compute, batch, loss)
 
-    def _warn_of_bounded(
+    def _warn_of_sums(
         self, prepared: PreparedRun, compute: StepCompute, batch: Batch, loss: Callable[..., Any]
     ) -> None:
-        """Warns of gradients that are not doubled where the loss is: a hook bounds them, and sees a sum. Collective."""
+        """Warns of what a backward pass computes from the size of gradients, which are those of sums. Collective.
+
+        It computes the gradients of twice the loss: those that a hook bounds are not doubled, and what a hook keeps of
+        them, such as a norm, is another number.
+        """
         compute.heartbeat.leave_untimed()
         strategy, model = self._strategy, prepared.state.parts.model
         watched = Watched({"": model, "loss": loss, "forward=": compute.forward}, (model, prepared.forward_pass.model))
         short, rehearsal = shortened(batch, compute, strategy.share, 2 if self._are_concurrent else 1)
-        with put_back(strategy, watched, self._events):
-            one, again, two = [self._gradients(short, rehearsal, scale) for scale in (1.0, 1.0, 2.0)]
-        mine = [name for name in two if _apart(two[name] / 2, one[name]) and not _apart(again[name], one[name])]
-        found = [name for names in strategy.gather_records(mine) for name in names]
-        if found and self._is_main:
+        passes = []
+        for scale in (1.0, 1.0, 2.0):
+            with put_back(strategy, watched, self._events):
+                passes.append((self._gradients(short, rehearsal, scale), watched.now()))
+        (one, first), (again, second), (two, doubled) = passes
+        bounded = [name for name in two if _apart(two[name] / 2, one[name]) and not _apart(again[name], one[name])]
+        kept = [name for name in first.changed(doubled) if second.texts.get(name) == first.texts.get(name)]
+        everyone = strategy.gather_records([bounded, kept])
+        bounded, kept = ([name for names in each for name in names] for each in zip(*everyone, strict=True))
+        if not self._is_main:
+            return
+        most = len(batch.plan.indices[0])
+        sees = f"It sees the gradient of the sum of the losses of a micro-batch, here of up to {most} samples"
+        if bounded:
             logger.warning(
                 "The gradient of %s does not double where the loss does: a hook, or the backward pass of an "
-                "autograd.Function, bounds it or changes it by its size. It sees the gradient of the sum of the losses "
-                "of a micro-batch, here of up to %d samples, not that of their mean. Bound the gradients after "
-                "run.backward, where they are those of the mean.",
-                shorten(map(repr, dict.fromkeys(found)), _MOST),
-                len(batch.plan.indices[0]),
+                "autograd.Function, bounds it or changes it by its size. %s, not that of their mean. Bound the "
+                "gradients after run.backward, where they are those of the mean.",
+                shorten(map(repr, dict.fromkeys(bounded)), _MOST),
+                sees,
+            )
+        if kept:
+            logger.warning(
+                "A hook, or the backward pass, sets %s by the size of a gradient. %s, not that of their mean. Read "
+                "p.grad after run.backward, which is that of the mean over all processes.",
+                shorten(dict.fromkeys(kept), _MOST),
+                sees,
             )
 
     def _schedule(self, code: CodeType | type, epoch: int, step: int) -> int:
