@@ -1,12 +1,25 @@
-"""Words and numbers for messages: plurals, shortened lists, shares, bytes and durations with their units."""
+"""Words and numbers for messages: plurals, shortened lists, groups, shares, bytes and durations with their units."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from itertools import groupby
+from typing import TypeVar
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+
+
+_K = TypeVar("_K", bound=Hashable)
+_V = TypeVar("_V")
+
+
+def grouped(pairs: Iterable[tuple[_K, _V]]) -> dict[_K, list[_V]]:
+    """The second values of pairs by the first, all in the order in which they come."""
+    found: dict[_K, list[_V]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found
 
 
 def plural(count: int, name: str) -> str:

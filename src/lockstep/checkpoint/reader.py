@@ -23,6 +23,7 @@ from lockstep.checkpoint.record import decode
 from lockstep.checkpoint.state import CheckpointState
 from lockstep.errors import CheckpointError
 from lockstep.runtime.stop_signals import wait_for_critical_threads
+from lockstep.text import grouped
 
 logger = logging.getLogger(__name__)
 
@@ -116,10 +117,7 @@ def load_tensors(paths: Iterable[Path]) -> dict[str, Tensor]:
 
     They lie in the files, which are mapped into memory, until they are read.
     """
-    rows: dict[str, list[Tensor]] = {}
-    for path in paths:
-        for name, tensor in safetensors.torch.load_file(path).items():
-            rows.setdefault(name, []).append(tensor)
+    rows = grouped(item for path in paths for item in safetensors.torch.load_file(path).items())
     return {name: _joined(name, parts) for name, parts in rows.items()}
 
 

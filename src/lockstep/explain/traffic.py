@@ -19,7 +19,7 @@ from lockstep.explain.drawing import (
 from lockstep.reduce import NodeLayout, OrderedReducer, RingReducer
 from lockstep.strategies.parameter_server import ParameterServer
 from lockstep.strategies.parameter_server.shards import Size, spread
-from lockstep.text import format_bytes, plural
+from lockstep.text import format_bytes, grouped, plural
 
 MOST_ENDS = 8
 MOST_ROUNDS = 6
@@ -281,9 +281,7 @@ def _messages(way: Way) -> list[str]:
 def _moment_lines(way: Way, moment: Moment) -> list[str]:
     if not moment.messages:
         return [f"{moment.title}: nothing travels"]
-    groups: dict[tuple[int, str], list[str]] = {}
-    for message in moment.messages:
-        groups.setdefault((message.sender, message.what), []).append(_short(way.ends[message.receiver]))
+    groups = grouped(((each.sender, each.what), _short(way.ends[each.receiver])) for each in moment.messages)
     said = [f"{_short(way.ends[sender])} -> {' '.join(to)}: {what}" for (sender, what), to in groups.items()]
     return [f"{moment.title}: {sizes(moment)} a message", *(f"    {line}" for line in said)]
 

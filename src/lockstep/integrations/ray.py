@@ -48,6 +48,7 @@ from lockstep.launch.stalls.report import judge_stall
 from lockstep.runtime.control import StopReason
 from lockstep.runtime.error_record import ErrorRecord
 from lockstep.runtime.heartbeat import Beat, Membership
+from lockstep.text import grouped
 
 
 class LockstepTrainer(DataParallelTrainer):  # type: ignore[misc]  # Ray has no types
@@ -254,10 +255,8 @@ class WatchForStalls(WorkerGroupCallback):  # type: ignore[misc]
 
     def after_worker_group_start(self, worker_group: Any) -> None:
         """Notes the workers of each node."""
-        by_node: dict[int, list[Any]] = {}
-        for worker in worker_group.get_workers():
-            by_node.setdefault(worker.distributed_context.node_rank, []).append(worker)
-        self._nodes = list(by_node.values())
+        workers = worker_group.get_workers()
+        self._nodes = [*grouped((each.distributed_context.node_rank, each) for each in workers).values()]
         self._next_look = time.monotonic() + self._limit
 
     def after_worker_group_poll_status(self, worker_group_status: Any) -> None:

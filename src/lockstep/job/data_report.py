@@ -31,7 +31,7 @@ from lockstep.data.wrappers.wrapping import Wrapping
 from lockstep.errors import ConfigError
 from lockstep.job.assemble import collated, sample_plan
 from lockstep.job.instantiate import importable_from, instantiate
-from lockstep.text import at_most, numbered, plural, shorten
+from lockstep.text import at_most, grouped, numbered, plural, shorten
 
 _ADDRESS = re.compile(r"<(?:[\w.<>]+\.)?(\w+) object at 0x[0-9a-f]+>")
 """The text that Python gives an object without one of its own."""
@@ -241,10 +241,7 @@ def describe(sets: Sequence[SetFacts], step: StepFacts) -> str:
         lines.append("")
     lines.append(f"step {step.position} of {step.steps_per_epoch:,} in epoch {step.epoch}, both counted from 0")
     # Ranks that read the same, such as the stages of one pipeline, share their lines.
-    alike: dict[tuple[int, ...], list[int]] = {}
-    for rank, reads in enumerate(step.reads):
-        alike.setdefault(tuple(reads), []).append(rank)
-    for ranks in alike.values():
+    for ranks in grouped((tuple(reads), rank) for rank, reads in enumerate(step.reads)).values():
         lead, reads = numbered("rank", ranks), step.reads[ranks[0]]
         for k, names in reads.items():
             most = _MOST_FILES if "(" in "".join(names) else _MOST_NUMBERS

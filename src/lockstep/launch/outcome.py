@@ -23,7 +23,7 @@ from lockstep.runtime.control import StopReason
 from lockstep.runtime.error_record import ErrorRecord, log_file, record_file
 from lockstep.runtime.heartbeat import Beat, Membership
 from lockstep.runtime.torch_internals import NO_THREAD, PEER_IS_LATE
-from lockstep.text import format_bytes, numbered, plural, shorten
+from lockstep.text import format_bytes, grouped, numbered, plural, shorten
 
 _KNOWN_CODES = range(2, 7)
 """Exit codes with a meaning of ours, which ``sys.exit`` in a rank may use as well."""
@@ -229,9 +229,7 @@ def _cause(cause: RankEnd, verdict: Verdict, logs: Path) -> Iterator[str]:
 
 def _others(others: Sequence[RankEnd], cause: RankEnd) -> list[str]:
     """One line for all ranks that ended in the same way."""
-    alike: dict[str, list[int]] = {}
-    for end in others:
-        alike.setdefault(_fate(end, cause), []).append(end.rank)
+    alike = grouped((_fate(end, cause), end.rank) for end in others)
     lines = [f"  {numbered('rank', ranks)}: {fate}" for fate, ranks in alike.items()]
     left_out = len(lines) - _MOST_OTHERS
     return lines[:_MOST_OTHERS] + ([f"  and {left_out} more kinds"] if left_out > 0 else [])

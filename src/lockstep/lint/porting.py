@@ -58,6 +58,7 @@ from lockstep.lint.wrappers import (
     target_of,
     wraps,
 )
+from lockstep.text import grouped
 
 
 @dataclass(frozen=True)
@@ -195,10 +196,7 @@ def changes(text: str, path: str = "script.py") -> list[Change]:
         )
     made: list[Change] = []
     for section, finders in sections.items():
-        places: dict[str, list[int]] = {}
-        for finder in finders:
-            for node, advice in finder(script):
-                places.setdefault(advice, []).append(node.lineno)
+        places = grouped((advice, node.lineno) for finder in finders for node, advice in finder(script))
         found = [(tuple(sorted(set(at))), advice) for advice, at in places.items()]
         made += [
             Change(section, at, lines[at[0] - 1].strip(), advice) for at, advice in sorted(found, key=itemgetter(0))

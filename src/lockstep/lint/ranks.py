@@ -23,6 +23,7 @@ from lockstep.lint.script import (
     last_name,
     method,
 )
+from lockstep.text import grouped
 
 GLOBAL, LOCAL = "global", "local"
 FIRST, OTHERS = "first", "others"
@@ -236,9 +237,7 @@ def _functions_of_ranks(script: Script) -> frozenset[Function] | None:
     pending = [last_name(target) for target in _spawned(script)]
     if not pending:
         return None
-    named: dict[str, list[Function]] = {}
-    for function in script.functions:
-        named.setdefault(_called_as(script, function), []).append(function)
+    named = grouped((_called_as(script, function), function) for function in script.functions)
     called: dict[Function, set[str]] = {}
     for call in script.calls:
         for function in script.around(call, FUNCTIONS):

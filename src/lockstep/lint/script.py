@@ -19,6 +19,7 @@ from typing import TypeVar
 
 from lockstep.config.checks import near_path
 from lockstep.errors import ConfigError
+from lockstep.text import grouped
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Loop = ast.For | ast.While
@@ -123,18 +124,12 @@ class Script:
     @cached_property
     def calls_by_name(self) -> dict[str, list[ast.Call]]:
         """The calls of each last name: ``save`` for ``save(x)`` and ``self.save(x)``."""
-        found: dict[str, list[ast.Call]] = {}
-        for call in self.calls:
-            found.setdefault(last_name(call.func), []).append(call)
-        return found
+        return grouped((last_name(call.func), call) for call in self.calls)
 
     @cached_property
     def names(self) -> dict[str, list[ast.Name]]:
         """All nodes of each name, read or set."""
-        found: dict[str, list[ast.Name]] = {}
-        for node in self.find(ast.Name):
-            found.setdefault(node.id, []).append(node)
-        return found
+        return grouped((node.id, node) for node in self.find(ast.Name))
 
     @cached_property
     def functions(self) -> list[Function]:
@@ -144,12 +139,11 @@ class Script:
     @cached_property
     def _assigned(self) -> dict[tuple[Scope | None, str], list[ast.expr | None]]:
         """Values given to a name, by function and name; by no function for attributes such as ``args.gpu``."""
-        found: dict[tuple[Scope | None, str], list[ast.expr | None]] = {}
-        for node in self.nodes:
-            for target, value in bindings(node):
-                key = (self.scope(node) if isinstance(target, ast.Name) else None, self.text(target))
-                found.setdefault(key, []).append(value)
-        return found
+        return grouped(
+            ((self.scope(node) if isinstance(target, ast.Name) else None, self.text(target)), value)
+            for node in self.nodes
+            for target, value in bindings(node)
+        )
 
     def find(self, *kinds: type[N]) -> list[N]:
         """The nodes of some kinds, the outer ones first."""

@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.config.job import ParametersConfig
 from lockstep.errors import CheckpointError, CheckpointMismatch, ConfigError
-from lockstep.text import shorten
+from lockstep.text import grouped, shorten
 
 _UNREADABLE = (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError)
 
@@ -228,9 +228,7 @@ def parameter_groups(
             options[name] |= given
     if not any(options.values()):
         return list(trained.values())
-    groups: dict[tuple[tuple[str, float], ...], list[nn.Parameter]] = {}
-    for name, each in trained.items():
-        groups.setdefault(tuple(sorted(options[name].items())), []).append(each)
+    groups = grouped((tuple(sorted(options[name].items())), each) for name, each in trained.items())
     return [{"params": held, **dict(given)} for given, held in groups.items()]
 
 

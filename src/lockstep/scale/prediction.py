@@ -39,7 +39,7 @@ from lockstep.core.summation_tree import nodes_within
 from lockstep.errors import EXIT_DONE, ConfigError, RankError, nearest
 from lockstep.launch.supervisor import run_sequentially
 from lockstep.scale.measured import Round, Row
-from lockstep.text import comma_separated
+from lockstep.text import comma_separated, grouped
 
 
 @dataclass(frozen=True)
@@ -378,10 +378,10 @@ def checked_table(found: Forecast) -> list[tuple[str, ...]]:
 
 def world_table(found: Forecast) -> list[tuple[str, ...]]:
     """A head of interconnects, and a row for each number of devices; ``*`` where it needs another recipe."""
-    rows: dict[str, list[str]] = {}
-    for each in found.worlds:
-        name = f"{each.devices}{'' if each.same_recipe else ' *'}"
-        rows.setdefault(name, []).append(f"{each.epoch:.3g} ({100 * each.efficiency:.0f} %)")
+    rows = grouped(
+        (f"{each.devices}{'' if each.same_recipe else ' *'}", f"{each.epoch:.3g} ({100 * each.efficiency:.0f} %)")
+        for each in found.worlds
+    )
     interconnects = dict.fromkeys(each.interconnect for each in found.worlds)
     return [("devices", *interconnects), *((name, *cells) for name, cells in rows.items())]
 

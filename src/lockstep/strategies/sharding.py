@@ -25,6 +25,7 @@ from lockstep.distributed.collectives import all_gather_rows
 from lockstep.distributed.rank_exchange import RankExchange
 from lockstep.errors import ConfigError
 from lockstep.strategies.absent import Absence, AbsentParameter
+from lockstep.text import grouped
 
 _Gathered = TypeVar("_Gathered", bound="GatheredParameter")
 
@@ -319,10 +320,7 @@ def watching_writes(blocks: Sequence[GatheredBlock]) -> Iterator[set[str]]:
 
 def by_dtype(parameters: Sequence[_Gathered]) -> dict[torch.dtype, list[_Gathered]]:
     """The parameters of each number type."""
-    found: dict[torch.dtype, list[_Gathered]] = {}
-    for each in parameters:
-        found.setdefault(each.held.dtype, []).append(each)
-    return found
+    return grouped((each.held.dtype, each) for each in parameters)
 
 
 def thawed(name: str) -> ConfigError:

@@ -17,7 +17,7 @@ from typing import Any
 from lockstep.config.checks import file_path
 from lockstep.errors import ConfigError, RankError
 from lockstep.launch.options import TOKEN_VARIABLE
-from lockstep.text import numbered
+from lockstep.text import grouped, numbered
 
 _TOKEN = re.compile(r"[!-~]{32,512}")
 _LARGEST_FILE = 4096
@@ -207,9 +207,7 @@ def compare(hellos: Mapping[int, Hello]) -> None:
     first = hellos[min(hellos)]
     differences: list[str] = []
     for name in sorted({name for hello in hellos.values() for name in hello.settings}):
-        values: dict[str, list[int]] = {}
-        for node, hello in sorted(hellos.items()):
-            values.setdefault(hello.settings.get(name, "not set"), []).append(node)
+        values = grouped((hello.settings.get(name, "not set"), node) for node, hello in sorted(hellos.items()))
         if len(values) > 1:
             there = ", ".join(f"{value} on {numbered('host', nodes)}" for value, nodes in values.items())
             differences.append(f"{name} is {there}")

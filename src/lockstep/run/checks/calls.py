@@ -31,7 +31,7 @@ from lockstep.numerics.hidden_state import Snapshot
 from lockstep.runtime.error_record import users_lines
 from lockstep.runtime.torch_internals import FrameKind, kind_of_frame
 from lockstep.strategies import Strategy
-from lockstep.text import numbered, shorten
+from lockstep.text import grouped, numbered, shorten
 
 logger = logging.getLogger(__name__)
 
@@ -119,9 +119,7 @@ def require_same_names(argument: str, names: Iterable[object], strategy: Strateg
 
 def by_rank(values: list[Any]) -> str:
     """Values and the ranks that have them: ``32 on rank 0; 31 on ranks 1, 2``."""
-    groups: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
-        groups.setdefault(str(value), []).append(rank)
+    groups = grouped((str(value), rank) for rank, value in enumerate(values))
     return "; ".join(f"{value} on {numbered('rank', ranks)}" for value, ranks in groups.items())
 
 

@@ -39,6 +39,7 @@ from lockstep.data.reader import ALIGNMENT
 from lockstep.errors import ConfigError
 from lockstep.strategies.pipeline.links import OTHER_FREEZING, Arrival, GroupLink, SharedMemoryLink
 from lockstep.strategies.sharding import has_no_gaps
+from lockstep.text import grouped
 
 _CLASS = "lockstep, an object of "
 """Begins the key of a dict that stands for an object, before the module and the name of its class."""
@@ -269,13 +270,10 @@ class Description:
 
 def _overlapping(tensors: list[Tensor]) -> tuple[int, ...]:
     """The places of tensors that share elements with another one; of views of one memory it is counted out."""
-    places: dict[int, list[int]] = {}
-    for place, tensor in enumerate(tensors):
-        if tensor.numel():
-            places.setdefault(tensor.untyped_storage().data_ptr(), []).append(place)
+    filled = ((each.untyped_storage().data_ptr(), place) for place, each in enumerate(tensors) if each.numel())
     return tuple(
         each
-        for group in places.values()
+        for group in grouped(filled).values()
         if len(group) > 1 and _share_elements([tensors[place] for place in group])
         for each in group
     )

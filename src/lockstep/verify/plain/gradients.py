@@ -19,7 +19,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from lockstep.text import numbered, shorten
+from lockstep.text import grouped, numbered, shorten
 from lockstep.verify.diagnosis import Cause, Diagnosis
 from lockstep.verify.plain import checks
 from lockstep.verify.plain.checks import Pair, Vector, least_squares, tells_weights, vector
@@ -65,9 +65,7 @@ def _summed_again(
     batches: Sequence[tuple[int, BatchRecord]], ratios: Sequence[float], world_size: int, tolerance: float
 ) -> bool:
     """True if each backward pass of a rank counts as many times as there are ranks more than the one after it."""
-    by_rank: dict[int, list[float]] = {}
-    for (rank, _), ratio in zip(batches, ratios):
-        by_rank.setdefault(rank, []).append(ratio)
+    by_rank = grouped((rank, ratio) for (rank, _), ratio in zip(batches, ratios))
     return any(len(each) > 1 for each in by_rank.values()) and all(
         abs(earlier - world_size * later) <= tolerance * abs(earlier)
         for each in by_rank.values()

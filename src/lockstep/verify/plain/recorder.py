@@ -52,6 +52,7 @@ from lockstep.errors import ConfigError
 from lockstep.numerics.sync_batch_norm import SyncBatchNorm
 from lockstep.run.prepare import hyperparameters, implementation
 from lockstep.runtime.devices import open_gpus, peak_memory
+from lockstep.text import grouped
 from lockstep.verify.plain.record import LOSS, BatchRecord, Measure, RankRecord, Sample, StepRecord
 
 LENGTH = 16
@@ -108,9 +109,8 @@ def innermost(model: nn.Module) -> dict[nn.Module, str]:
 
 def tied(model: nn.Module) -> dict[str, list[str]]:
     """Parameters that have several names: the first, and the others."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in nn.Module.named_parameters(model, remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
+    named = nn.Module.named_parameters(model, remove_duplicate=False)
+    names = grouped((id(parameter), name) for name, parameter in named)
     return {first: rest for first, *rest in names.values() if rest}
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from lockstep.text import numbered, plural, shorten
+from lockstep.text import grouped, numbered, plural, shorten
 from lockstep.verify.diagnosis import Cause, Diagnosis
 from lockstep.verify.plain.checks import Pair
 from lockstep.verify.plain.record import LOSS, BatchRecord, Recording, Sample
@@ -241,10 +241,7 @@ def _of_loss(pair: Pair, step: int, batches: list[tuple[int, BatchRecord]], wher
     if len(even) == len(ranges):
         listed = ", ".join(f"{ranges[rank][0]:.4g} times on rank {rank}" for rank in even)
         return Diagnosis(Cause.LOSS, step, where, f"all losses of a rank are {listed} as large")
-    by_class: dict[tuple[int, Sample], list[float]] = {}
-    for rank, pairs in factors.items():
-        for target, factor in pairs:
-            by_class.setdefault((rank, target), []).append(factor)
+    by_class = grouped(((rank, target), factor) for rank, pairs in factors.items() for target, factor in pairs)
     several = [each for each in by_class.values() if len(each) > 1]
     if several and all(max(each) - min(each) <= tolerance * abs(max(each)) for each in several):
         listed = shorten((f"{each[0]:.3g} for class {t} on rank {r}" for (r, t), each in by_class.items()), 4)
