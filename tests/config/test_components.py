@@ -167,7 +167,7 @@ def test_packages_of_the_system_are_not_named_in_a_virtual_environment_that_sees
     code = """
 import sysconfig
 path, paths = sysconfig.get_path, sysconfig.get_paths
-own = dict.fromkeys(("purelib", "platlib", "scripts", "data"), "/venv")
+own = dict.fromkeys(("purelib", "platlib", "platstdlib", "scripts", "data"), "/venv")
 sysconfig.get_path = lambda name, *rest: own.get(name) or path(name, *rest)
 sysconfig.get_paths = lambda *rest: paths(*rest) | own
 from lockstep.config.components import Component, origins
