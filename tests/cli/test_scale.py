@@ -33,6 +33,17 @@ def test_a_mistake_is_refused_before_anything_is_started(command, arguments, sai
     assert "round 1" not in errors
 
 
+@pytest.mark.parametrize("words", [("scale", "digits"), ("verify", "digits"), ("predict", "runs/digits-001")])
+def test_a_command_that_starts_processes_is_refused_in_each_process_of_torchrun(command, monkeypatch, words):
+    """Each process measured, at the same time, and printed times that were several times too long."""
+    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    status, output, errors = command(*words)
+    assert (status, output) == (2, "")
+    assert "The command starts processes, and torchrun started this one. Run it by itself." in errors
+
+
 @pytest.mark.slow
 def test_one_measurement_gives_tables_files_and_a_prediction(process, tmp_path):
     files = [word for kind in ("json", "html", "svg", "png") for word in (f"--{kind}", f"found.{kind}")]

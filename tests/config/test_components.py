@@ -160,3 +160,17 @@ def test_code_that_is_not_installed_is_named_with_its_file(tmp_path):
     parts = [(("model",), Component(target=target)) for target in targets]
     found = origins(parts, [str(tmp_path)])
     assert found == ["absent from a place that is not found", f"mine from {tmp_path / 'mine.py'}"]
+
+
+def test_packages_of_the_system_are_not_named_in_a_virtual_environment_that_sees_them():
+    """Each command said: imports: torch from /usr/lib/..."""
+    code = """
+import sysconfig
+path, paths = sysconfig.get_path, sysconfig.get_paths
+own = dict.fromkeys(("purelib", "platlib", "platstdlib", "scripts", "data"), "/venv")
+sysconfig.get_path = lambda name, *rest: own.get(name) or path(name, *rest)
+sysconfig.get_paths = lambda *rest: paths(*rest) | own
+from lockstep.config.components import Component, origins
+assert not origins([(("optimizer",), Component(target="torch.optim:SGD"))])
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

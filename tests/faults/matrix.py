@@ -41,7 +41,8 @@ SECTIONS = {
         Row(
             "P4",
             "Ctrl-C",
-            "the first stops all ranks at the same step with a checkpoint, a second one ends at once; exit code 130",
+            "the first stops all ranks at the same step with a checkpoint, if the step ends within 3 s; a second one "
+            "ends at once; exit code 130",
         ),
         Row(
             "P5",

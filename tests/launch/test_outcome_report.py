@@ -153,6 +153,13 @@ def test_stopped_ranks_are_counted(tmp_path):
     )
 
 
+def test_ranks_that_ctrl_c_has_killed_are_not_said_to_need_another_grace(tmp_path):
+    """After Ctrl-C --grace changes nothing; the message told to give more."""
+    (line,) = lines([end(0, 130), end(1, 143, ended_by_us=True)], tmp_path, StopReason.INTERRUPTED)
+    assert "Give more time" not in line
+    assert "After Ctrl-C a step has 3 s to end, after SIGTERM or 'lockstep stop' the time of --grace" in line
+
+
 def test_an_evaluation_that_outlasts_the_grace_is_named_with_the_remedy(tmp_path):
     forced = [end(rank, 143, ended_by_us=True, beat=beat(phase="evaluate")) for rank in (0, 1)]
     (line,) = lines(forced, tmp_path, StopReason.PREEMPTED)

@@ -2,6 +2,8 @@
 
 import re
 import runpy
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -150,6 +152,31 @@ def test_a_scaler_that_has_scaled_no_loss_is_explained_too():
         with pytest.raises(AssertionError) as raised:
             call(optimizer)
         assert "GradScaler of your own" in about_own_backward(raised.value, None)
+
+
+OF_THE_SYSTEM = """
+import sysconfig
+
+path = sysconfig.get_path
+sysconfig.get_path = lambda name, *rest: "/venv/site-packages" if name in ("purelib", "platlib") else path(name, *rest)
+import torch
+from lockstep.runtime.error_record import about_own_backward
+
+model = torch.nn.Linear(2, 2)
+scaler, optimizer = torch.amp.GradScaler("cpu"), torch.optim.SGD(model.parameters(), lr=0.1)
+try:
+    scaler.step(optimizer)
+except AssertionError as error:
+    print(about_own_backward(error, None))
+"""
+
+
+def test_the_place_is_the_users_where_torch_is_a_package_of_the_system(tmp_path):
+    """In a virtual environment that sees the system's packages it was a line of torch."""
+    script = tmp_path / "train.py"
+    script.write_text(OF_THE_SYSTEM)
+    told = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True).stdout
+    assert f"({script}:12)" in told
 
 
 def test_without_a_heartbeat_it_is_explained_where_nothing_of_lockstep_was_called():

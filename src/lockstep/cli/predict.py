@@ -11,13 +11,12 @@ from typing import Any
 
 from lockstep.cli.command_line import Parser
 from lockstep.cli.shared_options import add_options, shortcut
-from lockstep.cli.train import resolve_devices, with_devices_of_process
+from lockstep.cli.train import require_no_launcher, resolve_devices, with_devices_of_process
 from lockstep.config.checks import KeyPath, refuse
 from lockstep.config.components import Component
 from lockstep.config.job import JobConfig
 from lockstep.config.job_file import map_values
 from lockstep.config.rules import job_problems
-from lockstep.core.world import World
 from lockstep.errors import ConfigError
 from lockstep.job.run_folder import read_starts
 from lockstep.launch import EntryTarget, LaunchOptions, supervise
@@ -40,11 +39,7 @@ def add_arguments(parser: Parser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Starts the ranks, of which the first writes the table; returns the exit status."""
-    launcher = World.from_environment().launcher
-    if launcher != "python":
-        raise ConfigError(
-            f"lockstep predict starts its processes itself, and {launcher} started this one. Run it by itself."
-        )
+    require_no_launcher()
     folder = Path(arguments.run)
     config = _placed(read_starts(folder)[-1].job, arguments)
     data_set = data_of(config, arguments.data)

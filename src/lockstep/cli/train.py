@@ -389,6 +389,14 @@ def strategy_names(text: str) -> list[str]:
     return names
 
 
+def require_no_launcher() -> None:
+    """Raises ``ConfigError`` in a process that torchrun or another launcher started, as one of several."""
+    launcher = World.from_environment().launcher
+    if launcher != "python":
+        raise ConfigError(f"The command starts processes, and {launcher} started this one. Run it by itself.")
+
+
 def job_on_one_device(job: str, arguments: argparse.Namespace) -> JobConfig:
     """The job with the options of the command line, for one device. Raises ``ConfigError`` where one is wrong."""
+    require_no_launcher()
     return load_job(job, overrides(argparse.Namespace(**vars(arguments) | {"devices": "1"})))

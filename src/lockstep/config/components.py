@@ -12,7 +12,6 @@ import ast
 import importlib.util
 import pkgutil
 import re
-import sysconfig
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec, PathFinder
@@ -29,6 +28,7 @@ from lockstep.config.checks import (
     nearest_name,
     spell,
 )
+from lockstep.core.users_code import LIBRARIES
 from lockstep.errors import nearest
 
 _DEEPEST = 8
@@ -57,11 +57,10 @@ def origins(components: Iterable[tuple[KeyPath, Component]], folders: Sequence[s
     Installed packages, Python's modules and Lockstep are left out; ``folders`` are searched first.
     """
     names, lines = StaticNames(folders), []
-    installed = tuple(sysconfig.get_paths().values())
     for top in sorted({part.target.partition(":")[0].partition(".")[0] for _, part in components}):
         spec = names.module(top)
         place = (spec.origin or "a folder") if isinstance(spec, ModuleSpec) else "a place that is not found"
-        if top != __package__.partition(".")[0] and not place.startswith(installed):
+        if top != __package__.partition(".")[0] and not place.startswith(LIBRARIES):
             lines.append(f"{top} from {place}")
     return lines
 

@@ -264,7 +264,8 @@ def _stop(ends: Sequence[RankEnd], reason: StopReason) -> str:
     said = f"{word}{where}: {plural(forced, 'rank')} of {len(ends)} did not stop when asked and had to be killed."
     if any(end.beat is not None and end.beat.phase == "evaluate" for end in ends):
         said += " An evaluation was going on, which run.evaluate(..., repeatable=True) would have left."
-    said += " Give more time with --grace, or run.grace in a job file."
+    after = "After Ctrl-C a step has 3 s to end, after SIGTERM or 'lockstep stop' the time of"
+    said += f" {after if word == 'Interrupted' else 'Give more time with'} --grace, or run.grace in a job file."
     return f"{said} What came after the last checkpoint has to be done again."
 
 

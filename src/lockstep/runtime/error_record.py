@@ -10,7 +10,6 @@ import json
 import operator
 import os
 import struct
-import sysconfig
 import time
 import traceback
 from collections.abc import Iterable
@@ -30,7 +29,6 @@ from lockstep.runtime.torch_internals import LOST_PEER, NO_SCALE, FrameKind, kin
 from lockstep.text import plural
 
 _RUNPY = "<frozen runpy>"
-_INSTALLED = sysconfig.get_path("purelib") + os.sep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +115,7 @@ def about_own_backward(error: BaseException, beat: Beat | None) -> str:
     is_known = is_of_autograd or NO_SCALE.is_in(str(error))
     if not (is_in_loop and is_known) or isinstance(error, LockstepError):
         return ""
-    own = [frame for frame in frames if not frame.filename.startswith(_INSTALLED)]
+    own = _users_frames(error.__traceback__)
     place = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
     return (
         f"run.backward(batch, loss) has computed the gradients of this step. Leave out loss.backward(){place}, and a "
