@@ -115,7 +115,7 @@ class Stream(Dataset[Any]):
             ) from error
         self._iterator: Iterator[Any] | None = None
         self._begun, self._next = (0, 0), 0
-        self._as_given = plain_state(dataset)
+        self._as_given = {} if hasattr(dataset, "set_epoch") else plain_state(dataset)
         self._has_length = samples is None
         self.is_compared = False
         """True if its first samples were read twice and compared, or are not to be."""
@@ -140,13 +140,13 @@ class Stream(Dataset[Any]):
             self._require_unchanged()
             seed_generators(derive_seed(keys.seed, "stream", keys.epoch))
             self._iterator, self._begun, self._next = iter(self.dataset), (keys.seed, keys.epoch), 0
+        iterator, self._iterator = self._iterator, None  # a generator that has raised an error is at its end
         sample = None
         while self._next <= index:
             seed_generators(replace(keys, indices=np.array([self._next])).seeds()[0])
             try:
-                sample = next(self._iterator)
+                sample = next(iterator)
             except StopIteration:
-                self._iterator = None
                 own = "Correct __len__, or write Stream(dataset, samples=N)."
                 share = ""
                 if dist.is_initialized() and dist.get_world_size() > 1:
@@ -158,31 +158,27 @@ class Stream(Dataset[Any]):
                     f"{type(self.dataset).__name__} ended after {self._next} samples, and an epoch should have "
                     f"{self.samples}. {own if self._has_length else 'Give Stream a smaller samples=.'}{share}"
                 ) from None
-            except Exception:
-                self._iterator = None  # a generator that has raised an error says next time that it is at its end
-                raise
             self._next += 1
             if self._next == 1:
                 self._require_unchanged()
         if self._has_length and self._next == self.samples:
             self._has_length = False
-            if next(self._iterator, self) is not self:
+            if next(iterator, self) is not self:
                 logger.warning(
                     "%s has the length %d and gave more samples: an epoch ends there, and the others are not read. "
                     "Correct __len__, or write Stream(dataset, samples=N).",
                     *(type(self.dataset).__name__, self.samples),
                 )
-            self._iterator = None
+            return sample
+        self._iterator = iterator
         return sample
 
     def _require_unchanged(self) -> None:
         """Refuses a stream whose order may depend on how often it was begun, as ranks and resumed runs differ in that.
 
-        A method ``set_epoch`` can restore whatever was changed.
+        Nothing of one with a method ``set_epoch``, which can restore whatever was changed.
         """
-        if hasattr(self.dataset, "set_epoch"):
-            return
-        state = plain_state(self.dataset)
+        state = plain_state(self.dataset) if self._as_given else {}
         changed = [name for name, value in self._as_given.items() if state.get(name, value) != value]
         if changed:
             name = type(self.dataset).__name__

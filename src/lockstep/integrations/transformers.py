@@ -191,13 +191,12 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
             self._log_evaluate_save()
             if self._is_over:
                 break
-        done = state.global_step - first
         metrics = {"train_loss": self._sum / max(1, state.global_step)}
         self.log(dict(metrics))
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             self._load_best()
         self.control = events.on_train_end(args, state, self.control)
-        speed = speed_metrics("train", started, num_samples=samples, num_steps=done)
+        speed = speed_metrics("train", started, num_samples=samples, num_steps=state.global_step - first)
         return TrainOutput(state.global_step, metrics["train_loss"], {**speed, **metrics, "epoch": state.epoch})
 
     def _train_step(self, batch: Batch, steps_by_metric: bool) -> Tensor:

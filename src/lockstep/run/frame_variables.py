@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from lockstep.core.fingerprint import digest_tensor
@@ -480,6 +480,9 @@ class _Search:
         self._only_tensors = self._only_tensors or not is_told
         own: Collection[str] = changed_by_reading(kind) if is_data else ()  # type: ignore[arg-type]
         self._changed_by_reading.update(own)
+        if issubclass(kind, IterableDataset) and not is_open and hasattr(kind, "set_epoch"):
+            # The run tells it the epoch before it reads it.
+            own = [k for k, held in attributes_of(value).items() if is_plain(held) or isinstance(held, Tensor | dict)]
         self.found.counted |= counted_by_reading(kind) if self._is_in_data else set()  # type: ignore[arg-type]
         for part in inside_object(value, own):
             if is_open or isinstance(part.holder, dict):
