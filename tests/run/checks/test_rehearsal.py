@@ -4,6 +4,7 @@ import copy
 import io
 import itertools
 import logging
+import re
 import time
 from types import SimpleNamespace
 from typing import ClassVar
@@ -752,3 +753,27 @@ SLOW = 0.05
 def slow(output, target):
     time.sleep(SLOW)
     return nn.functional.cross_entropy(output, target)
+
+
+@pytest.mark.parametrize(
+    ("batch", "options", "told"),
+    [
+        (32, {"micro_batches": 8}, "has 4 samples of the 32 of a step.* Use micro_batches=4 "),
+        (12, {"micro_batches": 6}, "has 2 samples of the 12 of a step.* Use micro_batches=1 "),
+        (32, {"micro_batches": 4}, ""),
+        (32, {"micro_batches": 8, "sync_batch_norm": True}, ""),
+        (4, {"micro_batches": 1}, ""),
+        (32, {"micro_batches": 8, "checks": "off"}, ""),
+    ],
+)
+def test_batch_norm_on_micro_batches_of_few_samples_is_told(batch, options, told, caplog):
+    train(model(), global_batch=batch, **options)
+    said = [record.getMessage() for record in caplog.records if "BatchNorm" in record.getMessage()]
+    assert len(said) == bool(told) and all(re.match(f"BatchNorm '1' normalises.*{told}", each) for each in said)
+
+
+def test_batch_norm_in_evaluation_mode_normalises_no_micro_batch(caplog):
+    frozen = model()
+    frozen[1].eval()
+    train(frozen)
+    assert "BatchNorm" not in caplog.text
