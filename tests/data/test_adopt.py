@@ -518,6 +518,7 @@ def test_a_batch_size_that_is_none_of_the_recipes_is_said(batch_size, said):
     assert (note is not None) is said
     if said:
         assert "batch_size=100 is replaced by the run's global_batch=128" in note
+        assert note.endswith("write run.steps_per_epoch(loader).")
     assert check_batch_size(adopt(DATA), global_batch=128, micro_batch_size=16, holders=4) is None
 
 

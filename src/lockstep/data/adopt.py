@@ -488,7 +488,8 @@ def check_batch_size(source: Source, *, global_batch: int, micro_batch_size: int
         return None
     return (
         f"The DataLoader's batch_size={source.batch_size} is replaced by the run's "
-        f"global_batch={global_batch} ({micro_batch_size} samples in each micro-batch)."
+        f"global_batch={global_batch} ({micro_batch_size} samples in each micro-batch). For a schedule that is made "
+        "of len(loader), write run.steps_per_epoch(loader)."
     )
 
 
