@@ -26,7 +26,7 @@ from tests.sameness.training import (
 )
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.modules.module import register_module_forward_hook, register_module_full_backward_pre_hook
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.core.world import World
@@ -364,7 +364,7 @@ def noted_layer(model):
     model[2].register_full_backward_hook(lambda module, inputs, outputs: norms.update(last=outputs[0].norm()))
 
 
-def train_hooked(world, hook, options):
+def train_hooked(world, hook, options, loss=F.cross_entropy):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
     if hook is not None:
@@ -373,7 +373,7 @@ def train_hooked(world, hook, options):
     model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for _ in run.epochs(1):
         for batch in run.batches(rows()):
-            run.backward(batch, F.cross_entropy)
+            run.backward(batch, loss)
             optimizer.step()
             optimizer.zero_grad()
     found = run.fingerprint()
@@ -410,6 +410,43 @@ def test_a_hook_that_keeps_a_number_computed_from_gradients_is_told_too(hook, mi
     (told,) = warned_by(caplog, hook, micro_batches=micro_batches)
     assert "sets the variable 'norms' of a hook of" in told
     assert f"of up to {8 // micro_batches} samples" in told
+
+
+@pytest.fixture
+def hook_of_all_modules():
+    hook = register_module_full_backward_pre_hook(lambda module, outputs: tuple(map(bound, outputs)))
+    yield
+    hook.remove()
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # that of the first layer
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_a_hook_of_all_modules_is_looked_at(micro_batches, hook_of_all_modules, caplog):
+    (told,) = warned_by(caplog, None, micro_batches=micro_batches)
+    assert told.startswith("The gradient of '0.weight'")
+
+
+def stepped_weight(model):
+    @torch.no_grad()
+    def step(parameter):
+        parameter -= 0.1 * parameter.grad
+        parameter.grad = None
+
+    model[0].weight.register_post_accumulate_grad_hook(step)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_a_hook_that_steps_an_optimizer_is_refused(micro_batches):
+    with pytest.raises(ConfigError, match=r"'0\.weight'.* a hook of the backward pass steps an optimizer"):
+        train_hooked(World(), stepped_weight, {"micro_batches": micro_batches})
+
+
+@pytest.mark.parametrize("hook", [None, halved_weight])
+def test_an_iterator_of_the_loss_that_the_look_at_hooks_moves_on_is_told(hook, caplog):
+    weights = iter([0.1] * 100)
+    train_hooked(World(), hook, {"micro_batches": 1}, loss=lambda *given: next(weights) * F.cross_entropy(*given))
+    said = [record.getMessage() for record in caplog.records if "computed 3 times more" in record.getMessage()]
+    assert ["the variable 'weights'" in each for each in said] == ([] if hook is None else [True])
 
 
 def train_on_ranks(world, settings):

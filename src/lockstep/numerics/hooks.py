@@ -80,9 +80,9 @@ def first_hooked(model: nn.Module) -> str | None:
 
 
 def hooks_gradients(model: nn.Module) -> bool:
-    """Returns whether the user has hooks on gradients of a model, of its parameters or its modules."""
+    """Returns whether the user has hooks on gradients of a model: of its parameters, its modules or all modules."""
     kinds = (*map(gradient_hooks, model.parameters()), *map(backward_hooks, model.modules()))
-    return any(is_hooked(hooks) for pair in kinds for hooks in pair)
+    return hooked_globally() or any(is_hooked(hooks) for pair in kinds for hooks in pair)
 
 
 def share_hooks(parameter: Tensor, *others: Tensor) -> None:

@@ -125,6 +125,18 @@ def test_rounding_is_no_deviation(dtype):
     assert deviation(lambda output, target: (output > 0).to(dtype).sum(), *rows(512), 512) is SUM
 
 
+def with_penalty(output, target, reduction="mean"):
+    loss = cross_entropy(output, target, reduction=reduction)
+    (gradient,) = torch.autograd.grad(loss, output, create_graph=True)
+    return cross_entropy(output, target) + gradient.square().sum(1).mean()
+
+
+def test_a_loss_that_computes_gradients_of_the_output_is_told_apart_too():
+    assert deviation(with_penalty, *rows(), 64) is OTHER
+    assert deviation(lambda output, target: with_penalty(output, target, "sum"), *rows(), 64) is NONE
+    assert deviation(lambda output, target: with_penalty(output.mul_(2), target, "sum"), *rows(), 64) is NONE
+
+
 def test_rows_that_cannot_be_told_apart_are_no_reason_to_complain():
     output, target = rows()
     assert deviation(hits, output[:1], target[:1], 1) is NONE

@@ -282,18 +282,26 @@ def deviation(function: Callable[[Any, Any], Any], output: Any, target: Any, sam
     have_one_entry: list[bool] = []
     are_pairs: list[bool] = []
     dtypes = {tensor.dtype for tensor in tensors_in((output, target))}
+    takes_gradients = False
 
     def sums(rows: slice, *, turned: bool = False) -> Sums:
-        pair = rows_of((output, target), rows)
-        value = function(*(tree_map_only(Tensor, lambda leaf: leaf.flip(0), pair) if turned else pair))
+        def given(leaf: Tensor) -> Tensor:
+            leaf = leaf.flip(0) if turned else leaf
+            return leaf.requires_grad_().clone() if takes_gradients and leaf.is_floating_point() else leaf
+
+        with torch.set_grad_enabled(takes_gradients):
+            value = function(*tree_map_only(Tensor, given, rows_of((output, target), rows)))
         have_one_entry.append(isinstance(value, Tensor) and value.dim() > 0 and value.numel() == 1)
         are_pairs.append(isinstance(value, tuple))
         dtypes.update(tensor.dtype for tensor in tensors_in(value))
         total, weight = sum_and_weight(value, len(range(samples)[rows]))
-        return float(total), float(weight)
+        return float(total.detach()), float(weight)
 
-    with suppress(Exception), torch.no_grad():
-        sums(slice(None))  # its values may be rounded more than what it was given
+    try:
+        with torch.no_grad():
+            sums(slice(None))  # its values may be rounded more than what it was given
+    except Exception:
+        takes_gradients = True  # as for a penalty that the loss computes from them
     most = max((_LARGEST_DIFFERENCE.get(dtype, 3e-5) for dtype in dtypes), default=3e-5)
     found = deviation_over(sums, samples, most)
     with suppress(Exception), torch.no_grad():

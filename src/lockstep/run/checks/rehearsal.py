@@ -12,6 +12,7 @@ that reads what the other has kept gets different bits. All ranks learn what eac
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -55,6 +56,7 @@ from lockstep.run.checks.short_step import (
     Watched,
     noting_mistakes,
     on_all_ranks,
+    parameter_values,
     put_back,
     shortened,
     taken_gradients,
@@ -88,6 +90,15 @@ _ROUNDING = 1e-3
 _VALUES = (Kind.NUMBER, Kind.TENSOR)
 _GENERATORS = ("torch", "NumPy", "random")
 _STORE_IT = "Make it a registered buffer, or let its module's get_extra_state and set_extra_state store it."
+_OF_SUM = (
+    "It sees the gradient of the sum of the losses of a micro-batch, of up to %(most)d samples, not that of their mean."
+)
+_BOUNDED = (
+    "The gradient of %(names)s does not double where the loss does: a hook, or the backward pass of an autograd."
+    f"Function, bounds it or changes it by its size. {_OF_SUM} Bound p.grad after run.backward."
+)
+_KEPT = f"A hook or the backward pass sets %(names)s by the size of a gradient. {_OF_SUM} Read p.grad in the loop."
+_MOVED = "To see what hooks do, the first step was computed 3 times more, and %(names)s has moved on. Use checks='off'."
 _TIMES = {"first": 2, "always": math.inf, "off": 1}
 """For each setting of ``checks``, how often each loss function is rehearsed, or at least looked at."""
 
@@ -267,34 +278,24 @@ class Rehearsals:
         strategy, model = self._strategy, prepared.state.parts.model
         watched = Watched({"": model, "loss": loss, "forward=": compute.forward}, (model, prepared.forward_pass.model))
         short, rehearsal = shortened(batch, compute, strategy.share, 2 if self._are_concurrent else 1)
-        passes = []
+        values, one, snapshots, apart = parameter_values(model), dict[str, Tensor](), [], []
         for scale in (1.0, 1.0, 2.0):
             with put_back(strategy, watched, self._events):
-                passes.append((self._gradients(short, rehearsal, scale), watched.now()))
-        (one, first), (again, second), (two, doubled) = passes
-        bounded = [name for name in two if _apart(two[name] / 2, one[name]) and not _apart(again[name], one[name])]
+                found = self._gradients(short, rehearsal, scale)
+                snapshots.append(watched.now())
+            one = one or found
+            apart.append([name for name in found if name in one and _apart(found[name] / scale, one[name])])
+            del found  # there may be no room for those of three passes
+        first, second, doubled = snapshots
+        bounded = [repr(name) for name in apart[2] if name not in apart[1]]
         kept = [name for name in first.changed(doubled) if second.texts.get(name) == first.texts.get(name)]
-        everyone = strategy.gather_records([bounded, kept])
-        bounded, kept = ([name for names in each for name in names] for each in zip(*everyone, strict=True))
-        if not self._is_main:
-            return
-        most = len(batch.plan.indices[0])
-        sees = f"It sees the gradient of the sum of the losses of a micro-batch, here of up to {most} samples"
-        if bounded:
-            logger.warning(
-                "The gradient of %s does not double where the loss does: a hook, or the backward pass of an "
-                "autograd.Function, bounds it or changes it by its size. %s, not that of their mean. Bound the "
-                "gradients after run.backward, where they are those of the mean.",
-                shorten(map(repr, dict.fromkeys(bounded)), _MOST),
-                sees,
-            )
-        if kept:
-            logger.warning(
-                "A hook, or the backward pass, sets %s by the size of a gradient. %s, not that of their mean. Read "
-                "p.grad after run.backward, which is that of the mean over all processes.",
-                shorten(dict.fromkeys(kept), _MOST),
-                sees,
-            )
+        written = [name for name, value in parameter_values(model).items() if value != values[name]]
+        Findings(written=written).of_all_ranks(strategy).refuse()
+        moved = [] if self.is_on or self._is_for_resume else list(watched.before.changed(watched.now()))
+        everyone = zip(*strategy.gather_records([bounded, kept, moved]), strict=True)
+        for text, of_ranks in zip((_BOUNDED, _KEPT, _MOVED), everyone, strict=True):
+            if (names := dict.fromkeys(itertools.chain(*of_ranks))) and self._is_main:
+                logger.warning(text, {"names": shorten(names, _MOST), "most": len(batch.plan.indices[0])})
 
     def _schedule(self, code: CodeType | type, epoch: int, step: int) -> int:
         """The number of rehearsals of a loss with this one, after which it sets when the next is due."""
