@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss, normalize, pad
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
@@ -259,3 +260,55 @@ def test_a_mean_over_what_only_one_part_has_is_not_called_a_sum():
     output, target = torch.tensor([[1.0, 3.0], [0.0, 0.0]]), torch.tensor([[1, 1], [0, 0]])
     assert deviation(over_boxes, output, target, 2) is OTHER
     assert deviation(lambda output, target: output.sum(), output + 1, target, 2) is SUM
+
+
+class Compares(nn.Module):
+    """A layer whose output for a sample may depend on the others."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.inner = how, nn.Linear(6, 4)
+
+    def forward(self, x):
+        return self.how(self.inner(x))
+
+
+class Attends(nn.Module):
+    def __init__(self, batch_first):
+        super().__init__()
+        self.inner = nn.MultiheadAttention(4, 2, batch_first=batch_first)
+
+    def forward(self, x):
+        pair = torch.stack([x, x.cos()], 1)
+        return self.inner(pair, pair, pair, need_weights=False)[0].mean(1)
+
+
+@pytest.mark.parametrize(
+    ("how", "is_told"),
+    [
+        (lambda x: x - x.mean(0), True),
+        (lambda x: x / x.abs().max(), True),
+        (lambda x: x + x.flip(0), True),
+        (lambda x: x + x.cumsum(0), True),
+        (lambda x: F.batch_norm(x, None, None, training=True), True),
+        (Attends(batch_first=False), True),
+        (Attends(batch_first=True), False),
+        (lambda x: x - x.mean(1, keepdim=True), False),
+        (lambda x: x + torch.randn_like(x), False),
+        (lambda x: x * 0, False),
+        (lambda x: x.argmax(1, keepdim=True) * x, False),
+    ],
+)
+@pytest.mark.parametrize("options", [{}, {"precision": "bf16"}])
+def test_a_model_that_compares_samples_is_told(how, is_told, options, caplog):
+    run = lockstep.init(global_batch=32, micro_batches=4, **options)
+    torch.manual_seed(0)
+    model = Compares(how)
+    _, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    samples = TensorDataset(torch.randn(32, 6), torch.arange(32) % 4)
+    for _ in run.epochs(1):
+        for batch in run.batches(samples):
+            run.backward(batch, cross_entropy)
+            optimizer.step()
+    run.close()
+    assert ("depends on the other samples" in caplog.text) == is_told

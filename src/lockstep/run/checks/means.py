@@ -471,6 +471,40 @@ def judge_with_model(compute: StepCompute, micro_batches: Sequence[MicroBatch]) 
     return found
 
 
+def warn_of_mixed_samples(compute: StepCompute, micro_batches: Sequence[MicroBatch]) -> None:
+    """Warns of a model whose output for a sample depends on the others of its micro-batch, in evaluation mode too.
+
+    Every second row is computed without the others. Nothing is told where the model draws random numbers, or fails, or
+    where its input or output has no row for each sample.
+    """
+    data, samples = together(micro_batches)
+    data, found = _with_columns(data, samples), list[list[Tensor]]()
+    if samples < 2 or not has_rows(leaves_of(data), samples):
+        return
+    calls = slice(None), slice(None), slice(0, None, 2), slice(1, None, 2)
+    with suppress(Exception), evaluating(compute.forward_pass.model), compute.autocast(), uncompiled():
+        for rows in calls:
+            compute.randomness.begin_micro_batch(compute.plan.step, len(found))
+            found.append(tensors_in(compute.output_and_target(own_rows(data, rows))[0]))
+    compute.randomness.leave()
+    most = 0.1 if torch.is_autocast_enabled(compute.forward_pass.device.type) else 1e-3
+
+    def is_mixed(whole: Tensor, again: Tensor, *parts: Tensor) -> bool:
+        if not whole.is_floating_point() or whole.dim() == 0 or len(whole) != samples or not torch.equal(whole, again):
+            return False
+        pairs = [(whole[rows], part) for rows, part in zip(calls[2:], parts, strict=True)]
+        largest = most * whole.abs().max()
+        return any(one.shape == part.shape and bool((one - part).abs().max() > largest) for one, part in pairs)
+
+    if len(found) == len(calls) and any(itertools.starmap(is_mixed, zip(*found, strict=False))):
+        logger.warning(
+            "The output of the model for a sample depends on the other samples of its micro-batch, also in evaluation "
+            "mode. So a step is another one than with all its samples at once, and an evaluation depends on the size "
+            "of micro-batches. Layers of sequences need batch_first=True. If samples are to be compared, do it in the "
+            "loss, with whole_batch=True, or use micro_batches=1."
+        )
+
+
 def together(micro_batches: Sequence[MicroBatch], least: int = 2) -> tuple[Any, int]:
     """The data of the first micro-batch, or of some with fewer rows than ``least``, and how many rows they have."""
     parts = micro_batches[: 1 if len(micro_batches[0]) >= least else _MOST_JOINED]

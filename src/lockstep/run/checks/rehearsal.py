@@ -49,7 +49,7 @@ from lockstep.run.checks.calls import (
     watching_calls,
 )
 from lockstep.run.checks.findings import Findings, refuse_evaluation
-from lockstep.run.checks.means import Deviation, judge_with_model
+from lockstep.run.checks.means import Deviation, judge_with_model, warn_of_mixed_samples
 from lockstep.run.checks.short_step import (
     Buffers,
     RehearsalCompute,
@@ -375,6 +375,8 @@ class Rehearsals:
                 findings.ranks_differ = self._pass_of_all(short, rehearsal, scale)
                 self._places = {n: t for n, t in before.texts.items() if "environment variable" not in n}
             findings.deviation = self._judge_loss(judging, compute, batch, loss)
+            if self._is_main and self.done[code_of(loss)] == 1 and strategy.replicated and batch.micro_batches:
+                warn_of_mixed_samples(compute, batch.micro_batches)
         passes = _Passes(first, [*others, *from_start], from_start, before, after, later)
         is_called = any(len(each) for each in short.micro_batches)
         self._compare(findings, passes, prepared.state, roots, (loss, compute.forward), is_called)
