@@ -144,27 +144,3 @@ def test_other_orders_and_numbers_of_samples_have_the_gradients_of_one_batch(nor
     expected = gradients_of_styled(styled(norm), micro_batches=1)
     found = gradients_of_styled(styled(norm), **options)
     assert all(torch.allclose(one, other, atol=1e-5) for one, other in zip(expected, found, strict=True))
-
-
-def told_of_batch_norm(caplog, samples=32, mode=True, **options):
-    """What the first step says of BatchNorm."""
-    caplog.clear()
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-    run = Run(RunOptions.of(global_batch=samples, **options), World())
-    model = run.prepare(model)
-    model[1].train(mode)
-    (batch,) = run.batches(TensorDataset(torch.randn(samples, 3), torch.randint(0, 4, (samples,))))
-    run.backward(batch, F.cross_entropy)
-    run.close()
-    return [said for record in caplog.records if (said := record.getMessage()).startswith("BatchNorm")]
-
-
-def test_batch_norm_on_micro_batches_of_few_samples_is_told(caplog):
-    (told,) = told_of_batch_norm(caplog, micro_batches=8)
-    assert "BatchNorm '1'" in told and "4 samples of the 32 of a step" in told and "micro_batches=4" in told
-    (told,) = told_of_batch_norm(caplog, samples=6, micro_batches=2)
-    assert "3 samples of the 6 of a step" in told and "micro_batches=1 " in told
-    for options in ({"micro_batches": 4}, {"micro_batches": 1}, {"sync_batch_norm": True}, {"checks": "off"}):
-        assert not told_of_batch_norm(caplog, **options)
-    assert not told_of_batch_norm(caplog, mode=False)
