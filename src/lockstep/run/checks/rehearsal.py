@@ -98,7 +98,7 @@ _BOUNDED = (
     f"Function, bounds it or changes it by its size. {_OF_SUM} Bound p.grad after run.backward."
 )
 _KEPT = f"A hook or the backward pass sets %(names)s by the size of a gradient. {_OF_SUM} Read p.grad in the loop."
-_MOVED = "To see what hooks do, the first step was computed 3 times more, and %(names)s has moved on. Use checks='off'."
+_MOVED = "To see what hooks do, the first step was computed before, and %(names)s has moved on. Use checks='off'."
 _TIMES = {"first": 2, "always": math.inf, "off": 1}
 """For each setting of ``checks``, how often each loss function is rehearsed, or at least looked at."""
 
@@ -278,17 +278,18 @@ class Rehearsals:
         strategy, model = self._strategy, prepared.state.parts.model
         watched = Watched({"": model, "loss": loss, "forward=": compute.forward}, (model, prepared.forward_pass.model))
         short, rehearsal = shortened(batch, compute, strategy.share, 2 if self._are_concurrent else 1)
-        values, one, snapshots, apart = parameter_values(model), dict[str, Tensor](), [], []
-        for scale in (1.0, 1.0, 2.0):
+        values, one = parameter_values(model), dict[str, Tensor]()
+        before, changes = None, list[tuple[list[str], list[str]]]()
+        for scale in (1.0, 2.0, 1.0):
+            if len(changes) == 2 and not any(strategy.gather_records(any(changes[1]))):
+                break  # the third pass tells what differs by itself
             with put_back(strategy, watched, self._events):
-                found = self._gradients(short, rehearsal, scale)
-                snapshots.append(watched.now())
-            one = one or found
-            apart.append([name for name in found if name in one and _apart(found[name] / scale, one[name])])
+                found, now = self._gradients(short, rehearsal, scale), watched.now()
+            one, before = one or found, before or now
+            apart = [repr(name) for name in found if name in one and _apart(found[name] / scale, one[name])]
+            changes.append((apart, list(before.changed(now))))
             del found  # there may be no room for those of three passes
-        first, second, doubled = snapshots
-        bounded = [repr(name) for name in apart[2] if name not in apart[1]]
-        kept = [name for name in first.changed(doubled) if second.texts.get(name) == first.texts.get(name)]
+        bounded, kept = ([n for n in names if n not in changes[-1][k]] for k, names in enumerate(changes[1]))
         written = [name for name, value in parameter_values(model).items() if value != values[name]]
         Findings(written=written).of_all_ranks(strategy).refuse()
         moved = [] if self.is_on or self._is_for_resume else list(watched.before.changed(watched.now()))

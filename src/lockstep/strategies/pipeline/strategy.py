@@ -259,8 +259,8 @@ class Pipeline(Strategy):
         kept = {inner for part in parts for link in part for inner in link.module.modules()}
         self._opened = {name: each for name, each in model.named_modules() if each not in kept}
         self._hooks_seen, self._steps = -1, 0
-        self._module_hooks, self._steps_alike = -1, 0
-        """The number of hooks on modules, and of the steps since it changed."""
+        self._module_hooks, self._steps_alike, self._last_step = -1, 0, -1
+        """The number of hooks on modules, and of the steps since it changed, of which the first pass counts."""
         names = [part[-1].name for part in parts]
         mine = range(channels.place, len(parts), channels.length)
         modules = [[link.module for link in part] for part in parts]
@@ -321,7 +321,8 @@ class Pipeline(Strategy):
         """Runs this rank's part of the schedule and reduces. See ``Strategy.backward``."""
         self._require_called()
         self._steps += 1
-        self._steps_alike += 1
+        self._steps_alike += self._steps_alike <= _CHECKED_STEPS or batch.plan.step != self._last_step
+        self._last_step = batch.plan.step
         mine, leaves = self.share.of(batch.plan.leaves), batch.plan.leaves
         order = order_of(self._options.schedule, self._channels.place, self._channels.length, self._per_rank, len(mine))
         for number, sums in self._sums.items():
