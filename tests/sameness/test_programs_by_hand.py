@@ -22,7 +22,7 @@ def ended(*command):
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    "seeds", ["103:106", *(pytest.param(f"{n}:{n + 10}", marks=pytest.mark.slow) for n in (300, 310))]
+    "seeds", ["104:105", *(pytest.param(f"{n}:{n + 10}", marks=pytest.mark.slow) for n in (300, 310))]
 )
 def test_programs_have_the_values_of_a_plain_run(seeds):
     status, said = ended("-m", "tests.sameness.programs_by_hand", "--seeds", seeds)
