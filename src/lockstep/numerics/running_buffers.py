@@ -66,6 +66,11 @@ def has_batch_norm(model: nn.Module) -> bool:
     return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
 
 
+def normalises_by_batch(module: nn.Module) -> bool:
+    """Returns whether a module is a BatchNorm that takes the statistics of what it is given now."""
+    return isinstance(module, nn.modules.batchnorm._BatchNorm) and (module.training or module.running_mean is None)
+
+
 def explain_single_values(model: nn.Module, global_batch: int, micro_batches: int, *, in_training: bool) -> None:
     """Lets BatchNorm say what is wrong with the recipe where a batch of one row gives it no variance.
 
@@ -111,8 +116,7 @@ def _refuse_single_values(
 
 def warn_of_few_samples(model: nn.Module, rows: int, samples: int) -> None:
     """Warns of BatchNorm that normalises micro-batches of few rows, where the step has more samples."""
-    norms = ((name, m) for name, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
-    name = next((name for name, m in norms if m.training or m.running_mean is None), None)
+    name = next((name for name, module in model.named_modules() if normalises_by_batch(module)), None)
     if name is None or rows >= min(samples, _FEW):
         return
     fewer = max((k for k in range(1, samples // _FEW + 1) if samples % k == 0), default=1)

@@ -25,7 +25,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
-from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils._pytree import tree_map
 
 from lockstep.config.job import JobConfig
@@ -37,6 +36,7 @@ from lockstep.job.assemble import assemble
 from lockstep.launch import ScriptTarget
 from lockstep.launch.rank_process import run_script
 from lockstep.numerics.randomness import draws_in_forward
+from lockstep.numerics.running_buffers import normalises_by_batch
 from lockstep.run import Run, RunOptions
 from lockstep.run.prepare import hyperparameters
 from lockstep.runtime import Callback
@@ -534,9 +534,7 @@ class _FirstStepWatch(Callback):
         if self._run is None:
             return
         for module in self._run.require_prepared().forward_pass.model.modules():
-            is_norm = isinstance(module, _NormBase) and not isinstance(module, _InstanceNorm)
-            normalises = is_norm and (module.training or module.running_mean is None)
-            self.found.batch_norm |= normalises and not self._run.options.sync_batch_norm
+            self.found.batch_norm |= normalises_by_batch(module) and not self._run.options.sync_batch_norm
             off: tuple[type, ...] = {
                 AS_IT_IS: _DROPPING,
                 WITHOUT_BATCH_NORM: (*_DROPPING, _NormBase),

@@ -16,6 +16,7 @@ from collections import UserList
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -453,14 +454,15 @@ def _is_mean_over_rows(function: Callable[[Any, Any], Any], pair: Any, samples: 
     return False
 
 
+def _output_and_target(compute: StepCompute, part: Any, number: int) -> tuple[Any, Any]:
+    """Those of some data, under keys that follow from the number of the call."""
+    compute.randomness.begin_micro_batch(compute.plan.step, number)
+    return compute.output_and_target(part)
+
+
 def judge_with_model(compute: StepCompute, micro_batches: Sequence[MicroBatch]) -> Deviation:
     """Judges the loss of a step as ``deviation_with_model`` does; its metrics note what they are."""
-
-    def forward(part: Any, number: int) -> tuple[Any, Any]:
-        compute.randomness.begin_micro_batch(compute.plan.step, number)
-        return compute.output_and_target(part)
-
-    found = Deviation.NONE
+    forward, found = partial(_output_and_target, compute), Deviation.NONE
     with evaluating(compute.forward_pass.model), compute.autocast():
         how = forward, micro_batches, compute.forward_pass.device
         if compute.metrics is not None:
@@ -483,9 +485,8 @@ def warn_of_mixed_samples(compute: StepCompute, micro_batches: Sequence[MicroBat
         return
     calls = slice(None), slice(None), slice(0, None, 2), slice(1, None, 2)
     with suppress(Exception), evaluating(compute.forward_pass.model), compute.autocast(), uncompiled():
-        for rows in calls:
-            compute.randomness.begin_micro_batch(compute.plan.step, len(found))
-            found.append(tensors_in(compute.output_and_target(own_rows(data, rows))[0]))
+        for number, rows in enumerate(calls):
+            found.append(tensors_in(_output_and_target(compute, own_rows(data, rows), number)[0]))
     compute.randomness.leave()
     most = 0.1 if torch.is_autocast_enabled(compute.forward_pass.device.type) else 1e-3
 
