@@ -34,7 +34,7 @@ from lockstep.run.loaders import LoaderCache, counting_skipped, smallest_micro_b
 from lockstep.run.metrics import Metric, SetMetric, StepMetrics, evaluate
 from lockstep.run.optimizer_step import GradientState
 from lockstep.run.prepare import Parts, context_of_run, prepare_model, stepped_before
-from lockstep.run.resumption import Resumption
+from lockstep.run.resumption import Resumption, mention_nothing_left, resume
 from lockstep.run.save import Writer
 from lockstep.run.session import (
     RunSession,
@@ -203,7 +203,7 @@ class Run:
         state, gradients = prepared.state, prepared.gradients
         how = {"restarted": self.world.restart > 0, "is_main": self.is_main}
         with gradients.setting_values():
-            if not save.resume(state, self.options, self.fingerprint, **how):
+            if not resume(state, self.options, self.fingerprint, **how):
                 return False
         self.extra.clear()  # it may have a name in the script
         self.extra.update(state.extra)
@@ -217,7 +217,7 @@ class Run:
         """The numbers of the epochs from where the run stands (0, or where it resumed) to ``count - 1``. Collective."""
         self._resumption.begin_epochs(count)
         if self.is_main and self._loop.is_resumed and not self._loop.position.inside:
-            save.mention_nothing_left(count, self.position.epoch)
+            mention_nothing_left(count, self.position.epoch)
         return self._loop.epochs(count, lambda: save.end_epoch(self, self._results.stop))
 
     def batches(
