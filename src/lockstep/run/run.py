@@ -35,7 +35,7 @@ from lockstep.run.metrics import Metric, SetMetric, StepMetrics, evaluate
 from lockstep.run.optimizer_step import GradientState
 from lockstep.run.prepare import Parts, context_of_run, prepare_model, stepped_before
 from lockstep.run.resumption import Resumption, mention_nothing_left, resume
-from lockstep.run.save import Writer
+from lockstep.run.save import CheckpointWriter
 from lockstep.run.session import (
     RunSession,
     seed_generators,
@@ -98,7 +98,7 @@ class Run:
         self._loaders = LoaderCache(options, self.strategy, warns=self.is_main)
         self._prepared: PreparedRun | None = None
         self._initial_values = InitialValues(options.seed)
-        self._writer, self._resumption = Writer(options, world), Resumption(self._loop)
+        self._writer, self._resumption = CheckpointWriter(options, world), Resumption(self._loop)
         self._results = DeferredResults(self.device, self._precision.scaler is not None, warns=self.is_main)
         self._agreed_data = agreement.AgreedData(self.strategy, self.position, options, warns=self.is_main)
         self._is_first_step = options.checks != "off" and self.strategy.all_ranks is not None

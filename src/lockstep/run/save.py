@@ -55,7 +55,7 @@ _TIMEOUT = timedelta(hours=2)
 """The time that the quickest rank waits for the slowest disk, at most."""
 
 
-class Writer:
+class CheckpointWriter:
     """Writes the checkpoints of one run, one at a time."""
 
     def __init__(self, options: RunOptions, world: World) -> None:
@@ -130,16 +130,16 @@ class Writer:
         state = run.capture(fingerprint, keep=is_main)
         if not is_main:
             return None
-        order = checkpoint.prepare(directory, state, step=run.position.step, keep=self._options.keep)
+        prepared = checkpoint.prepare(directory, state, step=run.position.step, keep=self._options.keep)
         if wait:
-            return order.carry_out()
-        return self.background.carry_out(order, owned=not run.strategy.replicated)
+            return prepared.write()
+        return self.background.write(prepared, owned=not run.strategy.replicated)
 
     def _write_rows(self, directory: Path | str, run: RunState, fingerprint: str, wait: bool) -> Path | None:
         """As ``write``, by all ranks; None, from then on, where they do not see one folder."""
         rows, rank, group = run.strategy.own_rows(), self._world.rank, self._group
         assert rows is not None and group is not None
-        order = prepare_sharded(
+        prepared = prepare_sharded(
             directory,
             run.capture(fingerprint, keep=rank == 0, rows=rows),
             step=run.position.step,
@@ -148,7 +148,7 @@ class Writer:
             exchange=lambda value: gather_json(value, group, torch.device("cpu")),
             keep=self._options.keep,
         )
-        if order is None:
+        if prepared is None:
             self.release()
             if rank == 0:
                 logger.warning(
@@ -157,7 +157,7 @@ class Writer:
                     directory,
                 )
             return None
-        return order.carry_out() if wait else self.background.carry_out(order)
+        return prepared.write() if wait else self.background.write(prepared)
 
 
 def _inode(file: Path) -> int:
