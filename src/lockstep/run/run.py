@@ -29,9 +29,9 @@ from lockstep.run import save
 from lockstep.run.checks import agreement
 from lockstep.run.checks.rehearsal import Rehearsals
 from lockstep.run.epoch_loop import EpochLoop, EpochSteps, Position
-from lockstep.run.evaluation import evaluation, predict_in_order
+from lockstep.run.evaluation import evaluate, evaluation, predict_in_order
 from lockstep.run.loaders import LoaderCache, counting_skipped, smallest_micro_batch
-from lockstep.run.metrics import Metric, SetMetric, StepMetrics, evaluate
+from lockstep.run.metrics import Metric, SetMetric, StepMetrics
 from lockstep.run.optimizer_step import GradientState
 from lockstep.run.prepare import Parts, context_of_run, prepare_model, stepped_before
 from lockstep.run.resumption import Resumption, mention_nothing_left, resume
