@@ -20,16 +20,7 @@ from lockstep.core.world import World
 from lockstep.distributed.collectives import gather_json
 from lockstep.errors import ConfigError, DataError
 from lockstep.job.assemble import assemble
-from lockstep.job.run_folder import (
-    FILE,
-    OUTCOME,
-    Start,
-    one_recipe,
-    read_starts,
-    recipe_digest,
-    run_folder,
-    with_start,
-)
+from lockstep.job.run_folder import FILE, OUTCOME, Start, one_recipe, read_starts, recipe_digest, run_folder, with_start
 from lockstep.job.summary import describe_outcome
 from lockstep.run import Run
 from lockstep.runtime.error_record import users_lines

@@ -29,13 +29,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.checkpoint.record import JSON, decode, encode
-from lockstep.checkpoint.state import (
-    ATTRIBUTE,
-    has_extra_state,
-    named_state,
-    with_strides,
-    wrapped_optimizers,
-)
+from lockstep.checkpoint.state import ATTRIBUTE, has_extra_state, named_state, with_strides, wrapped_optimizers
 from lockstep.core.fingerprint import checksum, memory_of, sum_of_bits
 from lockstep.core.values import (
     CONTAINERS,

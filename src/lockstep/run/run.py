@@ -36,13 +36,7 @@ from lockstep.run.optimizer_step import GradientState
 from lockstep.run.prepare import Parts, context_of_run, prepare_model, stepped_before
 from lockstep.run.resumption import Resumption, mention_nothing_left, resume
 from lockstep.run.save import CheckpointWriter
-from lockstep.run.session import (
-    RunSession,
-    seed_generators,
-    warn_if_begun,
-    warn_if_unseeded,
-    world_of_process,
-)
+from lockstep.run.session import RunSession, seed_generators, warn_if_begun, warn_if_unseeded, world_of_process
 from lockstep.run.state import PreparedRun, RunState
 from lockstep.run.step import (
     BackwardPass,

@@ -23,12 +23,7 @@ from lockstep.config.checks import file_path
 from lockstep.config.options import RunOptions
 from lockstep.core.atomic import sole_use, told_holder
 from lockstep.core.world import World
-from lockstep.distributed.collectives import (
-    broadcast_tensors,
-    drop_process_groups,
-    exchange_device,
-    gather_json,
-)
+from lockstep.distributed.collectives import broadcast_tensors, drop_process_groups, exchange_device, gather_json
 from lockstep.distributed.process_group import open_group
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.models.weights import compare
