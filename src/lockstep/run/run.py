@@ -29,14 +29,14 @@ from lockstep.run import save
 from lockstep.run.checks import agreement
 from lockstep.run.checks.rehearsal import Rehearsals
 from lockstep.run.epoch_loop import EpochLoop, EpochSteps, Position
-from lockstep.run.evaluation import evaluate, evaluation, predict_in_order
+from lockstep.run.evaluation import evaluate, evaluation, predict
 from lockstep.run.loaders import LoaderCache, counting_skipped, smallest_micro_batch
 from lockstep.run.metrics import Metric, SetMetric, StepMetrics
 from lockstep.run.optimizer_step import GradientState
 from lockstep.run.prepare import Parts, context_of_run, prepare_model, stepped_before
 from lockstep.run.resumption import Resumption, mention_nothing_left, resume
 from lockstep.run.save import CheckpointWriter
-from lockstep.run.session import RunSession, seed_generators, warn_if_begun, warn_if_unseeded, world_of_process
+from lockstep.run.session import RunSession, seed_unless_seeded, warn_if_begun, warn_if_unseeded, world_of_process
 from lockstep.run.state import PreparedRun, RunState
 from lockstep.run.step import (
     BackwardPass,
@@ -98,7 +98,7 @@ class Run:
         self._is_first_step = options.checks != "off" and self.strategy.all_ranks is not None
         """True until the first step of this process: replicas that drift from the start are not left to later."""
         self._session.before_close = self._release
-        self._unseeded = seed_generators(options.seed)
+        self._unseeded = seed_unless_seeded(options.seed)
         self._session.heartbeat.will_poll()
 
     @property
@@ -464,7 +464,7 @@ class Run:
         alone = self.options.directory is None  # then a request to stop need not wait for the end of a step
         reading = self.require_prepared().state.loop.reading()
         with self.span("predict"), reading, evaluation(self, data, model, forward, workers, alone, keep) as opened:
-            return predict_in_order(opened, everywhere=everywhere)
+            return predict(opened, everywhere=everywhere)
 
     def save(self, *given: Any, wait: bool = False, directory: Path | str | None = None) -> Path | None:
         """Writes a checkpoint of the run as it stands, after checking that all ranks agree. Collective.
