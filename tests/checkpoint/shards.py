@@ -63,9 +63,9 @@ def save(directory, state, step=7, **settings):
     """Writes by all ranks; what each gave or raised."""
 
     def body(rank, exchange):
-        order = prepare_sharded(
+        prepared = prepare_sharded(
             directory, rows_of(state, rank), step=step, rank=rank, ranks=RANKS, exchange=exchange, **settings
         )
-        return order.carry_out()
+        return prepared.write()
 
     return by_all(body)

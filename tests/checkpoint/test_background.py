@@ -23,7 +23,7 @@ from lockstep.runtime.stop_signals import CriticalThread, Ended, wait_for_critic
 
 
 def write(background, directory, state, **options):
-    return background.carry_out(prepare(directory, state, **options))
+    return background.write(prepare(directory, state, **options))
 
 
 @pytest.fixture
@@ -137,7 +137,7 @@ def test_a_program_that_ends_without_a_last_look_does_not_seem_to_have_saved(tmp
         from lockstep.checkpoint import BackgroundWriter, CheckpointState, prepare
         resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024))
         state = CheckpointState({"w": torch.zeros(5000)}, {}, {})
-        BackgroundWriter().carry_out(prepare(sys.argv[1], state, step=7))
+        BackgroundWriter().write(prepare(sys.argv[1], state, step=7))
     """
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 3

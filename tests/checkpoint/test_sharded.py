@@ -70,9 +70,9 @@ def test_threads_of_all_ranks_write_while_the_tensors_change(tmp_path):
 
     def body(rank, exchange):
         state = rows_of(whole(), rank)
-        order = prepare_sharded(tmp_path, state, step=7, rank=rank, ranks=RANKS, exchange=exchange)
+        prepared = prepare_sharded(tmp_path, state, step=7, rank=rank, ranks=RANKS, exchange=exchange)
         writer = BackgroundWriter()
-        path = writer.carry_out(order)
+        path = writer.write(prepared)
         for tensor in (*state.model.values(), *state.optimizer.values()):
             tensor.zero_()
         writer.finish()
@@ -134,7 +134,7 @@ def test_a_rank_that_leaves_while_all_write_leaves_a_whole_checkpoint_or_none(tm
     all_written = threading.Barrier(RANKS)
 
     def body(rank, exchange):
-        order = prepare_sharded(tmp_path, rows_of(whole(), rank), step=7, rank=rank, ranks=RANKS, exchange=exchange)
+        prepared = prepare_sharded(tmp_path, rows_of(whole(), rank), step=7, rank=rank, ranks=RANKS, exchange=exchange)
         calls = []
 
         def cut(value):
@@ -144,7 +144,7 @@ def test_a_rank_that_leaves_while_all_write_leaves_a_whole_checkpoint_or_none(tm
                 raise RuntimeError("Connection closed by peer\nand more")
             return exchange(value)
 
-        return dataclasses.replace(order, exchange=cut).carry_out()
+        return dataclasses.replace(prepared, exchange=cut).write()
 
     for failure in by_all(body):
         assert isinstance(failure, CheckpointError)

@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint.sharded import ShardedOrder
+from lockstep.checkpoint.sharded import PreparedShards
 from lockstep.checkpoint.state import CheckpointState
-from lockstep.checkpoint.writer import Order
+from lockstep.checkpoint.writer import PreparedCheckpoint
 from lockstep.runtime.devices import current_stream, gpu, is_gpu
 from lockstep.runtime.output import end_with
 from lockstep.runtime.stop_signals import CriticalThread
@@ -58,16 +58,17 @@ class BackgroundWriter:
         """True while a checkpoint is being written."""
         return self._thread is not None and self._thread.is_alive()
 
-    def carry_out(self, order: Order | ShardedOrder, *, owned: bool = False) -> Path:
-        """Begins to carry out an order and returns the folder that the checkpoint will have once it is whole.
+    def write(self, prepared: PreparedCheckpoint | PreparedShards, *, owned: bool = False) -> Path:
+        """Begins to write a checkpoint, and returns the folder that it will have once it is whole.
 
         Waits for the previous checkpoint. The state is copied, unless it is ``owned``: nobody changes it afterwards.
         """
         self.finish()
-        self._thread = _Writing(order, *((order.state, []) if owned else snapshot(order.state)))
+        state, copied = (prepared.state, []) if owned else snapshot(prepared.state)
+        self._thread = _Writing(dataclasses.replace(prepared, state=state), copied)
         atexit.register(self._finish_at_exit)
         self._thread.start()
-        return order.path
+        return prepared.path
 
     def check(self) -> None:
         """Raises the error of the last checkpoint, once; never waits for one that is being written."""
@@ -95,9 +96,9 @@ class BackgroundWriter:
 class _Writing(CriticalThread):
     """The thread of one checkpoint."""
 
-    def __init__(self, order: Order | ShardedOrder, state: CheckpointState, copied: list[torch.cuda.Event]) -> None:
-        super().__init__(name=f"checkpoint of step {order.step}")
-        self._order, self._copied = dataclasses.replace(order, state=state), copied
+    def __init__(self, prepared: PreparedCheckpoint | PreparedShards, copied: list[torch.cuda.Event]) -> None:
+        super().__init__(name=f"checkpoint of step {prepared.step}")
+        self._prepared, self._copied = prepared, copied
         self.error: Exception | None = None
         """The error, once the thread has ended."""
 
@@ -106,8 +107,8 @@ class _Writing(CriticalThread):
         try:
             for event in self._copied:
                 event.synchronize()
-            self._order.carry_out()
+            self._prepared.write()
         except Exception as error:
             self.error = error
         finally:
-            del self._order
+            del self._prepared

@@ -18,7 +18,7 @@ from typing import Any
 
 from lockstep.checkpoint.manifest import FileEntry, file_names
 from lockstep.checkpoint.state import CheckpointState
-from lockstep.checkpoint.writer import Order, not_written, prepare, require_dense, write_tensors
+from lockstep.checkpoint.writer import PreparedCheckpoint, not_written, prepare, require_dense, write_tensors
 from lockstep.core.atomic import folder_aside
 from lockstep.errors import CheckpointError, LockstepError
 
@@ -27,7 +27,7 @@ Exchange = Callable[[Any], list[Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShardedOrder:
+class PreparedShards:
     """A checkpoint whose folder is ready for all ranks; nothing of it is written yet."""
 
     state: CheckpointState
@@ -40,12 +40,12 @@ class ShardedOrder:
     names: tuple[str, str]
     """Of this rank's files."""
     exchange: Exchange
-    order: Order | None
+    whole: PreparedCheckpoint | None
     """The commit, on rank 0; None elsewhere."""
     opened: ExitStack
     """Removes the hidden folder, on rank 0."""
 
-    def carry_out(self) -> Path:
+    def write(self) -> Path:
         """Writes this rank's files, commits once all have, and returns the checkpoint's folder. Collective.
 
         Raises:
@@ -53,7 +53,7 @@ class ShardedOrder:
         """
         try:
             with self.opened:
-                files = _agreed(self.exchange, self._write)
+                files = _agreed(self.exchange, self._write_files)
                 _agreed(self.exchange, lambda: self._commit(files))
         except RuntimeError as error:
             raise CheckpointError(
@@ -62,17 +62,17 @@ class ShardedOrder:
             ) from error
         return self.path
 
-    def _write(self) -> dict[str, list[Any]]:
+    def _write_files(self) -> dict[str, list[Any]]:
         with not_written(self.step, self.path.parent):
             files = write_tensors(self.aside, self.state, self.names)
         return {name: [entry.size, entry.sha256] for name, entry in files.items()}
 
     def _commit(self, files: list[dict[str, list[Any]]]) -> None:
-        if self.order is None:
+        if self.whole is None:
             return
         with not_written(self.step, self.path.parent):
-            self.order.commit(self.aside, {name: FileEntry(*entry) for each in files for name, entry in each.items()})
-        self.order.prune()
+            self.whole.commit(self.aside, {name: FileEntry(*entry) for each in files for name, entry in each.items()})
+        self.whole.prune()
 
 
 def prepare_sharded(
@@ -84,7 +84,7 @@ def prepare_sharded(
     ranks: int,
     exchange: Exchange,
     keep: int | None = None,
-) -> ShardedOrder | None:
+) -> PreparedShards | None:
     """Checks that the state can be written and makes the folder. Collective.
 
     Args:
@@ -106,26 +106,26 @@ def prepare_sharded(
     """
     directory = Path(directory)
     sizes = _agreed(exchange, lambda: _size(state))
-    opened, orders = ExitStack(), []
+    opened, prepared = ExitStack(), list[PreparedCheckpoint]()
 
     def begin() -> list[str]:
-        orders.append(prepare(directory, state, step=step, keep=keep, tensor_bytes=sum(sizes)))
+        prepared.append(prepare(directory, state, step=step, keep=keep, tensor_bytes=sum(sizes)))
         with not_written(step, directory):
-            aside = opened.enter_context(folder_aside(orders[0].path))
-        return [orders[0].path.name, aside.name]
+            aside = opened.enter_context(folder_aside(prepared[0].path))
+        return [prepared[0].path.name, aside.name]
 
     path, aside = (directory / name for name in _agreed(exchange, begin if rank == 0 else list)[0])
     if not all(_agreed(exchange, aside.is_dir)):
         opened.close()
         return None
-    return ShardedOrder(
+    return PreparedShards(
         state=state,
         path=path,
         aside=aside,
         step=step,
         names=file_names(rank, ranks),
         exchange=exchange,
-        order=orders[0] if rank == 0 else None,
+        whole=prepared[0] if rank == 0 else None,
         opened=opened,
     )
 

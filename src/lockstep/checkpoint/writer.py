@@ -38,8 +38,8 @@ _SLACK = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Order:
-    """A checkpoint whose folder is ready; nothing of it is written yet."""
+class PreparedCheckpoint:
+    """A checkpoint whose folder has room for it; nothing of it is written yet."""
 
     path: Path
     """The checkpoint's folder once it is committed."""
@@ -49,7 +49,7 @@ class Order:
     step: int
     keep: int | None
 
-    def carry_out(self) -> Path:
+    def write(self) -> Path:
         """Writes and commits the checkpoint, deletes older ones, and returns the checkpoint's folder.
 
         On any failure what was there before is untouched and nothing new is left.
@@ -88,7 +88,7 @@ def write(directory: Path | str, state: CheckpointState, *, step: int, keep: int
         step: global step, the checkpoint's name.
         keep: how many of the newest checkpoints stay, this one included, beside the best one; None keeps all.
     """
-    return prepare(directory, state, step=step, keep=keep).carry_out()
+    return prepare(directory, state, step=step, keep=keep).write()
 
 
 def prepare(
@@ -98,7 +98,7 @@ def prepare(
     step: int,
     keep: int | None = None,
     tensor_bytes: int | None = None,
-) -> Order:
+) -> PreparedCheckpoint:
     """The first part of ``write``: refuses what cannot be written.
 
     ``tensor_bytes`` is the size of all tensors, where ``state`` holds only some of them.
@@ -127,7 +127,7 @@ def prepare(
         clean(directory)
         require_space(directory, needed + len(record))
         path = name_of(directory, step)
-    return Order(path=path, state=state, record=record, step=step, keep=keep)
+    return PreparedCheckpoint(path=path, state=state, record=record, step=step, keep=keep)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import logging
 import math
+import re
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -17,11 +18,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed._composable.checkpoint_activation import checkpoint
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from lockstep.config.components import Component
-from lockstep.config.job import DataConfig, JobConfig
+from lockstep.config.job import DataConfig, JobConfig, ParametersConfig
 from lockstep.config.job_file import with_lengths
 from lockstep.core.plan import BatchShape, SamplePlan
 from lockstep.core.seeding import derive_seed
@@ -39,14 +41,14 @@ from lockstep.job.instantiate import importable_from, instantiate, instantiate_f
 from lockstep.job.run_folder import run_folder
 from lockstep.loggers import Logger, open_loggers
 from lockstep.models import freeze, load_weights
-from lockstep.models.weights import checkpoint_activations, describe_frozen, parameter_groups
+from lockstep.models.weights import describe_frozen, selected
 from lockstep.run import Run
 from lockstep.run.loaders import smallest_micro_batch
 from lockstep.run.step import ForwardPass
 from lockstep.runtime.control import Stopped, StopReason
 from lockstep.strategies.layers import ModelParallel
 from lockstep.strategies.pipeline import Pipeline
-from lockstep.text import plural, shorten
+from lockstep.text import grouped, plural, shorten
 from lockstep.trainer import Accuracy, Trainer, TrainingParts
 
 logger = logging.getLogger(__name__)
@@ -210,7 +212,7 @@ def assemble(config: JobConfig, world: World, *, profile: str = "") -> Trainer:
         update = get_ema_multi_avg_fn(config.training.ema_decay)  # type: ignore[no-untyped-call]  # torch's
         average.append(AveragedModel(model, multi_avg_fn=update))
     if config.training.checkpoint_activations:  # only of the model: the average is never trained
-        checkpoint_activations(model, config.training.checkpoint_activations)
+        _checkpoint_activations(model, config.training.checkpoint_activations)
     model, optimizer, scheduler, *averages = run.prepare(
         *(model, optimizer, scheduler, *average), values_from_main=bool(config.weights.path)
     )
@@ -238,12 +240,88 @@ def build_recipe(
     config: JobConfig, model: nn.Module, steps_per_epoch: int
 ) -> tuple[torch.optim.Optimizer, Any, Any, dict[str, Any]]:
     """Makes the optimizer, the scheduler, the loss and the metrics of a job; ``ConfigError`` names what cannot be."""
-    groups = parameter_groups(model, config.parameters, lr=config.optimizer.args.get("lr"))
+    groups = _parameter_groups(model, config.parameters, lr=config.optimizer.args.get("lr"))
     optimizer = instantiate(config.optimizer, groups, name="optimizer")
     scheduler = _scheduler(config, optimizer, steps_per_epoch)
     loss = instantiate_function(config.loss, ("loss",))
     metrics = {name: instantiate_function(each, ("metrics", name)) for name, each in config.metrics.items()}
     return optimizer, scheduler, loss, metrics
+
+
+def _parameter_groups(
+    model: nn.Module, settings: ParametersConfig, *, lr: float | None
+) -> list[nn.Parameter] | list[dict[str, Any]]:
+    """The trained parameters in the groups that an optimizer takes; as a plain list where all have the same settings.
+
+    Args:
+        model: the whole model.
+        settings: which parameters differ, and in what.
+        lr: the optimizer's learning rate, which ``layer_decay`` multiplies.
+
+    Raises:
+        ConfigError: patterns that match no trained parameter.
+    """
+    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    options: dict[str, dict[str, float]] = {name: {} for name in trained}
+    if settings.layer_decay is not None and lr is not None:
+        depth = _block_numbers([name for name, _ in model.named_parameters()])
+        last = max(depth.values())
+        for name, given in options.items():
+            given["lr"] = lr * settings.layer_decay ** (last - depth[name])
+    if settings.decay == "matrices":
+        for name, each in trained.items():
+            if each.dim() < 2:
+                options[name]["weight_decay"] = 0.0
+    for number, group in enumerate(settings.groups):
+        names = [name for name in trained if selected(name, group.names)]
+        if not names:
+            raise ConfigError(
+                f"parameters.groups.{number}.names {list(group.names)} match no parameter that is trained. The first "
+                f"ones are {shorten(trained, 8)}."
+            )
+        given = {key: value for key in ("lr", "weight_decay") if (value := getattr(group, key)) is not None}
+        for name in names:
+            options[name] |= given
+    if not any(options.values()):
+        return list(trained.values())
+    groups = grouped((tuple(sorted(options[name].items())), each) for name, each in trained.items())
+    return [{"params": held, **dict(given)} for given, held in groups.items()]
+
+
+def _block_numbers(names: Sequence[str]) -> dict[str, int]:
+    """The block of each parameter, by its name: 0 for what comes before the first block, such as embeddings.
+
+    A block is what has a number in its name, as ``layers.3``; what comes after the last one, such as a head, is the
+    last. In a model without numbers each part of the first level is a block.
+    """
+    numbered = [re.match(r"(.*?\.)?\d+(?=\.)", name) for name in names]
+    if not any(numbered):
+        parts = list(dict.fromkeys(name.partition(".")[0] for name in names))
+        return {name: parts.index(name.partition(".")[0]) for name in names}
+    blocks = list(dict.fromkeys(found.group() for found in numbered if found))
+    result, current = {}, 0
+    ends = max(number for number, found in enumerate(numbered) if found)
+    for number, (name, found) in enumerate(zip(names, numbered)):
+        current = blocks.index(found.group()) + 1 if found else current
+        result[name] = current if number <= ends else len(blocks) + 1
+    return result
+
+
+def _checkpoint_activations(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Has modules computed again in the backward pass instead of keeping what they computed, by patterns of names.
+
+    Of modules within each other, the outermost is. ``ConfigError`` where none matches.
+    """
+    chosen: list[str] = []
+    for name, module in model.named_modules():
+        if name and selected(name, patterns) and not any(name.startswith(f"{each}.") for each in chosen):
+            chosen.append(name)
+            checkpoint(module)
+    if not chosen:
+        raise ConfigError(
+            f"training.checkpoint_activations: {list(patterns)} match no module. The model consists of "
+            f"{shorten(name for name, _ in model.named_children())}."
+        )
 
 
 def _data_sets(config: JobConfig, run: Run) -> tuple[Any, Any]:
@@ -336,20 +414,15 @@ def _scheduler(config: JobConfig, optimizer: torch.optim.Optimizer, steps_per_ep
 
 
 def _loggers(config: JobConfig, run: Run) -> Logger:
-    names = [
-        *(["console"] if config.log.progress else []),
-        *(["jsonl"] if config.log.json else []),
-        *(["csv"] if config.log.csv else []),
-        *(["tensorboard"] if config.log.tensorboard else []),
-    ]
-    trackers = {"wandb": config.log.wandb, "mlflow": config.log.mlflow}
+    log = config.log
+    wanted = {"console": log.progress, "jsonl": log.json, "csv": log.csv, "tensorboard": log.tensorboard}
+    trackers = {"wandb": log.wandb, "mlflow": log.mlflow}
     directory = Path(run.options.directory) if run.options.directory is not None else None
     position = run.position
-    open_epoch = position.epoch if position.inside else None
     return open_loggers(
-        *(run.world, directory, names),
+        *(run.world, directory, [name for name, is_wanted in wanted.items() if is_wanted]),
         first_step=position.step,
-        open_epoch=open_epoch,
+        open_epoch=position.epoch if position.inside else None,
         trackers={name: given for name, given in trackers.items() if given},
         settings=json.loads(config.to_json()),
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -21,21 +20,12 @@ from lockstep.core.world import World
 from lockstep.distributed.collectives import gather_json
 from lockstep.errors import ConfigError, DataError
 from lockstep.job.assemble import assemble
-from lockstep.job.run_folder import (
-    FILE,
-    OUTCOME,
-    Start,
-    one_recipe,
-    read_starts,
-    recipe_digest,
-    run_folder,
-    with_start,
-)
+from lockstep.job.run_folder import FILE, OUTCOME, Start, one_recipe, read_starts, recipe_digest, run_folder, with_start
+from lockstep.job.summary import describe_outcome
 from lockstep.run import Run
 from lockstep.runtime.error_record import users_lines
 from lockstep.runtime.output import log_to_terminal, print_result
-from lockstep.text import format_bytes, percent, plural, samples_per_second
-from lockstep.trainer import Trainer, TrainingOutcome
+from lockstep.trainer import Trainer
 from lockstep.trainer.audit_record import AuditRecorder
 from lockstep.trainer.gradient_record import GradientLog, GradientRecorder
 
@@ -145,7 +135,7 @@ def train(config: JobConfig, world: World, *, proof: str = "", profile: str = ""
         if not (run_folder(config) / FILE).exists():  # the folder was removed or moved away meanwhile
             write_whole(run_folder(config) / FILE, with_start(starts[:-1], starts[-1]).encode())
         write_whole(run_folder(config) / OUTCOME, (json.dumps(ended, indent=1) + "\n").encode())
-    return report(outcome, proof)
+    return describe_outcome(outcome, proof)
 
 
 @contextlib.contextmanager
@@ -165,44 +155,3 @@ def _written(folder: Path) -> Iterator[None]:
             f"{place or f'A file in {folder}'} could not be written: {error.strerror}. Make room, or make the folder "
             "writable, and go on with --resume auto."
         ) from error
-
-
-def report(outcome: TrainingOutcome, proof: str) -> str:
-    """The last lines of a run, for people and for scripts.
-
-    Args:
-        outcome: what the run came to.
-        proof: the command that ends in the same fingerprint on other devices; empty where none is promised to.
-    """
-    rows = []
-    if outcome.metric in outcome.values:
-        given = outcome.values[outcome.metric]
-        is_share = outcome.metric.endswith("accuracy") and max(given, outcome.best or given) <= 1
-        form = percent if is_share else "{:.6g}".format
-        best = ""
-        if outcome.best is not None and not math.isnan(outcome.best):
-            best = f" (best {form(outcome.best)}, epoch {outcome.best_epoch + 1})"
-        name = outcome.metric.removeprefix("validation_")
-        # The loss of an epoch's line is that of the training
-        of = " on the validation set" if name == "loss" else ""
-        rows.append((name, f"{form(given)}{of}{best}"))
-    if outcome.seconds:
-        speed = f"{samples_per_second(outcome.samples_per_second)}, {outcome.seconds:.1f} s of training"
-        since = f" since step {outcome.first_step:,}" if outcome.first_step else ""
-        rows.append(("speed", speed + since))
-    if outcome.bytes_per_step:
-        rows.append(("sent", f"at most {format_bytes(outcome.bytes_per_step)} per step and rank"))
-    if outcome.peak_memory:
-        where = "allocated on a device" if outcome.is_memory_of_device else "resident in a process"
-        rows.append(("memory", f"at most {format_bytes(outcome.peak_memory)} {where}"))
-    rows += outcome.remarks.items()
-    if outcome.skipped_steps:
-        rows.append(("skipped", f"{plural(outcome.skipped_steps, 'step')} whose scaled gradients overflowed"))
-    if outcome.weights is not None:
-        path, here = outcome.weights, Path.cwd()
-        rows.append(("weights", str(path.relative_to(here) if path.is_relative_to(here) else path)))
-    where = "   (on every x86-64 CPU with AVX2)" if outcome.is_portable and outcome.level is Level.BITWISE else ""
-    rows.append(("fingerprint", outcome.fingerprint + where))
-    if proof:
-        rows.append(("prove it", f"{proof}   (ends in the same fingerprint)"))
-    return "\n".join(f"{name:12} {text}" for name, text in rows)

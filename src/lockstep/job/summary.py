@@ -1,15 +1,18 @@
-"""Says in words and small tables what a job would do: the text of ``--dry-run``, a pure function."""
+"""Says in words and small tables what a job would do (``--dry-run``), and what its run has done (its last lines)."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from lockstep.config.job import JobConfig, ScheduleConfig
 from lockstep.config.rules import planned_shares
 from lockstep.config.strategy_options import REDUCERS, Level
 from lockstep.core.plan import BatchShape, SamplePlan, Share, StepPlan
-from lockstep.text import labelled, plural, shorten
+from lockstep.text import format_bytes, labelled, percent, plural, samples_per_second, shorten
+from lockstep.trainer import TrainingOutcome
 
 _PLOT_WIDTH = 60
 _PLOT_HEIGHT = 8
@@ -171,3 +174,44 @@ def _files(config: JobConfig, folder: str) -> list[str]:
     if config.weights.path:
         lines.append(f"weights      {config.weights.path}")
     return lines
+
+
+def describe_outcome(outcome: TrainingOutcome, proof: str) -> str:
+    """The last lines of a run, for people and for scripts.
+
+    Args:
+        outcome: what the run came to.
+        proof: the command that ends in the same fingerprint on other devices; empty where none is promised to.
+    """
+    rows = []
+    if outcome.metric in outcome.values:
+        given = outcome.values[outcome.metric]
+        is_share = outcome.metric.endswith("accuracy") and max(given, outcome.best or given) <= 1
+        form = percent if is_share else "{:.6g}".format
+        best = ""
+        if outcome.best is not None and not math.isnan(outcome.best):
+            best = f" (best {form(outcome.best)}, epoch {outcome.best_epoch + 1})"
+        name = outcome.metric.removeprefix("validation_")
+        # The loss of an epoch's line is that of the training
+        of = " on the validation set" if name == "loss" else ""
+        rows.append((name, f"{form(given)}{of}{best}"))
+    if outcome.seconds:
+        speed = f"{samples_per_second(outcome.samples_per_second)}, {outcome.seconds:.1f} s of training"
+        since = f" since step {outcome.first_step:,}" if outcome.first_step else ""
+        rows.append(("speed", speed + since))
+    if outcome.bytes_per_step:
+        rows.append(("sent", f"at most {format_bytes(outcome.bytes_per_step)} per step and rank"))
+    if outcome.peak_memory:
+        where = "allocated on a device" if outcome.is_memory_of_device else "resident in a process"
+        rows.append(("memory", f"at most {format_bytes(outcome.peak_memory)} {where}"))
+    rows += outcome.remarks.items()
+    if outcome.skipped_steps:
+        rows.append(("skipped", f"{plural(outcome.skipped_steps, 'step')} whose scaled gradients overflowed"))
+    if outcome.weights is not None:
+        path, here = outcome.weights, Path.cwd()
+        rows.append(("weights", str(path.relative_to(here) if path.is_relative_to(here) else path)))
+    where = "   (on every x86-64 CPU with AVX2)" if outcome.is_portable and outcome.level is Level.BITWISE else ""
+    rows.append(("fingerprint", outcome.fingerprint + where))
+    if proof:
+        rows.append(("prove it", f"{proof}   (ends in the same fingerprint)"))
+    return "\n".join(f"{name:12} {text}" for name, text in rows)

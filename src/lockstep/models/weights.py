@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import pickle
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -16,12 +15,10 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.distributed._composable.checkpoint_activation import checkpoint
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lockstep.config.job import ParametersConfig
 from lockstep.errors import CheckpointError, CheckpointMismatch, ConfigError
-from lockstep.text import grouped, shorten
+from lockstep.text import shorten
 
 _UNREADABLE = (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError)
 
@@ -125,23 +122,6 @@ def selected(name: str, patterns: Sequence[str]) -> bool:
     return bool(matching) and not matching[-1].startswith("!")
 
 
-def checkpoint_activations(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Has modules computed again in the backward pass instead of keeping what they computed, by patterns of names.
-
-    Of modules within each other, the outermost is. ``ConfigError`` where none matches.
-    """
-    chosen: list[str] = []
-    for name, module in model.named_modules():
-        if name and selected(name, patterns) and not any(name.startswith(f"{each}.") for each in chosen):
-            chosen.append(name)
-            checkpoint(module)
-    if not chosen:
-        raise ConfigError(
-            f"training.checkpoint_activations: {list(patterns)} match no module. The model consists of "
-            f"{shorten(name for name, _ in model.named_children())}."
-        )
-
-
 def _matches(name: str, pattern: str) -> bool:
     parts = name.split(".")
     return any(fnmatchcase(".".join(parts[:end]), pattern) for end in range(1, len(parts) + 1))
@@ -190,65 +170,6 @@ class WeightsReport:
             f"{text}; skipped: {', '.join(self.skipped)} (made for {there} classes, the model has {here}), "
             "which keep their initial values."
         )
-
-
-def parameter_groups(
-    model: nn.Module, settings: ParametersConfig, *, lr: float | None
-) -> list[nn.Parameter] | list[dict[str, Any]]:
-    """The trained parameters in the groups that an optimizer takes; as a plain list where all have the same settings.
-
-    Args:
-        model: the whole model.
-        settings: which parameters differ, and in what.
-        lr: the optimizer's learning rate, which ``layer_decay`` multiplies.
-
-    Raises:
-        ConfigError: patterns that match no trained parameter.
-    """
-    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
-    options: dict[str, dict[str, float]] = {name: {} for name in trained}
-    if settings.layer_decay is not None and lr is not None:
-        depth = block_numbers([name for name, _ in model.named_parameters()])
-        last = max(depth.values())
-        for name, given in options.items():
-            given["lr"] = lr * settings.layer_decay ** (last - depth[name])
-    if settings.decay == "matrices":
-        for name, each in trained.items():
-            if each.dim() < 2:
-                options[name]["weight_decay"] = 0.0
-    for number, group in enumerate(settings.groups):
-        names = [name for name in trained if selected(name, group.names)]
-        if not names:
-            raise ConfigError(
-                f"parameters.groups.{number}.names {list(group.names)} match no parameter that is trained. The first "
-                f"ones are {shorten(trained, 8)}."
-            )
-        given = {key: value for key in ("lr", "weight_decay") if (value := getattr(group, key)) is not None}
-        for name in names:
-            options[name] |= given
-    if not any(options.values()):
-        return list(trained.values())
-    groups = grouped((tuple(sorted(options[name].items())), each) for name, each in trained.items())
-    return [{"params": held, **dict(given)} for given, held in groups.items()]
-
-
-def block_numbers(names: Sequence[str]) -> dict[str, int]:
-    """The block of each parameter, by its name: 0 for what comes before the first block, such as embeddings.
-
-    A block is what has a number in its name, as ``layers.3``; what comes after the last one, such as a head, is the
-    last. In a model without numbers each part of the first level is a block.
-    """
-    numbered = [re.match(r"(.*?\.)?\d+(?=\.)", name) for name in names]
-    if not any(numbered):
-        parts = list(dict.fromkeys(name.partition(".")[0] for name in names))
-        return {name: parts.index(name.partition(".")[0]) for name in names}
-    blocks = list(dict.fromkeys(found.group() for found in numbered if found))
-    result, current = {}, 0
-    ends = max(number for number, found in enumerate(numbered) if found)
-    for number, (name, found) in enumerate(zip(names, numbered)):
-        current = blocks.index(found.group()) + 1 if found else current
-        result[name] = current if number <= ends else len(blocks) + 1
-    return result
 
 
 def load_weights(model: nn.Module, path: Path | str, *, strict_head: bool = False) -> WeightsReport:

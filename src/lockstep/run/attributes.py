@@ -6,7 +6,7 @@
     layers, parameters, files, data sets               left out: they are stored elsewhere, or no state
 
 Tensors of optimizers are not held here; ``unsaved_tensors`` names those that are in no ``state_dict()``.
-``UnheldPlaces`` of ``resumption`` watches what no checkpoint holds, such as globals that the model reads.
+``UnheldPlaces`` of ``lost_variables`` watches what no checkpoint holds, such as globals that the model reads.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -29,13 +29,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.checkpoint.record import JSON, decode, encode
-from lockstep.checkpoint.state import (
-    ATTRIBUTE,
-    has_extra_state,
-    named_state,
-    with_strides,
-    wrapped_optimizers,
-)
+from lockstep.checkpoint.state import ATTRIBUTE, has_extra_state, named_state, with_strides, wrapped_optimizers
 from lockstep.core.fingerprint import checksum, memory_of, sum_of_bits
 from lockstep.core.values import (
     CONTAINERS,
@@ -58,10 +52,12 @@ from lockstep.distributed.collectives import gather_json
 from lockstep.errors import ConfigError
 from lockstep.numerics.hidden_state import without_key
 from lockstep.numerics.running_buffers import persistent_buffers
-from lockstep.run.prepare import Parts
 from lockstep.strategies import Strategy
 from lockstep.strategies.absent import AbsentTensor, users_attributes
 from lockstep.strategies.sharding import has_no_gaps
+
+if TYPE_CHECKING:
+    from lockstep.run.prepare import Parts
 
 Place = tuple[str, str]
 """An object, as ``"module layers.0"``, and its attribute."""

@@ -290,27 +290,14 @@ class EpochLoop:
 
     def _steps(self, read: Read, after: Callable[[], None], asked: Places) -> Generator[Batch]:
         position = self.position
-        if self._left_waiting and self._gradients and _is_interactive():
-            raise ConfigError(
-                f"The loop over run.batches was left between run.backward and optimizer.step() of step "
-                f"{position.step - 1}, which counts as done. Before the loop goes on, make that step with "
-                "optimizer.step() and what follows it, or leave it out with optimizer.zero_grad()."
-            )
-        self._left_waiting = False
+        self._require_step_made()
         self._check_start()
         self._variables.begin_steps(asked, any_left=position.done <= self._last_place)
         self.count_step()
         if self.in_epochs and self._finished_epoch == position.epoch:
             raise self._all_steps_done()
-        if self.is_resumed and position.epoch and not self.in_epochs:
-            logger.warning(
-                "The run was resumed in epoch %d, in a loop of the script's own. One over range(N) begins at 0 and "
-                "trains %s more than it would have: write for epoch in run.epochs(N), or, where each pass of it has "
-                "several loops over batches, begin it at a count in run.extra.",
-                *(position.epoch + 1, plural(position.epoch, "epoch")),
-            )
         if not self.in_epochs:
-            self._own = self._own or (position.step, self.is_resumed)
+            self._note_own_loop()
         goes_on = self.is_resumed and position.done > 0
         if self.is_resumed:
             self._unused_from, self._used = (position.epoch, position.done), position.step
@@ -354,6 +341,28 @@ class EpochLoop:
         position.inside, self._finished_epoch = False, position.epoch
         self._key("epoch end", position.epoch)
         self.end_epoch()
+
+    def _require_step_made(self) -> None:
+        """Raises ``ConfigError`` in a notebook whose last loop was left while gradients waited for their step."""
+        if self._left_waiting and self._gradients and _is_interactive():
+            raise ConfigError(
+                f"The loop over run.batches was left between run.backward and optimizer.step() of step "
+                f"{self.position.step - 1}, which counts as done. Before the loop goes on, make that step with "
+                "optimizer.step() and what follows it, or leave it out with optimizer.zero_grad()."
+            )
+        self._left_waiting = False
+
+    def _note_own_loop(self) -> None:
+        """Notes a loop over steps that is in none over ``epochs``; warns of it in a resumed run."""
+        position = self.position
+        if self.is_resumed and position.epoch:
+            logger.warning(
+                "The run was resumed in epoch %d, in a loop of the script's own. One over range(N) begins at 0 and "
+                "trains %s more than it would have: write for epoch in run.epochs(N), or, where each pass of it has "
+                "several loops over batches, begin it at a count in run.extra.",
+                *(position.epoch + 1, plural(position.epoch, "epoch")),
+            )
+        self._own = self._own or (position.step, self.is_resumed)
 
     @property
     def left_early(self) -> bool:

@@ -1,7 +1,8 @@
-"""The variables of the user's loop that a resumed run has lost: what a checkpoint notes of them, and the comparison.
+"""The variables that a resumed run has lost: what a checkpoint notes of them, and the comparison.
 
-A variable is lost if it has the value of the run's beginning where the resumed loop goes on to read it. A warning names
-it, and the run is refused if the loss reads it or a data set holds it.
+A variable of the user's loop is lost if it has the value of the run's beginning where the resumed loop goes on to read
+it. A warning names it, and the run is refused if the loss reads it or a data set holds it. ``UnheldPlaces`` does the
+same for globals, attributes of classes and variables of functions that the model or the loss reads.
 """
 
 from __future__ import annotations
@@ -10,21 +11,25 @@ import itertools
 import logging
 import re
 import time
-from collections.abc import Collection, Container, Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from lockstep.core.values import Part, is_plain, text_of_plain, version_of
 from lockstep.data.keyed import encoded_state, set_encoded_state
 from lockstep.errors import ConfigError
-from lockstep.numerics.hidden_state import Snapshot
+from lockstep.numerics.hidden_state import ALIAS, Snapshot, without_key
+from lockstep.run.attributes import held_places, reference
 from lockstep.run.changed_names import Carried, carried_since, changed_since, offsets_of_frames, set_after_tests
 from lockstep.run.frame_variables import Variables
 from lockstep.run.live_variables import read_after_loops, unset_names
 from lockstep.text import shorten
+
+if TYPE_CHECKING:
+    from lockstep.run.state import RunState
 
 logger = logging.getLogger(__name__)
 
@@ -411,3 +416,75 @@ def _give(found: Variables, states: Mapping[str, Any]) -> None:
     for name, state in states.items():
         if name in found.generators:
             set_encoded_state(found.generators[name], state)
+
+
+_SWITCH = re.compile(r"True|False|None|-?\d+|['\"].*", re.DOTALL)
+"""The text of a value that a step may switch back to what it was at first, such as every second step."""
+
+
+class UnheldPlaces:
+    """The places that the model and the loss read and no checkpoint holds: globals, variables of functions, attributes
+    of classes, functions and hooks. A checkpoint notes those that the loop has changed.
+
+    A resumed run has lost such a place if its value is again that of the run's beginning.
+    """
+
+    def __init__(self, *, is_main: bool) -> None:
+        self._is_main = is_main
+        self._resumed: dict[str, list[str]] = {}
+        """The notes of a checkpoint, see ``capture``, on places that were not looked at yet."""
+        self._was_inside = False
+        """True if it was written within an epoch."""
+        self._roots: dict[str, Callable[[], Any]] = {}
+        self._first: dict[str, str] = {}
+        """The texts at the first rehearsal of all, over all resumes."""
+        self._start: dict[str, str] = {}
+        """The texts at the newest rehearsal after the first epoch."""
+        self._moved: set[str] = set()
+        """The places that calls themselves change, without the keys of entries."""
+
+    def look(self, state: RunState, roots: Mapping[str, Any], found: Snapshot, moved: set[str]) -> list[str]:
+        """Takes what a rehearsal has looked at; returns what a stop has lost, and warns of what it may have lost."""
+        self._roots |= {name: reference(root) for name, root in roots.items()}
+        self._moved |= moved
+        lost: list[str] = []
+        uncertain: list[str] = []
+        for name in sorted(self._resumed.keys() & found.texts.keys()):
+            first, saved, start = self._resumed.pop(name)
+            self._first[name] = first
+            is_set_anew = not self._was_inside and start == first  # where an epoch begins
+            if found.texts[name] == first and not is_set_anew and without_key(name) not in self._moved:
+                is_certain = self._was_inside and not _SWITCH.fullmatch(first)
+                (lost if is_certain else uncertain).append(f"{name} ({first}, was {saved})")
+        self._first = {**found.texts, **self._first}
+        if state.position.epoch:
+            self._start = found.texts
+        if uncertain and self._is_main:
+            logger.warning(
+                "The model or the loss reads %s, which is what it was at the start of the run and not what it was at "
+                "the checkpoint. Unless that is right, keep it in run.extra and give it back before run.batches.",
+                shorten(uncertain, 3),
+            )
+        return lost
+
+    def resume(self, stored: Mapping[str, Sequence[str]], *, inside: bool) -> None:
+        """Takes what ``capture`` gave; ``inside``: it did so within an epoch."""
+        self._resumed = {name: [str(first), str(saved), str(start)] for name, (first, saved, start) in stored.items()}
+        self._was_inside = inside
+
+    def capture(self, state: RunState) -> dict[str, list[str]]:
+        """By place: the first value, the value now, and the value at the start of an epoch (empty if unknown)."""
+        roots = {name: root for name, each in self._roots.items() if (root := each()) is not None}
+        known = [each for model in (state.parts.model, state.model.module) for each in model.buffers()]
+        now = Snapshot(roots, known, restorable=False)
+        found = {
+            name: [self._first[name], text, self._start.get(name, "")]
+            for name, text in now.texts.items()
+            if self._first.get(name, text) != text and without_key(name) not in self._moved
+            if not (text.startswith(ALIAS) or self._first[name].startswith(ALIAS))  # it has another name, too
+        }
+        if not found:
+            return dict(self._resumed)
+        is_held, of_loop = held_places(state.parts.model), state.loop.seen_in(now)
+        changed = {name: each for name, each in found.items() if name not in of_loop and not is_held(name)}
+        return {**self._resumed, **changed}

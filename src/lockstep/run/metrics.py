@@ -1,30 +1,24 @@
-"""Metrics, such as an accuracy: of an evaluation, as means or of the whole set, and of a step beside its loss."""
+"""Metrics, such as an accuracy: what they are, and those of a step, which are computed beside its loss (``also=``)."""
 
 from __future__ import annotations
 
-import math
 import threading
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from contextlib import contextmanager
+from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lockstep.core.plan import Share, StepPlan
 from lockstep.core.summation_tree import fold_rows
 from lockstep.data.batch import MicroBatch, tensors_in
 from lockstep.errors import ConfigError
-from lockstep.numerics.precision import dtype_named
 from lockstep.run.checks.calls import require_same_names, watching_once
 from lockstep.run.checks.means import (
-    UNTOLD,
     Changes,
     Deviation,
     RowCopies,
-    RowSample,
     copies_of,
     has_rows,
     held_by,
@@ -32,15 +26,10 @@ from lockstep.run.checks.means import (
     reasons,
     reasons_with_model,
 )
-from lockstep.run.checks.short_step import Watched
-from lockstep.run.evaluation import OpenEvaluation, evaluation, predict, require_rows
 from lockstep.run.step import sum_and_weight, with_exact_mean
 from lockstep.run.step_errors import explain_loss
 from lockstep.runtime.torch_internals import OVERWRITTEN
 from lockstep.strategies import IndependentStrategy, Strategy
-
-if TYPE_CHECKING:
-    from lockstep.run.run import Run
 
 Metric = Callable[[Any, Any], Any]
 
@@ -59,146 +48,7 @@ class SetMetric(Protocol):
         """Forgets all samples."""
 
 
-def evaluate(
-    run: Run, metric: Metric | SetMetric | Mapping[str, Metric | SetMetric], data: Any, *how: Any
-) -> float | dict[str, float]:
-    """The values of metrics over all samples: means, and those of a whole set; see ``evaluation``. Collective."""
-    own = str(getattr(metric, "__name__", "metric"))
-    metrics = metric if isinstance(metric, Mapping) else {own if own.isidentifier() else "metric": metric}
-    for name, each in metrics.items():
-        if not (callable(each) or isinstance(each, SetMetric)):
-            raise ConfigError(
-                f"The metric {name!r} of run.evaluate is a {type(each).__name__}. Give a function of (output, target), "
-                "an object with update, compute and reset, or a dict of these, such as {'accuracy': accuracy}."
-                + (" The data come first: run.evaluate(data, metric)." if callable(data) else "")
-            )
-    of_sets = {name: each for name, each in metrics.items() if isinstance(each, SetMetric)}
-    means = {name: each for name, each in metrics.items() if not isinstance(each, SetMetric)}
-    unchecked = run.rehearsals.new_metrics(means, evaluated=True) & run.rehearsals.new_metrics(means)
-    run.strategy.require_no_failure()
-    run.strategy.require_no_calls()
-    require_same_names("The metrics of run.evaluate", metrics, run.strategy)
-    found: dict[str, dict[str, float]] = {}
-    if means:
-        with evaluation(run, data, *how) as opened:
-            values = evaluate_means(opened, means, unchecked)
-            run.rehearsals.note_checked(means.values(), evaluated=True)
-            found |= {name: {name: value} for name, value in values.items()}
-    if of_sets:
-        with evaluation(run, data, *how) as opened:
-            found |= evaluate_set_metrics(opened, of_sets)
-    if isinstance(metric, Mapping):
-        keys = Counter(key for values in found.values() for key in values)
-        if twice := [key for key, count in keys.items() if count > 1]:
-            raise ConfigError(f"Two metrics of run.evaluate give a number called {twice[0]!r}. Rename one.")
-        return {key: value for name in metrics for key, value in found[name].items()}
-    ((name, values),) = found.items()
-    return values.get(name, {key.removeprefix(f"{name}_"): value for key, value in values.items()})
-
-
-def evaluate_means(opened: OpenEvaluation, metrics: Mapping[str, Metric], unchecked: set[str]) -> dict[str, float]:
-    """The mean of each metric over all samples, equal on every rank. Collective.
-
-    Unless checks are off, looks for metrics that are not means: among the new ones, and among those that give one
-    number (see ``means``).
-
-    Args:
-        metrics: functions of (output, target); see ``step.sum_and_weight`` for what they may return.
-        unchecked: names of the metrics that are new; the same on every rank.
-
-    Raises:
-        ConfigError: a metric is not a mean over samples.
-        EvaluationStopped: they have stopped, all after the same number of micro-batches.
-    """
-    means = _MetricMeans(opened, metrics, unchecked)
-    opened.run.strategy.note_readers([*metrics.values()])
-    for place, micro_batch in opened.rounds():
-        with means.calls(), opened.noting_failure():
-            if micro_batch is not None:
-                means.add(place, micro_batch)
-    means.judge()
-    return means.by_name()
-
-
-class _MetricMeans:
-    """The sums and weights of metrics over an evaluation, and the signs that one of them is not a mean."""
-
-    def __init__(self, opened: OpenEvaluation, metrics: Mapping[str, Metric], unchecked: set[str]) -> None:
-        self._opened, self._metrics, self._unchecked = opened, metrics, unchecked
-        self._loader, self._strategy = opened.loader, opened.run.strategy
-        self._forward_pass = opened.run.require_prepared().forward_pass
-        self._functions = {name: with_exact_mean(metric) for name, metric in metrics.items()}
-        self._sums = _SumsAndWeights(metrics, self._strategy, self._loader.share, self._loader.count)
-        self._checks = opened.run.options.checks != "off"
-        self._checked, self._reasons = set(unchecked), dict[str, str]()
-        """Metrics that are checked, and by name why one is not a mean."""
-        self._kept: Changes = {}
-        self._sample = RowSample(len(self._loader), self._loader.micro_batch_size)
-
-    @contextmanager
-    def calls(self) -> Iterator[None]:
-        """Surrounds calls of the metrics, which may call the model. Collective."""
-        with self._strategy.joined_calls(), self._forward_pass.autocast():
-            yield
-
-    def add(self, place: int, micro_batch: MicroBatch) -> None:
-        """Runs the model and the metrics on a micro-batch, this holder's number ``place``."""
-        is_padding = micro_batch.k >= self._loader.count  # run because the forward pass is collective
-        unchecked = self._unchecked if place == 0 else set[str]()
-        if unchecked and self._strategy.replicated and not is_padding:
-            self._compare_parts(micro_batch)
-        output, target = self._opened.forward(micro_batch)
-        if is_padding:
-            return
-        samples = len(micro_batch)
-        if self._checks:
-            self._sample.take(place, (output, target), samples)
-        before = held_by(self._metrics, unchecked)
-        for name, value in _called(self._functions, "run.evaluate", output, target, unchecked):
-            if isinstance(value, Tensor) and value.dim() == 0:
-                self._checked.add(name)
-                if name in unchecked and not (self._strategy.replicated or has_rows((output, target), samples)):
-                    self._reasons[name] = Deviation.WITHOUT_ROWS.reason
-                self._forward_pass.left_out.look(self._functions[name], value, output, target, micro_batch)
-            self._sums.put(place, name, sum_and_weight(value, samples))
-        self._kept.update(before.changed(held_by(self._metrics, unchecked)))
-
-    def _compare_parts(self, micro_batch: MicroBatch) -> None:
-        """Compares the values of new metrics with those over parts of a micro-batch."""
-
-        def forward(data: Any, k: int) -> tuple[Any, Any]:
-            return self._opened.forward(replace(micro_batch, k=k, data=data))
-
-        model, own_forward = self._opened.model, self._opened.own_forward
-        with Watched({"": model, "forward=": own_forward}, (model,)).restored():
-            named = self._named(self._unchecked)
-            self._reasons |= reasons_with_model(named, forward, (micro_batch,), self._strategy.device)
-
-    def _named(self, names: Iterable[str]) -> dict[str, Metric]:
-        return {name: self._metrics[name] for name in sorted(names, key=repr)}
-
-    def judge(self) -> None:
-        """Raises ``ConfigError`` on every rank if a metric is no mean, unless checks are off. Collective."""
-        if not self._checks:
-            return
-        everyone = self._strategy.gather_records(self._sample.some())
-        with self.calls():
-            found = self._sample.reasons(self._named(self._checked), everyone)
-        # What may be a mean or not is said once.
-        unchecked = self._unchecked
-        self._reasons |= {name: why for name, why in found.items() if name in unchecked or why not in UNTOLD}
-        told = [self._reasons, self._kept, self._forward_pass.left_out.warning]
-        records, warns = self._strategy.gather_records(told), self._opened.run.is_main
-        self._forward_pass.left_out.receive((each[2] for each in records), warns=warns)
-        judge_metrics([(each[0], each[1]) for each in records], warns=warns)
-
-    def by_name(self) -> dict[str, float]:
-        """The means over all samples, equal on every rank. Collective."""
-        rows = self._sums.of_all()
-        return {name: _mean(name, rows[name].cpu()) for name in self._metrics}
-
-
-class _SumsAndWeights:
+class SumsAndWeights:
     """The sum and the weight of each metric for each micro-batch of this holder, and those of all holders together."""
 
     def __init__(self, names: Iterable[Any], strategy: Strategy, share: Share, count: int) -> None:
@@ -217,73 +67,6 @@ class _SumsAndWeights:
         """For each metric those of all micro-batches in order of ``k``, shape (count, 2). Collective."""
         ordered = self._strategy.gather_in_order(self._rows, self._count, self._share)
         return {name: ordered[:, column] for name, column in self._columns.items()}
-
-
-def evaluate_set_metrics(opened: OpenEvaluation, metrics: Mapping[str, SetMetric]) -> dict[str, dict[str, float]]:
-    """The values of each metric over the outputs and targets of the whole set, equal on every rank. Collective.
-
-    The main process updates the metrics, with one micro-batch after the other in the order of the data set.
-
-    Raises:
-        ConfigError: outputs or targets are not tensors with a row for each sample, or a value is not a number.
-        EvaluationStopped: the ranks have stopped, all after the same number of micro-batches.
-    """
-    columns, strategy = list[list[Any]](), opened.run.strategy
-    words = f"The metric {next(iter(metrics))!r}", "Compute it from run.predict(data, keep=...) instead."
-
-    def joined(micro_batch: MicroBatch) -> Tensor:
-        pair = [require_rows(each, len(micro_batch), *words) for each in opened.forward(micro_batch)]
-        columns[:] = [[str(each.dtype), list(each.shape[1:])] for each in pair]
-        return torch.cat([each.reshape(len(each), -1).double() for each in pair], 1)
-
-    rows = predict(opened, joined)
-    (dtype, shape), (target_dtype, target_shape) = next(filter(None, strategy.gather_records(columns)))
-    values = {}
-    if rows is not None:
-        border = math.prod(shape)
-        outputs = rows[:, :border].to(dtype_named(dtype)).view(-1, *shape)
-        targets = rows[:, border:].to(dtype_named(target_dtype)).view(-1, *target_shape)
-        size = opened.loader.micro_batch_size
-        parts = [*zip(torch.split(outputs, size), torch.split(targets, size))]
-        for name, metric in metrics.items():
-            for each in metric.modules() if isinstance(metric, nn.Module) else (metric,):
-                # torchmetrics, also in a collection, would wait for the other ranks, which have no part.
-                for key in ("sync_on_compute", "_to_sync"):  # the second, a copy of it, decides
-                    if hasattr(each, key):
-                        vars(each)[key] = False
-            with opened.noting_failure():
-                metric.reset()
-                for output, target in parts:
-                    metric.update(output.clone(), target.clone())
-                values[name] = _numbers(name, metric.compute())
-    shared: dict[str, dict[str, float]] = next(filter(None, strategy.gather_records(values)))
-    return shared
-
-
-def _numbers(name: str, value: Any) -> dict[str, float]:
-    """The result of ``compute()``: a number under the metric's name, or several under ``name_key`` or ``name_0``."""
-    with suppress(TypeError, ValueError, RuntimeError):
-        return {name: float(value)}
-    numbers, part = dict[str, float](), value
-    is_no = ", which is neither a number nor a dict or list of numbers"
-    try:
-        parts = value if isinstance(value, Mapping) else dict(enumerate(map(float, value)))
-        for key, part in parts.items():
-            is_no = f" as {key!r}, where one number is taken"
-            numbers[f"{name}_{key}"] = float(part)
-    except (TypeError, ValueError, RuntimeError) as error:
-        what = f"a tensor of shape {list(part.shape)}" if isinstance(part, Tensor) else f"{part!r:.60}"
-        raise ConfigError(
-            f"compute() of the metric {name!r} gave {what}{is_no}. Compute it from run.predict instead."
-        ) from error
-    return numbers
-
-
-def _mean(name: str, rows: Tensor) -> float:
-    total, weight = fold_rows(rows).tolist()
-    if weight == 0:
-        raise ConfigError(f"The metric {name!r} has a total weight of zero, so it has no mean.")
-    return float(total / weight)
 
 
 class LossEntries:
@@ -416,7 +199,7 @@ class StepMetrics:
         if self._entries is None:
             looked_at = set[str]() if self._sums else self._unchecked
             before, versions = held_by(self._given, looked_at), _versions_of(output, target)
-            found = [value for _, value in _called(self._functions, "run.backward", output, target, looked_at)]
+            found = [value for _, value in metric_values(self._functions, "run.backward", output, target, looked_at)]
             if _versions_of(output, target) != versions:
                 # The last one has, or another would have been refused.
                 self._writing.append(next(reversed(self._functions)))
@@ -465,7 +248,7 @@ class StepMetrics:
             self.checked = [self._given[name] for name in clear]
             if self._entries is not None:
                 self.checked = [self._entries.function] if clear == self._unchecked else []
-        sums = _SumsAndWeights(self._functions, strategy, strategy.share, plan.leaves)
+        sums = SumsAndWeights(self._functions, strategy, strategy.share, plan.leaves)
         for place, k in enumerate(strategy.share.of(plan.leaves)):
             for name, found in zip(self._functions, self._sums.get(k, ())):
                 sums.put(place, name, found)
@@ -473,7 +256,7 @@ class StepMetrics:
         return {name: totals[name][0] / totals[name][1] for name in self._functions}
 
 
-def _called(
+def metric_values(
     functions: Mapping[Any, Callable[..., Any]], caller: str, output: Any, target: Any, unchecked: set[str]
 ) -> Iterator[tuple[Any, Any]]:
     """The values of metrics by name, computed one by one; ``ConfigError`` if one writes and another follows."""

@@ -329,14 +329,17 @@ class GradientState:
             return optimizer.step(closure)
 
     def step(self, optimizer: Optimizer) -> bool:
-        """Steps the optimizer, unless a scaled gradient was not finite. Collective.
+        """Steps the optimizer, unless a scaled gradient was not finite; returns whether it did. Collective."""
+        self._require_reduced(optimizer)
+        with self._in_step(optimizer):
+            self._strategy.before_step()
+            with self.setting_values():
+                taken = self._step_own(optimizer)
+                self._strategy.after_step()
+        return taken
 
-        Returns:
-            Whether it was stepped.
-
-        Raises:
-            ConfigError: its gradients were not reduced.
-        """
+    def _require_reduced(self, optimizer: Optimizer) -> None:
+        """Refuses a step whose gradients were not reduced, or are stepped by no process; warns of one without any."""
         progress = self._progress[id(optimizer)]
         if not self._reduced and not progress.has_gradients:
             raise ConfigError(
@@ -359,27 +362,23 @@ class GradientState:
                 "Call zero_grad() before run.backward, or after optimizer.step().",
                 type(optimizer).__name__,
             )
-        taken = True
-        with self._in_step(optimizer):
-            self._strategy.before_step()
-            with self.setting_values():
-                try:
-                    if self._scaler is None:
-                        optimizer.step()
-                    else:
-                        taken = self._step_scaled(optimizer, self._scaler)
-                except LockstepError:
-                    raise
-                except Exception as error:
-                    if any(group["params"] for group in optimizer.param_groups):
-                        raise
-                    raise ConfigError(
-                        f"{type(optimizer).__name__} cannot step without parameters ({type(error).__name__}: {error}), "
-                        f"and under strategy {self._strategy.name!r} other processes hold all of them. Use strategy "
-                        "'ddp'."
-                    ) from error
-                self._strategy.after_step()
-        return taken
+
+    def _step_own(self, optimizer: Optimizer) -> bool:
+        """Steps the user's own optimizer; explains its error where other processes hold all of its parameters."""
+        try:
+            if self._scaler is not None:
+                return self._step_scaled(optimizer, self._scaler)
+            optimizer.step()
+            return True
+        except LockstepError:
+            raise
+        except Exception as error:
+            if any(group["params"] for group in optimizer.param_groups):
+                raise
+            raise ConfigError(
+                f"{type(optimizer).__name__} cannot step without parameters ({type(error).__name__}: {error}), and "
+                f"under strategy {self._strategy.name!r} other processes hold all of them. Use strategy 'ddp'."
+            ) from error
 
     @contextmanager
     def _in_step(self, optimizer: Optimizer) -> Iterator[None]:

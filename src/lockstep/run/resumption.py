@@ -1,35 +1,141 @@
-"""Checks that a resumed run does once what the loop has done since the last save, and has what the model reads."""
+"""Resumes a run: finds and loads its checkpoint, and checks that it does once what the loop has done since the save."""
 
 from __future__ import annotations
 
 import itertools
 import logging
-import re
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
+from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
+from lockstep import checkpoint
+from lockstep.checkpoint import CheckpointState
+from lockstep.config.options import RunOptions
 from lockstep.core.fingerprint import sum_of_bits
 from lockstep.core.values import differing
-from lockstep.errors import ConfigError
-from lockstep.numerics.hidden_state import ALIAS, Snapshot, without_key
-from lockstep.run.attributes import held_places, reference, words_of
+from lockstep.errors import CheckpointError, ConfigError, LockstepError
+from lockstep.run.attributes import words_of
 from lockstep.run.changed_names import Carried, carried_since, changed_since, offsets_of_frames
 from lockstep.run.checks.calls import gather_agreed
-from lockstep.run.epoch_loop import EpochLoop
+from lockstep.run.epoch_loop import EpochLoop, Position
 from lockstep.run.optimizer_step import has_gradients
 from lockstep.run.prepare import Parts, frozen_parameters, hyperparameters
+from lockstep.run.session import returning_freed_memory
+from lockstep.run.state import RunState
 from lockstep.strategies import IndependentStrategy
 from lockstep.strategies.absent import AbsentTensor
-from lockstep.text import shorten
-
-if TYPE_CHECKING:
-    from lockstep.run.state import RunState
+from lockstep.text import plural, shorten
 
 logger = logging.getLogger(__name__)
+
+ENDED_FOLDERS = set[Path]()
+"""The folders that runs of this process have written to, and have ended."""
+
+
+def resume(
+    state: RunState,
+    options: RunOptions,
+    fingerprint: Callable[[], str],
+    *,
+    restarted: bool = False,
+    is_main: bool = True,
+) -> bool:
+    """Resumes as the options say; whether there was something to resume, which the main process notes.
+
+    Where the launcher has ``restarted`` the run, its own newest checkpoint comes first.
+    """
+    found = None
+    if restarted and options.resume != "auto" and options.directory is not None and state.world.run_id:
+        found = checkpoint.read_newest(options.directory, written_by=state.world.run_id)
+    if found is None and options.resume:
+        found = _find(options.resume, options.directory)
+    if found is None:
+        if is_main and options.directory is not None:
+            directory = Path(options.directory)
+            if paths := checkpoint.committed(directory.expanduser()):
+                note(
+                    "%s holds checkpoints of an earlier training, the last one %s. This run begins anew, and its own "
+                    "take their place. To go on from there give resume='auto'; to keep both, another directory=.",
+                    *(directory, paths[-1].name),
+                )
+        return False
+    path, position = found.path, state.position
+    before, now = found.state.progress.get("sources", {}), state.sources
+    with returning_freed_memory(state.strategy.device):
+        written = _restore(state, path, found.state, options.force_context, restarted)
+        del found  # its files are mapped into memory
+        is_equal = fingerprint() == written
+    if not position.inside and position.done:
+        position.epoch, position.done = position.epoch + 1, 0
+    if not is_equal:
+        raise CheckpointError(
+            f"{path} was loaded, but its parameters do not have the fingerprint that it records. Use "
+            "another checkpoint."
+        )
+    if is_main:
+        changed = [name for name in now if before.get(name, now[name]) != now[name]]
+        _mention_resumed(path, position, changed, is_found=options.resume == "auto")
+    return True
+
+
+def _mention_resumed(path: Path, position: Position, changed: Sequence[str], *, is_found: bool) -> None:
+    """Notes where a run resumes; warns of what has ``changed`` in the program, and of another run's folder."""
+    between = position.epoch and not position.inside
+    epoch = f"after epoch {position.epoch}" if between else f"epoch {position.epoch + 1}"
+    note("Resumed from %s: %s, step %d.", path, epoch, position.step)
+    if is_found and path.parent.resolve() in ENDED_FOLDERS:
+        logger.warning(
+            "%s was written by an earlier run of this program, which has ended, and this run goes on from it. If "
+            "each is a training of its own, as in cross-validation, give it another directory=.",
+            path,
+        )
+    if changed:
+        logger.warning(
+            "The program is not the one that wrote the checkpoint: the %s has changed, so it may compute something "
+            "else from here on.",
+            shorten(changed, 3),
+        )
+
+
+def _restore(state: RunState, path: Path, stored: CheckpointState, force_context: bool, restarted: bool) -> str:
+    """As ``RunState.restore``; a record that passes its checksums and is not one of a run is refused as a whole."""
+    try:
+        return state.restore(stored, force_context, restarted=restarted)
+    except LockstepError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, AssertionError) as error:
+        raise CheckpointError(
+            f"{path} does not hold the state of a run ({type(error).__name__}: {str(error)[:200]}). Use "
+            "another checkpoint."
+        ) from error
+
+
+def _find(resume: str, directory: Path | str | None) -> checkpoint.Restored | None:
+    """The checkpoint that ``resume`` names, or the newest of that run folder ("auto": of the run's own, if any)."""
+    if resume == "auto":
+        return checkpoint.read_newest(directory) if directory is not None else None
+    if newest := checkpoint.read_newest(resume):
+        return newest
+    return checkpoint.Restored(Path(resume), checkpoint.read(resume))
+
+
+def mention_nothing_left(epochs: int, done: int) -> None:
+    """Says that a loop over epochs of a resumed run, which has done ``done`` of them, takes no further step."""
+    if isinstance(epochs, int) and 0 < epochs <= done:
+        note(
+            "run.epochs(%d) has no step left: the run that was resumed has done %s. To go on there, give it a larger "
+            "number, in a job by --epochs; to begin anew, another run folder.",
+            *(epochs, plural(done, "epoch")),
+        )
+
+
+def note(text: str, *arguments: object) -> None:
+    """Logs what somebody should see whose script has not set up logging, too."""
+    logger.log(logging.INFO if logger.hasHandlers() else logging.WARNING, text, *arguments)
 
 
 class Resumption:
@@ -332,75 +438,3 @@ def _schedulers(parts: Parts) -> dict[str, str]:
         f"scheduler {number} ({type(each).__name__})": str(each.state_dict())
         for number, each in enumerate(parts.schedulers)
     }
-
-
-_SWITCH = re.compile(r"True|False|None|-?\d+|['\"].*", re.DOTALL)
-"""The text of a value that a step may switch back to what it was at first, such as every second step."""
-
-
-class UnheldPlaces:
-    """The places that the model and the loss read and no checkpoint holds: globals, variables of functions, attributes
-    of classes, functions and hooks. A checkpoint notes those that the loop has changed.
-
-    A resumed run has lost such a place if its value is again that of the run's beginning.
-    """
-
-    def __init__(self, *, is_main: bool) -> None:
-        self._is_main = is_main
-        self._resumed: dict[str, list[str]] = {}
-        """The notes of a checkpoint, see ``capture``, on places that were not looked at yet."""
-        self._was_inside = False
-        """True if it was written within an epoch."""
-        self._roots: dict[str, Callable[[], Any]] = {}
-        self._first: dict[str, str] = {}
-        """The texts at the first rehearsal of all, over all resumes."""
-        self._start: dict[str, str] = {}
-        """The texts at the newest rehearsal after the first epoch."""
-        self._moved: set[str] = set()
-        """The places that calls themselves change, without the keys of entries."""
-
-    def look(self, state: RunState, roots: Mapping[str, Any], found: Snapshot, moved: set[str]) -> list[str]:
-        """Takes what a rehearsal has looked at; returns what a stop has lost, and warns of what it may have lost."""
-        self._roots |= {name: reference(root) for name, root in roots.items()}
-        self._moved |= moved
-        lost: list[str] = []
-        uncertain: list[str] = []
-        for name in sorted(self._resumed.keys() & found.texts.keys()):
-            first, saved, start = self._resumed.pop(name)
-            self._first[name] = first
-            is_set_anew = not self._was_inside and start == first  # where an epoch begins
-            if found.texts[name] == first and not is_set_anew and without_key(name) not in self._moved:
-                is_certain = self._was_inside and not _SWITCH.fullmatch(first)
-                (lost if is_certain else uncertain).append(f"{name} ({first}, was {saved})")
-        self._first = {**found.texts, **self._first}
-        if state.position.epoch:
-            self._start = found.texts
-        if uncertain and self._is_main:
-            logger.warning(
-                "The model or the loss reads %s, which is what it was at the start of the run and not what it was at "
-                "the checkpoint. Unless that is right, keep it in run.extra and give it back before run.batches.",
-                shorten(uncertain, 3),
-            )
-        return lost
-
-    def resume(self, stored: Mapping[str, Sequence[str]], *, inside: bool) -> None:
-        """Takes what ``capture`` gave; ``inside``: it did so within an epoch."""
-        self._resumed = {name: [str(first), str(saved), str(start)] for name, (first, saved, start) in stored.items()}
-        self._was_inside = inside
-
-    def capture(self, state: RunState) -> dict[str, list[str]]:
-        """By place: the first value, the value now, and the value at the start of an epoch (empty if unknown)."""
-        roots = {name: root for name, each in self._roots.items() if (root := each()) is not None}
-        known = [each for model in (state.parts.model, state.model.module) for each in model.buffers()]
-        now = Snapshot(roots, known, restorable=False)
-        found = {
-            name: [self._first[name], text, self._start.get(name, "")]
-            for name, text in now.texts.items()
-            if self._first.get(name, text) != text and without_key(name) not in self._moved
-            if not (text.startswith(ALIAS) or self._first[name].startswith(ALIAS))  # it has another name, too
-        }
-        if not found:
-            return dict(self._resumed)
-        is_held, of_loop = held_places(state.parts.model), state.loop.seen_in(now)
-        changed = {name: each for name, each in found.items() if name not in of_loop and not is_held(name)}
-        return {**self._resumed, **changed}

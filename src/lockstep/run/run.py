@@ -29,20 +29,14 @@ from lockstep.run import save
 from lockstep.run.checks import agreement
 from lockstep.run.checks.rehearsal import Rehearsals
 from lockstep.run.epoch_loop import EpochLoop, EpochSteps, Position
-from lockstep.run.evaluation import evaluation, predict_in_order
+from lockstep.run.evaluation import evaluate, evaluation, predict_in_order
 from lockstep.run.loaders import LoaderCache, counting_skipped, smallest_micro_batch
-from lockstep.run.metrics import Metric, SetMetric, StepMetrics, evaluate
+from lockstep.run.metrics import Metric, SetMetric, StepMetrics
 from lockstep.run.optimizer_step import GradientState
 from lockstep.run.prepare import Parts, context_of_run, prepare_model, stepped_before
-from lockstep.run.resumption import Resumption
-from lockstep.run.save import Writer
-from lockstep.run.session import (
-    RunSession,
-    seed_generators,
-    warn_if_begun,
-    warn_if_unseeded,
-    world_of_process,
-)
+from lockstep.run.resumption import Resumption, mention_nothing_left, resume
+from lockstep.run.save import CheckpointWriter
+from lockstep.run.session import RunSession, seed_generators, warn_if_begun, warn_if_unseeded, world_of_process
 from lockstep.run.state import PreparedRun, RunState
 from lockstep.run.step import (
     BackwardPass,
@@ -98,7 +92,7 @@ class Run:
         self._loaders = LoaderCache(options, self.strategy, warns=self.is_main)
         self._prepared: PreparedRun | None = None
         self._initial_values = InitialValues(options.seed)
-        self._writer, self._resumption = Writer(options, world), Resumption(self._loop)
+        self._writer, self._resumption = CheckpointWriter(options, world), Resumption(self._loop)
         self._results = DeferredResults(self.device, self._precision.scaler is not None, warns=self.is_main)
         self._agreed_data = agreement.AgreedData(self.strategy, self.position, options, warns=self.is_main)
         self._is_first_step = options.checks != "off" and self.strategy.all_ranks is not None
@@ -203,7 +197,7 @@ class Run:
         state, gradients = prepared.state, prepared.gradients
         how = {"restarted": self.world.restart > 0, "is_main": self.is_main}
         with gradients.setting_values():
-            if not save.resume(state, self.options, self.fingerprint, **how):
+            if not resume(state, self.options, self.fingerprint, **how):
                 return False
         self.extra.clear()  # it may have a name in the script
         self.extra.update(state.extra)
@@ -217,7 +211,7 @@ class Run:
         """The numbers of the epochs from where the run stands (0, or where it resumed) to ``count - 1``. Collective."""
         self._resumption.begin_epochs(count)
         if self.is_main and self._loop.is_resumed and not self._loop.position.inside:
-            save.mention_nothing_left(count, self.position.epoch)
+            mention_nothing_left(count, self.position.epoch)
         return self._loop.epochs(count, lambda: save.end_epoch(self, self._results.stop))
 
     def batches(

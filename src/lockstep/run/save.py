@@ -1,13 +1,13 @@
-"""Writes the checkpoints of a run, finds and loads the one that a run resumes from, and takes weights for all ranks.
+"""Writes the checkpoints of a run, also where it is asked to stop, and takes weights for all ranks.
 
-The main process writes; where every process holds rows of the model, each writes its own.
+The main process writes; where every process holds rows of the model, each writes its own. ``resumption`` loads them.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
@@ -18,31 +18,25 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep import checkpoint
-from lockstep.checkpoint import CheckpointState
 from lockstep.checkpoint.sharded import prepare_sharded
 from lockstep.config.checks import file_path
 from lockstep.config.options import RunOptions
 from lockstep.core.atomic import sole_use, told_holder
 from lockstep.core.world import World
-from lockstep.distributed.collectives import (
-    broadcast_tensors,
-    drop_process_groups,
-    exchange_device,
-    gather_json,
-)
+from lockstep.distributed.collectives import broadcast_tensors, drop_process_groups, exchange_device, gather_json
 from lockstep.distributed.process_group import open_group
-from lockstep.errors import CheckpointError, ConfigError, LockstepError
+from lockstep.errors import CheckpointError, ConfigError
 from lockstep.models.weights import compare
 from lockstep.run.checks.calls import gather_agreed
-from lockstep.run.epoch_loop import Position
 from lockstep.run.live_variables import changed_and_read_after_loops
 from lockstep.run.prepare import PreparedModel
-from lockstep.run.session import returning_freed_memory
+from lockstep.run.resumption import ENDED_FOLDERS, note
+from lockstep.run.resumption import resume as resume  # the adapter of Accelerate takes it from here
 from lockstep.run.state import RunState
 from lockstep.runtime.control import Stopped, StopReason
 from lockstep.runtime.stop_signals import wait_for_critical_threads
 from lockstep.strategies import IndependentStrategy, Strategy
-from lockstep.text import plural, shorten
+from lockstep.text import shorten
 
 if TYPE_CHECKING:
     from lockstep.run.run import Run
@@ -52,13 +46,11 @@ logger = logging.getLogger(__name__)
 _LOCK = "writer.lock"
 _CLAIMED = set[Path]()
 """The folders that runs of this process write to."""
-_ENDED = set[Path]()
-"""The folders that runs of this process have written to, and have ended."""
 _TIMEOUT = timedelta(hours=2)
 """The time that the quickest rank waits for the slowest disk, at most."""
 
 
-class Writer:
+class CheckpointWriter:
     """Writes the checkpoints of one run, one at a time."""
 
     def __init__(self, options: RunOptions, world: World) -> None:
@@ -80,7 +72,7 @@ class Writer:
         drop_process_groups(self)
         for folder in [*self._claims]:
             self._give_up(folder)
-            _ENDED.add(folder)
+            ENDED_FOLDERS.add(folder)
 
     def _give_up(self, folder: Path) -> None:
         claim, _ = self._claims.pop(folder)
@@ -133,16 +125,16 @@ class Writer:
         state = run.capture(fingerprint, keep=is_main)
         if not is_main:
             return None
-        order = checkpoint.prepare(directory, state, step=run.position.step, keep=self._options.keep)
+        prepared = checkpoint.prepare(directory, state, step=run.position.step, keep=self._options.keep)
         if wait:
-            return order.carry_out()
-        return self.background.carry_out(order, owned=not run.strategy.replicated)
+            return prepared.write()
+        return self.background.write(prepared, owned=not run.strategy.replicated)
 
     def _write_rows(self, directory: Path | str, run: RunState, fingerprint: str, wait: bool) -> Path | None:
         """As ``write``, by all ranks; None, from then on, where they do not see one folder."""
         rows, rank, group = run.strategy.own_rows(), self._world.rank, self._group
         assert rows is not None and group is not None
-        order = prepare_sharded(
+        prepared = prepare_sharded(
             directory,
             run.capture(fingerprint, keep=rank == 0, rows=rows),
             step=run.position.step,
@@ -151,7 +143,7 @@ class Writer:
             exchange=lambda value: gather_json(value, group, torch.device("cpu")),
             keep=self._options.keep,
         )
-        if order is None:
+        if prepared is None:
             self.release()
             if rank == 0:
                 logger.warning(
@@ -160,7 +152,7 @@ class Writer:
                     directory,
                 )
             return None
-        return order.carry_out() if wait else self.background.carry_out(order)
+        return prepared.write() if wait else self.background.write(prepared)
 
 
 def _inode(file: Path) -> int:
@@ -201,21 +193,6 @@ def require_readable(directory: Path) -> Path:
     return directory
 
 
-def mention_nothing_left(epochs: int, done: int) -> None:
-    """Says that a loop over epochs of a resumed run, which has done ``done`` of them, takes no further step."""
-    if isinstance(epochs, int) and 0 < epochs <= done:
-        note(
-            "run.epochs(%d) has no step left: the run that was resumed has done %s. To go on there, give it a larger "
-            "number, in a job by --epochs; to begin anew, another run folder.",
-            *(epochs, plural(done, "epoch")),
-        )
-
-
-def note(text: str, *arguments: object) -> None:
-    """Logs what somebody should see whose script has not set up logging, too."""
-    logger.log(logging.INFO if logger.hasHandlers() else logging.WARNING, text, *arguments)
-
-
 def stop_after_step(run: Run, reason: StopReason) -> None:
     """Ends this process because it was asked to, as ``save_and_stop`` does. Collective.
 
@@ -251,93 +228,6 @@ def save_and_stop(run: Run, reason: StopReason) -> NoReturn:
             path,
         )
     raise Stopped(reason) from None
-
-
-def resume(
-    state: RunState,
-    options: RunOptions,
-    fingerprint: Callable[[], str],
-    *,
-    restarted: bool = False,
-    is_main: bool = True,
-) -> bool:
-    """Resumes as the options say; whether there was something to resume, which the main process notes.
-
-    Where the launcher has ``restarted`` the run, its own newest checkpoint comes first.
-    """
-    found = None
-    if restarted and options.resume != "auto" and options.directory is not None and state.world.run_id:
-        found = checkpoint.read_newest(options.directory, written_by=state.world.run_id)
-    if found is None and options.resume:
-        found = find(options.resume, options.directory)
-    if found is None:
-        if is_main and options.directory is not None:
-            directory = Path(options.directory)
-            if paths := checkpoint.committed(directory.expanduser()):
-                note(
-                    "%s holds checkpoints of an earlier training, the last one %s. This run begins anew, and its own "
-                    "take their place. To go on from there give resume='auto'; to keep both, another directory=.",
-                    *(directory, paths[-1].name),
-                )
-        return False
-    path, position = found.path, state.position
-    before, now = found.state.progress.get("sources", {}), state.sources
-    with returning_freed_memory(state.strategy.device):
-        written = _restore(state, path, found.state, options.force_context, restarted)
-        del found  # its files are mapped into memory
-        is_equal = fingerprint() == written
-    if not position.inside and position.done:
-        position.epoch, position.done = position.epoch + 1, 0
-    if not is_equal:
-        raise CheckpointError(
-            f"{path} was loaded, but its parameters do not have the fingerprint that it records. Use "
-            "another checkpoint."
-        )
-    if is_main:
-        changed = [name for name in now if before.get(name, now[name]) != now[name]]
-        _mention_resumed(path, position, changed, is_found=options.resume == "auto")
-    return True
-
-
-def _mention_resumed(path: Path, position: Position, changed: Sequence[str], *, is_found: bool) -> None:
-    """Notes where a run resumes; warns of what has ``changed`` in the program, and of another run's folder."""
-    between = position.epoch and not position.inside
-    epoch = f"after epoch {position.epoch}" if between else f"epoch {position.epoch + 1}"
-    note("Resumed from %s: %s, step %d.", path, epoch, position.step)
-    if is_found and path.parent.resolve() in _ENDED:
-        logger.warning(
-            "%s was written by an earlier run of this program, which has ended, and this run goes on from it. If "
-            "each is a training of its own, as in cross-validation, give it another directory=.",
-            path,
-        )
-    if changed:
-        logger.warning(
-            "The program is not the one that wrote the checkpoint: the %s has changed, so it may compute something "
-            "else from here on.",
-            shorten(changed, 3),
-        )
-
-
-def _restore(state: RunState, path: Path, stored: CheckpointState, force_context: bool, restarted: bool) -> str:
-    """As ``RunState.restore``; a record that passes its checksums and is not one of a run is refused as a whole."""
-    try:
-        return state.restore(stored, force_context, restarted=restarted)
-    except LockstepError:
-        raise
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, AssertionError) as error:
-        raise CheckpointError(
-            f"{path} does not hold the state of a run ({type(error).__name__}: {str(error)[:200]}). Use "
-            "another checkpoint."
-        ) from error
-
-
-def find(resume: str, directory: Path | str | None) -> checkpoint.Restored | None:
-    """The checkpoint that ``resume`` names, or the newest of that run folder ("auto": of the run's own, if any)."""
-    if resume == "auto":
-        return checkpoint.read_newest(directory) if directory is not None else None
-    if newest := checkpoint.read_newest(resume):
-        return newest
-    return checkpoint.Restored(Path(resume), checkpoint.read(resume))
 
 
 def weights_of_main(

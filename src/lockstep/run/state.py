@@ -30,17 +30,9 @@ from lockstep.run.attributes import Attributes, unsaved_tensors, words_of
 from lockstep.run.checks.agreement import made_otherwise, source_digests
 from lockstep.run.epoch_loop import Position
 from lockstep.run.loop_state import LoopState
-from lockstep.run.lost_variables import united
+from lockstep.run.lost_variables import UnheldPlaces, united
 from lockstep.run.optimizer_step import GradientState, PreparedOptimizer
-from lockstep.run.prepare import (
-    Parts,
-    PreparedModel,
-    frozen_parameters,
-    held_objects,
-    plain_number,
-    saved_buffers,
-)
-from lockstep.run.resumption import UnheldPlaces
+from lockstep.run.prepare import Parts, PreparedModel, frozen_parameters, held_objects, plain_number, saved_buffers
 from lockstep.run.step import ForwardPass
 from lockstep.runtime.events import StepEvents
 from lockstep.strategies import IndependentStrategy, Strategy
