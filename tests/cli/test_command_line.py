@@ -157,8 +157,9 @@ def test_output_to_a_full_disk_is_a_sentence():
 
 @pytest.mark.fault("T7")
 def test_too_few_open_files_are_a_sentence(tmp_path):
-    line = f"ulimit -n 14; {sys.executable} -m lockstep train digits --set run.directory={tmp_path} --devices cpu:1"
-    ended = subprocess.run(["bash", "-c", line], capture_output=True, text=True)
+    command = [sys.executable, "-m", "lockstep", "train", "digits", "--set", f"run.directory={tmp_path}"]
+    limited = ["bash", "-c", 'ulimit -n 14; "$@"', "bash", *command, "--devices", "cpu:1"]
+    ended = subprocess.run(limited, capture_output=True, text=True)
     assert ended.returncode == 2
     assert ended.stderr == "lockstep: Too many open files. Raise the limit of this shell (ulimit -n).\n"
 

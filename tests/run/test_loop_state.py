@@ -215,6 +215,7 @@ def test_what_a_function_reads_that_was_given_away_is_live(given):
         ("def log():\n        return scale", "scale = number; log()"),
         ("def log():\n        return scale\n    log()", "scale = number"),
         ("total = sum(scale * each for each in range(3))", "scale = number"),
+        ("def loss():\n        scale = 2\n        return sum(scale for _ in range(3))", "scale = number; loss()"),
         ("def loss():\n        return scale", "scale = number; list(map(loss, ()))"),
         (
             "def loss():\n        return scale\n    def both():\n        return loss()",

@@ -15,7 +15,15 @@ from lockstep.distributed.shared_memory import Word
 from lockstep.launch import rank_process
 from lockstep.launch.stalls.snapshot import main_stack, users_frame, waits_in
 from lockstep.reduce import ordered, ring, shared_memory
-from lockstep.runtime.stack_dump import Mark, _serve_recorder, has_mark, mark_of, package_folder, stack_marker
+from lockstep.runtime.stack_dump import (
+    Mark,
+    _serve_recorder,
+    has_mark,
+    mark_of,
+    package_folder,
+    stack_marker,
+    unescaped,
+)
 
 
 def dump(path):
@@ -52,6 +60,22 @@ def test_a_rank_that_waits_is_recognised_wherever_the_function_stands(tmp_path):
     assert [mark_of(frame.function) for frame in stack[:3]] == [None, Mark.WAITS_FOR_EXCHANGE, Mark.RUNS_RANK]
     assert waits_in(stack[1:], collective_pending=False) == "an exchange between ranks"
     assert users_frame(stack) == stack[0]
+
+
+def test_paths_and_names_outside_ascii_are_read_as_they_are(tmp_path):
+    folder = tmp_path / "öko \U0001f600 \\x41"
+    folder.mkdir()
+    script = folder / "größe.py"
+    script.write_text("def zählen(dump, path):\n    return dump(path)\n")
+    namespace = {}
+    exec(compile(script.read_text(), str(script), "exec"), namespace)
+    text = namespace["zählen"](dump, tmp_path / "stack")
+    assert str(script) not in text  # faulthandler writes ASCII
+    assert f'File "{script}", line 2 in zählen' in unescaped(text)
+
+
+def test_a_byte_of_a_path_that_is_no_character_stays_escaped():
+    assert unescaped(r'File "/x/\udcff\xe9", line 1') == r'File "/x/\udcff' + 'é", line 1'
 
 
 def test_a_marked_function_is_otherwise_the_same():

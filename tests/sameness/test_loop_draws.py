@@ -617,6 +617,15 @@ def test_a_number_that_the_loop_sets_anew_goes_on(read, where):
     require_equal(alone(text), text, [*(dataclasses.replace(SINGLE, stop=stop) for stop in (3, 4, 6)), TWO])
 
 
+def test_a_number_that_the_loss_sets_and_does_not_read_goes_on():
+    """As the last value of a loss, kept for a log. The resumed run was refused: its loss would read it."""
+    text = weighted("task.beta").replace(
+        "    return F.cross_entropy", "    task.beta = y.mean().item()\n        return F.cross_entropy"
+    )
+    text = text.replace(" + task.beta * y.square().mean()", "")
+    require_equal(alone(text), text, [dataclasses.replace(SINGLE, stop=4), SINGLE])
+
+
 @pytest.mark.parametrize(
     "place", ["        for batch in run.batches(data):\n", "    for epoch in run.epochs(epochs):\n"]
 )

@@ -30,7 +30,7 @@ from lockstep.data.reader import GroupedBatch, Request, SampleReader
 from lockstep.data.shared_buffers import SharedBuffer, SharedBuffers, WorkerResult
 from lockstep.errors import DataError, RankError
 from lockstep.runtime.parent_death import die_with_parent
-from lockstep.runtime.stack_dump import Mark, has_mark
+from lockstep.runtime.stack_dump import Mark, has_mark, unescaped
 from lockstep.text import format_bytes
 
 _IGNORED = frozenset({signal.SIGINT, signal.SIGHUP, signal.SIGUSR1})
@@ -144,7 +144,7 @@ def _open_files_anew() -> None:
 def _wait_for_text(file: int, start: int, deadline: float) -> str:
     while os.fstat(file).st_size == start and time.monotonic() < deadline:
         time.sleep(0.01)  # the worker's signal handler cannot notify; it can only write
-    return os.pread(file, 1 << 16, start).decode(errors="replace")
+    return unescaped(os.pread(file, 1 << 16, start).decode(errors="replace"))
 
 
 def _memory() -> str:

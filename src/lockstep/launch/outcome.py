@@ -22,6 +22,7 @@ from lockstep.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_RA
 from lockstep.runtime.control import StopReason
 from lockstep.runtime.error_record import ErrorRecord, log_file, record_file
 from lockstep.runtime.heartbeat import Beat, Membership
+from lockstep.runtime.stack_dump import unescaped
 from lockstep.runtime.torch_internals import NO_THREAD, PEER_IS_LATE
 from lockstep.text import format_bytes, grouped, numbered, plural, shorten
 
@@ -282,7 +283,9 @@ def last_lines(end: RankEnd, logs: Path) -> list[str]:
     except OSError:  # rank 0 writes to the terminal; or the log cannot be read
         return []
     crash = next((number for number, line in enumerate(lines) if line.startswith(_CRASH)), None)
-    return lines[-_LAST_LOG_LINES:] if crash is None else lines[crash : crash + _CRASH_LINES]
+    if crash is None:
+        return lines[-_LAST_LOG_LINES:]
+    return [unescaped(line) for line in lines[crash : crash + _CRASH_LINES]]
 
 
 def _process(end: RankEnd) -> str:

@@ -272,7 +272,9 @@ Places = Mapping[CodeType, Collection[int]]
 def _set_by_inner(code: CodeType) -> frozenset[str]:
     """The variables that inner functions set, as ``nonlocal`` or ``global``."""
     _, *inner = codes_in(code)
-    return frozenset[str]().union(*(names_loaded(each, "STORE_DEREF", "STORE_GLOBAL") for each in inner))
+    own = {*code.co_cellvars, *code.co_freevars}
+    kept = [names_loaded(each, "STORE_DEREF") & own.intersection(each.co_freevars) for each in inner]
+    return frozenset[str]().union(*kept, *(names_loaded(each, "STORE_GLOBAL") for each in inner))
 
 
 def read_in_loop(places: Iterable[str]) -> list[str]:

@@ -113,7 +113,7 @@ class Lost:
 
         Args:
             found: what was looked at in a step.
-            changed: the names of what the loss and the model have changed themselves in it.
+            changed: the names of what the loss and the model set themselves, without a trace of its value before.
             names: all that their code has.
         """
         if _state_of(self.held) == self.state:
@@ -123,6 +123,8 @@ class Lost:
         if self.plain is None or self.plain.place not in found.places:
             return False
         word, now = found.places[self.plain.place]
+        if word in changed:
+            return False
         value = self.plain.value
         if isinstance(self.plain.holder, str):  # a live variable: nothing sets it before it is read
             return now is value or (is_plain(now) and text_of_plain(now) == text_of_plain(value))

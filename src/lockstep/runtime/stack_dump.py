@@ -17,6 +17,7 @@ from __future__ import annotations
 import faulthandler
 import importlib.util
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable
@@ -69,6 +70,15 @@ def mark_of(name: str) -> Mark | None:
 def has_mark(stack: str, mark: Mark) -> bool:
     """True if a stack, as faulthandler wrote it, has a frame with this mark."""
     return any(line.endswith(f" [{mark}]") for line in stack.splitlines())
+
+
+_ESCAPED = re.compile(r"\\x[89a-f][0-9a-f]|\\u(?!d[89a-f])[0-9a-f]{4}|\\U00(?:0[1-9a-f]|10)[0-9a-f]{4}")
+"""A character outside ASCII, as faulthandler writes it: ö as ``\\xf6``. Bytes that are no character stay escaped."""
+
+
+def unescaped(dump: str) -> str:
+    """Returns what faulthandler wrote with the paths and names as they are."""
+    return _ESCAPED.sub(lambda found: chr(int(found[0][2:], 16)), dump)
 
 
 @cache

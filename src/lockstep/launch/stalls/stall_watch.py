@@ -21,7 +21,7 @@ from typing import Any
 from lockstep.launch.stalls.report import StallKind, StallVerdict, judge_stall
 from lockstep.launch.stalls.snapshot import Collective, RankSnapshot, Stack, main_stack
 from lockstep.runtime.heartbeat import Beat, Membership, read_beats
-from lockstep.runtime.stack_dump import DUMP_SIGNAL, Mark, recorder_socket, stack_file
+from lockstep.runtime.stack_dump import DUMP_SIGNAL, Mark, recorder_socket, stack_file, unescaped
 
 _LEARNED = 5.0
 """A rank may be silent for this multiple of its longest silence so far."""
@@ -141,7 +141,7 @@ def _stack_of(directory: Path, rank: int, pid: int) -> Stack:
         size = now
     with path.open("rb") as file:
         file.seek(start)
-        return main_stack(file.read(1 << 20).decode(errors="replace"))
+        return main_stack(unescaped(file.read(1 << 20).decode(errors="replace")))
 
 
 def _collectives_of(directory: Path, rank: int) -> tuple[Collective, ...]:

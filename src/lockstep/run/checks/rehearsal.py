@@ -431,8 +431,9 @@ class Rehearsals:
             findings.asked += counts_read(before, codes, strategy.all_ranks.size())
         if is_early and is_called and (lost := state.loop.lost):
             names = names_reached(codes, before.functions)
+            set_anew = noted if not (findings.losses_differ or findings.gradients) else ()
             read = [name for name, each in lost.items() if each.is_read_by(before, (), names)]
-            findings.lost = [name for name in read if lost[name].is_read_by(before, noted, names)]
+            findings.lost = [name for name in read if lost[name].is_read_by(before, set_anew, names)]
             findings.filled = [name for name in read if name not in findings.lost]
         findings.lost += state.unheld.look(state, roots, before, moved)
         state.idle -= moved
