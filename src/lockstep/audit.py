@@ -31,7 +31,8 @@ from lockstep import checkpoint
 from lockstep.checkpoint import CheckpointState
 from lockstep.checkpoint.manifest import MANIFEST
 from lockstep.checkpoint.record import canonical, encode
-from lockstep.core.fingerprint import differing, digest_tensors
+from lockstep.core.fingerprint import digest_tensors
+from lockstep.core.values import differing
 from lockstep.data.batch import Batch
 from lockstep.errors import CheckpointError, ConfigError, LockstepError
 from lockstep.job.run_folder import read_starts, recipe_digest
@@ -301,13 +302,13 @@ def _state_finding(folder: Path, trainer: Trainer, chain: Chain, interval: Inter
         return AuditFinding(where=f"the end of step {interval.end - 1}", what=what)
     for file, tensors in trainer.results().items() if end is not None else ():
         written = safetensors.torch.load_file(folder / file) if (folder / file).is_file() else tensors
-        if names := differing(digest_tensors(tensors), digest_tensors(written)):
+        if names := sorted(differing(digest_tensors(tensors), digest_tensors(written))):
             what = f"the trained weights are not those of the file: {shorten(names, _MOST_NAMES)}"
             return AuditFinding(where=file, what=f"{what} ({len(names)} in all)")
     if interval.checkpoint is None:
         return None
     mine = trainer.run.require_prepared().state.capture(fingerprint, keep=True)
-    names = differing(_digests(mine), _digests(checkpoint.read(interval.checkpoint)))
+    names = sorted(differing(_digests(mine), _digests(checkpoint.read(interval.checkpoint))))
     if not names:
         return None
     what = f"the state after it is not that of {interval.checkpoint.name}: {shorten(names, _MOST_NAMES)}"

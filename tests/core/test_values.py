@@ -15,6 +15,7 @@ import torch
 
 from lockstep.core.values import (
     OF_CLASS,
+    differing,
     globals_of,
     inside,
     of_class,
@@ -198,6 +199,12 @@ def test_a_module_that_may_not_be_imported_or_that_other_code_imports_is_not_loo
         monkeypatch.setitem(sys.modules, name, module)
     found = globals_of({"blocked", "one"}, {}, {"level", "other"})  # an attribute has the name of the other one
     assert [(part.holder["__name__"], part.value) for part in found] == [("one", 1)]
+
+
+def test_keys_that_differ_or_that_one_side_lacks_are_given():
+    one, other = {"c": 1, "a": 1, "b": 1}, {"c": 2, "a": 1, "d": 1}
+    assert differing(one, other) == ["c", "b", "d"]
+    assert differing(one, dict(one)) == []
 
 
 def test_a_digest_tells_long_lists_apart():

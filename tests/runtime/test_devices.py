@@ -67,7 +67,7 @@ def test_nothing_is_queued_on_a_cpu():
     cpu = torch.device("cpu")
     assert devices.new_stream(cpu) is None
     assert devices.collectives_for(cpu) == "gloo"
-    assert devices.generators_of([cpu]) == []
+    assert devices.gpu_generators([cpu]) == []
     with devices.on_stream(None), devices.selected(cpu):
         devices.wait_for(cpu)
 

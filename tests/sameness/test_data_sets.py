@@ -26,7 +26,7 @@ from torch.utils.data import (
 
 from lockstep.core.world import World
 from lockstep.data import Bucketed, SkipBroken, Weighted, adopt
-from lockstep.data.keyed import content_of, state_of
+from lockstep.data.keyed import content_of, restorer_of
 from lockstep.data.reader import InlineReading, Request, SampleReader
 from lockstep.errors import DataError
 from lockstep.run import Run, RunOptions
@@ -466,7 +466,7 @@ def test_the_queues_of_a_thread_stay_as_they_are():
 
 def test_what_a_set_keeps_is_put_back_unless_it_is_large():
     small, large = {}, dict.fromkeys(range(20_000))
-    put_back = state_of({"small": small, "large": large})
+    put_back = restorer_of({"small": small, "large": large})
     small["new"] = large["new"] = 1
     put_back()
     assert "new" not in small and "new" in large

@@ -2,7 +2,7 @@
 
 import copy
 
-from lockstep.verify import StepTrace, Trace
+from lockstep.verify import StepTrace, Trace, compare
 
 
 def trace(steps=3, **settings):
@@ -45,3 +45,9 @@ def scaled(factor, names=("w", "b", "c", "d")):
 
 def put(field, key, value):
     return lambda step: getattr(step, field).__setitem__(key, value)
+
+
+def level_b(difference, sensitivity=None, factor=1.0 + 1e-7):
+    other = changed(scaled(factor))
+    other.level, other.memory = "B", [2**20]
+    return compare(trace(), other, difference, sensitivity=sensitivity)

@@ -26,10 +26,11 @@ from lockstep.config.checks import file_path
 from lockstep.config.components import origins
 from lockstep.config.strategy_options import PRECISIONS, STRATEGIES
 from lockstep.core.world import RENDEZVOUS, World, master_of_step
+from lockstep.distributed.authentication import read_token
 from lockstep.errors import EXIT_DONE, ConfigError
 from lockstep.launch import LaunchOptions
 from lockstep.launch.debugger import DEFAULT_PORT, take_part_in_debugging, with_debugger
-from lockstep.launch.hosts import HostOptions, Joined, join_hosts, read_token
+from lockstep.launch.hosts import HostOptions, Joined, join_hosts
 from lockstep.launch.options import Devices
 from lockstep.profile.trace import DEFAULT, ProfileWindow
 from lockstep.runtime.output import say

@@ -23,9 +23,10 @@ from lockstep.errors import EXIT_DONE, ConfigError
 from lockstep.launch import ScriptTarget
 from lockstep.text import comma_separated, plural
 from lockstep.verify import micro_batches
+from lockstep.verify.diagnosis import Comparison
 from lockstep.verify.layouts import DEVICES, REFERENCE, compare_all, layouts, run_job, run_script
 from lockstep.verify.micro_batches import AS_IT_IS, VARIANTS, FirstStep, compared
-from lockstep.verify.report import Comparison, as_json, table
+from lockstep.verify.report import as_json, table
 
 EXIT_DIFFERENT = 1
 

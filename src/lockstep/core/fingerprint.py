@@ -122,11 +122,6 @@ def combine(digests: Mapping[str, str]) -> str:
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
-def differing(first: Mapping[str, str], second: Mapping[str, str]) -> list[str]:
-    """Names whose digests differ, or that only one side has, in name order."""
-    return sorted(name for name in first.keys() | second.keys() if first.get(name) != second.get(name))
-
-
 @dataclass(frozen=True, kw_only=True)
 class Context:
     """The conditions that the bits of a run depend on. Two runs can only be compared if these agree.

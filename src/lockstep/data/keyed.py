@@ -212,7 +212,7 @@ def generators_of(roots: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value, _ in _led_to(roots) if encoded_state(value) is not None}
 
 
-def state_of(roots: Mapping[str, Any]) -> Callable[[], None]:
+def restorer_of(roots: Mapping[str, Any]) -> Callable[[], None]:
     """A function that puts back the entries, attributes and variables of the user's to which the roots lead.
 
     Tensors' values, large containers and objects of libraries stay: threads wait for a queue, a file has a position.
@@ -234,7 +234,7 @@ def state_of(roots: Mapping[str, Any]) -> Callable[[], None]:
 
 
 def _keeps_a_place(value: Any) -> bool:
-    """True for an open file, a connection and the like, whose own state goes on where ``state_of`` goes back."""
+    """True for an open file, a connection and the like, whose own state goes on where ``restorer_of`` goes back."""
     if hasattr(value, "__dict__") or isinstance(value, (np.ndarray, *CONTAINERS)):
         return isinstance(value, io.IOBase)
     try:
@@ -260,7 +260,7 @@ class Rereading:
 
     def __init__(self, roots: Mapping[str, Any]) -> None:
         self._roots, is_fixed = roots, any(_keeps_a_place(value) for _, value, _ in _led_to(roots))
-        self._put_back = None if is_fixed else state_of(roots)
+        self._put_back = None if is_fixed else restorer_of(roots)
         """Puts the state before the first read back; None where a part of it could not go back."""
         self._generators: dict[str, Any] | None = None
         self._held: list[tuple[str, Callable[[], Any], Any, list[str]]] = []
@@ -352,7 +352,7 @@ class Rereading:
         """Raises ``DataError`` where samples are others if those that were read later are the first to be read."""
         if self._put_back is None:
             return
-        now = state_of(self._roots)
+        now = restorer_of(self._roots)
         held = [*self._held[-2::-1], *self._held[-1:]]  # the last may be all of them, collated
         self._put_back()
         later = self._contents(held)

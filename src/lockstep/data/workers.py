@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 
 from lockstep.core.values import short_digest
-from lockstep.data.keyed import content_of, state_of
+from lockstep.data.keyed import content_of, restorer_of
 from lockstep.data.reader import Collate, InlineReading, ReadTrace, Request, SampleReader
 from lockstep.data.worker_process import Failure, InWorker, WorkerDataset, WorkerStacks, explain_lost_worker, unwatch
 from lockstep.errors import ConfigError, DataError, StallError
@@ -258,7 +258,7 @@ def sample_digests(dataset: Any, indices: Sequence[int], **options: Unpack[Readi
     They are read where training reads them: in a worker process if there are any, so that files which a set keeps open
     are not opened here.
     """
-    put_back, is_refused = state_of({"": dataset, "collate": options.get("collate")}), False
+    put_back, is_refused = restorer_of({"": dataset, "collate": options.get("collate")}), False
     options["workers"] = min(1, options.get("workers", 0))
     options["checks"], options["trace"] = True, None
     reading, found = open_reading(dataset, **options), {}

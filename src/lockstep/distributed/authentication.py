@@ -4,19 +4,25 @@
     both   HMAC-SHA256(secret, own role, own nonce, the other's nonce)
 
 Each end has its own role, so a message cannot be reflected to its sender. Until the other end is authenticated, the
-length of its messages is limited, and a message that cannot be parsed is refused. Ranks of several hosts never see the
-hosts' token: their supervisors give them a key that is derived from it for this run alone.
+length of its messages is limited, and a message that cannot be parsed is refused. ``read_token`` reads the secret that
+the supervisors of several hosts share. Ranks never see it: they get a key that is derived from it for this run alone.
 """
 
 from __future__ import annotations
 
 import hmac
 import json
+import os
+import re
 import secrets
+import stat
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import LockstepError
+from lockstep.config.checks import file_path
+from lockstep.errors import ConfigError, LockstepError
 
 NONCE_BYTES = 32
 PROOF_BYTES = 32
@@ -87,6 +93,68 @@ class Seal:
 
 
 _KEY_FILE = "rank-key"
+
+
+TOKEN_VARIABLE = "LOCKSTEP_TOKEN"
+"""Holds the secret of the supervisors of several hosts; not passed on to ranks."""
+_TOKEN = re.compile(r"[!-~]{32,512}")
+_LARGEST_FILE = 4096
+
+
+def read_token(file: str, environment: Mapping[str, str]) -> bytes:
+    """Reads the token from ``file``, else from ``LOCKSTEP_TOKEN``, else from the user's configuration folder.
+
+    That is ``$XDG_CONFIG_HOME/lockstep/token`` or ``~/.config/lockstep/token``. ``ConfigError`` if there is none, it is
+    too short, or others may read its file.
+    """
+    if file:
+        if problem := file_path(file):
+            raise ConfigError(f"--token-file {problem}")
+        return _checked(_from_file(Path(file).expanduser()), file)
+    if TOKEN_VARIABLE in environment:
+        return _checked(environment[TOKEN_VARIABLE], TOKEN_VARIABLE)
+    default = f"{environment.get('XDG_CONFIG_HOME') or '~/.config'}/lockstep/token"
+    with suppress(RuntimeError):  # the user has no home
+        if Path(default).expanduser().exists():
+            return _checked(_from_file(Path(default).expanduser()), default)
+    raise ConfigError(
+        f"Several hosts need a shared token to authenticate each other, and none was found. {_how_to_make_one(default)}"
+    )
+
+
+def _how_to_make_one(file: str) -> str:
+    """Returns the sentence that says how to make a token file."""
+    return (
+        f"Make one with `mkdir -p {Path(file).parent} && (umask 077; openssl rand -hex 32 > {file})` and copy the "
+        f"file to every host, or give --token-file FILE or {TOKEN_VARIABLE}."
+    )
+
+
+def _from_file(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            content = file.read(_LARGEST_FILE)
+    except OSError as error:
+        raise ConfigError(
+            f"The token file '{path}' cannot be read: {error.strerror}. {_how_to_make_one(str(path))}"
+        ) from error
+    if stat.S_IMODE(mode) & 0o077:
+        raise ConfigError(
+            f"The token file '{path}' has mode {stat.S_IMODE(mode):04o}, so other users may read it. "
+            f"Run `chmod 600 {path}`, and make a new token if other users have access to this host."
+        )
+    return content.decode(errors="replace")
+
+
+def _checked(text: str, origin: str) -> bytes:
+    token = text.strip()
+    if not _TOKEN.fullmatch(token):
+        raise ConfigError(
+            f"The token of {origin} has {len(token)} characters; it must be one line of 32 to 512 without "
+            "spaces, as `openssl rand -hex 32` prints."
+        )
+    return token.encode()
 
 
 def write_rank_key(directory: Path, token: bytes, run_id: str) -> None:

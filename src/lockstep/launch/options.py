@@ -35,6 +35,7 @@ from lockstep.core.world import (
     threads_of_environment,
     usable_cores,
 )
+from lockstep.distributed.authentication import TOKEN_VARIABLE
 from lockstep.errors import ConfigError
 
 _MOST_CPU_RANKS = 8
@@ -150,8 +151,6 @@ def _torch_is_cpu_build() -> bool:
 
 
 RESTART_WORLDS = ("same", "remaining")
-TOKEN_VARIABLE = "LOCKSTEP_TOKEN"
-"""Holds the secret of the supervisors of several hosts; not passed on to ranks."""
 _FOREIGN = ("TORCHELASTIC_", "OMPI_COMM_WORLD_")
 """Prefixes of variables of other launchers; a rank that has them would think that one of them started it."""
 

@@ -50,7 +50,7 @@ from lockstep.numerics.hooks import (
     is_hooked,
     put_users_first,
 )
-from lockstep.runtime.devices import generators_of
+from lockstep.runtime.devices import gpu_generators
 
 _NEVER_DRAW = (
     *(nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, nn.Embedding, nn.Identity, nn.Flatten, nn.Unflatten),
@@ -102,7 +102,7 @@ class KeyedRandomness:
         self._generators = [torch.default_generator]
         self.keys_global_generators = False
         """True if NumPy's and Python's global generators are seeded too."""
-        self._generators += generators_of([device, *others])
+        self._generators += gpu_generators([device, *others])
         self._fresh = [torch.Generator(each.device) for each in self._generators]
         self._frames: list[_Frame] = []
         self._calls: dict[str, int] = {}

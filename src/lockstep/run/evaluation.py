@@ -384,14 +384,14 @@ def _evaluate_set_metrics(opened: OpenEvaluation, metrics: Mapping[str, SetMetri
         EvaluationStopped: the ranks have stopped, all after the same number of micro-batches.
     """
     columns, strategy = list[list[Any]](), opened.run.strategy
-    words = f"The metric {next(iter(metrics))!r}", "Compute it from run.predict(data, keep=...) instead."
+    words = f"The metric {next(iter(metrics))!r}", "Compute it from run._gathered_rows(data, keep=...) instead."
 
     def joined(micro_batch: MicroBatch) -> Tensor:
-        pair = [require_rows(each, len(micro_batch), *words) for each in opened.forward(micro_batch)]
+        pair = [_require_rows(each, len(micro_batch), *words) for each in opened.forward(micro_batch)]
         columns[:] = [[str(each.dtype), list(each.shape[1:])] for each in pair]
         return torch.cat([each.reshape(len(each), -1).double() for each in pair], 1)
 
-    rows = predict(opened, joined)
+    rows = _gathered_rows(opened, joined)
     (dtype, shape), (target_dtype, target_shape) = next(filter(None, strategy.gather_records(columns)))
     values = {}
     if rows is not None:
@@ -441,8 +441,8 @@ def _mean(name: str, rows: Tensor) -> float:
     return float(total / weight)
 
 
-def predict_in_order(opened: OpenEvaluation, *, everywhere: bool) -> Tensor | None:
-    """As ``predict``, with the rows in the order of the samples' numbers. Collective.
+def predict(opened: OpenEvaluation, *, everywhere: bool) -> Tensor | None:
+    """The outputs of all samples in the order of their numbers; see ``Run.predict``. Collective.
 
     Raises:
         ConfigError: samples are drawn, so that there is no row for each.
@@ -455,11 +455,11 @@ def predict_in_order(opened: OpenEvaluation, *, everywhere: bool) -> Tensor | No
             "samples (Weighted, WeightedRandomSampler). Give it the data set itself."
         )
     opened.run.strategy.note_readers(() if opened.keep is None else (opened.keep,))
-    rows = predict(opened, partial(_kept, opened), everywhere=everywhere)
+    rows = _gathered_rows(opened, partial(_kept, opened), everywhere=everywhere)
     return rows if rows is None or torch.equal(order, places) else rows[order]
 
 
-def predict(
+def _gathered_rows(
     opened: OpenEvaluation, rows_of: Callable[[MicroBatch], Tensor], *, everywhere: bool = False
 ) -> Tensor | None:
     """The outputs of all samples, in order, on the CPU of the main process, or of every one. Collective.
@@ -511,7 +511,7 @@ def _lost(what: str) -> NoReturn:
 def _kept(opened: OpenEvaluation, micro_batch: MicroBatch) -> Tensor:
     """Returns the part of an output that is kept: a row of real numbers for each sample."""
     output = opened.output(micro_batch)
-    return require_rows(
+    return _require_rows(
         output if opened.keep is None else opened.keep(output),
         len(micro_batch),
         "run.predict",
@@ -519,7 +519,7 @@ def _kept(opened: OpenEvaluation, micro_batch: MicroBatch) -> Tensor:
     )
 
 
-def require_rows(value: Any, samples: int, caller: str, remedy: str) -> Tensor:
+def _require_rows(value: Any, samples: int, caller: str, remedy: str) -> Tensor:
     """The value, if it is a tensor with a row of real numbers for each sample; ``ConfigError`` otherwise."""
     if not isinstance(value, Tensor):
         found = type(value).__name__

@@ -100,13 +100,13 @@ class Lost:
     """A tensor, a module and its tensors, an array, or a container."""
     plain: Part | None
     state: str
-    """See ``state_of``; where the steps begin."""
+    """See ``_state_of``; where the steps begin."""
 
     @classmethod
     def of(cls, found: Variables, name: str) -> Lost:
         """A variable, as the steps begin."""
         held = found.held(name)
-        return cls(held, found.plain.get(name), state_of(held))
+        return cls(held, found.plain.get(name), _state_of(held))
 
     def is_read_by(self, found: Snapshot, changed: Container[str], names: set[str]) -> bool:
         """True where a loss reads it, and the step is not known to have set it again.
@@ -116,7 +116,7 @@ class Lost:
             changed: the names of what the loss and the model set themselves, without a trace of its value before.
             names: all that their code has.
         """
-        if state_of(self.held) == self.state:
+        if _state_of(self.held) == self.state:
             words = [word for each in self.held if (word := found.name_of(each)) and word not in changed]
             if any(names.issuperset(re.findall(_ATTRIBUTE, word)) for word in words):
                 return True
@@ -138,7 +138,7 @@ class _EpochStart:
 
     found: Variables
     states: dict[str, str]
-    """Of tensors, see ``state_of``."""
+    """Of tensors, see ``_state_of``."""
     places: dict[FrameType, int]
     """Where the code of the frames was."""
 
@@ -173,7 +173,7 @@ class ResumedLoop:
         if self._epoch is None:
             _give(found, self.notes.at_epoch if self.inside else self.notes.generators)
             found.renew_floats(self.notes.saved.keys())
-            states = {name: state_of(held) for name, held in found.tensors.items()}
+            states = {name: _state_of(held) for name, held in found.tensors.items()}
             self._epoch = _EpochStart(found, states, offsets_of_frames())
 
     def begin_steps(self, found: Variables) -> None:
@@ -357,7 +357,7 @@ class ResumedLoop:
                 continue
             is_untouched = changed.isdisjoint(re.findall(r"\w+", name.rpartition(": ")[2]))
             if held is not None:
-                is_untouched = epoch.states[name] == state_of(held)
+                is_untouched = epoch.states[name] == _state_of(held)
             if is_untouched or name in epoch.found.renewed:
                 names.add(name)
         return names
@@ -383,7 +383,7 @@ class ResumedLoop:
         return {name for name in differ if not changed.isdisjoint(itertools.chain(*words_in(name)))}
 
 
-def state_of(held: Collection[Any]) -> str:
+def _state_of(held: Collection[Any]) -> str:
     """A text that changes when what is held is changed in place."""
     return repr([*map(version_of, held)])
 

@@ -29,14 +29,14 @@ from lockstep.run import save
 from lockstep.run.checks import agreement
 from lockstep.run.checks.rehearsal import Rehearsals
 from lockstep.run.epoch_loop import EpochLoop, EpochSteps, Position
-from lockstep.run.evaluation import evaluate, evaluation, predict_in_order
+from lockstep.run.evaluation import evaluate, evaluation, predict
 from lockstep.run.loaders import LoaderCache, counting_skipped, smallest_micro_batch
 from lockstep.run.metrics import Metric, SetMetric, StepMetrics
 from lockstep.run.optimizer_step import GradientState
 from lockstep.run.prepare import Parts, context_of_run, prepare_model, stepped_before
 from lockstep.run.resumption import Resumption, mention_nothing_left, resume
 from lockstep.run.save import CheckpointWriter
-from lockstep.run.session import RunSession, seed_generators, warn_if_begun, warn_if_unseeded, world_of_process
+from lockstep.run.session import RunSession, seed_unless_seeded, warn_if_begun, warn_if_unseeded, world_of_process
 from lockstep.run.state import PreparedRun, RunState
 from lockstep.run.step import (
     BackwardPass,
@@ -98,7 +98,7 @@ class Run:
         self._is_first_step = options.checks != "off" and self.strategy.all_ranks is not None
         """True until the first step of this process: replicas that drift from the start are not left to later."""
         self._session.before_close = self._release
-        self._unseeded = seed_generators(options.seed)
+        self._unseeded = seed_unless_seeded(options.seed)
         self._session.heartbeat.will_poll()
 
     @property
@@ -126,7 +126,7 @@ class Run:
         return self._initial_values.recording()
 
     def prepare(self, model: nn.Module, *others: Any, values_from_main: bool = False) -> Any:
-        """Places the model and takes charge of optimizers and schedulers. Collective.
+        """Sets up the model and takes charge of optimizers and schedulers. Collective.
 
         The ranks' settings and models are compared (``ConfigError`` names what differs), rank 0's values are given to
         all, and with ``resume`` the checkpoint is loaded.
@@ -151,11 +151,13 @@ class Run:
         if self.is_main:
             save.clean_up(self.options.directory)
             timeline.make_file(self.options)
-        self._prepared = prepared = self._place(parts, values_from_main)
-        placed = prepared.state.model
+        self._prepared = prepared = self._prepare_parts(parts, values_from_main)
+        prepared_model = prepared.state.model
         self._writer.open_group(self.strategy)
         resumption, self._resumption.run = self._resumption, prepared.state
-        self._loop.attach(prepared.state.loop, placed.randomness.key_loop, resumption.check_start, resumption.note_end)
+        self._loop.attach(
+            prepared.state.loop, prepared_model.randomness.key_loop, resumption.check_start, resumption.note_end
+        )
         if not self._resume(prepared) and self.is_main:
             warn_if_unseeded(parts.model, self._unseeded)
             warn_if_begun(stepped)
@@ -168,27 +170,29 @@ class Run:
             profiled.handle = self.add_callback(profiled)
         for call in self._events.prepare_end:
             call(self)
-        returned = {**prepared.wrapped_optimizers, **placed.averages}
+        returned = {**prepared.wrapped_optimizers, **prepared_model.averages}
         if not others:
-            return placed.module
-        return placed.module, *(returned.get(id(each), each) for each in others)
+            return prepared_model.module
+        return prepared_model.module, *(returned.get(id(each), each) for each in others)
 
-    def _place(self, parts: Parts, values_from_main: bool) -> PreparedRun:
-        """Compares the parts over the ranks, and places them as the strategy needs them. Collective."""
+    def _prepare_parts(self, parts: Parts, values_from_main: bool) -> PreparedRun:
+        """Compares the parts over the ranks, and sets them up as the strategy needs them. Collective."""
         context = context_of_run(self.options, self._session, parts.optimizers, portable=self.is_portable)
         if (group := self._session.group) is not None:
             agreement.agree(parts, context, group, self.device, values_from_main)
         self.strategy.initial_values = self._initial_values
         conditions = context, agreement.made_with(parts.model)
-        placed = prepare_model(parts, self.options, self.strategy, self._precision)
+        prepared_model = prepare_model(parts, self.options, self.strategy, self._precision)
         state = RunState(
-            parts, placed, self.strategy, self._precision, self.position, *conditions, self.world, self._events
+            parts, prepared_model, self.strategy, self._precision, self.position, *conditions, self.world, self._events
         )
         forward_pass = ForwardPass(
-            placed.module, self._precision, self.device, self.options.channels_last, self._events
+            prepared_model.module, self._precision, self.device, self.options.channels_last, self._events
         )
-        gradients = GradientState(parts.optimizers, self.strategy, self._precision, placed.parameters, parts.frozen)
-        wrapped = gradients.wrap(placed.members, placed.parameters)
+        gradients = GradientState(
+            parts.optimizers, self.strategy, self._precision, prepared_model.parameters, parts.frozen
+        )
+        wrapped = gradients.wrap(prepared_model.members, prepared_model.parameters)
         state.extra, state.add_group = self.extra, [each.add_param_group for each in wrapped.values()]
         return PreparedRun(state, forward_pass, gradients, wrapped)
 
@@ -464,7 +468,7 @@ class Run:
         alone = self.options.directory is None  # then a request to stop need not wait for the end of a step
         reading = self.require_prepared().state.loop.reading()
         with self.span("predict"), reading, evaluation(self, data, model, forward, workers, alone, keep) as opened:
-            return predict_in_order(opened, everywhere=everywhere)
+            return predict(opened, everywhere=everywhere)
 
     def save(self, *given: Any, wait: bool = False, directory: Path | str | None = None) -> Path | None:
         """Writes a checkpoint of the run as it stands, after checking that all ranks agree. Collective.

@@ -72,7 +72,7 @@ _left_by_runs = set[int]()
 """The seeds of torch at the ends of the runs of this process, which follow from those of the runs."""
 
 
-def seed_generators(seed: int) -> WeakSet[nn.Module]:
+def seed_unless_seeded(seed: int) -> WeakSet[nn.Module]:
     """Seeds torch, NumPy and ``random``, unless the script has seeded torch itself.
 
     Returns:
@@ -95,7 +95,7 @@ def seed_generators(seed: int) -> WeakSet[nn.Module]:
 
 
 def warn_if_unseeded(model: nn.Module, unseeded: WeakSet[nn.Module]) -> None:
-    """Warns of a model that is made of modules ``seed_generators`` has returned."""
+    """Warns of a model that is made of modules ``seed_unless_seeded`` has returned."""
     if not unseeded.isdisjoint(model.modules()):
         logger.warning(
             "The model was built before lockstep.init, and no seed decided its random numbers: the next run will begin "

@@ -162,7 +162,7 @@ def memory_shortages() -> int:
     return sum(torch.cuda.memory_stats(each).get("num_ooms", 0) for each in range(count_gpus()))
 
 
-def generators_of(devices: Sequence[torch.device]) -> list[torch.Generator]:
+def gpu_generators(devices: Sequence[torch.device]) -> list[torch.Generator]:
     """The generators of random numbers that operators on these GPUs draw from; none for a CPU, which has torch's."""
     numbers = dict.fromkeys(each.index or 0 for each in devices if is_gpu(each))
     if numbers:

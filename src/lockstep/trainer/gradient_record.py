@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.core.atomic import write_whole
-from lockstep.core.fingerprint import combine, differing, digest_tensor
+from lockstep.core.fingerprint import combine, digest_tensor
 from lockstep.core.summation_tree import sum_of_squares
+from lockstep.core.values import differing
 from lockstep.data.batch import Batch, MicroBatch
 from lockstep.distributed.collectives import gather_json
 from lockstep.errors import ConfigError
@@ -182,7 +183,7 @@ class GradientDigest:
     def difference(self, other: GradientDigest, most: int) -> str:
         """The names of at most ``most`` parameters that differ, and their number, as text; empty if none differs."""
         mine, theirs = self.parameters, other.parameters
-        names, every = differing(mine, theirs), len(mine.keys() | theirs.keys())
+        names, every = sorted(differing(mine, theirs)), len(mine.keys() | theirs.keys())
         return f"{shorten(names, most)} ({len(names)} of {every} parameters)" if names else ""
 
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from lockstep.verify.diagnosis import Cause, Diagnosis
-from lockstep.verify.report import Comparison, compare
+from lockstep.verify.diagnosis import Cause, Comparison, Diagnosis, compare
 from lockstep.verify.trace import StepTrace, Trace
 
 if TYPE_CHECKING:

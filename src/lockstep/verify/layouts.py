@@ -22,9 +22,9 @@ from lockstep.errors import EXIT_DONE, ConfigError
 from lockstep.launch import ScriptTarget
 from lockstep.launch.supervisor import run_sequentially
 from lockstep.text import plural
+from lockstep.verify.diagnosis import Comparison, compare, is_enlarged, largest_difference
 from lockstep.verify.plain.diagnosis import compare_plain, trace_of
 from lockstep.verify.plain.record import Recording
-from lockstep.verify.report import Comparison, compare, is_enlarged, largest_difference
 from lockstep.verify.trace import FINAL, Trace, refusal
 
 DEVICES = (1, 2, 4)

@@ -1,83 +1,17 @@
-"""The roll-call of hosts, as pure values: the user's options, the shared token, and what hosts say when they connect.
+"""The roll-call of hosts, as pure values: the options of each, and what hosts say when they connect.
 
-``HostOptions`` and ``read_token`` read the command; a ``Hello`` from each host is compared, and answered by a ``Plan``.
+``HostOptions`` come from the command; a ``Hello`` from each host is compared, and answered by a ``Plan``.
 """
 
 from __future__ import annotations
 
-import os
 import re
-import stat
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from lockstep.config.checks import file_path
 from lockstep.errors import ConfigError, RankError
-from lockstep.launch.options import TOKEN_VARIABLE
 from lockstep.text import grouped, numbered
-
-_TOKEN = re.compile(r"[!-~]{32,512}")
-_LARGEST_FILE = 4096
-
-
-def read_token(file: str, environment: Mapping[str, str]) -> bytes:
-    """Reads the token from ``file``, else from ``LOCKSTEP_TOKEN``, else from the user's configuration folder.
-
-    That is ``$XDG_CONFIG_HOME/lockstep/token`` or ``~/.config/lockstep/token``. ``ConfigError`` if there is none, it is
-    too short, or others may read its file.
-    """
-    if file:
-        if problem := file_path(file):
-            raise ConfigError(f"--token-file {problem}")
-        return _checked(_from_file(Path(file).expanduser()), file)
-    if TOKEN_VARIABLE in environment:
-        return _checked(environment[TOKEN_VARIABLE], TOKEN_VARIABLE)
-    default = f"{environment.get('XDG_CONFIG_HOME') or '~/.config'}/lockstep/token"
-    with suppress(RuntimeError):  # the user has no home
-        if Path(default).expanduser().exists():
-            return _checked(_from_file(Path(default).expanduser()), default)
-    raise ConfigError(
-        f"Several hosts need a shared token to authenticate each other, and none was found. {how_to_make_one(default)}"
-    )
-
-
-def how_to_make_one(file: str) -> str:
-    """Returns the sentence that says how to make a token file."""
-    return (
-        f"Make one with `mkdir -p {Path(file).parent} && (umask 077; openssl rand -hex 32 > {file})` and copy the "
-        f"file to every host, or give --token-file FILE or {TOKEN_VARIABLE}."
-    )
-
-
-def _from_file(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            mode = os.fstat(file.fileno()).st_mode
-            content = file.read(_LARGEST_FILE)
-    except OSError as error:
-        raise ConfigError(
-            f"The token file '{path}' cannot be read: {error.strerror}. {how_to_make_one(str(path))}"
-        ) from error
-    if stat.S_IMODE(mode) & 0o077:
-        raise ConfigError(
-            f"The token file '{path}' has mode {stat.S_IMODE(mode):04o}, so other users may read it. "
-            f"Run `chmod 600 {path}`, and make a new token if other users have access to this host."
-        )
-    return content.decode(errors="replace")
-
-
-def _checked(text: str, origin: str) -> bytes:
-    token = text.strip()
-    if not _TOKEN.fullmatch(token):
-        raise ConfigError(
-            f"The token of {origin} has {len(token)} characters; it must be one line of 32 to 512 without "
-            "spaces, as `openssl rand -hex 32` prints."
-        )
-    return token.encode()
-
 
 _MASTER = re.compile(r"(?:\[(?P<six>[0-9a-fA-F:.%\w]+)\]|(?P<host>[^:\s\[\]]+)):(?P<port>\d{1,5})")
 _LARGEST_PORT = 65534  # the store takes the next one

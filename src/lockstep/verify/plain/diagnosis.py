@@ -12,11 +12,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from lockstep.errors import ConfigError
-from lockstep.verify.diagnosis import PREPARED_OTHERWISE, Cause, Diagnosis, other_length
+from lockstep.verify.diagnosis import PREPARED_OTHERWISE, Cause, Comparison, Diagnosis, other_length
 from lockstep.verify.plain import checks, gradients, samples
 from lockstep.verify.plain.checks import Pair, vector
 from lockstep.verify.plain.record import Recording
-from lockstep.verify.report import Comparison
 from lockstep.verify.trace import StepTrace, Trace
 
 _CHECKS: tuple[Callable[[Pair, int], Diagnosis | None], ...] = (

@@ -4,8 +4,8 @@ import pwd
 
 import pytest
 
+from lockstep.distributed.authentication import read_token
 from lockstep.errors import ConfigError
-from lockstep.launch.hosts.roll_call import read_token
 
 TOKEN = "0123456789abcdef" * 4
 
