@@ -192,6 +192,34 @@ def test_one_tensor_under_several_names_of_an_optimizer_is_one_again():
     assert resumed.state[again.weight]["sum"] is not resumed.state[again.weight]["also"]
 
 
+def test_a_tensor_that_an_optimizer_shares_with_the_one_that_it_wraps_is_one_again():
+    """As a Lookahead that keeps the momentum of its optimizer: a resumed run ended in other bits, without a word."""
+
+    class Wraps(torch.optim.Optimizer):
+        def __init__(self, inner):
+            super().__init__(inner.param_groups, {})
+            self.inner = inner
+
+    def made():
+        model = nn.Linear(2, 3)
+        return model, Wraps(SGD(model.parameters(), lr=0.1))
+
+    model, optimizer = made()
+    shared = torch.arange(6.0).view(2, 3).T  # strides that no parameter has
+    optimizer.inner.state[model.weight]["momentum_buffer"] = optimizer.state[model.weight]["kept"] = shared
+    optimizer.state[model.weight]["other"] = shared.clone()
+    tensors, record = optimizer_state(optimizer, parameter_names(model))
+    record = json.loads(json.dumps(record))
+    again, resumed = made()
+    load_optimizer_state(resumed, parameter_names(again), tensors, record)
+    state = resumed.state[again.weight]
+    assert resumed.inner.state[again.weight]["momentum_buffer"] is state["kept"] is not state["other"]
+    assert torch.equal(state["kept"], shared) and state["kept"].stride() == shared.stride()
+    del record["same"]  # a checkpoint of an earlier version
+    load_optimizer_state(resumed, parameter_names(again), tensors, record)
+    assert torch.equal(resumed.inner.state[again.weight]["momentum_buffer"], shared)
+
+
 def test_a_sparse_tensor_of_an_optimizer_is_refused_by_name():
     """It ended in a traceback of torch."""
     model = nn.Linear(2, 2)

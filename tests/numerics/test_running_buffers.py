@@ -223,6 +223,41 @@ def test_a_changed_buffer_that_was_not_declared_is_refused_by_name():
             running.refuse_changed_others()
 
 
+class KeptInBackward(torch.autograd.Function):
+    """Writes the rows of its input to a table in the backward pass, as memory banks do."""
+
+    @staticmethod
+    def forward(ctx, x, table):
+        ctx.save_for_backward(x, table)
+        return x @ table.T
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, table = ctx.saved_tensors
+        table[: len(x)] = x
+        return gradient @ table, None
+
+
+def test_a_declared_buffer_that_the_backward_pass_changes_is_refused():
+    bank = nn.BatchNorm1d(3)
+    bank.register_buffer("table", torch.randn(5, 3))
+    running = RunningBuffers(bank, ["table"])
+
+    def step(function):
+        running.begin_step()
+        running.remember_others()
+        running.begin_micro_batch()
+        loss = function(bank(torch.randn(2, 3)), bank.table).sum()
+        values, signals = running.take()
+        loss.backward()
+        running.finish_step(values, 1, signals.double())
+        running.refuse_changed_others()
+
+    step(lambda x, table: x @ table.T)
+    with pytest.raises(ConfigError, match="The backward pass changes the buffer 'table'"):
+        step(KeptInBackward.apply)
+
+
 def test_all_changed_buffers_are_named_at_once():
     """A flow with BatchNorm layers of its own was refused once for each of their buffers."""
     model = nn.Sequential(Moving(assign=False), nn.Identity(), Moving(assign=True))

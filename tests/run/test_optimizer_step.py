@@ -33,6 +33,26 @@ def test_a_step_without_run_backward_is_refused():
         break
 
 
+def test_zero_grad_has_the_arguments_that_it_was_given():
+    """A class whose zero_grad() takes none, as a public Lookahead, ended in a TypeError."""
+
+    class Own(torch.optim.SGD):
+        def zero_grad(self, *given):
+            calls.append(given)
+            super().zero_grad(*given)
+
+    calls: list[tuple[bool, ...]] = []
+    run = lockstep.init(global_batch=GLOBAL_BATCH)
+    model = network()
+    model, optimizer = run.prepare(model, Own(model.parameters(), 0.1))
+    for _ in run.batches(dataset()):
+        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=False)
+        break
+    run.close()
+    assert calls == [(), (False,)]
+
+
 def test_a_model_in_float64_is_clipped_as_torch_clips_it():
     """The factor was rounded to float32."""
     run = lockstep.init(global_batch=16, micro_batches=1)

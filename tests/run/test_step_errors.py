@@ -18,6 +18,7 @@ from lockstep.run.step_errors import (
     no_value,
     note_arguments,
     note_data,
+    note_gradients_off,
     shown,
 )
 
@@ -195,3 +196,15 @@ def test_an_operator_without_a_fixed_order_is_named_with_its_layer_and_what_to_u
         explain_operator(error, Unordered())
     for words in (operator, layer, instead, "deterministic=False", "level C"):
         assert words in str(refused.value)
+
+
+@pytest.mark.parametrize(("enabled", "is_told"), [(False, True), (True, False)])
+def test_gradients_in_a_forward_pass_where_they_are_off_are_told_of_enable_grad(enabled, is_told):
+    """As forces in an evaluation, or lengths of paths with ``whole_batch=True``: torch's error was alone."""
+    with torch.set_grad_enabled(enabled), pytest.raises(RuntimeError) as raised:
+        try:
+            torch.autograd.grad(torch.ones(2).sum(), torch.ones(2, requires_grad=True))
+        except RuntimeError as error:
+            note_gradients_off(error)
+            raise
+    assert ("forward=torch.enable_grad()" in "".join(getattr(raised.value, "__notes__", ()))) == is_told

@@ -212,15 +212,15 @@ def optimizer_state(
     usual = {name: parameter for parameter, name in names.items()}
     strides = {key: _strides(each, usual.get(key.partition("|")[0])) for key, each in tensors.items()}
     record["strides"] = {key: value for key, value in strides.items() if value}
-    first = {_identity(parameter): name for parameter, name in names.items()}
-    firsts = {key: first.setdefault(_identity(tensor), key) for key, tensor in tensors.items()}
-    record["same"] = {key: name for key, name in firsts.items() if key != name}
     for attribute, inner in wrapped_optimizers(optimizer).items() if with_wrapped else ():
         own, of_inner = optimizer_state(inner, names)
         record.setdefault("wrapped", {})[attribute] = of_inner
         for key, tensor in own.items():
             name, _, rest = key.partition("|")
             tensors[f"{name}|{attribute}.{rest}"] = tensor
+    first = {_identity(parameter): name for parameter, name in names.items()}
+    firsts = {key: first.setdefault(_identity(tensor), key) for key, tensor in tensors.items()}
+    record["same"] = {key: name for key, name in firsts.items() if key != name}
     return tensors, record
 
 
@@ -259,7 +259,8 @@ def _strides(tensor: Tensor, parameter: Tensor | None) -> list[int]:
 def with_strides(tensor: Tensor, strides: Sequence[int] | None) -> Tensor:
     """The tensor with these strides; as it is without, or where it is another part than the one that had them."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, strides or ()))
-    if strides is None or len(strides) != tensor.dim() or last + 1 != tensor.numel():
+    fits = strides is not None and len(strides) == tensor.dim() and last + 1 == tensor.numel()
+    if strides is None or not fits or tensor.stride() == tuple(strides):
         return tensor
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
@@ -270,6 +271,7 @@ def load_optimizer_state(
     tensors: Mapping[str, Tensor],
     record: Mapping[str, Any],
     members: Sequence[Sequence[str]] | None = None,
+    placed: Placed | None = None,
 ) -> None:
     """Gives named state to a torch optimizer, whose groups and parameter order may differ from the writer's.
 
@@ -279,6 +281,7 @@ def load_optimizer_state(
         tensors: from ``optimizer_state``, in the shapes that are held here.
         record: from ``optimizer_state``.
         members: the names of each group's parameters in the whole model, where this process holds only some of them.
+        placed: of the optimizer that wraps this one, with which it may share tensors.
 
     Every bit, dtype and stride is kept; a state tensor takes its parameter's device.
     A parameter without state stays without. ``CheckpointMismatch`` where class, parameters or groups differ.
@@ -290,7 +293,9 @@ def load_optimizer_state(
         )
     strides = record.get("strides", {})
     laid = {key: with_strides(each, strides.get(key)) for key, each in tensors.items()}
-    found, placed = _joined(laid, record.get("same", {}), {name: p.detach() for p, name in names.items()})
+    found, own = _joined(laid, record.get("same", {}), {name: p.detach() for p, name in names.items()})
+    placed = own if placed is None else placed
+    placed.update({key: each for key, each in own.items() if key not in placed})
     hyperparameters = _hyperparameters_by_name(record, found)
     groups = [[_name(p, names) for p in group["params"]] for group in optimizer.param_groups]
     whole = groups if members is None else [list(group) for group in members]
@@ -303,8 +308,8 @@ def load_optimizer_state(
                 "not shared out over the processes. Resume under strategy 'ddp', 'dp' or 'single'."
             )
         mark = f"|{attribute}."
-        own = {key.replace(mark, "|", 1): each for key, each in tensors.items() if mark in key}
-        load_optimizer_state(inner, names, own, record["wrapped"][attribute])
+        of_inner = {key.replace(mark, "|", 1): each for key, each in found.items() if mark in key}
+        load_optimizer_state(inner, names, of_inner, record["wrapped"][attribute], placed=placed)
     optimizer.state.clear()
     for key, value in decode(record.get("others", {}), found).items():
         optimizer.state[key] = _copied(value, placed)

@@ -28,8 +28,9 @@ from lockstep.errors import ConfigError
 from lockstep.text import plural, shorten
 
 logger = logging.getLogger(__name__)
-_FEW = 8
+FEW = 8
 """Samples in a micro-batch, fewer than which the statistics of BatchNorm are told to be of few."""
+_ROUNDED = 1e-3
 _MOST_ADDED = 2**24
 """Integers below this are exact in float32."""
 _COUNTING = (nn.modules.batchnorm._BatchNorm.forward, nn.SyncBatchNorm.forward)
@@ -117,15 +118,50 @@ def _refuse_single_values(
 def warn_of_few_samples(model: nn.Module, rows: int, samples: int) -> None:
     """Warns of BatchNorm that normalises micro-batches of few rows, where the step has more samples."""
     name = next((name for name, module in model.named_modules() if normalises_by_batch(module)), None)
-    if name is None or rows >= min(samples, _FEW):
+    if name is None or rows >= min(samples, FEW):
         return
-    fewer = max((k for k in range(1, samples // _FEW + 1) if samples % k == 0), default=1)
+    fewer = max((k for k in range(1, samples // FEW + 1) if samples % k == 0), default=1)
     logger.warning(
         "BatchNorm %r normalises each micro-batch by itself, which has %s of the %d of a step. A loop without micro-"
         "batches normalises all of them together. Use micro_batches=%d (as many processes can share a step), "
         "sync_batch_norm=True, or GroupNorm.",
         *(name, plural(rows, "sample"), samples, fewer),
     )
+
+
+def warn_of_no_means(names: Sequence[str], values: Sequence[Sequence[Tensor]], rows: int) -> None:
+    """Warns of running buffers that do not get the average of what two halves of some rows leave in them.
+
+    Args:
+        names: of the buffers.
+        values: of each before; after all rows; after these and all once more; after every second row; after these and
+            the others; after the others; and after all again.
+        rows: how many there are.
+    """
+    if odd := [name for name, each in zip(names, values, strict=True) if rows >= FEW // 2 and _is_no_mean(rows, *each)]:
+        logger.warning(
+            "%s in running_buffers: the average over micro-batches is not what all samples at once would give. A sum "
+            "over samples becomes 1/K of it: let the forward pass set it anew in each step, and add it up in the loop, "
+            "times batch.plan.leaves. Compute what follows from sums, such as a quotient, in the loop, too. Fill a "
+            "queue, or a table with a row for each sample, in the loop or in a loss with whole_batch=True.",
+            shorten(map(repr, odd), 3),
+        )
+
+
+def _is_no_mean(rows: int, *values: Tensor) -> bool:
+    """Returns whether a buffer has after all rows another value than the average of those after two halves.
+
+    Variances do by a few percent. Sums of one step alone may be taken times the number of micro-batches.
+    """
+    before, whole, again, even, both, odd, same = values
+    changed, half = whole != before, -(-rows // 2)
+    if not (torch.equal(whole, same) and changed.any() and torch.stack((before, whole, even, odd)).isfinite().all()):
+        return False
+    kept = min(float((again - whole)[changed].norm() / (whole - before)[changed].norm()), 1.0)
+    if torch.equal(both, odd) and (even + odd - whole).norm() <= _ROUNDED * whole.norm():
+        return False
+    gap, most = whole - (even * half + odd * (rows - half)) / rows, 0.3 if rows >= FEW else 0.45
+    return bool(gap[changed].norm() > most * (whole - kept * before)[changed].norm())
 
 
 @dataclass(frozen=True, eq=False)
@@ -249,6 +285,10 @@ class RunningBuffers:
 
     _others: dict[str, str] | None = None
     _others_stayed = 0
+    _passes: Sequence[list[Tensor]] = ()
+    """In a step that is watched: the values before a forward pass and after it."""
+    _late: tuple[str, ...] = ()
+    """The buffers that a backward pass has changed, and not the forward pass before it."""
 
     def __init__(self, model: nn.Module, declared: Sequence[str] = (), on: torch.device | None = None) -> None:
         self._model = model
@@ -301,11 +341,13 @@ class RunningBuffers:
     def begin_micro_batch(self) -> None:
         """Puts the old values back before a forward pass."""
         if self._locations:
+            self._note_late_changes()
             self._take_back(keep=False)
             self._flat.copy_(self._old)
             self._counts.copy_(self._old_counts)
             for location, before in zip(self._summed, self._old_summed):
                 location.buffer.copy_(before)
+            self._passes = () if self._others is None else (self._values(),)
 
     def leave(self) -> list[Tensor]:
         """Returns copies of the values in the middle of a micro-batch, for ``resume``."""
@@ -313,12 +355,14 @@ class RunningBuffers:
 
     def resume(self, values: Sequence[Tensor]) -> None:
         """Puts back what ``leave`` returned, where the forward passes of others came between."""
+        self._passes = ()
         for each, value in zip(self.tensors() if values else [], values):
             each.copy_(value)
 
     def take(self) -> tuple[Tensor, Tensor]:
         """Returns copies of a forward pass's values (numel,), and how often each group was used (counters,)."""
         self._take_back(keep=True)
+        self._passes = (*self._passes, self._values()) if self._passes else ()
         advanced = self._counts - self._old_counts
         if self._compared:
             changed = [(self._flat[part] != self._old[part]).any() for part in self._compared]
@@ -336,6 +380,7 @@ class RunningBuffers:
             leaves: number of micro-batches in it.
             advanced: sum over the micro-batches of how often each group was used, shape (counters,).
         """
+        self._note_late_changes()
         self._take_back(keep=False)
         sizes = [self._flat.numel(), *(before.numel() for before in self._old_summed)]
         averaged, *added = torch.split(total, sizes)
@@ -349,6 +394,19 @@ class RunningBuffers:
                     "running_buffers adds up exactly. Count in larger units, or outside of the forward pass."
                 )
             location.buffer.copy_(before + sums.view(before.shape).to(before.dtype))
+
+    def _values(self) -> list[Tensor]:
+        return [location.buffer.clone() for location in self._locations]
+
+    def _note_late_changes(self) -> None:
+        """Notes what a backward pass has changed; it may compute forward passes once more, which change it again."""
+        if len(self._passes) < 2:
+            return
+        self._take_back(keep=True)
+        for location, before, after in zip(self._locations, *self._passes):
+            if torch.equal(before, after) and not torch.equal(location.buffer, after):
+                self._late += (location.name,)
+        self._passes = ()
 
     def _take_back(self, *, keep: bool) -> None:
         """Makes the model hold our views again where it was given other tensors, as ``self.mean = ...`` does."""
@@ -387,6 +445,12 @@ class RunningBuffers:
         if self._others is None:
             return
         before, self._others = self._others, None
+        if self._late:
+            raise ConfigError(
+                f"The backward pass changes the buffer {self._late[0]!r}, which running_buffers names. A step keeps "
+                "what the forward passes leave in running buffers, so this change would be lost. Change a running mean "
+                "in the forward pass. Fill a table with a row for each sample in a loss with whole_batch=True."
+            )
         changed = [name for name, digest in self._digest_others().items() if before.get(name) != digest]
         if changed:
             others = shorten(map(repr, changed[1:]), 5)
@@ -465,6 +529,7 @@ class RunningBuffersOnDevices(RunningBuffers):
     def begin_micro_batch(self) -> None:
         """See ``RunningBuffers``."""
         for part in self._parts:
+            part._others = self._others
             part.begin_micro_batch()
 
     def take(self) -> tuple[Tensor, Tensor]:
@@ -477,3 +542,4 @@ class RunningBuffersOnDevices(RunningBuffers):
         counts = torch.split(advanced, [part.counters for part in self._parts])
         for part, values, own in zip(self._parts, torch.split(total, self._sizes), counts):
             part.finish_step(values.to(part.device), leaves, own.to(part.device))
+            self._late += part._late

@@ -573,11 +573,11 @@ class PreparedOptimizer(Optimizer):
         return None
 
     @apart_from_graphs
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets the gradients."""
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Forgets the gradients; without ``set_to_none`` as the optimizer's own default says."""
         with self._gradients.setting_values():
-            self.wrapped.zero_grad(set_to_none)
-            if set_to_none and self._in_parts is not None:
+            self.wrapped.zero_grad(*(() if set_to_none is None else (set_to_none,)))
+            if set_to_none is not False and self._in_parts is not None:
                 self._in_parts.forget_gradients()
         self._gradients.forget(self.wrapped)
 

@@ -35,6 +35,7 @@ from lockstep.run.step_errors import (
     no_instance,
     no_value,
     note_arguments,
+    note_gradients_off,
     raise_non_finite,
     trained_weight,
 )
@@ -329,13 +330,15 @@ class ForwardPass:
         with self.autocast():
             if forward is not None:
                 data = self._transfers[self.device](data)
-                return forward(data), data
-            inputs, named, target = self.inputs(data, device_transform)
+            else:
+                inputs, named, target = self.inputs(data, device_transform)
             try:
-                return model(*inputs, **named), target
+                return (model(*inputs, **named), target) if forward is None else (forward(data), data)
             except Exception as error:
-                explain_compiler(error)
-                note_arguments(error, data, model)
+                note_gradients_off(error)
+                if forward is None:
+                    explain_compiler(error)
+                    note_arguments(error, data, model)
                 raise
 
     def inputs(

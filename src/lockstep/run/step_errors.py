@@ -142,6 +142,16 @@ def note_arguments(error: Exception, data: Any, model: nn.Module) -> None:
     )
 
 
+def note_gradients_off(error: Exception) -> None:
+    """Adds to an error of a forward pass that computes gradients, where these are off, how to switch them on."""
+    codes = torch.autograd.grad.__code__, torch.autograd.backward.__code__
+    if not torch.is_grad_enabled() and any(frame.f_code in codes for frame in _frames(error)):
+        error.add_note(
+            "Gradients are off in evaluations, and where whole_batch=True computes the outputs of all samples first. "
+            "A forward pass that computes gradients itself needs forward=torch.enable_grad()(...)."
+        )
+
+
 def explain_loss(
     error: Exception, output: Any, target: Any, name: str = "The loss", call: str = "run.backward"
 ) -> None:

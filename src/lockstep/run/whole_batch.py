@@ -31,6 +31,7 @@ from lockstep.data.keyed import generators_kept
 from lockstep.errors import ConfigError
 from lockstep.numerics.hidden_state import Kind, Snapshot
 from lockstep.numerics.precision import dtype_named
+from lockstep.run.checks.means import copies_of
 from lockstep.run.checks.short_step import with_own_data
 from lockstep.run.evaluation import require_exact
 from lockstep.run.step import StepCompute, wide
@@ -290,9 +291,9 @@ def _surrogate(
 
 def _mean_and_count(compute: StepCompute, first: _Output, half: Sequence[Tensor], pair: Any) -> str:
     """A warning if the loss of ``half`` of the batch tells that it returns (mean, count), which is no (sum, weight)."""
-    before, mean, (total, count) = Snapshot({"the loss": compute.function}), math.inf, pair
+    before, mean, (total, count) = Snapshot({"the loss": compute.function}), math.inf, copies_of(pair)
     with generators_kept(), suppress(Exception):  # it may need the whole batch, or be negative
-        part, few = _value(compute, first, half)
+        part, few = copies_of(_value(compute, first, half))
         mean, summed = (abs(math.log(part / total * ratio)) for ratio in (1.0, count / few))
     compute.randomness.leave()
     before.restore()

@@ -313,13 +313,13 @@ class DataParallel(Replicated):
         try:
             loss, weight = self._forward(replica, micro_batch, compute)
             replica.require_own(loss, self._model)
+            running, advanced = replica.buffers.take() if replica.buffers.numel else (None, torch.zeros(0))
             run_backward(loss, scale)
         except Exception as error:
             number = self._replicas.index(replica)
             samples = shorten(micro_batch.indices.tolist(), 8)
             error.add_note(f"raised on replica {number}, in micro-batch {micro_batch.k} (samples {samples})")
             raise
-        running, advanced = replica.buffers.take() if replica.buffers.numel else (None, torch.zeros(0))
         replica.tree.end_micro_batch()
         for call in self.events.micro_batch_end:
             call(micro_batch)

@@ -1,5 +1,7 @@
 """Means over samples are told apart from sums, other means, and numbers of the whole batch."""
 
+import io
+import threading
 from functools import partial
 
 import pytest
@@ -314,3 +316,83 @@ def test_a_model_that_compares_samples_is_told(how, is_told, options, caplog):
             optimizer.step()
     run.close()
     assert ("depends on the other samples" in caplog.text) == is_told
+
+
+class Keeps(nn.Module):
+    """A layer with a buffer that its forward pass changes."""
+
+    def __init__(self, first, change):
+        super().__init__()
+        self.change, self.inner = change, nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+        self.register_buffer("kept", first)
+
+    def forward(self, x):
+        if self.training:
+            self.kept = self.change(self.kept, x.detach())
+        return self.inner(x)
+
+
+def with_rows(table, x):
+    table = table.clone()
+    table[(x[:, 0] * 1000).long() % len(table)] = x
+    return table
+
+
+@pytest.mark.parametrize("first", [torch.zeros(6), torch.ones(6)])
+@pytest.mark.parametrize(
+    ("change", "is_told"),
+    [
+        (lambda kept, x: 0.9 * kept + 0.1 * x.mean(0), False),
+        (lambda kept, x: 0.9 * kept + 0.1 * x.var(0), False),
+        (lambda kept, x: x.sum(0), False),
+        (lambda kept, x: x.mean(0), False),
+        (lambda kept, x: kept * 0.999, False),
+        (lambda kept, x: 0.9 * kept + 0.1 * torch.randn(6), False),
+        (lambda kept, x: 0.9 * kept + 0.1 * x.sum(0), True),
+        (lambda kept, x: kept + x.abs().sum(0), True),
+        (lambda kept, x: torch.cat([kept[3:], x[:3, 0]]), True),
+    ],
+)
+def test_a_running_buffer_that_is_no_mean_is_told(first, change, is_told, caplog):
+    run = lockstep.init(global_batch=32, micro_batches=4, running_buffers="kept")
+    torch.manual_seed(0)
+    model = Keeps(first.clone(), change)
+    _, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    samples = TensorDataset(torch.randn(32, 6), torch.arange(32) % 4)
+    for _ in run.epochs(1):
+        for batch in run.batches(samples):
+            run.backward(batch, cross_entropy)
+            optimizer.step()
+    run.close()
+    assert ("'kept' in running_buffers" in caplog.text) == is_told
+
+
+def test_a_table_in_running_buffers_is_told(caplog):
+    """As of the losses or outputs of single samples: an average would mix new rows with those of the step before."""
+    run = lockstep.init(global_batch=32, micro_batches=2, running_buffers="kept")
+    torch.manual_seed(0)
+    model = Keeps(torch.zeros(100, 6), lambda kept, x: with_rows(kept, x))
+    _, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for batch in run.batches(TensorDataset(torch.randn(32, 6), torch.arange(32) % 4)):
+        run.backward(batch, cross_entropy)
+        optimizer.step()
+    run.close()
+    assert "'kept' in running_buffers" in caplog.text
+
+
+def test_no_rank_calls_a_synchronised_model_alone():
+    """``forward=`` may switch it to training mode, in which all ranks meet; so the others would be waited for."""
+    run = lockstep.init(global_batch=8, micro_batches=2, sync_batch_norm=True)
+    torch.manual_seed(0)
+    model, threads = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)), io.StringIO()  # a file is not put back
+    _, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def forward(data):
+        threads.write(threading.current_thread().name + "\n")
+        return model.train()(data[0])
+
+    for batch in run.batches(TensorDataset(torch.randn(8, 6), torch.arange(8) % 4)):
+        run.backward(batch, lambda output, data: cross_entropy(output, data[1]), forward=forward)
+        optimizer.step()
+    run.close()
+    assert all(name.startswith("lockstep-micro-batch") for name in threads.getvalue().split())

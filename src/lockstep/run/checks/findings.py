@@ -137,8 +137,9 @@ class Findings:
         what = "loss" if self.losses_differ else f"gradient of {self.gradients[0]!r}"
         begin = f"The {what} of one micro-batch, computed twice under the same keys, has other bits the second time"
         if self.changed:
-            of_loss = any("of the loss" in name for name in self.changed)
-            once = "; or call the loss once for all samples of a step, with whole_batch=True" if of_loss else ""
+            places = "of the loss", "the variable", "the global variable"
+            is_outside = any(place in name for name in self.changed for place in places)
+            once = "; or call the loss once for all samples of a step, with whole_batch=True" if is_outside else ""
             raise ConfigError(
                 f"{begin}, since the forward pass or the loss keeps something from one call to the next. It changed "
                 f"{told(self.changed, _MOST)}. The result would depend on the number of processes. Set it in the loop "

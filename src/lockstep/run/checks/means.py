@@ -16,11 +16,14 @@ from collections import UserList
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_leaves, tree_map_only, tree_structure, tree_unflatten
 
 from lockstep.data.batch import MicroBatch, map_leaves, tensors_in
@@ -28,6 +31,7 @@ from lockstep.data.keyed import generators_kept
 from lockstep.errors import ConfigError
 from lockstep.numerics.compilation import uncompiled
 from lockstep.numerics.hidden_state import Snapshot, evaluating, told
+from lockstep.numerics.running_buffers import FEW, warn_of_no_means
 from lockstep.run.step import StepCompute, sum_and_weight, with_exact_mean
 
 logger = logging.getLogger(__name__)
@@ -504,6 +508,47 @@ def warn_of_mixed_samples(compute: StepCompute, micro_batches: Sequence[MicroBat
             "of micro-batches. Layers of sequences need batch_first=True. If samples are to be compared, do it in the "
             "loss, with whole_batch=True, or use micro_batches=1."
         )
+
+
+def judge_running_buffers(
+    compute: StepCompute,
+    micro_batches: Sequence[MicroBatch],
+    model: nn.Module,
+    patterns: Sequence[str],
+    restore: Callable[[], None],
+) -> None:
+    """Warns of running buffers that are no means over samples, by what some rows and two halves of them leave there.
+
+    Layers that normalise or drop values are in evaluation mode meanwhile. Nothing is told where the model draws random
+    numbers, or fails, or where its input has no row for each sample.
+
+    Args:
+        patterns: see ``running_buffers``.
+        restore: gives the model's buffers their values back.
+    """
+    names = [n for n, b in model.named_buffers() if b.is_floating_point() and any(fnmatchcase(n, p) for p in patterns)]
+    if not names or compute.plan.leaves < 2:
+        return
+    values: list[list[Tensor]] = []
+    others = [m for m in model.modules() if m.training and isinstance(m, (_NormBase, _DropoutNd))]
+    for module in others:
+        module.training = False
+    with suppress(Exception), compute.autocast(), uncompiled():
+        data, samples = together(micro_batches, FEW)
+        data = _with_columns(data, samples)
+        if has_rows(leaves_of(data), samples):
+            values.append([model.get_buffer(name).detach().clone() for name in names])
+            every, even, odd = slice(None), slice(0, None, 2), slice(1, None, 2)
+            for number, rows in enumerate((every, every, even, odd, odd, every)):
+                if number not in (1, 3):
+                    restore()
+                compute.function(*_output_and_target(compute, own_rows(data, rows), number))
+                values.append([model.get_buffer(name).detach().clone() for name in names])
+    for module in others:
+        module.training = True
+    compute.randomness.leave()
+    if len(values) == 7:
+        warn_of_no_means(names, list(zip(*values, strict=True)), samples)
 
 
 def together(micro_batches: Sequence[MicroBatch], least: int = 2) -> tuple[Any, int]:

@@ -49,7 +49,7 @@ from lockstep.run.checks.calls import (
     watching_calls,
 )
 from lockstep.run.checks.findings import Findings, refuse_evaluation
-from lockstep.run.checks.means import Deviation, judge_with_model, warn_of_mixed_samples
+from lockstep.run.checks.means import Deviation, judge_running_buffers, judge_with_model, warn_of_mixed_samples
 from lockstep.run.checks.short_step import (
     Buffers,
     RehearsalCompute,
@@ -81,8 +81,7 @@ _FURTHER = 4
 _EARLY, _APART = 6, 100
 """Epochs after the first that are rehearsed in their first step; steps that must have passed for later ones."""
 _LATER = 32
-"""The latest step for the next rehearsal; then one follows each time the number of steps has doubled. The last step of
-all is rehearsed too, where it is known."""
+"""The latest step for the next rehearsal; then one follows after twice the steps, and in the last of all, if known."""
 _COUNTED = 8
 """The same where calls change something, and then each time the number of steps has grown by a quarter."""
 _ROUNDING = 1e-3
@@ -277,7 +276,7 @@ class Rehearsals:
         compute.heartbeat.leave_untimed()
         strategy, model = self._strategy, prepared.state.parts.model
         watched = Watched({"": model, "loss": loss, "forward=": compute.forward}, (model, prepared.forward_pass.model))
-        short, rehearsal = shortened(batch, compute, strategy.share, 2 if self._are_concurrent else 1)
+        short, rehearsal = shortened(batch, compute, strategy.share, 1 + self._are_concurrent)
         values, one = parameter_values(model), dict[str, Tensor]()
         before, changes = None, list[tuple[list[str], list[str]]]()
         for scale in (1.0, 2.0, 1.0):
@@ -348,8 +347,7 @@ class Rehearsals:
         roots = {"": model, f"the loss {_name_of(loss)}": loss, "forward=": compute.forward}
         watched = Watched(roots, (model, prepared.forward_pass.model))
         before, buffers = watched.before, watched.buffers
-        findings = Findings()
-        short, rehearsal = shortened(batch, compute, strategy.share, 2 if self._are_concurrent else 1)
+        findings, (short, rehearsal) = Findings(), shortened(batch, compute, strategy.share, 1 + self._are_concurrent)
         judging = replace(rehearsal, judged=None if compute.function is stand_in else [])
         compute_again = partial(self._pass, short, rehearsal, scale)
         asking = watching_calls(findings.asked, "the forward pass or the loss", ranks=strategy.share.holders == 1)
@@ -376,11 +374,13 @@ class Rehearsals:
                 findings.ranks_differ = self._pass_of_all(short, rehearsal, scale)
                 self._places = {n: t for n, t in before.texts.items() if "environment variable" not in n}
             findings.deviation = self._judge_loss(judging, compute, batch, loss)
-            if self._is_main and self.done[code_of(loss)] == 1 and strategy.replicated and batch.micro_batches:
+            is_first = self._is_main and self.done[code_of(loss)] == 1 and batch.micro_batches
+            if is_first and strategy.replicated and not self._are_concurrent:  # the other ranks call nothing
                 warn_of_mixed_samples(compute, batch.micro_batches)
+                judge_running_buffers(compute, batch.micro_batches, model, strategy.running_buffers, buffers.restore)
         passes = _Passes(first, [*others, *from_start], from_start, before, after, later)
-        is_called = any(len(each) for each in short.micro_batches)
-        self._compare(findings, passes, prepared.state, roots, (loss, compute.forward), is_called)
+        is_called, functions = any(map(len, short.micro_batches)), (loss, compute.forward)
+        self._compare(findings, passes, prepared.state, roots, functions, is_called)
         return findings
 
     def _is_early(self, loss: Callable[..., Any]) -> bool:
