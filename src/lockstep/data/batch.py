@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,6 +80,8 @@ class Batch:
     """The whole step, the same on every rank."""
     micro_batches: tuple[MicroBatch, ...]
     """This rank's micro-batches, in order of ``k``."""
+    apart: Sequence[Any] = ()
+    """In a first step: the data of some of its samples, collated together, and then of each alone."""
 
     def __len__(self) -> int:
         """Samples of the whole step, over all processes: the weight of its loss in an average over steps."""

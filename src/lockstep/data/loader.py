@@ -14,6 +14,7 @@ from itertools import islice, tee
 from typing import Any, Generic, TypeVar, Unpack
 
 import numpy as np
+from torch.utils.data import default_collate
 
 from lockstep.core.plan import Indices, SamplePlan, Share, StepPlan
 from lockstep.data.batch import Batch, MicroBatch
@@ -26,6 +27,7 @@ from lockstep.data.wrappers.wrapping import Wrapping, behind
 from lockstep.errors import ConfigError
 
 _SAMPLES_AT_ONCE = 8192
+_MOST_APART = 4
 
 
 def planned_steps(plan: SamplePlan, epoch: int, first: int = 0) -> Iterator[StepPlan]:
@@ -98,7 +100,7 @@ _Held = tuple[StepPlan, list[tuple[int, Indices]]]
 """A step, and number and samples of each of a holder's micro-batches; a spare has the samples of micro-batch 0."""
 
 
-class StepLoader(_Prefetching[tuple[int, int], tuple[Iterator[_Held], Iterator[Any]]]):
+class StepLoader(_Prefetching[tuple[int, int], tuple[Iterator[_Held], Iterator[Any], bool]]):
     """Reads this rank's micro-batches of each training step.
 
     Args:
@@ -130,6 +132,8 @@ class StepLoader(_Prefetching[tuple[int, int], tuple[Iterator[_Held], Iterator[A
         self._plan, self._share, self._planner = plan, share, Planner(plan)
         self._wrapped = dataset if isinstance(dataset, Wrapping) else None
         count, rows = len(share.of(plan.shape.micro_batches)), plan.shape.micro_batch_size
+        collate = options.get("collate") if options.get("checks") and not self.counts_skipped else None
+        self._reads_apart = collate not in (None, default_collate)
         super().__init__(open_reading(dataset, prefetch=prefetch * count, per_step=max(1, count), rows=rows, **options))
 
     def batches(self, epoch: int, first: int = 0, at_end: Callable[[], None] | None = None) -> Iterator[Batch]:
@@ -143,13 +147,15 @@ class StepLoader(_Prefetching[tuple[int, int], tuple[Iterator[_Held], Iterator[A
         if self._share.holder is None:
             yield from (Batch(self._named(step), ()) for step in self._planner.steps(epoch, first))
             return  # and start no workers
-        steps, results = self._take((epoch, first))
+        steps, results, reads_apart = self._take((epoch, first))
         last = self._plan.steps_per_epoch - 1
         for step, held in steps:
             parts = tuple([MicroBatch(k, indices, next(results)) for k, indices in held])
+            apart = next(results) if reads_apart and _asks_apart(step, held, self._reading.at_a_time) else ()
+            self._reads_apart = reads_apart = False
             if at_end is not None and step.position == last:
                 at_end()
-            yield Batch(self._named(step), parts)
+            yield Batch(self._named(step), parts, apart)
 
     def _named(self, step: StepPlan) -> StepPlan:
         """A step that knows the numbers of its samples where wrappers of the data set choose them."""
@@ -168,9 +174,10 @@ class StepLoader(_Prefetching[tuple[int, int], tuple[Iterator[_Held], Iterator[A
         if self._share.holder is not None:
             self._keep((epoch, first))
 
-    def _open(self, position: tuple[int, int]) -> tuple[Iterator[_Held], Iterator[Any]]:
+    def _open(self, position: tuple[int, int]) -> tuple[Iterator[_Held], Iterator[Any], bool]:
         ahead, steps = tee(_held(self._planner.steps(*position), self._share))
-        return steps, self._reading.read(_requests(ahead, self._reading.at_a_time))
+        requests = _requests(ahead, self._reading.at_a_time, reads_apart=self._reads_apart)
+        return steps, self._reading.read(requests), self._reads_apart
 
 
 class EvaluationLoader(_Prefetching[None, Iterator[Any]]):
@@ -250,8 +257,16 @@ def _held(steps: Iterator[StepPlan], share: Share) -> Iterator[_Held]:
         yield step, [(k, step.indices[k if k < of else 0]) for k in numbers]
 
 
-def _requests(steps: Iterator[_Held], at_a_time: int) -> Iterator[Request]:
-    """The micro-batches of one holder, in order. Knows no loader, so a forgotten loader is freed at once."""
+def _asks_apart(step: StepPlan, held: list[tuple[int, Indices]], at_a_time: int) -> bool:
+    """True for a step of several micro-batches, read by the holder of the first one, and not with steps after it."""
+    return step.leaves > 1 and any(k == 0 for k, _ in held) and at_a_time < 2 * len(held)
+
+
+def _requests(steps: Iterator[_Held], at_a_time: int, *, reads_apart: bool) -> Iterator[Request]:
+    """The micro-batches of one holder, in order; after those of a first step it ``reads_apart`` some of its samples.
+
+    Knows no loader, so a forgotten loader is freed at once.
+    """
     for step, held in steps:
         parts = [indices for _, indices in held]
         more = max(0, at_a_time // max(1, len(held)) - 1)
@@ -261,3 +276,6 @@ def _requests(steps: Iterator[_Held], at_a_time: int) -> Iterator[Request]:
             some = parts[first : first + at_a_time]
             indices = some[0] if len(some) == 1 else np.concatenate(some)
             yield Request(step.epoch, indices, tuple(map(len, some)))
+        if reads_apart and _asks_apart(step, held, at_a_time):
+            yield Request(step.epoch, np.concatenate(step.indices)[:_MOST_APART], is_apart=True)
+        reads_apart = False

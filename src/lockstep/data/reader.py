@@ -347,6 +347,20 @@ class SampleReader:
         with self._generators():
             return self._read_noted(epoch, indices)
 
+    def answer(self, request: Request) -> GroupedBatch:
+        """Reads what is asked for."""
+        if request.is_apart:
+            return GroupedBatch([self._read_apart(request.epoch, request.indices)], None)
+        return self.read_grouped(request.epoch, request.indices, request.sizes)
+
+    @stack_marker(Mark.READS_SAMPLES)
+    def _read_apart(self, epoch: int, indices: Indices) -> list[Any]:
+        """The data of samples, collated together, and then of each alone; empty where that fails."""
+        parts = [indices, *np.split(indices, len(indices))]
+        with self._generators(), suppress(DataError):
+            return [map_leaves(self._read(SampleKeys(self._seed, epoch, each)), _resolved) for each in parts]
+        return []
+
     @stack_marker(Mark.READS_SAMPLES)
     def read_grouped(self, epoch: int, indices: Indices, sizes: tuple[int, ...] = ()) -> GroupedBatch:
         """Reads several micro-batches of a step, in one call if rows are independent.
@@ -492,6 +506,8 @@ class Request:
     """The samples of all of them, one micro-batch after the other."""
     sizes: tuple[int, ...] = ()
     """Samples of each micro-batch; empty for a single one."""
+    is_apart: bool = False
+    """The samples are read for ``Batch.apart``."""
 
 
 class InlineReading:
@@ -520,7 +536,7 @@ class InlineReading:
                 yield parts[number]
 
     def _parts(self, request: Request) -> Sequence[Any]:
-        found = self._reader.read_grouped(request.epoch, request.indices, request.sizes)
+        found = self._reader.answer(request)
         return (found.map(pinned) if self._pin_memory else found).apart()
 
     def close(self) -> None:

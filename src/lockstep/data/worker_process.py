@@ -185,7 +185,7 @@ class WorkerDataset(Dataset[Any]):
         buffers, worker = self._buffers, get_worker_info()
         self.buffer = buffers.buffer(worker.id) if buffers is not None and worker is not None else None
         try:
-            found = self._reader.read_grouped(request.epoch, request.indices, request.sizes)
+            found = self._reader.answer(request)
             return found if self.buffer is None else self.buffer.answer(found)
         except DataError as error:
             return Failure(str(error), traceback.format_exc())

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss, normalize, pad
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 import lockstep
@@ -396,3 +397,97 @@ def test_no_rank_calls_a_synchronised_model_alone():
         optimizer.step()
     run.close()
     assert all(name.startswith("lockstep-micro-batch") for name in threads.getvalue().split())
+
+
+class Sequences(Dataset):
+    """Sequences of 2 to 6 tokens."""
+
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, index):
+        return torch.arange(1, 3 + index % 5)
+
+
+def padded(sequences):
+    return pad_sequence(sequences, batch_first=True)
+
+
+def padded_at_left(sequences):
+    return pad_sequence([each.flip(0) for each in sequences], batch_first=True).flip(1)
+
+
+def padded_to_6(sequences):
+    return pad(whole := padded(sequences), (0, 6 - whole.shape[1]))
+
+
+def at_random(sequences):
+    return padded([each if torch.rand(()) < 0.5 else each[:1] for each in sequences])
+
+
+def of_two(sequences):
+    first, second, *others = sequences
+    return padded([first, second, *others])
+
+
+class Tagger(nn.Module):
+    def __init__(self, bidirectional=False, drops=0.0):
+        super().__init__()
+        self.tokens, self.drops = nn.Embedding(10, 4), drops
+        self.rnn = nn.LSTM(4, 4, batch_first=True, bidirectional=bidirectional)
+
+    def forward(self, x):
+        return F.dropout(self.rnn(self.tokens(x))[0], self.drops)
+
+
+def over_positions(output, tokens):
+    return (output.sum(2) - tokens).square().mean()
+
+
+def over_tokens(output, tokens):
+    return ((output.sum(2) - tokens).square() * (tokens > 0)).sum(), (tokens > 0).sum()
+
+
+@pytest.mark.parametrize(
+    ("model", "collate", "loss", "is_told"),
+    [
+        (Tagger, padded, over_positions, True),
+        (Tagger, padded, over_tokens, False),
+        (Tagger, padded_to_6, over_positions, False),
+        (partial(Tagger, True), padded, over_tokens, True),
+        (partial(Tagger, True), padded_at_left, over_tokens, True),
+        (partial(Tagger, True), padded_to_6, over_tokens, False),
+        (partial(Tagger, False, 0.1), padded, over_positions, False),
+        (Tagger, at_random, over_tokens, False),
+        (Tagger, of_two, over_tokens, False),
+    ],
+)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loss_that_depends_on_the_padding_of_a_micro_batch_is_told(model, collate, loss, is_told, workers, caplog):
+    """The loss was another one than that of the undivided batch, and nothing told."""
+    run = lockstep.init(global_batch=8, micro_batches=4)
+    torch.manual_seed(0)
+    model = model()
+    _, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    loader = DataLoader(Sequences(), 8, collate_fn=collate, num_workers=workers)
+    for _ in run.epochs(2):
+        for batch in run.batches(loader):
+            run.backward(batch, loss, forward=model)
+            optimizer.step()
+    run.close()
+    assert caplog.text.count("depends on how far the collate function pads it") == is_told
+
+
+def test_a_loss_of_the_whole_batch_is_not_said_to_be_averaged(caplog):
+    """It was, where the data had no entry for each sample, and was advised to return a pair."""
+    run = lockstep.init(global_batch=8, micro_batches=4)
+    model = nn.Linear(1, 1)
+    _, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    loader = DataLoader(Sequences(), 8, collate_fn=lambda items: torch.cat([each[:2] for each in items]).float())
+    for batch in run.batches(loader):
+        run.backward(
+            batch, lambda output, _: output.square().mean(), forward=lambda x: model(x.view(-1, 2, 1)), whole_batch=True
+        )
+        optimizer.step()
+    run.close()
+    assert "without an entry for each sample" not in caplog.text

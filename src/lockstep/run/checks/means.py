@@ -551,6 +551,56 @@ def judge_running_buffers(
         warn_of_no_means(names, list(zip(*values, strict=True)), samples)
 
 
+def warn_of_padding(compute: StepCompute, apart: Sequence[Any]) -> None:
+    """Warns of a loss that depends on how far the collate function pads a sample.
+
+    Each sample (see ``Batch.apart``) is computed by itself, as it is padded among others and as it is alone. Nothing is
+    told where the model draws random numbers, or fails, or where padding is not all that differs.
+    """
+    if not apart:
+        return
+    whole, *singles = apart
+    whole = _with_columns(whole, len(singles))
+    if not has_rows(leaves_of(whole), len(singles)):
+        return
+    among = [own_rows(whole, slice(n, n + 1)) for n in range(len(singles))]
+    most = 0.1 if torch.is_autocast_enabled(compute.forward_pass.device.type) else 1e-3
+
+    def sums(data: Any, number: int) -> Tensor:
+        with torch.enable_grad():
+            total, weight = sum_and_weight(compute.function(*_output_and_target(compute, data, number)), 1)
+        return torch.tensor([float(total.detach()), float(weight)], dtype=torch.float64)
+
+    padded = [pair for pair in zip(among, singles) if _is_padded(*map(leaves_of, pair))]
+    with suppress(Exception), evaluating(compute.forward_pass.model), compute.autocast(), uncompiled():
+        found = [(sums(long, 0), sums(long, 1), sums(short, 0)) for long, short in padded]
+        if any(torch.equal(long, again) and not torch.allclose(long, short, most, 0) for long, again, short in found):
+            logger.warning(
+                "The loss of a sample depends on how far the collate function pads it, which is to the longest sample "
+                "of its micro-batch. So a step is another one than with all its samples at once. Use a mask in the "
+                "model, and in the loss the pair (sum, how many were counted); pad all samples to one length; or use "
+                "micro_batches=1."
+            )
+    compute.randomness.leave()
+
+
+def _is_padded(long: Sequence[Any], short: Sequence[Any]) -> bool:
+    """True if some tensors have more entries, of one value, at the end or the beginning, and the others are equal."""
+    pairs = [(one, other) for one, other in zip(long, short) if isinstance(one, Tensor) and isinstance(other, Tensor)]
+    if len(long) != len(short) or any(one.dim() != other.dim() for one, other in pairs):
+        return False
+    for one, other in pairs:
+        at_end = tuple(slice(max(0, size - few), size) for size, few in zip(one.shape, other.shape))
+        held = next((r for r in (tuple(map(slice, other.shape)), at_end) if torch.equal(one[r], other)), None)
+        if held is None:
+            return False
+        is_added = torch.ones_like(one, dtype=torch.bool)
+        is_added[held] = False
+        if not bool((one[is_added] == one[is_added][:1]).all()):
+            return False
+    return any(one.shape != other.shape for one, other in pairs)
+
+
 def together(micro_batches: Sequence[MicroBatch], least: int = 2) -> tuple[Any, int]:
     """The data of the first micro-batch, or of some with fewer rows than ``least``, and how many rows they have."""
     parts = micro_batches[: 1 if len(micro_batches[0]) >= least else _MOST_JOINED]

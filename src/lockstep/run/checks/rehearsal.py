@@ -49,7 +49,13 @@ from lockstep.run.checks.calls import (
     watching_calls,
 )
 from lockstep.run.checks.findings import Findings, refuse_evaluation
-from lockstep.run.checks.means import Deviation, judge_running_buffers, judge_with_model, warn_of_mixed_samples
+from lockstep.run.checks.means import (
+    Deviation,
+    judge_running_buffers,
+    judge_with_model,
+    warn_of_mixed_samples,
+    warn_of_padding,
+)
 from lockstep.run.checks.short_step import (
     Buffers,
     RehearsalCompute,
@@ -346,8 +352,8 @@ class Rehearsals:
         strategy.before_step()
         roots = {"": model, f"the loss {_name_of(loss)}": loss, "forward=": compute.forward}
         watched = Watched(roots, (model, prepared.forward_pass.model))
-        before, buffers = watched.before, watched.buffers
-        findings, (short, rehearsal) = Findings(), shortened(batch, compute, strategy.share, 1 + self._are_concurrent)
+        before, buffers, findings = watched.before, watched.buffers, Findings()
+        short, rehearsal = shortened(batch, compute, strategy.share, 2 if self._are_concurrent else 1)
         judging = replace(rehearsal, judged=None if compute.function is stand_in else [])
         compute_again = partial(self._pass, short, rehearsal, scale)
         asking = watching_calls(findings.asked, "the forward pass or the loss", ranks=strategy.share.holders == 1)
@@ -378,6 +384,7 @@ class Rehearsals:
             if is_first and strategy.replicated and not self._are_concurrent:  # the other ranks call nothing
                 warn_of_mixed_samples(compute, batch.micro_batches)
                 judge_running_buffers(compute, batch.micro_batches, model, strategy.running_buffers, buffers.restore)
+                warn_of_padding(compute, batch.apart if compute.function is not stand_in else ())
         passes = _Passes(first, [*others, *from_start], from_start, before, after, later)
         is_called, functions = any(map(len, short.micro_batches)), (loss, compute.forward)
         self._compare(findings, passes, prepared.state, roots, functions, is_called)
@@ -390,7 +397,7 @@ class Rehearsals:
     def _judge_loss(
         self, judging: RehearsalCompute, compute: StepCompute, batch: Batch, loss: Callable[..., Any]
     ) -> str:
-        """Why the loss is not a mean over samples; empty where it is one, or where nothing tells."""
+        """Why the loss is not a mean over samples; empty where it is, nothing tells, or it is of the whole batch."""
         with self._strategy.joined_calls():  # a loss may call the model
             deviations = judging.deviations()
         if all(each is Deviation.WITHOUT_ROWS for each in deviations):
@@ -398,7 +405,7 @@ class Rehearsals:
                 return ""  # as for the last step of an epoch, of single samples
             if self._strategy.replicated and not self._are_concurrent:
                 deviations = [judge_with_model(compute, batch.micro_batches)]
-        return next((each.reason for each in deviations if each.reason), "")
+        return next((each.reason for each in deviations if each.reason and judging.judged is not None), "")
 
     def _compare(
         self,
@@ -415,7 +422,7 @@ class Rehearsals:
         findings.losses_differ = any(each.losses != passes.first.losses for each in passes.others)
         findings.gradients = passes.first.other_gradients(*passes.others)
         noted, counting = findings.note_changes(before, passes.after, passes.later)
-        changed = {**noted, **counting}
+        changed, set_anew = {**noted, **counting}, {} if findings.losses_differ or findings.gradients else noted
         moved = {*map(without_key, changed)}
         self._moved |= moved
         texts = [(n, text) for n, text in before.texts.items() if before.kinds[n] in _VALUES]
@@ -431,14 +438,12 @@ class Rehearsals:
             findings.asked += counts_read(before, codes, strategy.all_ranks.size())
         if is_early and is_called and (lost := state.loop.lost):
             names = names_reached(codes, before.functions)
-            set_anew = noted if not (findings.losses_differ or findings.gradients) else ()
             read = [name for name, each in lost.items() if each.is_read_by(before, (), names)]
             findings.lost = [name for name in read if lost[name].is_read_by(before, set_anew, names)]
             findings.filled = [name for name in read if name not in findings.lost]
         findings.lost += state.unheld.look(state, roots, before, moved)
         state.idle -= moved
-        if not (findings.losses_differ or findings.gradients):
-            state.idle |= {*map(without_key, noted)}.difference(map(without_key, counting))
+        state.idle |= {*map(without_key, set_anew)}.difference(map(without_key, counting))
         if any(each.differs(passes.first) for each in passes.from_start):
             now = {name: (text, before.texts.get(name, "nothing")) for name, (text, _) in starts.items()}
             findings.changed = {name: pair for name, pair in now.items() if pair[0] != pair[1]}
