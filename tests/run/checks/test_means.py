@@ -1,19 +1,16 @@
 """Means over samples are told apart from sums, other means, and numbers of the whole batch."""
 
-from functools import partial
-
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss, normalize, pad
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 import lockstep
-from lockstep.run.checks.means import Deviation, deviation, judge_metrics, reasons
+from lockstep.run.checks.means import Deviation, checked, deviation, judge_metrics, reasons
 from lockstep.run.step import with_exact_mean
 
-NONE, SUM, WEIGHTED, FUNCTION, OTHER, ONE_ENTRY, UNKNOWN, UNCLEAR, PAIR, *_ = Deviation
+NONE, SUM, WEIGHTED, FUNCTION, OTHER, ONE_ENTRY, UNKNOWN, UNCLEAR, PAIR, GRADIENT, *_ = Deviation
 
 
 def rows(count=64):
@@ -229,6 +226,39 @@ def test_a_mean_without_ignored_targets_is_told_once_they_come(caplog, loss, sai
     assert not any("reduction='none'" in each for each in told)  # which counts the ignored ones as 0
 
 
+def weighted_by_values(output, target):
+    loss, size = cross_entropy(output, target), output.square().mean()
+    return loss + size * (loss / size).detach()
+
+
+def focal(output, target):
+    """Weights that are detached, each of its own sample."""
+    losses = cross_entropy(output, target, reduction="none")
+    return ((1 - (-losses).exp()).square().detach() * losses).mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "found"),
+    [
+        (weighted_by_values, GRADIENT),
+        (lambda output, target: cross_entropy(output, target) / cross_entropy(output, target).detach(), GRADIENT),
+        (cross_entropy, NONE),
+        (focal, NONE),
+        (lambda output, target: output.softmax(1).sum(1).mean(), UNCLEAR),
+        (lambda output, target: mse_loss(output + (output.round() - output).detach(), output.detach() ** 2), NONE),
+        (with_exact_mean(nn.CrossEntropyLoss(weight=torch.rand(4), ignore_index=2)), NONE),
+        (lambda output, target: cross_entropy(output.mul_(2), target, reduction="none"), NONE),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_weights_of_terms_that_follow_from_their_values_are_told_by_the_gradient(loss, found, dtype):
+    """The value was that of a mean, and nothing said that each micro-batch had weights of its own."""
+    output, target = rows(12)
+    output *= torch.linspace(1, 3, 12)[:, None]
+    assert checked(loss, output.to(dtype), target, 12, trains=True) is found
+    assert checked(loss, output.to(dtype), target, 12) is not GRADIENT, "a metric has none"
+
+
 def test_dicts_and_named_outputs_are_cut_too():
     output, target = rows()
     given = {"logits": output}, {"label": target, "name": ["a"] * 64}
@@ -262,55 +292,3 @@ def test_a_mean_over_what_only_one_part_has_is_not_called_a_sum():
     output, target = torch.tensor([[1.0, 3.0], [0.0, 0.0]]), torch.tensor([[1, 1], [0, 0]])
     assert deviation(over_boxes, output, target, 2) is OTHER
     assert deviation(lambda output, target: output.sum(), output + 1, target, 2) is SUM
-
-
-class Compares(nn.Module):
-    """A layer whose output for a sample may depend on the others."""
-
-    def __init__(self, how):
-        super().__init__()
-        self.how, self.inner = how() if isinstance(how, partial) else how, nn.Linear(6, 4)
-
-    def forward(self, x):
-        return self.how(self.inner(x))
-
-
-class Attends(nn.Module):
-    def __init__(self, batch_first):
-        super().__init__()
-        self.inner = nn.MultiheadAttention(4, 2, batch_first=batch_first)
-
-    def forward(self, x):
-        pair = torch.stack([x, x.cos()], 1)
-        return self.inner(pair, pair, pair, need_weights=False)[0].mean(1)
-
-
-@pytest.mark.parametrize(
-    ("how", "is_told"),
-    [
-        (lambda x: x - x.mean(0), True),
-        (lambda x: x / x.abs().max(), True),
-        (lambda x: x + x.flip(0), True),
-        (lambda x: x + x.cumsum(0), True),
-        (lambda x: F.batch_norm(x, None, None, training=True), True),
-        (partial(Attends, batch_first=False), True),
-        (partial(Attends, batch_first=True), False),
-        (lambda x: x - x.mean(1, keepdim=True), False),
-        (lambda x: x + torch.randn_like(x), False),
-        (lambda x: x * 0, False),
-        (lambda x: x.argmax(1, keepdim=True) * x, False),
-    ],
-)
-@pytest.mark.parametrize("options", [{}, {"precision": "bf16"}])
-def test_a_model_that_compares_samples_is_told(how, is_told, options, caplog):
-    run = lockstep.init(global_batch=32, micro_batches=4, **options)
-    torch.manual_seed(0)
-    model = Compares(how)
-    _, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    samples = TensorDataset(torch.randn(32, 6), torch.arange(32) % 4)
-    for _ in run.epochs(1):
-        for batch in run.batches(samples):
-            run.backward(batch, cross_entropy)
-            optimizer.step()
-    run.close()
-    assert ("depends on the other samples" in caplog.text) == is_told
