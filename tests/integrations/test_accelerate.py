@@ -310,6 +310,72 @@ def test_a_loss_that_is_no_mean_is_warned_about(caplog):
     assert "is a sum over the samples" in found["of the loop"]
 
 
+def weighted(output, y):
+    loss, size = nn.functional.cross_entropy(output, y), output.square().mean()
+    return loss + size * (loss / size).detach()
+
+
+class Centred(nn.Module):
+    """Compares samples in training mode only."""
+
+    def forward(self, x):
+        return x - x.mean(0) if self.training else x
+
+
+def said_of(world, kind):
+    """What is said of a loop with hooks that see sums, a loss or a model of such a kind."""
+    torch.manual_seed(0)
+    norms, size = [0.0], 24 if "large" in kind else 8
+    layers = [nn.BatchNorm1d(16)] if "norm" in kind else [Centred()] if "centred" in kind else []
+    model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), *layers, nn.Dropout(0.1), nn.Linear(16, 3))
+    if "bounded" in kind:
+        model[0].weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+    if "kept" in kind and (world.is_main or "all" in kind):
+        model[0].bias.register_hook(lambda gradient: norms.__setitem__(0, float(gradient.norm())))
+    if "doubled" in kind:
+        model[0].weight.register_hook(lambda gradient: 2 * gradient)
+    said, handler = [], logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("lockstep").addHandler(handler)
+    data = TensorDataset(torch.randn(24, 4), torch.arange(24) % 3)
+    accelerator = Accelerator(global_batch=size, micro_batches=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=size))
+    for x, y in loader:
+        if "train" in kind:
+            model.train()
+        loss = weighted if "weighted" in kind else nn.functional.cross_entropy
+        accelerator.backward(loss(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [each for each in said if "The loop's body" not in each]
+
+
+@pytest.mark.parametrize(
+    ("kind", "texts"),
+    [
+        ("bounded", ["The gradient of '0.weight' does not double where the loss does"]),
+        ("kept on all", ["A hook or the backward pass sets"]),
+        ("norm", ["BatchNorm '2' normalises each micro-batch by itself, which has 4 samples of the 8"]),
+        ("norm train", ["BatchNorm '2' normalises each micro-batch by itself"]),
+        ("weighted", ["is a mean over samples by its value, and not by its gradient"]),
+        ("centred", ["is not a mean over samples"]),
+        ("doubled", []),
+        ("large norm train", []),
+        ("plain train", []),
+    ],
+)
+def test_a_loop_is_told_what_run_backward_tells(kind, texts):
+    """It was told nothing of hooks that see sums, of BatchNorm on few samples, nor of weights by values."""
+    (said,) = run_ranks(said_of, 1, kind)
+    assert [text in each for text, each in zip(texts, said, strict=True)] == [True] * len(texts), said
+
+
+def test_a_hook_of_one_rank_makes_no_rank_wait():
+    said, others = run_ranks(said_of, 2, "kept")
+    assert "A hook or the backward pass sets" in said[0] and others == []
+
+
 def left(world, reads):
     model, optimizer, _, loader = parts()
     accelerator = Accelerator(global_batch=12, micro_batches=2)

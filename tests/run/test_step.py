@@ -117,19 +117,31 @@ def styled(norm=nn.InstanceNorm2d):
     return Styled(norm)
 
 
-@pytest.mark.parametrize("options", [{"micro_batches": 8}, {"rows": 9}])
-def test_wrong_gradients_of_instance_norm_for_one_sample_in_channels_last_order_are_refused(options):
+def with_running_statistics(channels):
+    """A layer in evaluation mode; a frozen one has it."""
+    return nn.InstanceNorm2d(channels, track_running_stats=True).eval()
+
+
+@pytest.mark.parametrize(
+    ("norm", "options"),
+    [
+        (nn.InstanceNorm2d, {"micro_batches": 8}),
+        (nn.InstanceNorm2d, {"rows": 9}),
+        (with_running_statistics, {"micro_batches": 8}),
+    ],
+)
+def test_wrong_gradients_of_instance_norm_for_one_sample_in_channels_last_order_are_refused(norm, options):
     sample, found = torch.randn(1, 3, 8, 8), []
     for order in (torch.contiguous_format, torch.channels_last):
-        model = styled().to(memory_format=order)
+        model = styled(norm).to(memory_format=order)
         model(sample.to(memory_format=order)).square().sum().backward()
         found.append(model.first.weight.grad)
     if torch.allclose(*found, rtol=1e-3, atol=1e-3):
         pytest.skip("this torch computes the right gradient")
     with pytest.raises(ConfigError, match=r"one sample, and torch .* InstanceNorm 'norm'"):
-        gradients_of_styled(styled(), channels_last=True, **options)
+        gradients_of_styled(styled(norm), channels_last=True, **options)
     with pytest.raises(ConfigError, match=r"one sample, and torch .* InstanceNorm 'norm'"):
-        gradients_of_styled(styled().to(memory_format=torch.channels_last), **options)
+        gradients_of_styled(styled(norm).to(memory_format=torch.channels_last), **options)
 
 
 @pytest.mark.parametrize(

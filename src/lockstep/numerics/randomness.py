@@ -26,13 +26,14 @@ last step is done. So what it draws is the same on every rank, and after a stop 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.core.seeding import derive_seed, unit_seed
@@ -327,6 +328,50 @@ class KeyedRandomness:
             generator.manual_seed(seed)
         if self.keys_global_generators:
             _seed_global_generators(seed)
+
+
+class Expectations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's stub
+    """A context in which torch draws the expectation of each random number: nothing is dropped, and no noise is added.
+
+    So rows do not differ by what was drawn for them. It leaves a few distributions, such as gamma, as they are.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Computes an operator."""
+        named = dict(kwargs or {})
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **named)
+        given = [(each.name, each.default_value) for each in func._schema.arguments]
+        values = {name: args[n] if n < len(args) else named.get(name, usual) for n, (name, usual) in enumerate(given)}
+        names = [name for name, _ in given]
+        for rate in {"dropout_p", "dropout"}.intersection(names):  # of attention, and of recurrent layers on a GPU
+            if names.index(rate) < len(args):
+                args = (*args[: names.index(rate)], 0.0, *args[names.index(rate) + 1 :])
+            else:
+                named[rate] = 0.0
+        kind = func._schema.name.removeprefix("aten::")
+        if kind == "native_dropout":
+            return values["input"].clone(), torch.ones_like(values["input"], dtype=torch.bool)
+        drawn = func(*args, **named)
+        expectation = _EXPECTATIONS.get(kind)
+        return drawn if expectation is None else drawn.copy_(expectation(drawn, values))
+
+
+_EXPECTATIONS: Mapping[str, Callable[[torch.Tensor, Mapping[str, Any]], Any]] = {
+    **dict.fromkeys(("rand", "rand_like"), lambda drawn, _: torch.full_like(drawn, 0.5)),
+    **dict.fromkeys(("randn", "randn_like"), lambda drawn, _: torch.zeros_like(drawn)),
+    **dict.fromkeys(("randint", "randint_like"), lambda drawn, given: torch.full_like(drawn, given.get("low", 0))),
+    "randperm": lambda drawn, _: torch.arange(len(drawn)).to(drawn),
+    "uniform_": lambda drawn, given: torch.full_like(drawn, (given["from"] + given["to"]) / 2),
+    "normal_": lambda drawn, given: torch.full_like(drawn, given["mean"]),
+    "normal": lambda drawn, given: torch.zeros_like(drawn) + given["mean"],
+    "exponential_": lambda drawn, given: torch.full_like(drawn, 1 / given["lambd"]),
+    "bernoulli": lambda _, given: (given["self"] >= given.get("p", given["self"]).new_tensor(0.5)).to(given["self"]),
+    "bernoulli_": lambda drawn, given: torch.zeros_like(drawn) + (torch.as_tensor(given["p"]) >= 0.5).to(drawn),
+}
+"""The expectation, or the likelier value, for operators of torch that draw: of what was drawn and the arguments."""
 
 
 def _seed_global_generators(seed: int) -> None:

@@ -5,6 +5,7 @@ The first steps are rehearsed, by giving the body of the loop micro-batches that
     [first micro-batch of each process] -> loss, gradients, settings     twice: what differs, the body has kept
     [that of rank 0, on every process]  -> losses, which must be equal
     [some rows], [the same], [two halves], without dropout -> is the loss a mean over samples?
+    [first micro-batch], [the same] with twice the loss    if there are hooks: what they make of the size of gradients
 
 The body is the caller, so it runs once for each of them, and what it counts or adds up, it does then too: a sum in one
 of its variables is refused. Nothing is updated, and the model is restored.
@@ -12,9 +13,10 @@ of its variables is refused. Nothing is updated, and the model is restored.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -29,9 +31,21 @@ from lockstep.core.values import attributes_of, is_users_object
 from lockstep.data.batch import Batch, MicroBatch
 from lockstep.errors import ConfigError
 from lockstep.numerics.hidden_state import Kind, evaluating
+from lockstep.numerics.hooks import hooks_gradients
+from lockstep.numerics.running_buffers import normalises_by_batch, warn_of_few_samples
 from lockstep.run.checks.calls import warn_of_settings, watching_calls
 from lockstep.run.checks.findings import Findings
-from lockstep.run.checks.means import deviation_of_parts, has_rows, leaves_of, own_rows, together
+from lockstep.run.checks.means import (
+    Deviation,
+    Sums,
+    are_apart,
+    deviation_of_parts,
+    has_rows,
+    leaves_of,
+    own_rows,
+    together,
+)
+from lockstep.run.checks.other_samples import expected
 from lockstep.run.checks.short_step import (
     RehearsalCompute,
     Watched,
@@ -42,6 +56,7 @@ from lockstep.run.checks.short_step import (
     taken_gradients,
     with_own_data,
 )
+from lockstep.run.checks.sums import SCALES, GradientSizes
 from lockstep.run.run import Run
 from lockstep.run.step import BackwardPass, sum_and_weight
 from lockstep.run.step_errors import other_on_ranks
@@ -171,6 +186,11 @@ class LoopRehearsal:
         """Places where the pass that is watched asks for the number of processes; None in the others."""
         self._losses: list[int] = []
         self._value = (0.0, 0.0)
+        self._trained: list[nn.Parameter] = []
+        """Those of which gradients are compared, too, where the loss is judged."""
+        self._slopes: list[Tensor] = []
+        self._times = 1.0
+        """What the loss is multiplied by."""
 
     @staticmethod
     def is_due(run: Run, batch: Batch) -> bool:
@@ -190,6 +210,8 @@ class LoopRehearsal:
         is_first = done[LoopRehearsal] == 1
         if is_first and run.is_main:
             warn_of_settings(is_alone=run.world.world_size == 1)
+            if not run.options.sync_batch_norm:
+                warn_of_few_samples(model, len(self._batch.plan.indices[0]), self._batch.plan.samples)
         watched = Watched({"": model}, (model, prepared.forward_pass.model))
         findings, look = Findings(), _sums if is_first else dict[str, float]
         short, self._compute = shortened(self._batch, self._opened.compute, strategy.share, 1)
@@ -210,8 +232,11 @@ class LoopRehearsal:
                 if is_first and strategy.share.holders > 1:
                     findings.ranks_differ = yield from self._pass_of_all(short)
                 if is_first:
-                    with evaluating(model), torch.enable_grad():
-                        findings.deviation = yield from self._deviation()
+                    findings.deviation = yield from self._deviation(model)
+                    self._is_judged = False
+            # A rank alone may have hooks, such as the one that logs.
+            if is_first and self._opened.scale == 1.0 and any(strategy.gather_records(hooks_gradients(model))):
+                yield from self._warn_of_sums(short, watched)
         finally:
             self._is_judged = False
             randomness.leave()
@@ -231,9 +256,12 @@ class LoopRehearsal:
         total, weight = sum_and_weight(loss, len(micro_batch))
         if self._is_judged:
             self._value = float(total.detach()), float(weight)
+            with suppress(Exception):  # a loss without a gradient is told of in the step itself
+                slopes = torch.autograd.grad(total, self._trained, allow_unused=True)
+                self._slopes = [torch.zeros_like(p) if g is None else g for p, g in zip(self._trained, slopes)]
             return
         with torch.autocast(total.device.type, enabled=False):
-            self._strategy.end_forward(micro_batch, total, weight, self._opened.scale)
+            self._strategy.end_forward(micro_batch, total, weight, self._opened.scale * self._times)
         self._losses = self._strategy.reduce(self._compute, 0).losses.view(torch.int64).tolist()
 
     def _given(self, micro_batch: MicroBatch) -> Generator[MicroBatch, None, None]:
@@ -246,14 +274,19 @@ class LoopRehearsal:
         if self._waiting is not None:
             raise _without_backward("the first micro-batch", self._batch)
 
-    def _pass(self, batch: Batch) -> Generator[MicroBatch, None, dict[str, Any]]:
-        """Gives the micro-batch of a short step; returns what came of it, by the words for it."""
+    def _computed(self, batch: Batch) -> Generator[MicroBatch, None, None]:
+        """Gives the micro-batch of a short step."""
         strategy, (micro_batch,) = self._strategy, batch.micro_batches
         strategy.begin_backward(batch)
         strategy.begin_forward()
         self._compute.begin(micro_batch)
         yield from self._given(micro_batch)
         self._compute.randomness.leave()
+
+    def _pass(self, batch: Batch) -> Generator[MicroBatch, None, dict[str, Any]]:
+        """Gives the micro-batch of a short step; returns what came of it, by the words for it."""
+        strategy = self._strategy
+        yield from self._computed(batch)
         gradients = {f"the gradient of {name!r}": each for name, each in taken_gradients(strategy).items()}
         settings = settings_of(self._run.require_prepared().state.parts.optimizers)
         return {"the loss": self._losses, **gradients, **settings}
@@ -268,7 +301,19 @@ class LoopRehearsal:
         self._compute = own
         return any(loss != self._losses[0] for loss in self._losses)
 
-    def _deviation(self) -> Generator[MicroBatch, None, str]:
+    def _warn_of_sums(self, short: Batch, watched: Watched) -> Generator[MicroBatch, None, None]:
+        """Gives the micro-batch of a short step, and counts its loss twice; see ``GradientSizes``."""
+        run, strategy = self._run, self._strategy
+        sizes = GradientSizes(strategy, run.require_prepared().state.parts.model)
+        for self._times in SCALES:
+            if not sizes.is_done():
+                with put_back(strategy, watched, run._events):
+                    yield from self._computed(short)
+                    found = {n: p.grad for n, p in strategy.trainable().items() if p.grad is not None}
+                    sizes.add(self._times, found, watched.now())
+        run.rehearsals.tell_sums(sizes.warnings([]), len(self._batch.plan.indices[0]))
+
+    def _deviation(self, model: nn.Module) -> Generator[MicroBatch, None, str]:
         """Gives some rows, the same again, and two parts of them; returns why the loss is not a mean, or nothing."""
         given = self._batch.micro_batches
         try:
@@ -280,17 +325,32 @@ class LoopRehearsal:
             return ""
         numbers = np.concatenate([each.indices for each in given])[:samples]
         self._is_judged = True
-        found: list[tuple[float, float]] = []
-        half = samples // 2
-        for place, rows in enumerate((slice(None), slice(None), slice(half), slice(half, None))):
-            # Other keys in every pass, so that a loop which draws is not judged.
-            self._compute.randomness.begin_micro_batch(self._batch.plan.step, place)
-            yield from self._given(replace(given[0], data=own_rows(data, rows), indices=numbers[rows]))
-            found.append(self._value)
-        self._is_judged = False
-        whole, again, first, second = found
-        most = 0.1 if torch.is_autocast_enabled(self._strategy.device.type) else 1e-4
-        return "" if whole != again else deviation_of_parts(whole, first, second, most).reason
+        self._trained = [] if hooks_gradients(model) else [each for each in model.parameters() if each.requires_grad]
+
+        def passes(*parts: slice) -> Generator[MicroBatch, None, list[tuple[Sums, list[Tensor]]]]:
+            found = []
+            for rows in parts:
+                # Other keys in every pass, so that a loop which draws is not judged.
+                self._compute.randomness.begin_micro_batch(self._batch.plan.step, next(places))
+                yield from self._given(replace(given[0], data=own_rows(data, rows), indices=numbers[rows]))
+                found.append((self._value, self._slopes))
+            return found
+
+        places, half = itertools.count(), samples // 2
+        for mode in (expected, evaluating):
+            with mode(model), torch.enable_grad():
+                (whole, slope), (again, other) = yield from passes(slice(None), slice(None))
+                if whole != again or any(map(normalises_by_batch, model.modules())):  # the body may call model.train()
+                    continue
+                (first, one), (second, two) = yield from passes(slice(half), slice(half, None))
+                in_16_bits = torch.is_autocast_enabled(self._strategy.device.type)
+                found = deviation_of_parts(whole, first, second, 0.1 if in_16_bits else 1e-4)
+                most = 0.03 if in_16_bits else 0.01
+                joint = [left + right for left, right in zip(one, two, strict=True)]
+                if not found.reason and not are_apart(slope, other, most) and are_apart(slope, joint, most):
+                    found = Deviation.GRADIENT
+                return found.reason
+        return ""
 
 
 def _sums() -> dict[str, float]:

@@ -136,6 +136,8 @@ class Strategy(ABC):
     replicated: bool = True
     """True if every process holds the whole model. Compiling the model, a moving average of its weights and a
     ``forward`` of the user's own need that."""
+    computes_together: bool = False
+    """True if several processes compute one forward pass, so that an error of one leaves the others waiting."""
     largest_unit: Unit = Unit.MODEL
     """The largest unit that an optimizer may need to see at once, for the bits that are promised."""
     cut_dimensions: int = 1

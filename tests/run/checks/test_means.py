@@ -1,22 +1,16 @@
 """Means over samples are told apart from sums, other means, and numbers of the whole batch."""
 
-import io
-import threading
-from functools import partial
-
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss, normalize, pad
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 import lockstep
-from lockstep.run.checks.means import Deviation, deviation, judge_metrics, reasons
+from lockstep.run.checks.means import Deviation, checked, deviation, judge_metrics, reasons
 from lockstep.run.step import with_exact_mean
 
-NONE, SUM, WEIGHTED, FUNCTION, OTHER, ONE_ENTRY, UNKNOWN, UNCLEAR, PAIR, *_ = Deviation
+NONE, SUM, WEIGHTED, FUNCTION, OTHER, ONE_ENTRY, UNKNOWN, UNCLEAR, PAIR, GRADIENT, *_ = Deviation
 
 
 def rows(count=64):
@@ -232,6 +226,39 @@ def test_a_mean_without_ignored_targets_is_told_once_they_come(caplog, loss, sai
     assert not any("reduction='none'" in each for each in told)  # which counts the ignored ones as 0
 
 
+def weighted_by_values(output, target):
+    loss, size = cross_entropy(output, target), output.square().mean()
+    return loss + size * (loss / size).detach()
+
+
+def focal(output, target):
+    """Weights that are detached, each of its own sample."""
+    losses = cross_entropy(output, target, reduction="none")
+    return ((1 - (-losses).exp()).square().detach() * losses).mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "found"),
+    [
+        (weighted_by_values, GRADIENT),
+        (lambda output, target: cross_entropy(output, target) / cross_entropy(output, target).detach(), GRADIENT),
+        (cross_entropy, NONE),
+        (focal, NONE),
+        (lambda output, target: output.softmax(1).sum(1).mean(), UNCLEAR),
+        (lambda output, target: mse_loss(output + (output.round() - output).detach(), output.detach() ** 2), NONE),
+        (with_exact_mean(nn.CrossEntropyLoss(weight=torch.rand(4), ignore_index=2)), NONE),
+        (lambda output, target: cross_entropy(output.mul_(2), target, reduction="none"), NONE),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_weights_of_terms_that_follow_from_their_values_are_told_by_the_gradient(loss, found, dtype):
+    """The value was that of a mean, and nothing said that each micro-batch had weights of its own."""
+    output, target = rows(12)
+    output *= torch.linspace(1, 3, 12)[:, None]
+    assert checked(loss, output.to(dtype), target, 12, trains=True) is found
+    assert checked(loss, output.to(dtype), target, 12) is not GRADIENT, "a metric has none"
+
+
 def test_dicts_and_named_outputs_are_cut_too():
     output, target = rows()
     given = {"logits": output}, {"label": target, "name": ["a"] * 64}
@@ -267,223 +294,16 @@ def test_a_mean_over_what_only_one_part_has_is_not_called_a_sum():
     assert deviation(lambda output, target: output.sum(), output + 1, target, 2) is SUM
 
 
-class Compares(nn.Module):
-    """A layer whose output for a sample may depend on the others."""
-
-    def __init__(self, how):
-        super().__init__()
-        self.how, self.inner = how() if isinstance(how, partial) else how, nn.Linear(6, 4)
-
-    def forward(self, x):
-        return self.how(self.inner(x))
-
-
-class Attends(nn.Module):
-    def __init__(self, batch_first):
-        super().__init__()
-        self.inner = nn.MultiheadAttention(4, 2, batch_first=batch_first)
-
-    def forward(self, x):
-        pair = torch.stack([x, x.cos()], 1)
-        return self.inner(pair, pair, pair, need_weights=False)[0].mean(1)
-
-
-@pytest.mark.parametrize(
-    ("how", "is_told"),
-    [
-        (lambda x: x - x.mean(0), True),
-        (lambda x: x / x.abs().max(), True),
-        (lambda x: x + x.flip(0), True),
-        (lambda x: x + x.cumsum(0), True),
-        (lambda x: F.batch_norm(x, None, None, training=True), True),
-        (partial(Attends, batch_first=False), True),
-        (partial(Attends, batch_first=True), False),
-        (lambda x: x - x.mean(1, keepdim=True), False),
-        (lambda x: x + torch.randn_like(x), False),
-        (lambda x: x * 0, False),
-        (lambda x: x.argmax(1, keepdim=True) * x, False),
-    ],
-)
-@pytest.mark.parametrize("options", [{}, {"precision": "bf16"}])
-def test_a_model_that_compares_samples_is_told(how, is_told, options, caplog):
-    run = lockstep.init(global_batch=32, micro_batches=4, **options)
-    torch.manual_seed(0)
-    model = Compares(how)
-    _, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    samples = TensorDataset(torch.randn(32, 6), torch.arange(32) % 4)
-    for _ in run.epochs(1):
-        for batch in run.batches(samples):
-            run.backward(batch, cross_entropy)
-            optimizer.step()
-    run.close()
-    assert ("depends on the other samples" in caplog.text) == is_told
-
-
-class Keeps(nn.Module):
-    """A layer with a buffer that its forward pass changes."""
-
-    def __init__(self, first, change):
-        super().__init__()
-        self.change, self.inner = change, nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
-        self.register_buffer("kept", first)
-
-    def forward(self, x):
-        if self.training:
-            self.kept = self.change(self.kept, x.detach())
-        return self.inner(x)
-
-
-def with_rows(table, x):
-    table = table.clone()
-    table[(x[:, 0] * 1000).long() % len(table)] = x
-    return table
-
-
-@pytest.mark.parametrize("first", [torch.zeros(6), torch.ones(6)])
-@pytest.mark.parametrize(
-    ("change", "is_told"),
-    [
-        (lambda kept, x: 0.9 * kept + 0.1 * x.mean(0), False),
-        (lambda kept, x: 0.9 * kept + 0.1 * x.var(0), False),
-        (lambda kept, x: x.sum(0), False),
-        (lambda kept, x: x.mean(0), False),
-        (lambda kept, x: kept * 0.999, False),
-        (lambda kept, x: 0.9 * kept + 0.1 * torch.randn(6), False),
-        (lambda kept, x: 0.9 * kept + 0.1 * x.sum(0), True),
-        (lambda kept, x: kept + x.abs().sum(0), True),
-        (lambda kept, x: torch.cat([kept[3:], x[:3, 0]]), True),
-    ],
-)
-def test_a_running_buffer_that_is_no_mean_is_told(first, change, is_told, caplog):
-    run = lockstep.init(global_batch=32, micro_batches=4, running_buffers="kept")
-    torch.manual_seed(0)
-    model = Keeps(first.clone(), change)
-    _, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    samples = TensorDataset(torch.randn(32, 6), torch.arange(32) % 4)
-    for _ in run.epochs(1):
-        for batch in run.batches(samples):
-            run.backward(batch, cross_entropy)
-            optimizer.step()
-    run.close()
-    assert ("'kept' in running_buffers" in caplog.text) == is_told
-
-
-def test_a_table_in_running_buffers_is_told(caplog):
-    """As of the losses or outputs of single samples: an average would mix new rows with those of the step before."""
-    run = lockstep.init(global_batch=32, micro_batches=2, running_buffers="kept")
-    torch.manual_seed(0)
-    model = Keeps(torch.zeros(100, 6), lambda kept, x: with_rows(kept, x))
-    _, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    for batch in run.batches(TensorDataset(torch.randn(32, 6), torch.arange(32) % 4)):
-        run.backward(batch, cross_entropy)
-        optimizer.step()
-    run.close()
-    assert "'kept' in running_buffers" in caplog.text
-
-
-def test_no_rank_calls_a_synchronised_model_alone():
-    """``forward=`` may switch it to training mode, in which all ranks meet; so the others would be waited for."""
-    run = lockstep.init(global_batch=8, micro_batches=2, sync_batch_norm=True)
-    torch.manual_seed(0)
-    model, threads = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)), io.StringIO()  # a file is not put back
-    _, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-
-    def forward(data):
-        threads.write(threading.current_thread().name + "\n")
-        return model.train()(data[0])
-
-    for batch in run.batches(TensorDataset(torch.randn(8, 6), torch.arange(8) % 4)):
-        run.backward(batch, lambda output, data: cross_entropy(output, data[1]), forward=forward)
-        optimizer.step()
-    run.close()
-    assert all(name.startswith("lockstep-micro-batch") for name in threads.getvalue().split())
-
-
-class Sequences(Dataset):
-    """Sequences of 2 to 6 tokens."""
-
-    def __len__(self):
-        return 32
-
-    def __getitem__(self, index):
-        return torch.arange(1, 3 + index % 5)
-
-
-def padded(sequences):
-    return pad_sequence(sequences, batch_first=True)
-
-
-def padded_at_left(sequences):
-    return pad_sequence([each.flip(0) for each in sequences], batch_first=True).flip(1)
-
-
-def padded_to_6(sequences):
-    return pad(whole := padded(sequences), (0, 6 - whole.shape[1]))
-
-
-def at_random(sequences):
-    return padded([each if torch.rand(()) < 0.5 else each[:1] for each in sequences])
-
-
-def of_two(sequences):
-    first, second, *others = sequences
-    return padded([first, second, *others])
-
-
-class Tagger(nn.Module):
-    def __init__(self, bidirectional=False, drops=0.0):
-        super().__init__()
-        self.tokens, self.drops = nn.Embedding(10, 4), drops
-        self.rnn = nn.LSTM(4, 4, batch_first=True, bidirectional=bidirectional)
-
-    def forward(self, x):
-        return F.dropout(self.rnn(self.tokens(x))[0], self.drops)
-
-
-def over_positions(output, tokens):
-    return (output.sum(2) - tokens).square().mean()
-
-
-def over_tokens(output, tokens):
-    return ((output.sum(2) - tokens).square() * (tokens > 0)).sum(), (tokens > 0).sum()
-
-
-@pytest.mark.parametrize(
-    ("model", "collate", "loss", "is_told"),
-    [
-        (Tagger, padded, over_positions, True),
-        (Tagger, padded, over_tokens, False),
-        (Tagger, padded_to_6, over_positions, False),
-        (partial(Tagger, True), padded, over_tokens, True),
-        (partial(Tagger, True), padded_at_left, over_tokens, True),
-        (partial(Tagger, True), padded_to_6, over_tokens, False),
-        (partial(Tagger, False, 0.1), padded, over_positions, False),
-        (Tagger, at_random, over_tokens, False),
-        (Tagger, of_two, over_tokens, False),
-    ],
-)
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_loss_that_depends_on_the_padding_of_a_micro_batch_is_told(model, collate, loss, is_told, workers, caplog):
-    """The loss was another one than that of the undivided batch, and nothing told."""
-    run = lockstep.init(global_batch=8, micro_batches=4)
-    torch.manual_seed(0)
-    model = model()
-    _, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
-    loader = DataLoader(Sequences(), 8, collate_fn=collate, num_workers=workers)
-    for _ in run.epochs(2):
-        for batch in run.batches(loader):
-            run.backward(batch, loss, forward=model)
-            optimizer.step()
-    run.close()
-    assert caplog.text.count("depends on how far the collate function pads it") == is_told
-
-
 def test_a_loss_of_the_whole_batch_is_not_said_to_be_averaged(caplog):
     """It was, where the data had no entry for each sample, and was advised to return a pair."""
     run = lockstep.init(global_batch=8, micro_batches=4)
     model = nn.Linear(1, 1)
     _, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
-    loader = DataLoader(Sequences(), 8, collate_fn=lambda items: torch.cat([each[:2] for each in items]).float())
+    loader = DataLoader(
+        [torch.arange(1, 3 + n % 5) for n in range(32)],
+        8,
+        collate_fn=lambda items: torch.cat([each[:2] for each in items]).float(),
+    )
     for batch in run.batches(loader):
         run.backward(
             batch, lambda output, _: output.square().mean(), forward=lambda x: model(x.view(-1, 2, 1)), whole_batch=True

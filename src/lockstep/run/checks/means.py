@@ -16,28 +16,24 @@ from collections import UserList
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
-from fnmatch import fnmatchcase
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.dropout import _DropoutNd
+from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only, tree_structure, tree_unflatten
 
 from lockstep.data.batch import MicroBatch, map_leaves, tensors_in
 from lockstep.data.keyed import generators_kept
 from lockstep.errors import ConfigError
 from lockstep.numerics.compilation import uncompiled
-from lockstep.numerics.hidden_state import Snapshot, evaluating, told
-from lockstep.numerics.running_buffers import FEW, warn_of_no_means
-from lockstep.run.step import StepCompute, sum_and_weight, with_exact_mean
+from lockstep.numerics.hidden_state import Snapshot, told
+from lockstep.run.step import sum_and_weight, with_exact_mean
 
 logger = logging.getLogger(__name__)
 _LARGEST_DIFFERENCE = {torch.float16: 0.03, torch.bfloat16: 0.1}
 """In relation to the values, by dtype of these or the outputs; rounding is far smaller than that."""
-
+_MOST_OF_GRADIENT = {torch.float16: 0.03, torch.bfloat16: 0.03}
+"""The same of gradients, by dtype of the outputs."""
 
 _WHOLE_NUMBERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _MOST_JOINED = 8
@@ -87,9 +83,26 @@ class Deviation(Enum):
         "beside a count, or a loss beside an accuracy, is none. Return the sum, and numbers beside a loss in a dict, "
         "as also= of run.backward has them. One that compares the samples of a batch needs whole_batch=True."
     )
+    GRADIENT = (
+        "is a mean over samples by its value, and not by its gradient: that of an output is another one where other "
+        "samples are left out, as where terms are weighted by their own values, a + b * (a / b).detach(). Compute such "
+        "weights in the loop, from what run.backward has returned before, or use run.backward(batch, loss, "
+        "whole_batch=True). For a mean over unmasked tokens return the pair (sum, how many were counted)."
+    )
+    KEPT = (
+        "is a mean over samples by what the model returns, and not together with what else the forward pass leaves for "
+        "it, such as a balance of experts in an attribute: each micro-batch has its own. Return from the model what "
+        "that term is computed from, and use run.backward(batch, loss, whole_batch=True). If it is a sum, take the "
+        "mean."
+    )
     UNTESTED = (
         "is of data without an entry for each sample, such as graphs joined to one, so whether it is a mean over "
         "samples is not known. Return a mean over nodes, boxes or tokens as the pair (sum, how many were counted)."
+    )
+    LENGTHS = (
+        "is one number for each micro-batch, of a single sample, and samples have several lengths, so whether it is to "
+        "be a mean over samples or over tokens is not known. Return loss.view(1), a value for each sample, or for a "
+        "mean over tokens the pair (sum, how many were counted)."
     )
     WITHOUT_ROWS = (
         "was given outputs without several rows, one for each sample, so whether it is a mean over samples is not "
@@ -104,19 +117,61 @@ class Deviation(Enum):
         return self.value or ""
 
 
-UNTOLD = {each.reason for each in (Deviation.UNKNOWN, Deviation.UNTESTED, Deviation.WITHOUT_ROWS)}
+UNTOLD = {each.reason for each in (Deviation.UNKNOWN, Deviation.UNTESTED, Deviation.LENGTHS, Deviation.WITHOUT_ROWS)}
 """Of those of which a warning tells: they may be means or not."""
 
 
-def checked(function: Callable[[Any, Any], Any], output: Any, target: Any, samples: int) -> Deviation:
-    """See ``deviation``; what the user's own function changes, such as a list that it adds to, is restored."""
+def checked(
+    function: Callable[[Any, Any], Any], output: Any, target: Any, samples: int, *, trains: bool = False
+) -> Deviation:
+    """See ``deviation``; what the user's own function changes, such as a list that it adds to, is restored.
+
+    ``trains``: the function is a loss, whose gradients are compared, too.
+    """
     with generators_kept(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # such as torch's of the deviation of a single row
         before = Snapshot({"the function": function})
         try:
-            return deviation(with_exact_mean(function), output, target, samples)
+            function, found = with_exact_mean(function), deviation(with_exact_mean(function), output, target, samples)
+            if trains and not found.reason and _has_other_gradients(function, output, target, samples):
+                return Deviation.GRADIENT
+            return found
         finally:
             before.restore()
+
+
+def _has_other_gradients(function: Callable[[Any, Any], Any], output: Any, target: Any, samples: int) -> bool:
+    """True if the gradient of a sum of losses, of rows of the output, is another one where the others are left out."""
+
+    def gradients(rows: slice, scale: float = 1.0) -> list[Tensor]:
+        given, rest = rows_of((output, target), rows)
+        leaves = [leaf.requires_grad_() for leaf in tensors_in(given) if leaf.is_floating_point()]
+        with torch.enable_grad():
+            value = function(tree_map_only(Tensor, Tensor.clone, given), rest)
+            total, _ = sum_and_weight(value, len(range(samples)[rows]))
+        found = torch.autograd.grad(total, leaves, torch.full_like(total, scale), allow_unused=True)
+        return [torch.zeros_like(leaf) if g is None else g / scale for leaf, g in zip(leaves, found, strict=True)]
+
+    if samples < 2 or not has_rows((output, target), samples):
+        return False
+    with suppress(Exception):  # a loss without a gradient is told elsewhere
+        half = samples // 2
+        whole, again = gradients(slice(None)), gradients(slice(None), 3.0)
+        most = max(_MOST_OF_GRADIENT.get(leaf.dtype, 1e-3) for leaf in whole)
+        if not are_apart(whole, again, most):  # otherwise they are random, or rounding alone
+            parts = zip(gradients(slice(half)), gradients(slice(half, None)), strict=True)
+            return are_apart(whole, [torch.cat(pair) for pair in parts], most)
+    return False
+
+
+def are_apart(whole: Sequence[Tensor], parts: Sequence[Tensor], most: float) -> bool:
+    """True if gradients differ by more than ``most`` of all of them together, which leaves out those of rounding."""
+    return norm_of([one - other for one, other in zip(whole, parts, strict=True)]) > most * norm_of(whole)
+
+
+def norm_of(tensors: Iterable[Tensor]) -> float:
+    """The norm of some tensors together."""
+    return math.hypot(*(float(each.norm()) for each in tensors))
 
 
 RowCopies = tuple[Any, Any, int]
@@ -412,7 +467,7 @@ def deviation_with_model(
     data, under keys that follow from the number of the call, so that a model which draws is not judged.
     """
     data, samples = together(micro_batches)
-    data = _with_columns(data, samples)
+    data = with_columns(data, samples)
     if not has_rows(leaves_of(data), samples):
         try:
             output, target = forward(own_rows(data, slice(None)), 0)
@@ -458,149 +513,6 @@ def _is_mean_over_rows(function: Callable[[Any, Any], Any], pair: Any, samples: 
     return False
 
 
-def _output_and_target(compute: StepCompute, part: Any, number: int) -> tuple[Any, Any]:
-    """Those of some data, under keys that follow from the number of the call."""
-    compute.randomness.begin_micro_batch(compute.plan.step, number)
-    return compute.output_and_target(part)
-
-
-def judge_with_model(compute: StepCompute, micro_batches: Sequence[MicroBatch]) -> Deviation:
-    """Judges the loss of a step as ``deviation_with_model`` does; its metrics note what they are."""
-    forward, found = partial(_output_and_target, compute), Deviation.NONE
-    with evaluating(compute.forward_pass.model), compute.autocast():
-        how = forward, micro_batches, compute.forward_pass.device
-        if compute.metrics is not None:
-            compute.metrics.judge(*how)
-        with suppress(Exception):
-            found = deviation_with_model(compute.function, *how)
-    compute.randomness.leave()
-    return found
-
-
-def warn_of_mixed_samples(compute: StepCompute, micro_batches: Sequence[MicroBatch]) -> None:
-    """Warns of a model whose output for a sample depends on the others of its micro-batch, in evaluation mode too.
-
-    Every second row is computed without the others. Nothing is told where the model draws random numbers, or fails, or
-    where its input or output has no row for each sample.
-    """
-    data, samples = together(micro_batches)
-    data, found = _with_columns(data, samples), list[list[Tensor]]()
-    if samples < 2 or not has_rows(leaves_of(data), samples):
-        return
-    calls = slice(None), slice(None), slice(0, None, 2), slice(1, None, 2)
-    with suppress(Exception), evaluating(compute.forward_pass.model), compute.autocast(), uncompiled():
-        for number, rows in enumerate(calls):
-            found.append(tensors_in(_output_and_target(compute, own_rows(data, rows), number)[0]))
-    compute.randomness.leave()
-    most = 0.1 if torch.is_autocast_enabled(compute.forward_pass.device.type) else 1e-3
-
-    def is_mixed(whole: Tensor, again: Tensor, *parts: Tensor) -> bool:
-        if not whole.is_floating_point() or whole.dim() == 0 or len(whole) != samples or not torch.equal(whole, again):
-            return False
-        pairs = [(whole[rows], part) for rows, part in zip(calls[2:], parts, strict=True)]
-        largest = most * whole.abs().max()
-        return any(one.shape == part.shape and bool((one - part).abs().max() > largest) for one, part in pairs)
-
-    if len(found) == len(calls) and any(itertools.starmap(is_mixed, zip(*found, strict=False))):
-        logger.warning(
-            "The output of the model for a sample depends on the other samples of its micro-batch, also in evaluation "
-            "mode. So a step is another one than with all its samples at once, and an evaluation depends on the size "
-            "of micro-batches. Layers of sequences need batch_first=True. If samples are to be compared, do it in the "
-            "loss, with whole_batch=True, or use micro_batches=1."
-        )
-
-
-def judge_running_buffers(
-    compute: StepCompute,
-    micro_batches: Sequence[MicroBatch],
-    model: nn.Module,
-    patterns: Sequence[str],
-    restore: Callable[[], None],
-) -> None:
-    """Warns of running buffers that are no means over samples, by what some rows and two halves of them leave there.
-
-    Layers that normalise or drop values are in evaluation mode meanwhile. Nothing is told where the model draws random
-    numbers, or fails, or where its input has no row for each sample.
-
-    Args:
-        patterns: see ``running_buffers``.
-        restore: gives the model's buffers their values back.
-    """
-    names = [n for n, b in model.named_buffers() if b.is_floating_point() and any(fnmatchcase(n, p) for p in patterns)]
-    if not names or compute.plan.leaves < 2:
-        return
-    values: list[list[Tensor]] = []
-    others = [m for m in model.modules() if m.training and isinstance(m, (_NormBase, _DropoutNd))]
-    for module in others:
-        module.training = False
-    with suppress(Exception), compute.autocast(), uncompiled():
-        data, samples = together(micro_batches, FEW)
-        data = _with_columns(data, samples)
-        if has_rows(leaves_of(data), samples):
-            values.append([model.get_buffer(name).detach().clone() for name in names])
-            every, even, odd = slice(None), slice(0, None, 2), slice(1, None, 2)
-            for number, rows in enumerate((every, every, even, odd, odd, every)):
-                if number not in (1, 3):
-                    restore()
-                compute.function(*_output_and_target(compute, own_rows(data, rows), number))
-                values.append([model.get_buffer(name).detach().clone() for name in names])
-    for module in others:
-        module.training = True
-    compute.randomness.leave()
-    if len(values) == 7:
-        warn_of_no_means(names, list(zip(*values, strict=True)), samples)
-
-
-def warn_of_padding(compute: StepCompute, apart: Sequence[Any]) -> None:
-    """Warns of a loss that depends on how far the collate function pads a sample.
-
-    Each sample (see ``Batch.apart``) is computed by itself, as it is padded among others and as it is alone. Nothing is
-    told where the model draws random numbers, or fails, or where padding is not all that differs.
-    """
-    if not apart:
-        return
-    whole, *singles = apart
-    whole = _with_columns(whole, len(singles))
-    if not has_rows(leaves_of(whole), len(singles)):
-        return
-    among = [own_rows(whole, slice(n, n + 1)) for n in range(len(singles))]
-    most = 0.1 if torch.is_autocast_enabled(compute.forward_pass.device.type) else 1e-3
-
-    def sums(data: Any, number: int) -> Tensor:
-        with torch.enable_grad():
-            total, weight = sum_and_weight(compute.function(*_output_and_target(compute, data, number)), 1)
-        return torch.tensor([float(total.detach()), float(weight)], dtype=torch.float64)
-
-    padded = [pair for pair in zip(among, singles) if _is_padded(*map(leaves_of, pair))]
-    with suppress(Exception), evaluating(compute.forward_pass.model), compute.autocast(), uncompiled():
-        found = [(sums(long, 0), sums(long, 1), sums(short, 0)) for long, short in padded]
-        if any(torch.equal(long, again) and not torch.allclose(long, short, most, 0) for long, again, short in found):
-            logger.warning(
-                "The loss of a sample depends on how far the collate function pads it, which is to the longest sample "
-                "of its micro-batch. So a step is another one than with all its samples at once. Use a mask in the "
-                "model, and in the loss the pair (sum, how many were counted); pad all samples to one length; or use "
-                "micro_batches=1."
-            )
-    compute.randomness.leave()
-
-
-def _is_padded(long: Sequence[Any], short: Sequence[Any]) -> bool:
-    """True if some tensors have more entries, of one value, at the end or the beginning, and the others are equal."""
-    pairs = [(one, other) for one, other in zip(long, short) if isinstance(one, Tensor) and isinstance(other, Tensor)]
-    if len(long) != len(short) or any(one.dim() != other.dim() for one, other in pairs):
-        return False
-    for one, other in pairs:
-        at_end = tuple(slice(max(0, size - few), size) for size, few in zip(one.shape, other.shape))
-        held = next((r for r in (tuple(map(slice, other.shape)), at_end) if torch.equal(one[r], other)), None)
-        if held is None:
-            return False
-        is_added = torch.ones_like(one, dtype=torch.bool)
-        is_added[held] = False
-        if not bool((one[is_added] == one[is_added][:1]).all()):
-            return False
-    return any(one.shape != other.shape for one, other in pairs)
-
-
 def together(micro_batches: Sequence[MicroBatch], least: int = 2) -> tuple[Any, int]:
     """The data of the first micro-batch, or of some with fewer rows than ``least``, and how many rows they have."""
     parts = micro_batches[: 1 if len(micro_batches[0]) >= least else _MOST_JOINED]
@@ -608,7 +520,7 @@ def together(micro_batches: Sequence[MicroBatch], least: int = 2) -> tuple[Any, 
     return map_leaves(parts[0].data, lambda _: next(whole)), sum(map(len, parts))
 
 
-def _with_columns(data: Any, samples: int) -> Any:
+def with_columns(data: Any, samples: int) -> Any:
     """The data, in which a list with an entry for each sample, such as lengths, is one leaf."""
 
     def column(value: Any) -> Any:
@@ -644,12 +556,13 @@ def rows_of(data: Any, rows: slice) -> Any:
     return tree_map_only(Tensor, lambda leaf: leaf.detach()[rows].clone(), data)
 
 
-def own_rows(data: Any, rows: slice) -> Any:
+def own_rows(data: Any, rows: slice | list[int]) -> Any:
     """The data of a micro-batch with copies of some rows of its tensors, which a model may write into."""
 
     def some(leaf: Any) -> Any:
         if isinstance(leaf, UserList):
-            return tree_map_only(Tensor, Tensor.clone, leaf.data[rows])
+            entries = leaf.data[rows] if isinstance(rows, slice) else type(leaf.data)(leaf.data[row] for row in rows)
+            return tree_map_only(Tensor, Tensor.clone, entries)
         return leaf[rows].clone() if isinstance(leaf, Tensor) else leaf
 
     return map_leaves(data, some)

@@ -12,7 +12,6 @@ that reads what the other has kept gets different bits. All ranks learn what eac
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -39,6 +38,7 @@ from lockstep.numerics.hooks import hooks_gradients
 from lockstep.numerics.randomness import KeyedRandomness
 from lockstep.numerics.running_buffers import warn_of_few_samples
 from lockstep.run.attributes import held_places
+from lockstep.run.checks import other_samples
 from lockstep.run.checks.agreement import agreed_digests, differences
 from lockstep.run.checks.calls import (
     ASKED,
@@ -49,25 +49,19 @@ from lockstep.run.checks.calls import (
     watching_calls,
 )
 from lockstep.run.checks.findings import Findings, refuse_evaluation
-from lockstep.run.checks.means import (
-    Deviation,
-    judge_running_buffers,
-    judge_with_model,
-    warn_of_mixed_samples,
-    warn_of_padding,
-)
+from lockstep.run.checks.means import Deviation
 from lockstep.run.checks.short_step import (
     Buffers,
     RehearsalCompute,
     Watched,
     noting_mistakes,
     on_all_ranks,
-    parameter_values,
     put_back,
     shortened,
     taken_gradients,
     with_own_data,
 )
+from lockstep.run.checks.sums import SCALES, GradientSizes
 from lockstep.run.live_variables import read_in_loop
 from lockstep.run.step import StepCompute, code_of
 from lockstep.run.step_errors import other_on_ranks
@@ -84,26 +78,17 @@ _MOST = 3
 """Names in a message."""
 _FURTHER = 4
 """Computations after the second, where a call changes what the one before has left."""
+_LOOKS = 2
+"""The rehearsals of a loss in which the model is called on other rows of a micro-batch."""
 _EARLY, _APART = 6, 100
 """Epochs after the first that are rehearsed in their first step; steps that must have passed for later ones."""
 _LATER = 32
 """The latest step for the next rehearsal; then one follows after twice the steps, and in the last of all, if known."""
 _COUNTED = 8
 """The same where calls change something, and then each time the number of steps has grown by a quarter."""
-_ROUNDING = 1e-3
-"""The part of a gradient by which two may differ that are equal but for rounding."""
 _VALUES = (Kind.NUMBER, Kind.TENSOR)
 _GENERATORS = ("torch", "NumPy", "random")
 _STORE_IT = "Make it a registered buffer, or let its module's get_extra_state and set_extra_state store it."
-_OF_SUM = (
-    "It sees the gradient of the sum of the losses of a micro-batch, of up to %(most)d samples, not that of their mean."
-)
-_BOUNDED = (
-    "The gradient of %(names)s does not double where the loss does: a hook, or the backward pass of an autograd."
-    f"Function, bounds it or changes it by its size. {_OF_SUM} Bound p.grad after run.backward."
-)
-_KEPT = f"A hook or the backward pass sets %(names)s by the size of a gradient. {_OF_SUM} Read p.grad in the loop."
-_MOVED = "To see what hooks do, the first step was computed before, and %(names)s has moved on. Use checks='off'."
 _TIMES = {"first": 2, "always": math.inf, "off": 1}
 """For each setting of ``checks``, how often each loss function is rehearsed, or at least looked at."""
 
@@ -148,6 +133,8 @@ class Rehearsals:
         self.is_on = repeats and (options.checks == "always" or (first and not alone))
         self._is_for_resume = repeats and alone and first and options.directory is not None
         """True if one process computes all, and what a checkpoint does not hold would only be missed after a stop."""
+        self._mixing: set[CodeType | type] = set()
+        """Losses for which the output of the model for a sample depends on others of its micro-batch."""
         self._warned: set[str] = set()
         self._checks = options.checks != "off"
         self._seen: set[Any] = set()
@@ -274,34 +261,26 @@ class Rehearsals:
     def _warn_of_sums(
         self, prepared: PreparedRun, compute: StepCompute, batch: Batch, loss: Callable[..., Any]
     ) -> None:
-        """Warns of what a backward pass computes from the size of gradients, which are those of sums. Collective.
-
-        It computes the gradients of twice the loss: those that a hook bounds are not doubled, and what a hook keeps of
-        them, such as a norm, is another number.
-        """
+        """Warns of what a backward pass makes of the size of gradients, which are those of sums. Collective."""
         compute.heartbeat.leave_untimed()
         strategy, model = self._strategy, prepared.state.parts.model
         watched = Watched({"": model, "loss": loss, "forward=": compute.forward}, (model, prepared.forward_pass.model))
         short, rehearsal = shortened(batch, compute, strategy.share, 1 + self._are_concurrent)
-        values, one = parameter_values(model), dict[str, Tensor]()
-        before, changes = None, list[tuple[list[str], list[str]]]()
-        for scale in (1.0, 2.0, 1.0):
-            if len(changes) == 2 and not any(strategy.gather_records(any(changes[1]))):
-                break  # the third pass tells what differs by itself
-            with put_back(strategy, watched, self._events):
-                found, now = self._gradients(short, rehearsal, scale), watched.now()
-            one, before = one or found, before or now
-            apart = [repr(name) for name in found if name in one and _apart(found[name] / scale, one[name])]
-            changes.append((apart, list(before.changed(now))))
-            del found  # there may be no room for those of three passes
-        bounded, kept = ([n for n in names if n not in changes[-1][k]] for k, names in enumerate(changes[1]))
-        written = [name for name, value in parameter_values(model).items() if value != values[name]]
-        Findings(written=written).of_all_ranks(strategy).refuse()
+        sizes = GradientSizes(strategy, model)
+        for scale in SCALES:
+            if not sizes.is_done():
+                with put_back(strategy, watched, self._events):
+                    sizes.add(scale, self._gradients(short, rehearsal, scale), watched.now())
         moved = [] if self.is_on or self._is_for_resume else list(watched.before.changed(watched.now()))
-        everyone = zip(*strategy.gather_records([bounded, kept, moved]), strict=True)
-        for text, of_ranks in zip((_BOUNDED, _KEPT, _MOVED), everyone, strict=True):
-            if (names := dict.fromkeys(itertools.chain(*of_ranks))) and self._is_main:
-                logger.warning(text, {"names": shorten(names, _MOST), "most": len(batch.plan.indices[0])})
+        self.tell_sums(sizes.warnings(moved), len(batch.plan.indices[0]))
+
+    def tell_sums(self, found: Mapping[str, list[str]], samples: int) -> None:
+        """Logs the warnings of ``GradientSizes``, for micro-batches of so many samples; each name once."""
+        for text, names in found.items():
+            new = self._untold(f"{text} {name}" for name in names)
+            if new:
+                told = shorten((each.removeprefix(f"{text} ") for each in new), _MOST)
+                logger.warning(text, {"names": told, "most": samples})
 
     def _schedule(self, code: CodeType | type, epoch: int, step: int) -> int:
         """The number of rehearsals of a loss with this one, after which it sets when the next is due."""
@@ -354,7 +333,8 @@ class Rehearsals:
         watched = Watched(roots, (model, prepared.forward_pass.model))
         before, buffers, findings = watched.before, watched.buffers, Findings()
         short, rehearsal = shortened(batch, compute, strategy.share, 2 if self._are_concurrent else 1)
-        judging = replace(rehearsal, judged=None if compute.function is stand_in else [])
+        has_loss = compute.function is not stand_in
+        judging = replace(rehearsal, judged=[] if has_loss else None)
         compute_again = partial(self._pass, short, rehearsal, scale)
         asking = watching_calls(findings.asked, "the forward pass or the loss", ranks=strategy.share.holders == 1)
         with put_back(strategy, watched, self._events):
@@ -379,12 +359,10 @@ class Rehearsals:
             if strategy.share.holders > 1:
                 findings.ranks_differ = self._pass_of_all(short, rehearsal, scale)
                 self._places = {n: t for n, t in before.texts.items() if "environment variable" not in n}
-            findings.deviation = self._judge_loss(judging, compute, batch, loss)
+            findings.deviation = self._judge_loss(judging, compute, batch, loss, keeps=bool(before.changed(after)))
             is_first = self._is_main and self.done[code_of(loss)] == 1 and batch.micro_batches
             if is_first and strategy.replicated and not self._are_concurrent:  # the other ranks call nothing
-                warn_of_mixed_samples(compute, batch.micro_batches)
-                judge_running_buffers(compute, batch.micro_batches, model, strategy.running_buffers, buffers.restore)
-                warn_of_padding(compute, batch.apart if compute.function is not stand_in else ())
+                other_samples.warn_of_division(strategy, compute, batch, model, buffers, has_loss=has_loss)
         passes = _Passes(first, [*others, *from_start], from_start, before, after, later)
         is_called, functions = any(map(len, short.micro_batches)), (loss, compute.forward)
         self._compare(findings, passes, prepared.state, roots, functions, is_called)
@@ -395,17 +373,34 @@ class Rehearsals:
         return self.done[code_of(loss)] <= max(2, self.times)
 
     def _judge_loss(
-        self, judging: RehearsalCompute, compute: StepCompute, batch: Batch, loss: Callable[..., Any]
+        self, judging: RehearsalCompute, compute: StepCompute, batch: Batch, loss: Callable[..., Any], *, keeps: bool
     ) -> str:
-        """Why the loss is not a mean over samples; empty where it is, nothing tells, or it is of the whole batch."""
-        with self._strategy.joined_calls():  # a loss may call the model
+        """Why the loss is not a mean over samples; empty where it is, nothing tells, or it is of the whole batch.
+
+        It looks at the model, too, whose outputs may depend on other samples. ``keeps``: a call has changed something,
+        such as a term for the loss, which may be 0 in the first micro-batch.
+        """
+        strategy, done, seen = self._strategy, self.done[code_of(loss)], other_samples.Seen()
+        others = batch.micro_batches if done == 1 else batch.micro_batches[::-1]  # one may show nothing
+        with strategy.joined_calls():  # a loss may call the model
             deviations = judging.deviations()
-        if all(each is Deviation.WITHOUT_ROWS for each in deviations):
-            if self.done[code_of(loss)] > 1 or not batch.micro_batches:
-                return ""  # as for the last step of an epoch, of single samples
-            if self._strategy.replicated and not self._are_concurrent:
-                deviations = [judge_with_model(compute, batch.micro_batches)]
-        return next((each.reason for each in deviations if each.reason and judging.judged is not None), "")
+            looks = (done == 1 or (keeps and done <= _LOOKS)) and batch.plan.leaves > 1 and not self._are_concurrent
+            if looks and (self._is_main or strategy.replicated or strategy.computes_together):
+                seen = other_samples.look_at_others(strategy, compute, others, judges_loss=judging.judged is not None)
+        if seen.mixes is not None and not self._mixing and self._is_main:
+            seen.warn()
+        self._mixing |= {code_of(loss)} if seen.mixes is not None else set()
+        if code_of(loss) in self._mixing:  # then its value tells nothing
+            deviations = [each for each in deviations if each is not Deviation.WITHOUT_ROWS]
+        elif all(each is Deviation.WITHOUT_ROWS for each in deviations):
+            if deviations and done == 1 and other_samples.have_several_lengths(others):
+                deviations = [Deviation.LENGTHS]
+            elif strategy.replicated and not self._are_concurrent and done <= _LOOKS and others:
+                deviations = [other_samples.judge_with_model(compute, others, seen.mode, trains=done == 1)]
+            elif done > 1 or not others:
+                deviations = []  # as for the last step of an epoch, of single samples
+        found = [*deviations, seen.loss] if judging.judged is not None else []
+        return next((each.reason for each in found if each.reason), "")
 
     def _compare(
         self,
@@ -523,8 +518,11 @@ class Rehearsals:
         """Raises ``ConfigError``, or warns, because of the findings of all ranks; ``loss`` is the name of the loss."""
         found.refuse()
         if found.deviation and loss not in self.deviations:
+            is_told = found.deviation in self.deviations.values()
             self.deviations[loss] = found.deviation
-            if self._is_main:
+            if self._is_main and is_told:
+                logger.warning("The same holds for the loss %s.", loss)
+            elif self._is_main:
                 logger.warning(
                     "The loss %s %s The gradient is that of the average over micro-batches: see docs/means.md.",
                     loss,
@@ -615,10 +613,6 @@ class _Result:
 
     def differs(self, other: _Result) -> bool:
         return self.losses != other.losses or self.gradients != other.gradients
-
-
-def _apart(one: Tensor, other: Tensor) -> bool:
-    return bool((one - other).norm() > _ROUNDING * other.norm())
 
 
 class _Passes(NamedTuple):

@@ -71,7 +71,8 @@ class RehearsalCompute(StepCompute):
         """The kinds of mean that the loss is, as far as ``judged`` tells."""
         with self.autocast():
             return [
-                Deviation.WITHOUT_ROWS if part is None else checked(self.function, *part) for part in self.judged or ()
+                Deviation.WITHOUT_ROWS if part is None else checked(self.function, *part, trains=True)
+                for part in self.judged or ()
             ]
 
 

@@ -213,6 +213,7 @@ class Pipeline(Strategy):
 
     name = "pipeline"
     replicated = False
+    computes_together = True
     interleaves = True
     largest_unit = Unit.PARAMETER
     separates_units = True

@@ -59,6 +59,7 @@ class TensorParallel(Replicated):
 
     name = "tensor"
     replicated = False
+    computes_together = True
     replaces_parameters = True
     largest_unit = Unit.PLACE
     cut_dimensions = 2
