@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lockstep.data.batch import map_leaves
 from lockstep.distributed.collectives import gather_json
 from lockstep.errors import CheckpointError, ConfigError
-from lockstep.run import Run, init, save
+from lockstep.run import Run, init, resumption
 from lockstep.run.optimizer_step import PreparedOptimizer
 from lockstep.run.own_passes import OwnPasses, settings_of
 from lockstep.run.step import DeviceTransfer
@@ -346,7 +346,7 @@ class Accelerator:
                 "the loop; a program that is to go back to a checkpoint is started anew."
             )
         options = replace(run.options, directory=folder, resume="auto")
-        if folder is None or not save.resume(prepared.state, options, run.fingerprint):
+        if folder is None or not resumption.resume(prepared.state, options, run.fingerprint):
             raise CheckpointError(
                 f"accelerator.load_state() found no checkpoint of accelerator.save_state() in {folder}."
             )

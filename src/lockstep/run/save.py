@@ -31,7 +31,6 @@ from lockstep.run.checks.calls import gather_agreed
 from lockstep.run.live_variables import changed_and_read_after_loops
 from lockstep.run.prepare import PreparedModel
 from lockstep.run.resumption import ENDED_FOLDERS, note
-from lockstep.run.resumption import resume as resume  # the adapter of Accelerate takes it from here
 from lockstep.run.state import RunState
 from lockstep.runtime.control import Stopped, StopReason
 from lockstep.runtime.stop_signals import wait_for_critical_threads
