@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import re
+import sys
 from array import array
 from collections import UserList, deque
 from ctypes import c_int
@@ -15,7 +16,15 @@ import pytest
 import torch
 from tests.data import levels
 from tests.run.jobs import begin, correct, dataset, train_step
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, WeightedRandomSampler, default_collate
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    Subset,
+    TensorDataset,
+    WeightedRandomSampler,
+    default_collate,
+    get_worker_info,
+)
 
 from lockstep.data.changes import Notes
 
@@ -361,14 +370,57 @@ TOLD = {
     "a model held": (lambda model: Curriculum(30, transform=Weighing(model)), "holds or reads parameters"),
     "its own collate function": (lambda model: DataLoader(Curriculum(30), 4, collate_fn=model.collate), ""),
     "another model": (lambda model: Curriculum(30, transform=of_model(torch.nn.Linear(6, 3))), ""),
+    "a module imported there": (
+        lambda model: Curriculum(30, transform=by_module),
+        "has changed levels_of_a_test.level",
+    ),
+    "a name imported there": (lambda model: Curriculum(30, transform=by_name), "has changed levels_of_a_test.level"),
+    "another name of it": (lambda model: Curriculum(30, transform=by_other_name), ""),
+    "the worker": (lambda model: Curriculum(30, transform=by_worker), r"get_worker_info\(\) .* \(sample 0\)"),
+    "the worker's seed": (lambda model: Curriculum(30, transform=by_worker_s_seed), ""),
+    "the worker, for a file": (lambda model: Curriculum(30, transform=opening_by_worker), ""),
 }
+
+
+def by_module(x):
+    import levels_of_a_test as levels
+
+    return x * levels.level
+
+
+def by_name(x):
+    from levels_of_a_test import level
+
+    return x * level
+
+
+def by_other_name(x):
+    from levels_of_a_test import other
+
+    return x * other
+
+
+def by_worker(x):
+    return x if get_worker_info() is None else 2 * x
+
+
+def by_worker_s_seed(x):
+    worker = get_worker_info()
+    return x + np.random.default_rng(torch.initial_seed() if worker is None else worker.seed).random()
+
+
+def opening_by_worker(x):
+    return x.clone() if get_worker_info() is None else x * 1
 
 
 @pytest.mark.parametrize("workers", [1, 0])
 @pytest.mark.parametrize("name", TOLD)
-def test_what_changes_within_an_epoch_and_workers_cannot_know_is_told(name, workers, caplog):
+def test_what_changes_within_an_epoch_and_workers_cannot_know_is_told(name, workers, caplog, monkeypatch):
     """The bits depended on the number of workers, without a word."""
     make, said = TOLD[name]
+    imported = ModuleType("levels_of_a_test")
+    imported.level = imported.other = 1.0
+    monkeypatch.setitem(sys.modules, "levels_of_a_test", imported)
     run, model, optimizer = begin(model=Collating(6, 3))
     data = make(model)
     for _ in run.epochs(2):
@@ -376,8 +428,10 @@ def test_what_changes_within_an_epoch_and_workers_cannot_know_is_told(name, work
             train_step(run, batch, optimizer)
             if name == "a scale":
                 data.scale *= 0.5
+            imported.level *= 0.5
     run.close()
-    told = [each.getMessage() for each in caplog.records if "samples that" in each.getMessage()]
+    messages = [each.getMessage() for each in caplog.records]
+    told = [each for each in messages if "samples that" in each or "get_worker_info" in each]
     assert len(told) == bool(said and workers)
     assert re.search(said, "".join(told)) or not workers
 

@@ -212,6 +212,14 @@ def generators_of(roots: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value, _ in _led_to(roots) if encoded_state(value) is not None}
 
 
+def asks_for_worker(*roots: Any) -> bool:
+    """True if functions of the user's to which these objects lead name torch's ``get_worker_info``."""
+    found = [value for _, value, _ in _led_to({str(number): root for number, root in enumerate(roots)})]
+    functions = [each for each in found if isinstance(each, FunctionType) and is_users_function(each)]
+    is_held = any(each is get_worker_info for each in found)  # perhaps under another name
+    return is_held or any("get_worker_info" in names_in(each.__code__) for each in functions)
+
+
 def restorer_of(roots: Mapping[str, Any]) -> Callable[[], None]:
     """A function that puts back the entries, attributes and variables of the user's to which the roots lead.
 

@@ -252,6 +252,10 @@ def open_reading(
     )
 
 
+UNREADABLE = short_digest(repr(["cannot be read"]).encode())
+"""The digest of a sample that cannot be read."""
+
+
 def sample_digests(dataset: Any, indices: Sequence[int], **options: Unpack[ReadingOptions]) -> dict[str, str]:
     """Digests of some samples as they are read for training, by the name of each in messages.
 

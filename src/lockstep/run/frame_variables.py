@@ -254,8 +254,11 @@ class _Search:
                 continue
             seen.add(function)
             codes = [*codes_in(function.__code__)]
-            read = set[str]().union(*(names_loaded(code, "LOAD_ATTR") for code in codes))
+            read = set[str]().union(*(names_loaded(code, "LOAD_ATTR", "IMPORT_FROM") for code in codes))
             names = set[str]().union(*(names_loaded(code, "LOAD_GLOBAL", "LOAD_NAME") for code in codes))
+            package = function.__globals__.get("__package__")
+            for each in set[str]().union(*(names_loaded(code, "IMPORT_NAME") for code in codes)):
+                names |= {each, f"{package}.{each}"}  # the second is of "from .settings import level"
             attributes |= read
             for part in globals_of(names, function.__globals__, read):
                 _, space, key, held = part

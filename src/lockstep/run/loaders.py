@@ -21,10 +21,11 @@ from lockstep.data import EvaluationLoader, SkipBroken, Source, StepLoader, Stre
 from lockstep.data.adopt import SideBySide, unused_side_by_side
 from lockstep.data.batch import Batch
 from lockstep.data.changes import BEGINNING, Notes, choices, inherited_by_workers
+from lockstep.data.keyed import asks_for_worker
 from lockstep.data.labels import differing_classes, differing_columns
 from lockstep.data.naming import unwrap_subset
 from lockstep.data.reader import ReadTrace
-from lockstep.data.workers import ReadingOptions, sample_digests
+from lockstep.data.workers import UNREADABLE, ReadingOptions, sample_digests
 from lockstep.distributed.collectives import all_reduce_max, gather_json
 from lockstep.errors import ConfigError, DataError
 from lockstep.numerics.running_buffers import has_batch_norm
@@ -160,6 +161,21 @@ class LoaderCache:
             found = {"sample 0": found["sample 0"], BEGINNING: combine(found)[:8]}
         return {**found, **choices(source.dataset)}
 
+    def _warn_of_workers(self, source: Source, options: ReadingOptions) -> None:
+        """Warns of samples that a loader worker reads otherwise than the process itself."""
+        is_one = options["workers"] and self._warns and options["checks"] and not isinstance(source.dataset, Stream)
+        if not is_one or not asks_for_worker(source.dataset, source.collate):
+            return
+        some = sorted({0, len(source.dataset) - 1})
+        there, here = (sample_digests(source.dataset, some, **options | {"workers": n}) for n in (1, 0))
+        names = [n for n in there if UNREADABLE not in (there[n], here[n]) and there[n] != here[n]]
+        if names:
+            self._warn(
+                f"{type(source.dataset).__name__} asks get_worker_info() whether a loader worker reads it, and gives "
+                f"other values there ({names[0]}): without workers a run would have another result. Read each sample "
+                "in the same way in any process."
+            )
+
     def plan(self, data: Any, shuffle: bool, drop_last: bool, smallest: int) -> SamplePlan:
         """The sample plan of a training set; ``smallest`` is the smallest micro-batch that can be computed."""
         for name, value in (("shuffle", shuffle), ("drop_last", drop_last)):
@@ -184,12 +200,14 @@ class LoaderCache:
         known, key = self._known(data), (plan, workers, self._strategy.share)
         if key not in known.training:
             self._warn_of_training(known.source, plan)
+            options = self._reading(known, workers, "loader")
+            self._warn_of_workers(known.source, options)
             known.training[key] = StepLoader(
                 known.source.dataset,
                 plan,
                 share=self._strategy.share,
                 prefetch=self._options.prefetch,
-                **self._reading(known, workers, "loader"),
+                **options,
             )
         return known.training[key]
 

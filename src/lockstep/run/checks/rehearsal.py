@@ -380,11 +380,13 @@ class Rehearsals:
         It looks at the model, too, whose outputs may depend on other samples. ``keeps``: a call has changed something,
         such as a term for the loss, which may be 0 in the first micro-batch.
         """
+        if batch.plan.leaves == 1:
+            return ""  # all samples are together
         strategy, done, seen = self._strategy, self.done[code_of(loss)], other_samples.Seen()
         others = batch.micro_batches if done == 1 else batch.micro_batches[::-1]  # one may show nothing
         with strategy.joined_calls():  # a loss may call the model
             deviations = judging.deviations()
-            looks = (done == 1 or (keeps and done <= _LOOKS)) and batch.plan.leaves > 1 and not self._are_concurrent
+            looks = (done == 1 or (keeps and done <= _LOOKS)) and not self._are_concurrent
             if looks and (self._is_main or strategy.replicated or strategy.computes_together):
                 seen = other_samples.look_at_others(strategy, compute, others, judges_loss=judging.judged is not None)
         if seen.mixes is not None and not self._mixing and self._is_main:
