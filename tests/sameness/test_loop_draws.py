@@ -761,3 +761,51 @@ def test_what_an_inner_function_or_the_loss_itself_sets_in_each_step_goes_on():
     text += '        walk(epoch)\n    found["fingerprint"] = run.fingerprint()\n    return found\n'
     require_equal(alone(text), text, [*(dataclasses.replace(SINGLE, stop=stop) for stop in (3, 4)), TWO])
     require_equal(alone(text), over_first_epoch(text), [SINGLE, SINGLE])
+
+
+CARRIED = (
+    BEGIN
+    + """
+
+class Carried(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("state", torch.zeros(16, 4))
+
+
+def train(run, epochs):
+    global found
+    found = {}
+    model, columns = nn.Linear(10, 4), TensorDataset(torch.arange(48) % 16, inputs.repeat(2, 1)[:48])
+    model, optimizer, carried = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), Carried())
+    for epoch in run.epochs(epochs):
+        for batch in run.batches(columns, shuffle=False):
+            if batch.plan.position == 0:
+                carried.state.zero_()
+            kept = {}
+
+            def loss(output, _):
+                kept["state"] = output.detach()
+                return output.square().mean()
+
+            def forward(data):
+                return model(torch.cat([data[1], carried.state[data[0]]], 1))
+
+            run.backward(batch, loss, forward=forward, whole_batch=True)
+            optimizer.step()
+            optimizer.zero_grad()
+            carried.state.copy_(kept["state"])
+    found["fingerprint"] = run.fingerprint()
+    return found
+"""
+)
+
+
+def test_a_state_that_is_carried_from_batch_to_batch_goes_on_on_several_processes_and_after_a_stop():
+    """As in docs/moving.md. The state that each epoch begins with was said to be that of the start of the run."""
+    reference, in_parts = alone(CARRIED), over_first_epoch(CARRIED)
+    for text, phases in ((CARRIED, [dataclasses.replace(SINGLE, stop=4), TWO]), (in_parts, [SINGLE, SINGLE])):
+        ended = run_trial(text, phases, 60, WORLDS)
+        verdict = compare(reference, ended, phases[-1])
+        assert verdict.what == "equal", (verdict.said, verdict.traceback)
+        assert not any("at the start of the run" in each for each in ended.warnings)

@@ -442,14 +442,18 @@ class _Search:
             self._note(name, f"{what} of digest {short_digest(repr(texts).encode())}", value)
 
     def _function(self, function: Any, name: str, depth: int) -> None:
-        """Looks at a function's closure, unless the function around it still runs, its defaults and attributes."""
+        """Looks at a function's closure, unless the function around it still runs, its defaults and attributes.
+
+        Functions of installed packages have marks of their own as attributes, such as those of ``torch.compile``.
+        """
         is_own, homes = type(function) is FunctionType and is_users_function(function), list[str]()
         if is_own:
             self._codes.append((function.__code__, function.__globals__))
             homes = homes_of(function.__code__)
         for part in inside(function):
             if part.how == ATTRIBUTE:
-                self._look_at_part(part, name, depth)
+                if is_own or type(function) is not FunctionType or part.key == "__wrapped__":
+                    self._look_at_part(part, name, depth)
             elif is_own and part.how == DEFAULT:
                 self._look_at_part(part._replace(holder=name), name, depth)
             elif homes and not any(f"{each}: {part.key}" in self.found.local for each in homes):

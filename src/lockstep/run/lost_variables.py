@@ -477,7 +477,8 @@ class UnheldPlaces:
     def capture(self, state: RunState) -> dict[str, list[str]]:
         """By place: the first value, the value now, and the value at the start of an epoch (empty if unknown)."""
         roots = {name: root for name, each in self._roots.items() if (root := each()) is not None}
-        known = [each for model in (state.parts.model, state.model.module) for each in model.buffers()]
+        modules = state.parts.model, state.model.module, *state.parts.modules
+        known = [each for module in modules for each in module.buffers()]
         now = Snapshot(roots, known, restorable=False)
         found = {
             name: [self._first[name], text, self._start.get(name, "")]

@@ -261,7 +261,7 @@ def _require_own_parameters(optimizers: Sequence[Optimizer], parameters: Sequenc
             raise ConfigError(
                 f"Optimizer {number} (SparseAdam) steps from sparse gradients alone, and the gradients of a step are "
                 "added up over micro-batches as dense ones. Use torch.optim.Adam, which then takes those of "
-                "nn.Embedding(..., sparse=True) too."
+                "nn.Embedding(..., sparse=True) too, and moves rows that a step has not used by their moving averages."
             )
         foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
         if foreign:

@@ -46,6 +46,7 @@ from lockstep.run.checks.means import (
 )
 from lockstep.run.checks.short_step import Buffers
 from lockstep.run.step import StepCompute, sum_and_weight
+from lockstep.run.whole_batch import stand_in
 from lockstep.strategies import Strategy
 
 logger = logging.getLogger(__name__)
@@ -261,20 +262,20 @@ def judge_with_model(
 
 
 def warn_of_division(
-    strategy: Strategy, compute: StepCompute, batch: Batch, model: nn.Module, buffers: Buffers, *, has_loss: bool
+    strategy: Strategy, compute: StepCompute, batch: Batch, model: nn.Module, buffers: Buffers
 ) -> None:
     """Warns of what else depends on how a step is divided into micro-batches: running buffers, and padding.
 
     Args:
-        strategy: one under which a process holds the whole model, and computes alone.
-        compute: of this process.
-        batch: the step, of which this process has micro-batches.
+        compute: of this process; the others call nothing.
+        batch: the step.
         model: as the user knows it, with the names that ``running_buffers`` has.
         buffers: those of the model.
-        has_loss: ``compute.function`` is the loss, and that is not of the whole batch.
     """
+    if not (strategy.replicated and batch.micro_batches):
+        return
     _judge_running_buffers(compute, batch.micro_batches, model, strategy.running_buffers, buffers.restore)
-    if has_loss and batch.apart:
+    if compute.function is not stand_in and batch.apart:
         _warn_of_padding(compute, batch.apart)
 
 

@@ -333,8 +333,7 @@ class Rehearsals:
         watched = Watched(roots, (model, prepared.forward_pass.model))
         before, buffers, findings = watched.before, watched.buffers, Findings()
         short, rehearsal = shortened(batch, compute, strategy.share, 2 if self._are_concurrent else 1)
-        has_loss = compute.function is not stand_in
-        judging = replace(rehearsal, judged=[] if has_loss else None)
+        judging = replace(rehearsal, judged=None if compute.function is stand_in else [])
         compute_again = partial(self._pass, short, rehearsal, scale)
         asking = watching_calls(findings.asked, "the forward pass or the loss", ranks=strategy.share.holders == 1)
         with put_back(strategy, watched, self._events):
@@ -360,9 +359,8 @@ class Rehearsals:
                 findings.ranks_differ = self._pass_of_all(short, rehearsal, scale)
                 self._places = {n: t for n, t in before.texts.items() if "environment variable" not in n}
             findings.deviation = self._judge_loss(judging, compute, batch, loss, keeps=bool(before.changed(after)))
-            is_first = self._is_main and self.done[code_of(loss)] == 1 and batch.micro_batches
-            if is_first and strategy.replicated and not self._are_concurrent:  # the other ranks call nothing
-                other_samples.warn_of_division(strategy, compute, batch, model, buffers, has_loss=has_loss)
+            if self._is_main and self.done[code_of(loss)] == 1 and not self._are_concurrent:
+                other_samples.warn_of_division(strategy, compute, batch, model, buffers)
         passes = _Passes(first, [*others, *from_start], from_start, before, after, later)
         is_called, functions = any(map(len, short.micro_batches)), (loss, compute.forward)
         self._compare(findings, passes, prepared.state, roots, functions, is_called)
