@@ -248,6 +248,33 @@ def test_without_sync_batch_norm_each_micro_batch_reads_its_own(make_loss):
     keeps(make_loss)
 
 
+@pytest.mark.parametrize("micro_batches", [2, 3])
+def test_each_micro_batch_has_the_settings_of_batch_norm_that_its_forward_pass_has_made(micro_batches):
+    """Virtual adversarial training switches statistics off for some calls: others that ran meanwhile had it, too."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6, momentum=0.5), nn.Linear(6, 6), nn.BatchNorm1d(6))
+    expected, rows = copy.deepcopy(model), torch.randn(12, 6)
+    expected(rows)
+
+    def forward(data):
+        for norm in model[1::2]:
+            norm.track_running_stats ^= True
+        model(data[0])
+        for norm in model[1::2]:
+            norm.track_running_stats ^= True
+        return model(data[0])
+
+    run = lockstep.init(global_batch=12, micro_batches=micro_batches, sync_batch_norm=True)
+    run.prepare(model)
+    for batch in run.batches(TensorDataset(rows, torch.arange(12) % 3), shuffle=False):
+        run.backward(batch, lambda output, data: F.cross_entropy(output, data[1]), forward=forward)
+    run.close()
+    for norm, other in zip(model[1::2], expected[1::2], strict=True):
+        assert torch.allclose(norm.running_mean, other.running_mean, atol=1e-6)
+        assert torch.allclose(norm.running_var, other.running_var, atol=1e-6)
+        assert norm.momentum == other.momentum and norm.track_running_stats
+
+
 def test_autocast_that_the_loop_has_entered_counts():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         inside, _ = first_step(rows())

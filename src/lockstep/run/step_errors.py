@@ -142,10 +142,15 @@ def note_arguments(error: Exception, data: Any, model: nn.Module) -> None:
     )
 
 
+def computes_gradients(error: Exception) -> bool:
+    """Returns whether an error came up where a function computes gradients itself."""
+    codes = torch.autograd.grad.__code__, torch.autograd.backward.__code__
+    return any(frame.f_code in codes for frame in _frames(error))
+
+
 def note_gradients_off(error: Exception) -> None:
     """Adds to an error of a forward pass that computes gradients, where these are off, how to switch them on."""
-    codes = torch.autograd.grad.__code__, torch.autograd.backward.__code__
-    if not torch.is_grad_enabled() and any(frame.f_code in codes for frame in _frames(error)):
+    if not torch.is_grad_enabled() and computes_gradients(error):
         error.add_note(
             "Gradients are off in evaluations, and where whole_batch=True computes the outputs of all samples first. "
             "A forward pass that computes gradients itself needs forward=torch.enable_grad()(...)."

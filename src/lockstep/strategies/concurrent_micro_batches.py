@@ -12,8 +12,8 @@ the summation tree. The backward pass meets there again, in reverse. So a micro-
 a process of its own, and the bits depend only on K.
 
 A micro-batch that waits keeps its activations: a rank holds those of its whole share. What a forward pass draws, the
-buffers it changes, and the gradients it gives are set aside while it waits. What user code keeps on the model is not;
-the rehearsal of the first steps runs the micro-batches in two orders to find it.
+buffers and the settings of BatchNorms that it changes, and the gradients it gives are set aside while it waits. What
+user code keeps on the model is not; the rehearsal of the first steps runs the micro-batches in two orders to find it.
 
 A rank that a ragged step leaves without a micro-batch runs micro-batch 0 as padding, so that the others need not wait:
 it counts for neither the statistics, the gradients nor the loss.
@@ -28,6 +28,7 @@ from contextlib import ExitStack
 from contextvars import copy_context
 from dataclasses import replace
 from threading import Semaphore
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,6 +46,8 @@ from lockstep.strategies.ddp import Replicated
 from lockstep.strategies.gradients import StepSums, run_backward
 from lockstep.strategies.strategy import Compute, StepResult
 
+_SETTINGS = ("training", "track_running_stats", "momentum")
+"""Of a BatchNorm, which a forward pass may change for some of its calls, as for adversarial examples."""
 _STEPS_COMPARED = 4
 """Backward passes, with those of rehearsals, in which a GPU is asked whether all ranks meet at the same BatchNorm."""
 
@@ -281,6 +284,7 @@ class _MicroBatchTask(Task):
 
     Args:
         micro_batch: one of this rank's, or padding.
+        norms: the model's BatchNorms, as they are before a forward pass.
         scale: factor on its gradients; 0 for padding.
     """
 
@@ -296,17 +300,20 @@ class _MicroBatchTask(Task):
         compute: Compute,
         sums: StepSums,
         buffers: RunningBuffers,
+        norms: Sequence[nn.Module],
         events: StepEvents,
         scale: float,
     ) -> None:
         super().__init__(number)
-        self.micro_batch, self._compute, self._scale = micro_batch, compute, scale
+        self._settings = _settings_of(norms)
+        self.micro_batch, self._compute, self._norms, self._scale = micro_batch, compute, norms, scale
         self._sums, self._buffers, self._events = sums, buffers, events
 
     def run(self) -> None:
         """Computes the loss, and its gradients."""
         self._sums.tree.go_on_with(self.number)
         self._sums.begin_forward()
+        self._set_norms(self._settings)
         loss, self.weight = self._compute(self.micro_batch)
         if self._buffers.numel:
             self.running = self._buffers.take()
@@ -327,13 +334,23 @@ class _MicroBatchTask(Task):
     def pause(self) -> Callable[[], None]:
         """Sets aside what the other micro-batches would change."""
         go_on, values = self._compute.pause(self.micro_batch), self._buffers.leave()
+        settings = _settings_of(self._norms)
 
         def resume() -> None:
             self._buffers.resume(values)
+            self._set_norms(settings)
             self._sums.tree.go_on_with(self.number)
             go_on()
 
         return resume
+
+    def _set_norms(self, settings: Sequence[dict[str, Any]]) -> None:
+        for norm, each in zip(self._norms, settings):
+            vars(norm).update(each)  # without the checks of a module's attributes: at each BatchNorm, for all of them
+
+
+def _settings_of(norms: Sequence[nn.Module]) -> list[dict[str, Any]]:
+    return [{name: vars(norm)[name] for name in _SETTINGS} for norm in norms]
 
 
 class SynchronizedReplicas(Replicated):
@@ -378,7 +395,8 @@ class SynchronizedReplicas(Replicated):
         self._rows.begin(leaves)
         for norm in self._norms.values():
             norm.counts = bool(mine)
-        shared = (compute, self._sums, self._buffers, self.events, scale if mine else 0.0)
+        norms = [*self._norms.values()]
+        shared = (compute, self._sums, self._buffers, norms, self.events, scale if mine else 0.0)
         tasks = [_MicroBatchTask(each, each.k - mine.start, *shared) for each in batch.micro_batches]
         self._tasks.run(tasks, self._rows.meet)
         if not mine:

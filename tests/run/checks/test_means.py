@@ -311,3 +311,32 @@ def test_a_loss_of_the_whole_batch_is_not_said_to_be_averaged(caplog):
         optimizer.step()
     run.close()
     assert "without an entry for each sample" not in caplog.text
+
+
+@pytest.mark.parametrize("is_mean", [True, False])
+def test_a_loss_that_computes_gradients_itself_is_judged_with_the_model(is_mean, caplog):
+    """A weight by the norms of gradients, as of a VQGAN, was not told; a penalty for each sample is right."""
+    run = lockstep.init(global_batch=32, micro_batches=2)
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3)
+    _, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def forward(data):
+        x = data[0].clone().requires_grad_()
+        return model(x), x
+
+    def loss(output, data):
+        y, x = output
+        if is_mean:
+            (slopes,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+            return (slopes.norm(dim=1) - 1).square().mean()
+        first, second = y[:, 0].square().mean(), y[:, 1].abs().mean()
+        one, other = (torch.autograd.grad(each, model.weight, retain_graph=True)[0] for each in (first, second))
+        return first + second * one.norm() / other.norm()
+
+    for batch in run.batches(TensorDataset(torch.randn(32, 6), torch.arange(32) % 3)):
+        run.backward(batch, loss, forward=forward)
+        optimizer.step()
+    run.close()
+    assert ("is not a mean over samples" in caplog.text) == (not is_mean)
+    assert is_mean == (not caplog.text)

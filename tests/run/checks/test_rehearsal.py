@@ -69,6 +69,27 @@ def test_a_ragged_epoch_of_one_step_is_rehearsed_too():
     assert train(model(), rows=5) == train(model(), rows=5, checks="off")
 
 
+class Averages(nn.Module):
+    """A running mean that is not used in training, by a count of calls or by that of steps."""
+
+    def __init__(self, counts):
+        super().__init__()
+        self.inner, self.counts, self.calls = nn.Linear(8, 4), counts, 0
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x):
+        self.calls += self.counts
+        self.mean.lerp_(x.mean(0), 1 / (1 + self.calls))
+        return self.inner(x)
+
+
+def test_a_count_that_only_a_running_buffer_depends_on_is_refused():
+    """The losses were the same, and the fingerprint depended on the number of processes."""
+    train(Averages(False), running_buffers="mean")
+    with pytest.raises(ConfigError, match=r"The buffer 'mean' has other bits where one .* the attribute 'calls'"):
+        train(Averages(True), running_buffers="mean")
+
+
 class Calls(nn.Module):
     def __init__(self):
         super().__init__()

@@ -32,6 +32,8 @@ class Findings:
     """True if several processes have computed one micro-batch, and their losses have other bits."""
     gradients: list[str] = field(default_factory=list)
     """Parameters whose gradients differ."""
+    buffers: list[str] = field(default_factory=list)
+    """Buffers that a computation leaves with other values."""
     disturbed: list[str] = field(default_factory=list)
     """Those whose gradients differ only where another forward pass came before the backward pass."""
     changed: dict[str, tuple[str, str]] = field(default_factory=dict)
@@ -48,6 +50,11 @@ class Findings:
     """Lines and places in which the loss or the model reads the number of processes."""
     added: list[str] = field(default_factory=list)
     """Sums of a loop that runs the model itself, which grow in each of its passes."""
+
+    @property
+    def differ(self) -> bool:
+        """True if a computation gave other bits than the first one."""
+        return self.losses_differ or bool(self.gradients or self.buffers)
 
     def of_all_ranks(self, strategy: Strategy) -> Findings:
         """The findings of all ranks together: all entries of lists and dicts, and the first text. Collective."""
@@ -71,7 +78,7 @@ class Findings:
         kinds = {**after.kinds, **later.kinds}
         self.keeps = bool(noted or counting)
         self.drew = [name for name in {**noted, **counting} if kinds.get(name) is Kind.GENERATOR]
-        named = {**counting, **noted} if self.losses_differ or self.gradients else counting
+        named = {**counting, **noted} if self.differ else counting
         ordered = sorted(named, key=lambda name: (name not in counting, kinds.get(name) is not Kind.NUMBER))
         self.changed = {
             name: (before.texts.get(name, "nothing"), later.texts.get(name, "nothing"))
@@ -103,7 +110,7 @@ class Findings:
                 "pass to the next, so what is drawn depends on the number of processes. Draw without generator=, from "
                 f"torch, NumPy or random: these are seeded for each micro-batch. {OFF}"
             )
-        if self.losses_differ or self.gradients:
+        if self.differ:
             self._refuse_other_bits()
         if self.disturbed:
             raise ConfigError(
@@ -134,8 +141,10 @@ class Findings:
             )
 
     def _refuse_other_bits(self) -> None:
-        what = "loss" if self.losses_differ else f"gradient of {self.gradients[0]!r}"
+        what = "loss" if self.losses_differ else f"gradient of {self.gradients[0]!r}" if self.gradients else ""
         begin = f"The {what} of one micro-batch, computed twice under the same keys, has other bits the second time"
+        if not what:
+            begin = f"The buffer {self.buffers[0]!r} has other bits where one micro-batch is computed a second time"
         if self.changed:
             places = "of the loss", "the variable", "the global variable"
             is_outside = any(place in name for name in self.changed for place in places)

@@ -28,6 +28,7 @@ from lockstep.errors import ConfigError
 from lockstep.numerics.compilation import uncompiled
 from lockstep.numerics.hidden_state import Snapshot, told
 from lockstep.run.step import sum_and_weight, with_exact_mean
+from lockstep.run.step_errors import computes_gradients
 
 logger = logging.getLogger(__name__)
 _LARGEST_DIFFERENCE = {torch.float16: 0.03, torch.bfloat16: 0.1}
@@ -105,10 +106,10 @@ class Deviation(Enum):
         "mean over tokens the pair (sum, how many were counted)."
     )
     WITHOUT_ROWS = (
-        "was given outputs without several rows, one for each sample, so whether it is a mean over samples is not "
-        "known. Only a first step or evaluation under a strategy that holds the whole model, without sync_batch_norm, "
-        "runs it on parts of a micro-batch to find out. Return a mean over unmasked tokens as the pair (sum, how many "
-        "were counted)."
+        "was given outputs without several rows, one for each sample, or computes gradients itself, so whether it is a "
+        "mean over samples is not known. Only a first step or evaluation under a strategy that holds the whole model, "
+        "without sync_batch_norm, runs it on parts of a micro-batch to find out. Return a mean over unmasked tokens as "
+        "the pair (sum, how many were counted)."
     )
 
     @property
@@ -369,9 +370,9 @@ def deviation(function: Callable[[Any, Any], Any], output: Any, target: Any, sam
             (value, count), (other, weight) = sums(slice(None)), sums(slice(None), turned=True)
             if not _adds_up(value / count, other / weight, 0.0, most):
                 return Deviation.UNTESTED  # as many boxes as samples, each with the number of its own
-    if found.reason and all(are_pairs):
-        return Deviation.PAIR
-    return Deviation.ONE_ENTRY if found.reason and all(have_one_entry) else found
+    if not found.reason or not are_pairs:  # or no call has succeeded
+        return found
+    return Deviation.PAIR if all(are_pairs) else Deviation.ONE_ENTRY if all(have_one_entry) else found
 
 
 def deviation_over(sums: Callable[[slice], Sums], samples: int, most: float) -> Deviation:
@@ -388,8 +389,8 @@ def deviation_over(sums: Callable[[slice], Sums], samples: int, most: float) -> 
     with torch.no_grad():
         try:
             whole, again = sums(slice(None)), sums(slice(None))
-        except Exception:  # a model may give its loss only in training mode
-            return Deviation.NONE
+        except Exception as error:  # a model may give its loss only in training mode
+            return Deviation.WITHOUT_ROWS if computes_gradients(error) else Deviation.NONE
         for border in borders:
             with suppress(Exception):  # it may need a certain number of rows
                 splits.append((sums(slice(border)), sums(slice(border, None))))
@@ -487,8 +488,8 @@ def deviation_with_model(
         model_fails = True
         with torch.enable_grad():  # for a gradient within the forward pass, such as a penalty
             both = forward(own_rows(data, rows), next(calls))
-        model_fails = False
-        total, weight = sum_and_weight(function(*both), len(range(samples)[rows]))
+            model_fails = False
+            total, weight = sum_and_weight(function(*both), len(range(samples)[rows]))
         return float(total.detach()), float(weight)
 
     with uncompiled():

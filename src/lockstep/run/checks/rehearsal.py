@@ -52,6 +52,7 @@ from lockstep.run.checks.findings import Findings, refuse_evaluation
 from lockstep.run.checks.means import Deviation
 from lockstep.run.checks.short_step import (
     Buffers,
+    PassBits,
     RehearsalCompute,
     Watched,
     noting_mistakes,
@@ -334,21 +335,21 @@ class Rehearsals:
         before, buffers, findings = watched.before, watched.buffers, Findings()
         short, rehearsal = shortened(batch, compute, strategy.share, 2 if self._are_concurrent else 1)
         judging = replace(rehearsal, judged=None if compute.function is stand_in else [])
-        compute_again = partial(self._pass, short, rehearsal, scale)
+        compute_again = partial(self._pass, short, rehearsal, scale, buffers)
         asking = watching_calls(findings.asked, "the forward pass or the loss", ranks=strategy.share.holders == 1)
         with put_back(strategy, watched, self._events):
             with noting_mistakes(prepared, watched, strategy, findings), asking:
-                first = self._first_pass(compute_again, compute.randomness)
+                first = self._first_pass(compute_again, compute.randomness, buffers)
             after = watched.now()
             buffers.restore()  # the next step would begin from new running statistics
             # Those that run side by side find what others keep in the other order.
             turned = replace(short, micro_batches=short.micro_batches[::-1])
-            second = self._pass(turned, judging, scale)
+            second = self._pass(turned, judging, scale, buffers)
             later = watched.now()
             is_counting = self._is_early(loss) and bool(after.changed(later))
             others = [second, *self._further_passes(compute_again, buffers, is_counting)]
             buffers.restore()
-            differs = any(each.differs(first) for each in others)
+            differs = any(each != first for each in others)
             starts = self._starts.setdefault(code_of(loss), {})
             from_start = self._pass_from_start(compute_again, watched, starts, differs)
             if strategy.interleaves and self._is_early(loss) and not differs:
@@ -416,8 +417,9 @@ class Rehearsals:
         is_early, starts = self._is_early(functions[0]), self._starts[code]
         findings.losses_differ = any(each.losses != passes.first.losses for each in passes.others)
         findings.gradients = passes.first.other_gradients(*passes.others)
+        findings.buffers = passes.first.other_buffers(*passes.others)
         noted, counting = findings.note_changes(before, passes.after, passes.later)
-        changed, set_anew = {**noted, **counting}, {} if findings.losses_differ or findings.gradients else noted
+        changed, set_anew = {**noted, **counting}, {} if findings.differ else noted
         moved = {*map(without_key, changed)}
         self._moved |= moved
         texts = [(n, text) for n, text in before.texts.items() if before.kinds[n] in _VALUES]
@@ -439,11 +441,11 @@ class Rehearsals:
         findings.lost += state.unheld.look(state, roots, before, moved)
         state.idle -= moved
         state.idle |= {*map(without_key, set_anew)}.difference(map(without_key, counting))
-        if any(each.differs(passes.first) for each in passes.from_start):
+        if any(each != passes.first for each in passes.from_start):
             now = {name: (text, before.texts.get(name, "nothing")) for name, (text, _) in starts.items()}
             findings.changed = {name: pair for name, pair in now.items() if pair[0] != pair[1]}
 
-    def _first_pass(self, compute: Callable[[], _Result], randomness: KeyedRandomness) -> _Result:
+    def _first_pass(self, compute: Callable[[], PassBits], randomness: KeyedRandomness, buffers: Buffers) -> PassBits:
         """The first computation; done again where it drew from global generators that were not keyed yet."""
         _, *states = encoded_states()
         result = compute()
@@ -451,10 +453,11 @@ class Rehearsals:
         is_keyed = randomness.keys_global_generators
         if not is_keyed and any(self._strategy.gather_records(encoded_states()[1:] != states)):
             randomness.key_global_generators()
+            buffers.restore()
             result = compute()
         return result
 
-    def _further_passes(self, compute: Callable[[], _Result], buffers: Buffers, is_counting: bool) -> list[_Result]:
+    def _further_passes(self, compute: Callable[[], PassBits], buffers: Buffers, is_counting: bool) -> list[PassBits]:
         """More computations where every call changes something: the effect of one may be as small as rounding."""
         if not any(self._strategy.gather_records(is_counting)):
             return []
@@ -466,11 +469,11 @@ class Rehearsals:
 
     def _pass_from_start(
         self,
-        compute: Callable[[], _Result],
+        compute: Callable[[], PassBits],
         watched: Watched,
         starts: Mapping[str, tuple[str, Any]],
         differs: bool,
-    ) -> list[_Result]:
+    ) -> list[PassBits]:
         """One more computation, from the values before the first call of what calls have changed.
 
         So a count that has reached a threshold is found. Empty if other bits were found before, or nothing was changed.
@@ -493,10 +496,10 @@ class Rehearsals:
         losses = [] if common is None else self._pass(*common, scale).losses
         return any(loss != losses[0] for loss in losses)
 
-    def _pass(self, batch: Batch, compute: StepCompute, scale: float) -> _Result:
-        """The bits of one computation of the short step."""
-        losses = self._backward(batch, compute, scale)
-        return _Result(losses.view(torch.int64).tolist(), taken_gradients(self._strategy))
+    def _pass(self, batch: Batch, compute: StepCompute, scale: float, buffers: Buffers | None = None) -> PassBits:
+        """The bits of one computation of the short step; of the ``buffers``, where it began with their first values."""
+        losses = self._backward(batch, compute, scale).view(torch.int64).tolist()
+        return PassBits(losses, taken_gradients(self._strategy), buffers.bits() if buffers is not None else {})
 
     def _gradients(self, batch: Batch, compute: StepCompute, scale: float) -> dict[str, Tensor]:
         """The gradients of one computation of the short step, by parameter, which are taken away."""
@@ -581,7 +584,7 @@ class Rehearsals:
         kept = [*found.foreign, *found.drew, *found.changed]
         is_held = held_places(state.parts.model)
         missed = [name for name in kept if not is_held(name)]
-        depends = found.losses_differ or found.gradients or found.foreign or found.drew
+        depends = found.differ or found.foreign or found.drew
         if not depends or (kept and not missed):
             return
         what = shorten(missed, _MOST) or "something that was not found, such as an iterator or a file"
@@ -600,27 +603,12 @@ class Rehearsals:
             )
 
 
-@dataclass(frozen=True)
-class _Result:
-    """The bits of one pass."""
-
-    losses: list[int]
-    gradients: dict[str, int | None]
-
-    def other_gradients(self, *others: _Result) -> list[str]:
-        """The parameters whose gradients differ in any of these passes."""
-        return [name for name, bits in self.gradients.items() if any(each.gradients[name] != bits for each in others)]
-
-    def differs(self, other: _Result) -> bool:
-        return self.losses != other.losses or self.gradients != other.gradients
-
-
 class _Passes(NamedTuple):
     """The computations of one rehearsal, and the places of the user's code around the first two."""
 
-    first: _Result
-    others: list[_Result]
-    from_start: list[_Result]
+    first: PassBits
+    others: list[PassBits]
+    from_start: list[PassBits]
     """Those of them that began with what calls change as it was before the first one."""
     before: Snapshot
     after: Snapshot

@@ -76,6 +76,23 @@ class RehearsalCompute(StepCompute):
             ]
 
 
+@dataclass(frozen=True)
+class PassBits:
+    """The bits of one pass: of losses, and sums of those of gradients and buffers, by name."""
+
+    losses: list[int]
+    gradients: dict[str, int | None]
+    buffers: dict[str, int]
+
+    def other_gradients(self, *others: PassBits) -> list[str]:
+        """The parameters whose gradients differ in any of these passes."""
+        return [name for name, bits in self.gradients.items() if any(each.gradients[name] != bits for each in others)]
+
+    def other_buffers(self, *others: PassBits) -> list[str]:
+        """The buffers that have other values after any of these passes."""
+        return [name for name, bits in self.buffers.items() if any(each.buffers.get(name) != bits for each in others)]
+
+
 class Buffers:
     """The buffers of some models with copies of their values, which can be restored.
 
@@ -88,11 +105,21 @@ class Buffers:
             (m, {key: (buffer, _values_of(buffer)) for key, buffer in persistent_buffers(m).items()})
             for m in modules.values()
         ]
+        self._names = {id(m): f"{name}." if name else "" for each in models[::-1] for name, m in each.named_modules()}
 
     @property
     def tensors(self) -> list[Tensor]:
         """The buffers as they stand."""
         return [each for m, _ in self._kept for each in persistent_buffers(m).values() if each is not None]
+
+    def bits(self) -> dict[str, int]:
+        """A sum of the bits of each buffer that is held here, by name."""
+        return {
+            self._names[id(module)] + key: int(sum_of_bits(now))
+            for module, kept in self._kept
+            for key, (_, values) in kept.items()
+            if values is not None and (now := module._buffers.get(key)) is not None and not now.is_quantized
+        }
 
     def moved(self, model: nn.Module) -> list[str]:
         """The names of a model's buffers, of those that its state has, whose values have changed."""
