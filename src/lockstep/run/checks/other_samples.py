@@ -20,6 +20,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -50,6 +51,8 @@ from lockstep.run.whole_batch import stand_in
 from lockstep.strategies import Strategy
 
 logger = logging.getLogger(__name__)
+_ENOUGH = 8
+"""Samples; micro-batches of fewer are put together."""
 _MOST_OF_OUTPUT, _MOST_OF_LOSS, _MOST_OF_GRADIENT, _IN_16_BITS = 1e-3, 1e-4, 1e-2, 0.03
 """The largest differences that are taken for rounding: of outputs, losses and gradients, and of all under autocast."""
 _MIXED = (
@@ -99,12 +102,12 @@ class Seen:
     """The mode in which the model gives the same output twice."""
     mixes: str | None = None
     """The mode in which outputs depend on other samples, as in ``_WHERE``; None if they were not seen to."""
-    loss: Deviation = Deviation.NONE
-    """``KEPT`` if the loss depends on other samples, and outputs do not."""
+    loss: Deviation | None = None
+    """What the loss of the model's outputs is; None if outputs depend on other samples, or nothing tells."""
 
-    def warn(self) -> None:
-        """Warns of outputs that depend on other samples."""
-        if self.mixes is not None:
+    def warn(self, *, told: bool) -> None:
+        """Warns of outputs that depend on other samples, where nobody has ``told`` that yet."""
+        if self.mixes is not None and not told:
             logger.warning(_MIXED, *_WHERE[self.mixes])
 
 
@@ -177,24 +180,37 @@ class _Look:
             for one, other in zip(calls[0].outputs, part.outputs)
         )
 
-    def judge(self, calls: Sequence[_Call]) -> Deviation:
-        """``KEPT`` if the loss is not the mean of those over the parts."""
-        if not calls:
-            return Deviation.NONE
-        whole, first, second = calls
-        if whole.loss is None or first.loss is None or second.loss is None:
-            return Deviation.NONE
+    def judge(self, calls: Sequence[_Call]) -> Deviation | None:
+        """Compares the loss with those over the parts; None where they do not tell."""
+        losses = [each.loss for each in calls if each.loss is not None]
+        if len(losses) != 3:
+            return None
+        whole, *parts = calls
         is_alike = all(
             one.dim() and len(one) == self.samples and one[list(part.rows)].shape == other.shape
-            for part in (first, second)
+            for part in parts
             for one, other in zip(whole.outputs, part.outputs, strict=True)
         )
-        if not is_alike or not all(map(math.isfinite, (*first.loss, *second.loss))):
-            return Deviation.NONE
-        times = (len(first.rows) + len(second.rows)) / self.samples
-        sums = (whole.loss[0] * times, whole.loss[1] * times)
-        found = deviation_of_parts(sums, first.loss, second.loss, _most(self.compute, _MOST_OF_LOSS))
-        return Deviation.KEPT if found.reason else Deviation.NONE
+        if not is_alike or not all(map(math.isfinite, itertools.chain(*losses))):
+            return None
+        times = sum(len(part.rows) for part in parts) / self.samples
+        sums = losses[0][0] * times, losses[0][1] * times
+        return deviation_of_parts(sums, losses[1], losses[2], _most(self.compute, _MOST_OF_LOSS))
+
+
+def _with_more_samples(micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+    """One micro-batch of the samples of several, if these have few and are alike; else the micro-batches as they are.
+
+    Of two samples that go to one expert, say, a balance of experts is a mean.
+    """
+    size = len(micro_batches[0]) if len(micro_batches) > 1 else _ENOUGH
+    if 1 < size < _ENOUGH:  # single samples are put together in any case
+        several = micro_batches[: -(-_ENOUGH // size)]
+        with suppress(Exception):  # they may have several lengths
+            data, samples = together(several, _ENOUGH)
+            if has_rows(leaves_of(with_columns(data, samples)), samples):
+                return [replace(several[0], data=data, indices=np.concatenate([each.indices for each in several]))]
+    return micro_batches
 
 
 def look_at_others(
@@ -204,16 +220,28 @@ def look_at_others(
 
     Where several processes compute a forward pass together, all of them must call this.
     """
+    seen = _look_at(strategy, compute, micro_batches, judges_loss=judges_loss)
+    if strategy.computes_together or seen.mixes is not None or (seen.loss is not None and seen.loss.reason):
+        return seen
+    if (more := _with_more_samples(micro_batches)) is not micro_batches:
+        of_more = _look_at(strategy, compute, more, judges_loss=judges_loss)
+        return of_more if of_more.mode is expected else seen
+    return seen
+
+
+def _look_at(
+    strategy: Strategy, compute: StepCompute, micro_batches: Sequence[MicroBatch], *, judges_loss: bool
+) -> Seen:
+    """See ``look_at_others``; of one micro-batch, or of single samples together."""
     look, together_with_others = None, strategy.computes_together
-    with suppress(Exception):  # micro-batches may have several lengths
+    with suppress(Exception):  # there may be none
         data, samples = together(micro_batches, 1 if together_with_others else 2)
         data = with_columns(data, samples)
         if samples > 1 and has_rows(leaves_of(data), samples):
             ways = (True,) if together_with_others else (False, True)
             buffers = Buffers((compute.forward_pass.model,))
-            look = _Look(
-                compute, data, samples, judges_loss and not together_with_others, strategy.replicated, ways, buffers
-            )
+            has_graph = strategy.replicated and compute.forward is not None  # which may compute gradients itself
+            look = _Look(compute, data, samples, judges_loss and not together_with_others, has_graph, ways, buffers)
     if together_with_others and not all(strategy.gather_records(look is not None)):
         return Seen()
     if look is None:
@@ -248,13 +276,15 @@ def judge_with_model(
 
     ``trains``: the gradients of the parameters are compared, too.
     """
-    found = Deviation.NONE
+    found, more = Deviation.NONE, _with_more_samples(micro_batches)
     with mode(compute.forward_pass.model), compute.autocast():
-        how = partial(_output_and_target, compute), micro_batches, compute.forward_pass.device
+        forward, device = partial(_output_and_target, compute), compute.forward_pass.device
         if compute.metrics is not None:
-            compute.metrics.judge(*how)
+            compute.metrics.judge(forward, micro_batches, device)
         with suppress(Exception):
-            found = deviation_with_model(compute.function, *how)
+            found = deviation_with_model(compute.function, forward, micro_batches, device)
+            if found is Deviation.NONE and more is not micro_batches:
+                found = deviation_with_model(compute.function, forward, more, device)
             if trains and not found.reason and _has_other_gradients(compute, micro_batches):
                 found = Deviation.GRADIENT
     compute.randomness.leave()

@@ -91,7 +91,7 @@ _VALUES = (Kind.NUMBER, Kind.TENSOR)
 _GENERATORS = ("torch", "NumPy", "random")
 _STORE_IT = "Make it a registered buffer, or let its module's get_extra_state and set_extra_state store it."
 _TIMES = {"first": 2, "always": math.inf, "off": 1}
-"""For each setting of ``checks``, how often each loss function is rehearsed, or at least looked at."""
+"""For each setting of ``checks``, how often each loss is rehearsed, or at least looked at."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class Rehearsals:
         self._is_for_resume = repeats and alone and first and options.directory is not None
         """True if one process computes all, and what a checkpoint does not hold would only be missed after a stop."""
         self._mixing: set[CodeType | type] = set()
-        """Losses for which the output of the model for a sample depends on others of its micro-batch."""
+        """Losses of outputs that depend on other samples."""
         self._warned: set[str] = set()
         self._checks = options.checks != "off"
         self._seen: set[Any] = set()
@@ -278,10 +278,8 @@ class Rehearsals:
     def tell_sums(self, found: Mapping[str, list[str]], samples: int) -> None:
         """Logs the warnings of ``GradientSizes``, for micro-batches of so many samples; each name once."""
         for text, names in found.items():
-            new = self._untold(f"{text} {name}" for name in names)
-            if new:
-                told = shorten((each.removeprefix(f"{text} ") for each in new), _MOST)
-                logger.warning(text, {"names": told, "most": samples})
+            if self._untold(f"{text} {name}" for name in names):
+                logger.warning(text, {"names": shorten(names, _MOST), "most": samples})
 
     def _schedule(self, code: CodeType | type, epoch: int, step: int) -> int:
         """The number of rehearsals of a loss with this one, after which it sets when the next is due."""
@@ -374,34 +372,36 @@ class Rehearsals:
     def _judge_loss(
         self, judging: RehearsalCompute, compute: StepCompute, batch: Batch, loss: Callable[..., Any], *, keeps: bool
     ) -> str:
-        """Why the loss is not a mean over samples; empty where it is, nothing tells, or it is of the whole batch.
+        """Why the loss is not a mean over samples, also for what the model does; empty where nothing tells.
 
-        It looks at the model, too, whose outputs may depend on other samples. ``keeps``: a call has changed something,
-        such as a term for the loss, which may be 0 in the first micro-batch.
+        ``keeps``: a call has changed something, such as a term for the loss, which may be 0 in the first micro-batch.
         """
         if batch.plan.leaves == 1:
             return ""  # all samples are together
-        strategy, done, seen = self._strategy, self.done[code_of(loss)], other_samples.Seen()
+        strategy, code, seen = self._strategy, code_of(loss), other_samples.Seen()
+        done = self.done[code]
         others = batch.micro_batches if done == 1 else batch.micro_batches[::-1]  # one may show nothing
         with strategy.joined_calls():  # a loss may call the model
             deviations = judging.deviations()
-            looks = (done == 1 or (keeps and done <= _LOOKS)) and not self._are_concurrent
-            if looks and (self._is_main or strategy.replicated or strategy.computes_together):
+            looks = done == 1 or (keeps and done <= _LOOKS and not strategy.computes_together)
+            if looks and not self._are_concurrent:
                 seen = other_samples.look_at_others(strategy, compute, others, judges_loss=judging.judged is not None)
-        if seen.mixes is not None and not self._mixing and self._is_main:
-            seen.warn()
-        self._mixing |= {code_of(loss)} if seen.mixes is not None else set()
-        if code_of(loss) in self._mixing:  # then its value tells nothing
+        if seen.mixes is not None:
+            seen.warn(told=bool(self._mixing) or not self._is_main)
+            self._mixing.add(code)
+        if code in self._mixing:  # then its value tells nothing
             deviations = [each for each in deviations if each is not Deviation.WITHOUT_ROWS]
         elif all(each is Deviation.WITHOUT_ROWS for each in deviations):
             if deviations and done == 1 and other_samples.have_several_lengths(others):
-                deviations = [Deviation.LENGTHS]
-            elif strategy.replicated and not self._are_concurrent and done <= _LOOKS and others:
+                return Deviation.LENGTHS.reason
+            if seen.loss is not None and not strategy.replicated:
+                return seen.loss.reason
+            if strategy.replicated and not self._are_concurrent and done <= _LOOKS and others:
                 deviations = [other_samples.judge_with_model(compute, others, seen.mode, trains=done == 1)]
             elif done > 1 or not others:
                 deviations = []  # as for the last step of an epoch, of single samples
-        found = [*deviations, seen.loss] if judging.judged is not None else []
-        return next((each.reason for each in found if each.reason), "")
+        deviations += [Deviation.KEPT] if seen.loss is not None and seen.loss.reason else []
+        return next((each.reason for each in deviations if each.reason and judging.judged is not None), "")
 
     def _compare(
         self,
