@@ -3,9 +3,11 @@
 from collections import Counter
 
 import pytest
+import torch
 from tests.run.jobs import Left, begin, dataset, leave, train_step
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
+import lockstep
 from lockstep.errors import ConfigError
 
 LOOP = """
@@ -329,3 +331,21 @@ def test_a_count_that_reading_samples_makes_and_the_loop_reads_is_told(case, cap
     space["report"](joined if case == "collate function" else Joined())
     said = [each.getMessage() for each in caplog.records if "Reading samples changes" in each.getMessage()]
     assert [f"changes {told}, which" in each for each in said] == [True] * bool(told)
+
+
+@pytest.mark.parametrize("seeds", [(0, 1, 2), (0, 0, 2)])
+def test_samples_that_every_epoch_has_anew_are_not_told_in_a_resumed_run(seeds, tmp_path, caplog):
+    """As those of a rollout or a replay buffer: each resumed run was told of a change of its data set."""
+    for parts in (seeds[:2], seeds[2:]):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 1)
+        run = lockstep.init(global_batch=8, micro_batches=2, directory=tmp_path, resume="auto")
+        model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for seed in parts:
+            inputs = torch.randn(8, 3, generator=torch.Generator().manual_seed(seed))
+            (batch,) = run.batches(TensorDataset(inputs, inputs[:, :1]), shuffle=False)
+            run.backward(batch, torch.nn.MSELoss())
+            optimizer.step()
+        run.save(wait=True)
+        run.close()
+    assert ("the epoch before the checkpoint had" in caplog.text) == (seeds[0] == seeds[1])

@@ -359,7 +359,9 @@ class EpochLoop:
             logger.warning(
                 "The run was resumed in epoch %d, in a loop of the script's own. One over range(N) begins at 0 and "
                 "trains %s more than it would have: write for epoch in run.epochs(N), or, where each pass of it has "
-                "several loops over batches, begin it at a count in run.extra.",
+                "several loops over batches, begin it at a count in run.extra. What a pass draws at random before its "
+                "first run.batches is not what it would have drawn without the stop: draw it from a generator that is "
+                "seeded by the number of the pass.",
                 *(position.epoch + 1, plural(position.epoch, "epoch")),
             )
         self._own = self._own or (position.step, self.is_resumed)

@@ -425,6 +425,8 @@ def differences(
 _EVALUATED = "The run evaluates"
 _HOW = ("drop_last", "shuffle")
 """How the samples of a data set are read; earlier versions did not store that."""
+_CHANGES = "changes"
+"""Stored beside the digests where an epoch has had other samples than the one before, as in reinforcement learning."""
 Digests = Callable[[], Mapping[str, str]]
 """Gives digests of some samples of a data set by name."""
 Compared = tuple[int, Digests]  # the number of a data set, the same on every rank, and its digests
@@ -475,7 +477,12 @@ class AgreedData:
         if (number, plan) not in self._known and self._options.directory is not None:
             how = {name: str(getattr(plan, name)) for name in _HOW}
             self._known[number, plan] = {**self._read(digests, loop), **how}
-        self.digests = self._known.get((number, plan), {})
+        now = self._known.get((number, plan), {})
+        is_other = self.digests.keys() - {_CHANGES} == now.keys() and any(
+            self.digests[name] != now[name] for name in now
+        )
+        changes = {_CHANGES: "yes"} if is_other or _CHANGES in self.digests else {}
+        self.digests = {**now, **changes} if now else {}
         if self._strategy.all_ranks is not None and (number, plan) not in self._agreed:
             seen = {name: getattr(plan, name) for name in ("samples", *_HOW)}
             self._require_equal({**seen, "pixels of photos": photos}, self.digests or self._read(digests, loop))
@@ -504,10 +511,12 @@ class AgreedData:
     def _compare_with_checkpoint(self) -> None:
         """Refuses samples that differ from those of the resumed epoch; warns of them in the epoch after it."""
         stored, self._resumed_digests = self._resumed_digests, {}
-        have_samples = all(each.keys() - {*_HOW} for each in (stored, self.digests))  # not where checks are off
+        have_samples = all(
+            each.keys() - {*_HOW, _CHANGES} for each in (stored, self.digests)
+        )  # not where checks are off
         names = sorted(
             name
-            for name in ({*stored, *self.digests} if have_samples else _HOW)
+            for name in ({*stored, *self.digests} - {_CHANGES} if have_samples else _HOW)
             if stored.get(name) != self.digests.get(name) and (name in stored or name not in (*_HOW, BEGINNING))
         )
         self.found_others = bool(names and stored and self.digests)
@@ -521,7 +530,7 @@ class AgreedData:
                 "same samples in the same order: sort what a folder lists, and split or shuffle with a seed, after "
                 f"lockstep.init(seed=...); or {GO_ON_AT_LEVEL_B}"
             )
-        if self._warns:
+        if self._warns and _CHANGES not in stored:
             logger.warning(
                 "%s the epoch before the checkpoint had, of as many samples. If the data set was not to change, sort "
                 "what a folder lists, and split or shuffle with a seed, after lockstep.init(seed=...).",
