@@ -333,16 +333,20 @@ class KeyedRandomness:
 class Expectations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's stub
     """A context in which torch draws the expectation of each random number: nothing is dropped, and no noise is added.
 
-    So rows do not differ by what was drawn for them. It leaves a few distributions, such as gamma, as they are.
+    So rows do not differ by what was drawn for them. It leaves a few distributions, such as gamma, as they are, and all
+    after many draws: code may draw until a number is another one.
     """
+
+    _left = 20_000
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Computes an operator."""
         named = dict(kwargs or {})
-        if torch.Tag.nondeterministic_seeded not in func.tags:
+        if torch.Tag.nondeterministic_seeded not in func.tags or self._left == 0:
             return func(*args, **named)
+        self._left -= 1
         given = [(each.name, each.default_value) for each in func._schema.arguments]
         values = {name: args[n] if n < len(args) else named.get(name, usual) for n, (name, usual) in enumerate(given)}
         names = [name for name, _ in given]

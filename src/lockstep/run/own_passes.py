@@ -255,7 +255,7 @@ class LoopRehearsal:
             raise ConfigError("backward(loss) was called twice for one micro-batch. Add the losses up.")
         total, weight = sum_and_weight(loss, len(micro_batch))
         if self._is_judged:
-            self._value = float(total.detach()), float(weight)
+            self._value, self._slopes = (float(total.detach()), float(weight)), []
             with suppress(Exception):  # a loss without a gradient is told of in the step itself
                 slopes = torch.autograd.grad(total, self._trained, allow_unused=True)
                 self._slopes = [torch.zeros_like(p) if g is None else g for p, g in zip(self._trained, slopes)]
@@ -346,10 +346,11 @@ class LoopRehearsal:
                 in_16_bits = torch.is_autocast_enabled(self._strategy.device.type)
                 found = deviation_of_parts(whole, first, second, 0.1 if in_16_bits else 1e-4)
                 most = 0.03 if in_16_bits else 0.01
+                if found.reason or not len(slope) == len(other) == len(one) == len(two):
+                    return found.reason  # there may be no room for so many gradients
                 joint = [left + right for left, right in zip(one, two, strict=True)]
-                if not found.reason and not are_apart(slope, other, most) and are_apart(slope, joint, most):
-                    found = Deviation.GRADIENT
-                return found.reason
+                is_other = not are_apart(slope, other, most) and are_apart(slope, joint, most)
+                return Deviation.GRADIENT.reason if is_other else ""
         return ""
 
 
