@@ -16,14 +16,11 @@ from collections import UserList
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.dropout import _DropoutNd
+from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only, tree_structure, tree_unflatten
 
 from lockstep.data.batch import MicroBatch, map_leaves, tensors_in
@@ -31,7 +28,6 @@ from lockstep.data.keyed import generators_kept
 from lockstep.errors import ConfigError
 from lockstep.numerics.compilation import uncompiled
 from lockstep.numerics.hidden_state import Snapshot, evaluating, told
-from lockstep.numerics.running_buffers import FEW, warn_of_no_means
 from lockstep.run.step import StepCompute, sum_and_weight, with_exact_mean
 from lockstep.run.step_errors import computes_gradients
 
@@ -88,6 +84,11 @@ class Deviation(Enum):
         "beside a count, or a loss beside an accuracy, is none. Return the sum, and numbers beside a loss in a dict, "
         "as also= of run.backward has them. One that compares the samples of a batch needs whole_batch=True."
     )
+    STATEFUL = (
+        "has another value for the same rows after a call for others: it keeps something, and each process calls it "
+        "for its own micro-batches. Return the value for the rows that it is given, and take a moving average in the "
+        "loop, of what run.backward or run.evaluate returns."
+    )
     UNTESTED = (
         "is of data without an entry for each sample, such as graphs joined to one, so whether it is a mean over "
         "samples is not known. Return a mean over nodes, boxes or tokens as the pair (sum, how many were counted)."
@@ -115,9 +116,27 @@ def checked(function: Callable[[Any, Any], Any], output: Any, target: Any, sampl
         warnings.simplefilter("ignore")  # such as torch's of the deviation of a single row
         before = Snapshot({"the function": function})
         try:
-            return deviation(with_exact_mean(function), output, target, samples)
+            found = deviation(with_exact_mean(function), output, target, samples)
+            if before.changed(Snapshot({"the function": function}, restorable=False)):
+                calls = partial(_values, function, output, target)
+                before.restore()
+                with suppress(Exception):
+                    alone = calls(slice(None))
+                    before.restore()
+                    for some in sorted({samples // 2, samples // 3 or 1, 1}):  # of which one has another value
+                        with suppress(Exception):
+                            calls(slice(some))
+                    if calls(slice(None)) != alone:
+                        return Deviation.STATEFUL
+            return found
         finally:
             before.restore()
+
+
+def _values(function: Callable[[Any, Any], Any], output: Any, target: Any, rows: slice) -> str:
+    """The values of a function over some rows, as a text; it draws the same random numbers in each call."""
+    with generators_kept(), torch.no_grad():
+        return repr([each.tolist() for each in tensors_in(function(*rows_of((output, target), rows)))])
 
 
 RowCopies = tuple[Any, Any, int]
@@ -413,7 +432,7 @@ def deviation_with_model(
     data, under keys that follow from the number of the call, so that a model which draws is not judged.
     """
     data, samples = together(micro_batches)
-    data = _with_columns(data, samples)
+    data = with_columns(data, samples)
     if not has_rows(leaves_of(data), samples):
         try:
             output, target = forward(own_rows(data, slice(None)), 0)
@@ -459,7 +478,7 @@ def _is_mean_over_rows(function: Callable[[Any, Any], Any], pair: Any, samples: 
     return False
 
 
-def _output_and_target(compute: StepCompute, part: Any, number: int) -> tuple[Any, Any]:
+def output_and_target_of(compute: StepCompute, part: Any, number: int) -> tuple[Any, Any]:
     """Those of some data, under keys that follow from the number of the call."""
     compute.randomness.begin_micro_batch(compute.plan.step, number)
     return compute.output_and_target(part)
@@ -467,7 +486,7 @@ def _output_and_target(compute: StepCompute, part: Any, number: int) -> tuple[An
 
 def judge_with_model(compute: StepCompute, micro_batches: Sequence[MicroBatch]) -> Deviation:
     """Judges the loss of a step as ``deviation_with_model`` does; its metrics note what they are."""
-    forward, found = partial(_output_and_target, compute), Deviation.NONE
+    forward, found = partial(output_and_target_of, compute), Deviation.NONE
     with evaluating(compute.forward_pass.model), compute.autocast():
         how = forward, micro_batches, compute.forward_pass.device
         if compute.metrics is not None:
@@ -485,13 +504,13 @@ def warn_of_mixed_samples(compute: StepCompute, micro_batches: Sequence[MicroBat
     where its input or output has no row for each sample.
     """
     data, samples = together(micro_batches)
-    data, found = _with_columns(data, samples), list[list[Tensor]]()
+    data, found = with_columns(data, samples), list[list[Tensor]]()
     if samples < 2 or not has_rows(leaves_of(data), samples):
         return
     calls = slice(None), slice(None), slice(0, None, 2), slice(1, None, 2)
     with suppress(Exception), evaluating(compute.forward_pass.model), compute.autocast(), uncompiled():
         for number, rows in enumerate(calls):
-            found.append(tensors_in(_output_and_target(compute, own_rows(data, rows), number)[0]))
+            found.append(tensors_in(output_and_target_of(compute, own_rows(data, rows), number)[0]))
     compute.randomness.leave()
     most = 0.1 if torch.is_autocast_enabled(compute.forward_pass.device.type) else 1e-3
 
@@ -511,47 +530,6 @@ def warn_of_mixed_samples(compute: StepCompute, micro_batches: Sequence[MicroBat
         )
 
 
-def judge_running_buffers(
-    compute: StepCompute,
-    micro_batches: Sequence[MicroBatch],
-    model: nn.Module,
-    patterns: Sequence[str],
-    restore: Callable[[], None],
-) -> None:
-    """Warns of running buffers that are no means over samples, by what some rows and two halves of them leave there.
-
-    Layers that normalise or drop values are in evaluation mode meanwhile. Nothing is told where the model draws random
-    numbers, or fails, or where its input has no row for each sample.
-
-    Args:
-        patterns: see ``running_buffers``.
-        restore: gives the model's buffers their values back.
-    """
-    names = [n for n, b in model.named_buffers() if b.is_floating_point() and any(fnmatchcase(n, p) for p in patterns)]
-    if not names or compute.plan.leaves < 2:
-        return
-    values: list[list[Tensor]] = []
-    others = [m for m in model.modules() if m.training and isinstance(m, (_NormBase, _DropoutNd))]
-    for module in others:
-        module.training = False
-    with suppress(Exception), compute.autocast(), uncompiled():
-        data, samples = together(micro_batches, FEW)
-        data = _with_columns(data, samples)
-        if has_rows(leaves_of(data), samples):
-            values.append([model.get_buffer(name).detach().clone() for name in names])
-            every, even, odd = slice(None), slice(0, None, 2), slice(1, None, 2)
-            for number, rows in enumerate((every, every, even, odd, odd, every)):
-                if number not in (1, 3):
-                    restore()
-                compute.function(*_output_and_target(compute, own_rows(data, rows), number))
-                values.append([model.get_buffer(name).detach().clone() for name in names])
-    for module in others:
-        module.training = True
-    compute.randomness.leave()
-    if len(values) == 7:
-        warn_of_no_means(names, list(zip(*values, strict=True)), samples)
-
-
 def together(micro_batches: Sequence[MicroBatch], least: int = 2) -> tuple[Any, int]:
     """The data of the first micro-batch, or of some with fewer rows than ``least``, and how many rows they have."""
     parts = micro_batches[: 1 if len(micro_batches[0]) >= least else _MOST_JOINED]
@@ -559,7 +537,7 @@ def together(micro_batches: Sequence[MicroBatch], least: int = 2) -> tuple[Any, 
     return map_leaves(parts[0].data, lambda _: next(whole)), sum(map(len, parts))
 
 
-def _with_columns(data: Any, samples: int) -> Any:
+def with_columns(data: Any, samples: int) -> Any:
     """The data, in which a list with an entry for each sample, such as lengths, is one leaf."""
 
     def column(value: Any) -> Any:

@@ -49,12 +49,13 @@ from lockstep.run.checks.calls import (
     watching_calls,
 )
 from lockstep.run.checks.findings import Findings, refuse_evaluation
-from lockstep.run.checks.means import Deviation, judge_running_buffers, judge_with_model, warn_of_mixed_samples
+from lockstep.run.checks.means import Deviation, judge_with_model, warn_of_mixed_samples
 from lockstep.run.checks.short_step import (
     Buffers,
     PassBits,
     RehearsalCompute,
     Watched,
+    judge_running_buffers,
     noting_mistakes,
     on_all_ranks,
     parameter_values,
@@ -378,7 +379,7 @@ class Rehearsals:
             is_first = self._is_main and self.done[code_of(loss)] == 1 and batch.micro_batches
             if is_first and strategy.replicated and not self._are_concurrent:  # the other ranks call nothing
                 warn_of_mixed_samples(compute, batch.micro_batches)
-                judge_running_buffers(compute, batch.micro_batches, model, strategy.running_buffers, buffers.restore)
+                judge_running_buffers(compute, batch.micro_batches, model, strategy.running_buffers, buffers)
         passes = _Passes(first, [*others, *from_start], from_start, before, after, later)
         is_called, functions = any(map(len, short.micro_batches)), (loss, compute.forward)
         self._compare(findings, passes, prepared.state, roots, functions, is_called)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from lockstep.core.fingerprint import digest_tensor, sum_of_bits
@@ -19,10 +21,22 @@ from lockstep.core.plan import Share
 from lockstep.data.batch import Batch, MicroBatch, map_leaves
 from lockstep.data.keyed import generators_kept
 from lockstep.distributed.collectives import broadcast_tensors
+from lockstep.numerics.compilation import uncompiled
 from lockstep.numerics.hidden_state import Snapshot
-from lockstep.numerics.running_buffers import persistent_buffers
+from lockstep.numerics.running_buffers import FEW, persistent_buffers, warn_of_no_means
 from lockstep.run.checks.findings import Findings
-from lockstep.run.checks.means import Deviation, RowCopies, checked, copies_of, has_rows
+from lockstep.run.checks.means import (
+    Deviation,
+    RowCopies,
+    checked,
+    copies_of,
+    has_rows,
+    leaves_of,
+    output_and_target_of,
+    own_rows,
+    together,
+    with_columns,
+)
 from lockstep.run.step import StepCompute
 from lockstep.runtime.events import StepEvents
 from lockstep.strategies import Strategy
@@ -200,6 +214,47 @@ def taken_gradients(strategy: Strategy) -> dict[str, int | None]:
     for parameter in trained.values():
         parameter.grad = None
     return found
+
+
+def judge_running_buffers(
+    compute: StepCompute,
+    micro_batches: Sequence[MicroBatch],
+    model: nn.Module,
+    patterns: Sequence[str],
+    buffers: Buffers,
+) -> None:
+    """Warns of running buffers that are no means over samples, by what some rows and two halves of them leave there.
+
+    Layers that normalise or drop values are in evaluation mode meanwhile. Nothing is told where the model draws random
+    numbers, or fails, or where its input has no row for each sample.
+
+    Args:
+        patterns: see ``running_buffers``.
+        buffers: the model's, which are put back.
+    """
+    names = [n for n, b in model.named_buffers() if b.is_floating_point() and any(fnmatchcase(n, p) for p in patterns)]
+    if not names or compute.plan.leaves < 2:
+        return
+    values: list[list[Tensor]] = []
+    others = [m for m in model.modules() if m.training and isinstance(m, (_NormBase, _DropoutNd))]
+    for module in others:
+        module.training = False
+    with suppress(Exception), compute.autocast(), uncompiled():
+        data, samples = together(micro_batches, FEW)
+        data = with_columns(data, samples)
+        if has_rows(leaves_of(data), samples):
+            values.append([model.get_buffer(name).detach().clone() for name in names])
+            every, even, odd = slice(None), slice(0, None, 2), slice(1, None, 2)
+            for number, rows in enumerate((every, every, even, odd, odd, every)):
+                if number not in (1, 3):
+                    buffers.restore()
+                compute.function(*output_and_target_of(compute, own_rows(data, rows), number))
+                values.append([model.get_buffer(name).detach().clone() for name in names])
+    for module in others:
+        module.training = True
+    compute.randomness.leave()
+    if len(values) == 7:
+        warn_of_no_means(names, list(zip(*values, strict=True)), samples)
 
 
 def _values_of(buffer: Tensor | None) -> Tensor | None:
