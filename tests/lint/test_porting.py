@@ -106,6 +106,42 @@ def test_what_a_loop_over_batches_reads(read, said):
     assert f" in {said}:" in found[2][0]
 
 
+def test_a_bar_of_a_with_statement_is_what_it_shows():
+    """A public Glow was told to read run.batches(pbar), where pbar counts to a number of steps."""
+    found = advice(
+        """
+        with tqdm(train_loader) as progress:
+            for i, (x, y) in enumerate(progress):
+                loss = criterion(model(x), y)
+                loss.backward()
+        with tqdm(range(args.iter)) as bar:
+            for i in bar:
+                x, y = next(batches)
+                loss = criterion(model(x), y)
+                loss.backward()
+        """
+    )
+    assert found[3][0].startswith("progress = tqdm(run.batches(train_loader)), and for i, batch in enumerate(progress)")
+    assert found[7][0].startswith("for epoch in run.epochs(N): for batch in run.batches(")
+
+
+def test_a_list_of_settings_is_no_data_to_evaluate():
+    found = advice(
+        """
+        test_weights = [0.0, 0.5, 2.0]
+        for x, y in train_loader:
+            criterion(model(x), y).backward()
+        model.eval()
+        with torch.no_grad():
+            for weight in test_weights:
+                model.sample(weight)
+            for x, y in test_loader:
+                total += criterion(model(x), y)
+        """
+    )
+    assert 7 not in found and "run.evaluate(test_loader" in found[9][0]
+
+
 def test_sizes_of_what_the_loop_has_read_are_those_of_the_step():
     found = advice(
         """

@@ -564,7 +564,8 @@ def _evaluations(script: Script) -> Iterator[_Found]:
         (data, *_) = read_by(script, loop.iter) or [loop.iter]
         is_named = isinstance(data, ast.Name | ast.Attribute) and _DATA.search(last_name(data))
         made = [last_name(each.func) for each in script.sources(data, 1) if isinstance(each, ast.Call)]
-        if "DataLoader" in made or (is_named and isinstance(loop, ast.For)):
+        is_list = any(isinstance(each, ast.List | ast.Tuple) for each in script.values(data))  # of settings
+        if "DataLoader" in made or (is_named and isinstance(loop, ast.For) and not is_list):
             mean = "the mean of metric(output, target) over all samples"
             place = loop if isinstance(loop, ast.For) else loop.iter
             yield place, f"instead of the loop: run.evaluate({script.text(data)}, metric), {mean}"

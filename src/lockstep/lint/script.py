@@ -396,6 +396,8 @@ def bindings(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr | None]]:
             yield target, ast.copy_location(ast.BinOp(target, op, value), node)
         case ast.For(target=target) | ast.AsyncFor(target=target) | ast.comprehension(target=target):
             yield from _pairs(target, None)
+        case ast.withitem(ast.Call(func=f) as value, optional_vars=ast.expr() as target):
+            yield from _pairs(target, value if last_name(f) in (*_AROUND, *_COUNTING) else None)
         case ast.withitem(optional_vars=ast.expr() as target):
             yield from _pairs(target, None)
 

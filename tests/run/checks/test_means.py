@@ -340,3 +340,27 @@ def test_a_loss_that_computes_gradients_itself_is_judged_with_the_model(is_mean,
     run.close()
     assert ("is not a mean over samples" in caplog.text) == (not is_mean)
     assert is_mean == (not caplog.text)
+
+
+class Smoothed:
+    """A metric that returns its moving average, or counts its calls beside it."""
+
+    def __init__(self, keeps):
+        self.keeps, self.value, self.calls = keeps, None, 0
+
+    def __call__(self, output, target):
+        value = (output.argmax(1) == target).double().mean()
+        self.value = value if self.value is None or not self.keeps else 0.9 * self.value + 0.1 * value
+        self.calls += 1
+        return self.value
+
+
+def test_a_metric_whose_value_depends_on_earlier_calls_is_refused():
+    """Its mean depended on the number of processes, and a warning of run.evaluate said that it was right."""
+    torch.manual_seed(0)
+    output, target = torch.randn(16, 3), torch.arange(16) % 3
+    keeping, counting = Smoothed(True), Smoothed(False)
+    assert checked(keeping, output, target, 16) is Deviation.STATEFUL
+    assert checked(counting, output, target, 16) in (NONE, UNCLEAR)
+    assert keeping.value is counting.value is None and keeping.calls == counting.calls == 0, "it is put back"
+    assert checked(lambda output, target: output.mean() * torch.rand(()), output, target, 16) is NONE

@@ -16,6 +16,7 @@ from collections import UserList
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -96,6 +97,11 @@ class Deviation(Enum):
         "that term is computed from, and use run.backward(batch, loss, whole_batch=True). If it is a sum, take the "
         "mean."
     )
+    STATEFUL = (
+        "has another value for the same rows after a call for others: it keeps something, and each process calls it "
+        "for its own micro-batches. Return the value for the rows that it is given, and take a moving average in the "
+        "loop, of what run.backward or run.evaluate returns."
+    )
     UNTESTED = (
         "is of data without an entry for each sample, such as graphs joined to one, so whether it is a mean over "
         "samples is not known. Return a mean over nodes, boxes or tokens as the pair (sum, how many were counted)."
@@ -133,8 +139,20 @@ def checked(
         warnings.simplefilter("ignore")  # such as torch's of the deviation of a single row
         before = Snapshot({"the function": function})
         try:
-            function, found = with_exact_mean(function), deviation(with_exact_mean(function), output, target, samples)
-            if trains and not found.reason and _has_other_gradients(function, output, target, samples):
+            mean = with_exact_mean(function)
+            found = deviation(mean, output, target, samples)
+            if before.changed(Snapshot({"the function": function}, restorable=False)):
+                calls = partial(_values, function, output, target)
+                before.restore()
+                with suppress(Exception):
+                    alone = calls(slice(None))
+                    before.restore()
+                    for some in sorted({samples // 2, samples // 3 or 1, 1}):  # of which one has another value
+                        with suppress(Exception):
+                            calls(slice(some))
+                    if calls(slice(None)) != alone:
+                        return Deviation.STATEFUL
+            if trains and not found.reason and _has_other_gradients(mean, output, target, samples):
                 return Deviation.GRADIENT
             return found
         finally:
@@ -173,6 +191,12 @@ def are_apart(whole: Sequence[Tensor], parts: Sequence[Tensor], most: float) -> 
 def norm_of(tensors: Iterable[Tensor]) -> float:
     """The norm of some tensors together."""
     return math.hypot(*(float(each.norm()) for each in tensors))
+
+
+def _values(function: Callable[[Any, Any], Any], output: Any, target: Any, rows: slice) -> str:
+    """The values of a function over some rows, as a text; it draws the same random numbers in each call."""
+    with generators_kept(), torch.no_grad():
+        return repr([each.tolist() for each in tensors_in(function(*rows_of((output, target), rows)))])
 
 
 RowCopies = tuple[Any, Any, int]
