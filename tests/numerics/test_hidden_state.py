@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.numerics.hidden_state import Kind, Snapshot, draws_globally
+from lockstep.numerics.hidden_state import Kind, Snapshot, draws_globally, evaluating
 
 TOTAL = 0
 HISTORY = []
@@ -441,3 +441,22 @@ def test_an_attribute_by_the_name_of_a_function_of_the_script_is_not_that_functi
     """As ``train`` of a model beside a script's own: it was said to read what the script's function names."""
     found = Snapshot({"the loss": lambda table: table.clear()})
     assert "the global variable 'HISTORY'" not in found.texts
+
+
+class Dropped(nn.Linear):
+    """A layer that sets an attribute to its weight in evaluation mode, as WeightDrop of AWD-LSTM does."""
+
+    def forward(self, x):
+        self.dropped = nn.functional.dropout(self.weight, training=self.training)
+        return nn.functional.linear(x, self.dropped)
+
+
+def test_a_parameter_that_a_forward_pass_in_evaluation_mode_registers_is_taken_out():
+    """The look at the outputs in evaluation mode registered it, and the step ended in a TypeError."""
+    model = nn.Sequential(Dropped(3, 3), nn.BatchNorm1d(3).eval())
+    for _ in range(2):
+        model(torch.ones(2, 3))
+        with evaluating(model):
+            model(torch.ones(2, 3))
+    assert [*dict(model.named_parameters())] == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert model[0].training and not model[1].training

@@ -809,3 +809,52 @@ def test_a_state_that_is_carried_from_batch_to_batch_goes_on_on_several_processe
         verdict = compare(reference, ended, phases[-1])
         assert verdict.what == "equal", (verdict.said, verdict.traceback)
         assert not any("at the start of the run" in each for each in ended.warnings)
+
+
+MERGED = (
+    BEGIN
+    + """
+
+class Merged(nn.Linear):
+    # As loralib's Linear: the weights are merged in evaluation mode.
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.weight.requires_grad_(False)
+        self.a, self.b = nn.Parameter(torch.randn(2, sizes[0])), nn.Parameter(torch.randn(sizes[1], 2))
+        self.is_merged = False
+
+    def train(self, mode=True):
+        if self.is_merged == mode:
+            self.weight.data += (self.b @ self.a) * (-1 if mode else 1)
+            self.is_merged = not mode
+        return super().train(mode)
+
+    def forward(self, x):
+        return super().forward(x) if self.is_merged else super().forward(x) + x @ self.a.T @ self.b.T
+
+
+def train(run, epochs):
+    global found
+    found = {}
+    torch.manual_seed(0)
+    model = nn.Sequential(Merged(6, 8), nn.ReLU(), Merged(8, 4))
+    model, optimizer = run.prepare(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1))
+    for epoch in run.epochs(epochs):
+        for batch in run.batches(data):
+            found["loss"] = run.backward(batch, F.cross_entropy).item()
+            found["is trained"] = model[0].a.grad is not None
+            optimizer.step()
+            optimizer.zero_grad()
+        found["test"] = run.evaluate(data, F.cross_entropy)
+    found["fingerprint"] = run.fingerprint()
+    return found
+"""
+)
+
+
+def test_layers_that_merge_weights_in_evaluation_mode_are_trained_after_an_evaluation():
+    """They stayed merged, and were trained no more; on two processes the run ended, since rank 0 alone had looked."""
+    reference = alone(MERGED)
+    assert all(each["is trained"] for each in reference.found)
+    require_equal(reference, MERGED, [dataclasses.replace(SINGLE, stop=4), TWO])

@@ -356,15 +356,30 @@ class Snapshot:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """A context without gradients, with every module in evaluation mode; each gets its own mode back afterwards."""
+    """A context without gradients, with every module in evaluation mode; each gets its own mode back afterwards.
+
+    Where a module has a ``train`` of its own, in which layers with LoRA merge their weights, it is called as well. Then
+    the module's parameters, which would follow from the merged ones up to rounding, get their values back.
+    """
     modes = [(module, module.training) for module in model.modules()]
+    names = [(module._parameters, {*module._parameters}) for module, _ in modes]
+    own = [(module, training) for module, training in modes if type(module).train is not nn.Module.train]
+    held = [each for module, _ in own for each in module.parameters(recurse=False)]
+    values = [(each, each.detach().clone()) for each in held if type(each) is nn.Parameter and not each.is_meta]
     model.eval()
     try:
         with torch.no_grad():
             yield
     finally:
+        for module, training in own:
+            module.train(training)
         for module, training in modes:
             module.training = training
+        for each, value in values:
+            _put_back(each, value)
+        for parameters, before in names:  # a forward pass may set an attribute to a parameter, as that of WeightDrop
+            for name in parameters.keys() - before:
+                del parameters[name]
 
 
 def draws_globally(*roots: Any) -> bool:

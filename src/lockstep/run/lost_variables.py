@@ -242,7 +242,7 @@ class ResumedLoop:
             texts = {name: [re.sub(r" of digest \w+", "", each) for each in pair] for name, pair in lost.items()}
             words = [
                 f"{name} (other values)"
-                if name in found.with_values or now == before
+                if name in found.with_values or now == before or before == "tensors"
                 else f"{name} ({now}, was {before})"
                 for name, (before, now) in texts.items()
             ]
