@@ -49,7 +49,7 @@ from lockstep.run.checks.calls import (
 )
 from lockstep.run.checks.findings import Findings, refuse_evaluation
 from lockstep.run.checks.means import Deviation
-from lockstep.run.checks.other_samples import Seen, have_several_lengths, judge_with_model, look_at_others
+from lockstep.run.checks.other_samples import Seen, judge_lengths, judge_with_model, look_at_others
 from lockstep.run.checks.short_step import (
     Buffers,
     RehearsalCompute,
@@ -383,15 +383,15 @@ class Rehearsals:
         with strategy.joined_calls():  # a loss may call the model
             deviations = judging.deviations()
             if done == 1 or (keeps and done <= _LOOKS and not strategy.computes_together):
-                seen = look_at_others(strategy, compute, others, judges_loss=judging.judged is not None)
+                seen = look_at_others(strategy, compute, others, judges=judging.judged is not None, keeps=keeps)
         if seen.mixes is not None:
             seen.warn(told=bool(self._mixing) or not self._is_main)
             self._mixing.add(code)
         if code in self._mixing:  # then its value tells nothing
             deviations = [each for each in deviations if each is not Deviation.WITHOUT_ROWS]
         elif all(each is Deviation.WITHOUT_ROWS for each in deviations):
-            if deviations and done == 1 and have_several_lengths(others):
-                return Deviation.LENGTHS.reason
+            if done == 1 and deviations and (found := judge_lengths(compute, others, alone=strategy.replicated)):
+                return found.reason
             if seen.loss is not None and not strategy.replicated:
                 return seen.loss.reason
             if strategy.replicated and not self._are_concurrent and done <= _LOOKS and others:
