@@ -202,6 +202,21 @@ class Sentences(Dataset):
         )
 
 
+class Pictures(Sentences):
+    """Have one label each."""
+
+    def __getitem__(self, index):
+        return super().__getitem__(index)[0], index % 4
+
+
+class Pooled(nn.Linear):
+    def __init__(self):
+        super().__init__(6, 4)
+
+    def forward(self, x):
+        return super().forward(x.mean(1))
+
+
 @pytest.mark.parametrize(("lengths", "is_mean"), [(1, True), (3, True), (3, False)])
 def test_a_number_of_single_samples_of_several_lengths_is_told_not_to_be_known(lengths, is_mean, caplog):
     run = lockstep.init(global_batch=4, micro_batches=4)
@@ -217,6 +232,19 @@ def test_a_number_of_single_samples_of_several_lengths_is_told_not_to_be_known(l
     run.close()
     told = [each.getMessage() for each in caplog.records if "over_tokens" in each.getMessage()]
     assert ["is one number for each micro-batch, of a single sample" in each for each in told] == [True] * (not is_mean)
+
+
+@pytest.mark.parametrize(("reduction", "is_told"), [("mean", False), ("sum", True)])
+def test_single_samples_of_several_lengths_are_judged_by_outputs_of_one_shape(reduction, is_told, caplog):
+    """As of images of several sizes, each with an output of one row."""
+    run = lockstep.init(global_batch=4, micro_batches=4)
+    model = Pooled()
+    run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for batch in run.batches(Pictures(3), shuffle=False):
+        run.backward(batch, lambda output, target: cross_entropy(output, target, reduction=reduction))
+    run.close()
+    told = [each.getMessage() for each in caplog.records if "The loss" in each.getMessage()]
+    assert [" is a sum over the samples" in each for each in told] == [True] * is_told
 
 
 def test_what_was_said_of_one_loss_is_not_said_at_length_of_another(caplog):

@@ -168,7 +168,7 @@ def _has_other_gradients(function: Callable[[Any, Any], Any], output: Any, targe
         with torch.enable_grad():
             value = function(tree_map_only(Tensor, Tensor.clone, given), rest)
             total, _ = sum_and_weight(value, len(range(samples)[rows]))
-        found = torch.autograd.grad(total, leaves, torch.full_like(total, scale), allow_unused=True)
+        found = torch.autograd.grad(total * scale, leaves, allow_unused=True)  # its grad_outputs= imports sympy
         return [torch.zeros_like(leaf) if g is None else g / scale for leaf, g in zip(leaves, found, strict=True)]
 
     if samples < 2 or not has_rows((output, target), samples):

@@ -36,9 +36,12 @@ from lockstep.run.checks.means import (
     Deviation,
     Sums,
     are_apart,
+    checked,
+    copies_of,
     deviation_of_parts,
     deviation_with_model,
     has_rows,
+    joined,
     leaves_of,
     norm_of,
     own_rows,
@@ -214,24 +217,23 @@ def _with_more_samples(micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBat
 
 
 def look_at_others(
-    strategy: Strategy, compute: StepCompute, micro_batches: Sequence[MicroBatch], *, judges_loss: bool
+    strategy: Strategy, compute: StepCompute, micro_batches: Sequence[MicroBatch], *, judges: bool, keeps: bool
 ) -> Seen:
     """What calls of the model on other rows of the first micro-batch show; see the module's description.
 
-    Where several processes compute a forward pass together, all of them must call this.
+    Where several processes compute a forward pass together, all of them must call this. ``judges``: the loss is
+    looked at, too; ``keeps``: the model may keep a term for it, which is seen better in more samples.
     """
-    seen = _look_at(strategy, compute, micro_batches, judges_loss=judges_loss)
-    if strategy.computes_together or seen.mixes is not None or (seen.loss is not None and seen.loss.reason):
+    seen = _look_at(strategy, compute, micro_batches, judges=judges)
+    if strategy.computes_together or not keeps or seen.mixes is not None or (seen.loss and seen.loss.reason):
         return seen
     if (more := _with_more_samples(micro_batches)) is not micro_batches:
-        of_more = _look_at(strategy, compute, more, judges_loss=judges_loss)
+        of_more = _look_at(strategy, compute, more, judges=judges)
         return of_more if of_more.mode is expected else seen
     return seen
 
 
-def _look_at(
-    strategy: Strategy, compute: StepCompute, micro_batches: Sequence[MicroBatch], *, judges_loss: bool
-) -> Seen:
+def _look_at(strategy: Strategy, compute: StepCompute, micro_batches: Sequence[MicroBatch], *, judges: bool) -> Seen:
     """See ``look_at_others``; of one micro-batch, or of single samples together."""
     look, together_with_others = None, strategy.computes_together
     with suppress(Exception):  # there may be none
@@ -241,7 +243,7 @@ def _look_at(
             ways = (True,) if together_with_others else (False, True)
             buffers = Buffers((compute.forward_pass.model,))
             has_graph = strategy.replicated and compute.forward is not None  # which may compute gradients itself
-            look = _Look(compute, data, samples, judges_loss and not together_with_others, has_graph, ways, buffers)
+            look = _Look(compute, data, samples, judges and not together_with_others, has_graph, ways, buffers)
     if together_with_others and not all(strategy.gather_records(look is not None)):
         return Seen()
     if look is None:
@@ -394,10 +396,26 @@ def _is_padded(long: Sequence[Any], short: Sequence[Any]) -> bool:
     return any(one.shape != other.shape for one, other in pairs)
 
 
-def have_several_lengths(micro_batches: Sequence[MicroBatch]) -> bool:
-    """True for micro-batches of single samples that differ in shape, so that some cannot be judged together."""
+def judge_lengths(compute: StepCompute, micro_batches: Sequence[MicroBatch], *, alone: bool) -> Deviation | None:
+    """Judges the loss where micro-batches of single samples differ in shape, so that no model takes them together.
+
+    It goes by their outputs together; ``LENGTHS`` where these differ in shape, too, or no process calls the model
+    ``alone``. None for other micro-batches.
+    """
     shapes = {tuple(each.shape for each in tensors_in(leaves_of(part.data))) for part in micro_batches}
-    return len(shapes) > 1 and len(micro_batches[0]) == 1
+    if len(shapes) < 2 or len(micro_batches[0]) > 1:
+        return None
+    if not alone:
+        return Deviation.LENGTHS
+    pairs, found = list[Any](), Deviation.LENGTHS
+    with suppress(Exception), expected(compute.forward_pass.model), compute.autocast(), uncompiled():
+        for number, part in enumerate(micro_batches[:_ENOUGH]):
+            pairs.append(copies_of(_output_and_target(compute, own_rows(part.data, slice(None)), number)))
+        output, target = joined(pairs)
+        if has_rows((output, target), len(pairs)):
+            found = checked(compute.function, output, target, len(pairs), trains=True)
+    compute.randomness.leave()
+    return found
 
 
 def _has_other_gradients(compute: StepCompute, micro_batches: Sequence[MicroBatch]) -> bool:

@@ -385,18 +385,20 @@ class Rehearsals:
             deviations = judging.deviations()
             looks = done == 1 or (keeps and done <= _LOOKS and not strategy.computes_together)
             if looks and not self._are_concurrent:
-                seen = other_samples.look_at_others(strategy, compute, others, judges_loss=judging.judged is not None)
+                judges = judging.judged is not None
+                seen = other_samples.look_at_others(strategy, compute, others, judges=judges, keeps=keeps)
         if seen.mixes is not None:
             seen.warn(told=bool(self._mixing) or not self._is_main)
             self._mixing.add(code)
         if code in self._mixing:  # then its value tells nothing
             deviations = [each for each in deviations if each is not Deviation.WITHOUT_ROWS]
         elif all(each is Deviation.WITHOUT_ROWS for each in deviations):
-            if deviations and done == 1 and other_samples.have_several_lengths(others):
-                return Deviation.LENGTHS.reason
+            alone = strategy.replicated and not self._are_concurrent
+            if done == 1 and deviations and (found := other_samples.judge_lengths(compute, others, alone=alone)):
+                return found.reason
             if seen.loss is not None and not strategy.replicated:
                 return seen.loss.reason
-            if strategy.replicated and not self._are_concurrent and done <= _LOOKS and others:
+            if alone and done <= _LOOKS and others:
                 deviations = [other_samples.judge_with_model(compute, others, seen.mode, trains=done == 1)]
             elif done > 1 or not others:
                 deviations = []  # as for the last step of an epoch, of single samples
