@@ -89,6 +89,7 @@ _COUNTED = 8
 """The same where calls change something, and then each time the number of steps has grown by a quarter."""
 _VALUES = (Kind.NUMBER, Kind.TENSOR)
 _GENERATORS = ("torch", "NumPy", "random")
+_DEVIATES = "The loss %s %s The gradient is that of the average over micro-batches: see docs/means.md."
 _STORE_IT = "Make it a registered buffer, or let its module's get_extra_state and set_extra_state store it."
 _TIMES = {"first": 2, "always": math.inf, "off": 1}
 """For each setting of ``checks``, how often each loss is rehearsed, or at least looked at."""
@@ -248,7 +249,7 @@ class Rehearsals:
             return
         found = findings.of_all_ranks(self._strategy)
         prepared.state.loop.lost = {n: each for n, each in prepared.state.loop.lost.items() if n not in found.filled}
-        self.judge(found, _placed(loss))
+        self.judge(found, _placed(loss), is_divided=batch.plan.leaves > 1)
         if found.keeps:
             self.due[code] = replace(self.due[code], at_latest=max(_COUNTED, step + step // 4))
         if found.ranks_differ:
@@ -376,15 +377,13 @@ class Rehearsals:
 
         ``keeps``: a call has changed something, such as a term for the loss, which may be 0 in the first micro-batch.
         """
-        if batch.plan.leaves == 1:
-            return ""  # all samples are together
         strategy, code, seen = self._strategy, code_of(loss), other_samples.Seen()
-        done = self.done[code]
+        done, is_divided = self.done[code], batch.plan.leaves > 1
         others = batch.micro_batches if done == 1 else batch.micro_batches[::-1]  # one may show nothing
         with strategy.joined_calls():  # a loss may call the model
             deviations = judging.deviations()
             looks = done == 1 or (keeps and done <= _LOOKS and not strategy.computes_together)
-            if looks and not self._are_concurrent:
+            if looks and is_divided and not self._are_concurrent:
                 judges = judging.judged is not None
                 seen = other_samples.look_at_others(strategy, compute, others, judges=judges, keeps=keeps)
         if seen.mixes is not None:
@@ -519,20 +518,18 @@ class Rehearsals:
         compute.randomness.leave()
         return result.losses
 
-    def judge(self, found: Findings, loss: str) -> None:
-        """Raises ``ConfigError``, or warns, because of the findings of all ranks; ``loss`` is the name of the loss."""
+    def judge(self, found: Findings, loss: str, *, is_divided: bool = True) -> None:
+        """Raises ``ConfigError``, or warns, because of the findings of all ranks; ``loss`` is the name of the loss.
+
+        A loss need not be a mean if all samples of a step are in one micro-batch, and the step not ``is_divided``.
+        """
         found.refuse()
         if found.deviation and loss not in self.deviations:
             is_told = found.deviation in self.deviations.values()
             self.deviations[loss] = found.deviation
-            if self._is_main and is_told:
-                logger.warning("The same holds for the loss %s.", loss)
-            elif self._is_main:
-                logger.warning(
-                    "The loss %s %s The gradient is that of the average over micro-batches: see docs/means.md.",
-                    loss,
-                    found.deviation,
-                )
+            said = ("The same holds for the loss %s.", loss) if is_told else (_DEVIATES, loss, found.deviation)
+            if self._is_main and is_divided:
+                logger.warning(*said)
         if new := {name: found.changed[name] for name in self._untold(found.changed)}:
             logger.warning(
                 "The forward pass or the loss changes %s. So far the loss does not depend on it. This is checked again "
