@@ -1,4 +1,4 @@
-"""Finds models whose output, or whose loss, for a sample depends on the other samples of its micro-batch.
+"""Finds models, losses and running buffers that depend on which other samples a micro-batch has.
 
     rows        0 1 2 3 4 5              computed twice
     parts       0 2 4 | 1 3 5            each sample has the same output there, and the loss is the mean of these
@@ -6,6 +6,9 @@
 
 The model is in the mode in which it is trained, with the expectation of each random number in place of that number, and
 BatchNorm takes its running statistics. Where two computations differ nevertheless, the model is evaluated instead.
+
+``warn_of_division`` compares samples that are padded among others with the same ones alone, and running buffers after
+all rows with those after parts of them.
 """
 
 from __future__ import annotations
