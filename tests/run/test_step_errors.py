@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import TensorDataset
 
+import lockstep
 from lockstep.core.plan import BatchShape, SamplePlan
 from lockstep.data.batch import Batch, MicroBatch
 from lockstep.errors import ConfigError
@@ -208,3 +210,20 @@ def test_gradients_in_a_forward_pass_where_they_are_off_are_told_of_enable_grad(
             note_gradients_off(error)
             raise
     assert ("forward=torch.enable_grad()" in "".join(getattr(raised.value, "__notes__", ()))) == is_told
+
+
+@pytest.mark.parametrize("how", ["backward", "evaluate", "predict"])
+def test_several_models_without_a_forward_function_are_refused_in_a_sentence(how):
+    """It was torch's NotImplementedError: Module [ModuleDict] is missing the required "forward" function."""
+    run = lockstep.init(global_batch=4, micro_batches=2)
+    models = nn.ModuleDict({"one": nn.Linear(4, 3)})
+    run.prepare(models, torch.optim.SGD(models.parameters(), lr=0.1))
+    data = TensorDataset(torch.randn(4, 4), torch.arange(4) % 3)
+    with pytest.raises(ConfigError, match=r"a ModuleDict, which has no forward\(\) of its own. .* forward=lambda data"):
+        if how == "backward":
+            run.backward(next(iter(run.batches(data))), F.cross_entropy)
+        elif how == "evaluate":
+            run.evaluate(data, F.cross_entropy)
+        else:
+            run.predict(data)
+    run.close()

@@ -37,6 +37,7 @@ from lockstep.run.step_errors import (
     note_arguments,
     note_gradients_off,
     raise_non_finite,
+    require_forward,
     trained_weight,
 )
 from lockstep.runtime.control import StopReason
@@ -331,6 +332,7 @@ class ForwardPass:
             if forward is not None:
                 data = self._transfers[self.device](data)
             else:
+                require_forward(model)
                 inputs, named, target = self.inputs(data, device_transform)
             try:
                 return (model(*inputs, **named), target) if forward is None else (forward(data), data)
