@@ -30,6 +30,7 @@ from lockstep.numerics.compilation import explain_compiler
 from lockstep.numerics.precision import Precision
 from lockstep.numerics.randomness import KeyedRandomness, in_backward
 from lockstep.run.step_errors import (
+    explain_container,
     explain_loss,
     no_gradient,
     no_instance,
@@ -37,7 +38,6 @@ from lockstep.run.step_errors import (
     note_arguments,
     note_gradients_off,
     raise_non_finite,
-    require_forward,
     trained_weight,
 )
 from lockstep.runtime.control import StopReason
@@ -332,13 +332,13 @@ class ForwardPass:
             if forward is not None:
                 data = self._transfers[self.device](data)
             else:
-                require_forward(model)
                 inputs, named, target = self.inputs(data, device_transform)
             try:
                 return (model(*inputs, **named), target) if forward is None else (forward(data), data)
             except Exception as error:
                 note_gradients_off(error)
                 if forward is None:
+                    explain_container(error, model)
                     explain_compiler(error)
                     note_arguments(error, data, model)
                 raise

@@ -73,14 +73,14 @@ _UNORDERED: dict[str, tuple[tuple[type[nn.Module], ...], str]] = {
 """By a part of the operator's name in CUDA's sources: layers that call it, and what to use instead."""
 
 
-def require_forward(model: nn.Module) -> None:
+def explain_container(error: Exception, model: nn.Module) -> None:
     """Raises ``ConfigError`` for a container of models, which torch cannot call."""
     if isinstance(model, (nn.ModuleDict, nn.ModuleList)) and type(model).forward is nn.Module.forward:
         key = 0 if isinstance(model, nn.ModuleList) else "name"
         raise ConfigError(
             f"The model is a {type(model).__name__}, which has no forward() of its own. Give run.backward, "
             f"run.evaluate and run.predict one: forward=lambda data: model[{key!r}](data[0])."
-        )
+        ) from error
 
 
 def explain_operator(error: Exception, model: nn.Module) -> None:
