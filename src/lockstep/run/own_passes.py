@@ -40,6 +40,7 @@ from lockstep.run.checks.means import (
     Sums,
     are_apart,
     deviation_of_parts,
+    gradients_of,
     has_rows,
     leaves_of,
     own_rows,
@@ -257,8 +258,7 @@ class LoopRehearsal:
         if self._is_judged:
             self._value, self._slopes = (float(total.detach()), float(weight)), []
             with suppress(Exception):  # a loss without a gradient is told of in the step itself
-                slopes = torch.autograd.grad(total, self._trained, allow_unused=True)
-                self._slopes = [torch.zeros_like(p) if g is None else g for p, g in zip(self._trained, slopes)]
+                self._slopes = gradients_of(total, self._trained)
             return
         with torch.autocast(total.device.type, enabled=False):
             self._strategy.end_forward(micro_batch, total, weight, self._opened.scale * self._times)

@@ -168,8 +168,7 @@ def _has_other_gradients(function: Callable[[Any, Any], Any], output: Any, targe
         with torch.enable_grad():
             value = function(tree_map_only(Tensor, Tensor.clone, given), rest)
             total, _ = sum_and_weight(value, len(range(samples)[rows]))
-        found = torch.autograd.grad(total * scale, leaves, allow_unused=True)  # its grad_outputs= imports sympy
-        return [torch.zeros_like(leaf) if g is None else g / scale for leaf, g in zip(leaves, found, strict=True)]
+        return [each / scale for each in gradients_of(total * scale, leaves)]  # grad_outputs= of torch imports sympy
 
     if samples < 2 or not has_rows((output, target), samples):
         return False
@@ -181,6 +180,12 @@ def _has_other_gradients(function: Callable[[Any, Any], Any], output: Any, targe
             parts = zip(gradients(slice(half)), gradients(slice(half, None)), strict=True)
             return are_apart(whole, [torch.cat(pair) for pair in parts], most)
     return False
+
+
+def gradients_of(total: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """The gradients of a number with respect to some tensors; zeros for those that it does not depend on."""
+    found = torch.autograd.grad(total, inputs, allow_unused=True)
+    return [torch.zeros_like(each) if g is None else g for each, g in zip(inputs, found, strict=True)]
 
 
 def are_apart(whole: Sequence[Tensor], parts: Sequence[Tensor], most: float) -> bool:

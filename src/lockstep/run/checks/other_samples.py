@@ -43,6 +43,7 @@ from lockstep.run.checks.means import (
     copies_of,
     deviation_of_parts,
     deviation_with_model,
+    gradients_of,
     has_rows,
     joined,
     leaves_of,
@@ -434,8 +435,7 @@ def _has_other_gradients(compute: StepCompute, micro_batches: Sequence[MicroBatc
         with torch.enable_grad():
             pair = _output_and_target(compute, own_rows(data, list(rows)), next(numbers))
             total, _ = sum_and_weight(compute.function(*pair), len(rows))
-        found = torch.autograd.grad(total, trained, allow_unused=True)
-        return [torch.zeros_like(p) if g is None else g for p, g in zip(trained, found, strict=True)]
+        return gradients_of(total, trained)
 
     every = range(samples)
     with uncompiled():
