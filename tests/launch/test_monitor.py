@@ -1,12 +1,13 @@
 """When a run is ended because ranks have left it or want to; no process needed."""
 
+import signal
 import time
 from dataclasses import replace
 
 import pytest
 from tests.launch.test_outcome import beat, end
 
-from lockstep.launch.monitor import EarlyExitDetector
+from lockstep.launch.monitor import EarlyExitDetector, TerminationSchedule
 from lockstep.runtime.heartbeat import Membership
 
 LEAVING = replace(beat(Membership.LEAVING), phase="end")
@@ -39,3 +40,14 @@ def test_nobody_is_ended_where_nobody_leaves_or_all_do(tmp_path):
     assert look(tmp_path, beats=[LEAVING, LEAVING], limit=1e-9) is None
     at_work = replace(beat(), time=time.monotonic())
     assert look(tmp_path, beats=[LEAVING, at_work], limit=1e-9) is None
+
+
+def test_a_suspension_takes_nothing_of_the_time_until_a_signal():
+    schedule = TerminationSchedule()
+    schedule.within(3.0, 4.0)
+    due = schedule.next_due
+    schedule.delay(7.0)
+    assert schedule.next_due == due + 7.0
+    schedule.within(0.0, 60.0)
+    assert schedule.take_due() == [signal.SIGTERM]
+    assert schedule.next_due == pytest.approx(due + 8.0, abs=0.1)

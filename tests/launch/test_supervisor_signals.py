@@ -49,8 +49,9 @@ def test_ctrl_c_ends_a_script_that_never_asks_for_the_stop_flag(command):
     script = command.folder / "endless.py"
     script.write_text(
         "import os, sys, time, pathlib\n"
-        "pathlib.Path(sys.argv[1], 'up-' + os.environ['RANK']).touch()\n"
-        "try:\n    time.sleep(600)\n"
+        "try:\n"
+        "    pathlib.Path(sys.argv[1], 'up-' + os.environ['RANK']).touch()\n"
+        "    time.sleep(600)\n"
         "finally:\n    pathlib.Path(sys.argv[1], 'cleaned-' + os.environ['RANK']).touch()\n"
     )
     command.start(script, command.marks, devices="cpu:2")
@@ -91,7 +92,7 @@ def test_a_run_that_was_suspended_for_longer_than_its_stall_limit_continues(comm
     processes = [command.process.pid, *(each for each in command.processes() if each != command.process.pid)]
     for process in processes:
         os.kill(process, signal.SIGSTOP)
-    time.sleep(6)  # the suspension itself lasts this long
+    time.sleep(3)  # the suspension itself lasts this long
     for process in processes:
         os.kill(process, signal.SIGCONT)
     time.sleep(3)  # past the limit

@@ -68,6 +68,7 @@ class Word:
         """Wakes everyone who waits for this counter."""
         self._call(self._number, self._address, _WAKE, _ALL, None, None, 0)
 
+    @stack_marker(Mark.WAITS_FOR_EXCHANGE)
     def is_behind(self, reached: int) -> bool:
         """True until the counter has come to ``reached``."""
         return _is_before(self._word.value, reached)
@@ -91,6 +92,7 @@ class Word:
         return True
 
 
+@stack_marker(Mark.WAITS_FOR_EXCHANGE)
 def _is_before(value: int, reached: int) -> bool:
     """Compares counts that are less than 2^31 apart, the first modulo 2^32."""
     return (value - reached) % _NUMBERS >= _NUMBERS // 2

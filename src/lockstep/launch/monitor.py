@@ -73,6 +73,10 @@ class TerminationSchedule:
             if number in self._due:
                 self._due[number] = max(self._due[number], now + more)
 
+    def delay(self, seconds: float) -> None:
+        """Moves every signal that is due by this time."""
+        self._due = {number: due + seconds for number, due in self._due.items()}
+
     def take_due(self) -> list[signal.Signals]:
         """Returns the signals to send now, SIGTERM first."""
         now = time.monotonic()
@@ -134,7 +138,7 @@ def _is_silent(beat: Beat, now: float) -> bool:
 _TICK = 0.5
 _NOTICE = 0.25
 _SUSPENDED = 5.0
-"""A wait that takes so much longer than a tick means that this process was suspended."""
+"""A wait that ends so much too late means that this process was suspended; half of a stall limit that is shorter."""
 _INTERRUPT_TERM, _INTERRUPT_KILL, _INTERRUPT_SAVE_LIMIT = 3.0, 4.0, 9.0
 
 
@@ -188,11 +192,9 @@ class Watch:
                 if source is not None:
                     selector.register(source, selectors.EVENT_READ)
             while len(self._ended) < len(self._ranks) and not self.broken:
-                asleep = time.monotonic()
-                selector.select(max(0.0, min(_TICK, self._schedule.next_due - asleep)))
-                # By SIGSTOP or `scontrol suspend`, as the ranks were
-                if time.monotonic() > asleep + _SUSPENDED:
-                    self._no_stall_before = time.monotonic() + self._options.stall_limit
+                awake = time.monotonic() + max(0.0, min(_TICK, self._schedule.next_due - time.monotonic()))
+                selector.select(max(0.0, awake - time.monotonic()))
+                self._allow_for_suspension(time.monotonic() - awake)
                 self._take_events(self._server.events())
                 self._take_signals(inbox.take(), drain(from_ranks))
                 if self._coordinator is not None and self._coordinator.synchronize(self.ends, self._beats()):
@@ -260,6 +262,16 @@ class Watch:
             self._schedule.within(_INTERRUPT_TERM, _INTERRUPT_KILL)
         else:
             self._schedule.within(0.0, _FORCE)
+
+    def _allow_for_suspension(self, late: float) -> None:
+        """Gives the ranks their time again if this process woke up so many seconds late.
+
+        It was suspended, and they with it: by SIGSTOP, by `scontrol suspend`, or with its virtual machine.
+        """
+        limit = self._options.stall_limit
+        if late > min(_SUSPENDED, limit / 2 or _SUSPENDED):
+            self._no_stall_before = time.monotonic() + limit
+            self._schedule.delay(late)
 
     def _check_early_exits(self) -> None:
         if self._schedule.is_decided or not self._running:
