@@ -204,6 +204,34 @@ def test_patterns_that_match_nothing_and_types_that_do_not_fit_are_refused():
     assert RunningBuffers(nn.Sequential(nn.BatchNorm1d(3)), ["*running_mean", "0.*"]).numel == 6
 
 
+class Keeps(nn.Module):
+    def __init__(self, first, change):
+        super().__init__()
+        self.register_buffer("kept", first)
+        self.change = change
+
+    def forward(self, x):
+        self.kept = self.change(self.kept, x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("first", "change", "told"),
+    [
+        (torch.zeros(3), lambda kept, x: x.mean(), r"buffer 'kept' was float32 \[3\] and is float32 \[\] now"),
+        (torch.zeros(1), lambda kept, x: kept.resize_(3), r"was float32 \[1\] and is float32 \[3\] now"),
+        (torch.zeros((), dtype=torch.int64), lambda kept, x: kept + 0.5, r"was int64 \[\] and is float32 \[\] now"),
+    ],
+)
+def test_a_running_buffer_of_another_shape_or_type_is_refused(first, change, told):
+    """Numbers were broadcast and fractions cut off, where plain PyTorch has another buffer from then on."""
+    model = Keeps(first.clone(), change)
+    running = RunningBuffers(model, ["kept"])
+    running.remember_others()
+    with pytest.raises(ConfigError, match=told):
+        run_step(running, model, micro_batches(2, 4, 3))
+
+
 def test_a_model_of_float64_keeps_its_statistics_in_float64():
     model, parts = nn.BatchNorm1d(3).double(), [part.double() for part in micro_batches(2, 8, 3)]
     running = RunningBuffers(model)

@@ -264,6 +264,18 @@ def _power_iteration(module: nn.Module) -> list[str]:
     return [f"{hook.name}_{each}" for hook in hooks if isinstance(hook, SpectralNorm) for each in "uv"]
 
 
+def _require_kind(location: BufferLocation, found: Tensor, before: Tensor | None = None) -> None:
+    """Refuses a value of another shape, or a fraction where integers are added up."""
+    before = location.buffer if before is None else before
+    if found.shape != before.shape or (found.is_floating_point() and not before.is_floating_point()):
+        kinds = [f"{str(each.dtype).removeprefix('torch.')} {list(each.shape)}" for each in (before, found)]
+        raise ConfigError(
+            f"The running buffer {location.name!r} was {kinds[0]} and is {kinds[1]} now. A running buffer keeps its "
+            "shape and type. If the first forward pass gives it its shape, call the model once before run.prepare; "
+            "for fake quantisation see docs/moving.md."
+        )
+
+
 def _buffers(model: nn.Module) -> Iterator[BufferLocation]:
     """Every buffer once, under its first name, as ``named_buffers`` has it."""
     seen: set[Tensor] = set()
@@ -362,7 +374,10 @@ class RunningBuffers:
     def take(self) -> tuple[Tensor, Tensor]:
         """Returns copies of a forward pass's values (numel,), and how often each group was used (counters,)."""
         self._take_back(keep=True)
-        self._passes = (*self._passes, self._values()) if self._passes else ()
+        if self._passes:
+            for location, before in zip(self._locations, self._passes[0]):
+                _require_kind(location, location.buffer, before)
+            self._passes = (*self._passes, self._values())
         advanced = self._counts - self._old_counts
         if self._compared:
             changed = [(self._flat[part] != self._old[part]).any() for part in self._compared]
@@ -414,6 +429,7 @@ class RunningBuffers:
             found = location.holder[location.key]
             if found is not location.buffer:
                 if keep and found is not None:
+                    _require_kind(location, found)
                     with torch.no_grad():
                         location.buffer.copy_(found)
                 location.holder[location.key] = location.buffer

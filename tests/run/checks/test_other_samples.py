@@ -460,3 +460,21 @@ def test_a_loss_that_depends_on_the_padding_of_a_micro_batch_is_told(model, coll
             optimizer.step()
     run.close()
     assert caplog.text.count("depends on how far the collate function pads it") == is_told
+
+
+@pytest.mark.parametrize(("precision", "is_told"), [("fp32", True), ("bf16", False)])
+def test_padding_that_changes_a_loss_by_rounding_is_not_told(precision, is_told, caplog):
+    run = lockstep.init(global_batch=8, micro_batches=4, precision=precision)
+    torch.manual_seed(0)
+    model = Tagger()
+    _, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+
+    def loss(output, tokens):
+        total, count = over_tokens(output, tokens)
+        return total * (1.02 if (tokens == 0).any() else 1.0), count
+
+    for batch in run.batches(DataLoader(Sequences(), 8, collate_fn=padded)):
+        run.backward(batch, loss, forward=model)
+        optimizer.step()
+    run.close()
+    assert ("depends on how far the collate function pads it" in caplog.text) == is_told

@@ -363,7 +363,7 @@ def _warn_of_padding(compute: StepCompute, apart: Sequence[Any]) -> None:
     if not has_rows(leaves_of(whole), len(singles)):
         return
     among = [own_rows(whole, slice(n, n + 1)) for n in range(len(singles))]
-    most = 0.1 if torch.is_autocast_enabled(compute.forward_pass.device.type) else 1e-3
+    most = _most(compute, 1e-3)
 
     def sums(data: Any, number: int) -> Tensor:
         with torch.enable_grad():
