@@ -232,6 +232,14 @@ def test_a_running_buffer_of_another_shape_or_type_is_refused(first, change, tol
         run_step(running, model, micro_batches(2, 4, 3))
 
 
+def test_a_running_buffer_of_one_number_may_lose_its_dimension():
+    model, parts = Keeps(torch.zeros(1), lambda kept, x: kept.sum() + x.mean()), micro_batches(2, 4, 3)
+    running = RunningBuffers(model, ["kept"])
+    running.remember_others()
+    run_step(running, model, parts)
+    assert torch.allclose(model.kept, torch.cat(parts).mean()[None])
+
+
 def test_a_model_of_float64_keeps_its_statistics_in_float64():
     model, parts = nn.BatchNorm1d(3).double(), [part.double() for part in micro_batches(2, 8, 3)]
     running = RunningBuffers(model)

@@ -267,7 +267,8 @@ def _power_iteration(module: nn.Module) -> list[str]:
 def _require_kind(location: BufferLocation, found: Tensor, before: Tensor | None = None) -> None:
     """Refuses a value of another shape, or a fraction where integers are added up."""
     before = location.buffer if before is None else before
-    if found.shape != before.shape or (found.is_floating_point() and not before.is_floating_point()):
+    is_other = found.shape != before.shape and not found.numel() == before.numel() == 1
+    if is_other or (found.is_floating_point() and not before.is_floating_point()):
         kinds = [f"{str(each.dtype).removeprefix('torch.')} {list(each.shape)}" for each in (before, found)]
         raise ConfigError(
             f"The running buffer {location.name!r} was {kinds[0]} and is {kinds[1]} now. A running buffer keeps its "
