@@ -1,5 +1,6 @@
 """Models are read as chains: what is opened, what stays whole, and that the links compute what the model does."""
 
+import contextlib
 import random
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
 
 from lockstep.models import digits_net, lstm, resnet18, transformer
 from lockstep.strategies.pipeline.chain import chain, reading, what_it_reads
@@ -182,6 +184,36 @@ def test_a_module_that_a_chain_would_not_be_true_to_stays_whole(kind):
     model = nn.Sequential(kind(), nn.ReLU())
     assert names(model) == ["0", "1"]
     assert not hasattr(model[0].second, "scale"), "reading it leaves no trace"
+
+
+class Within(Straight):
+    """Calls a child inside of a context manager."""
+
+    def __init__(self, context):
+        super().__init__()
+        self.context = context
+
+    def forward(self, x):
+        with self.context():
+            x = self.first(x)
+        return self.second(x)
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        torch.no_grad,
+        lambda: torch.autocast("cpu"),
+        torch.autograd.graph.save_on_cpu,
+        lambda: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
+        parametrize.cached,
+    ],
+    ids=["no_grad", "autocast", "saved tensors", "attention", "parametrizations"],
+)
+def test_a_forward_that_calls_a_child_in_a_context_of_torch_stays_whole(context):
+    """Of parametrized weights the gradients were others, where a forward calls a child twice under ``cached``."""
+    assert names(nn.Sequential(Within(context), nn.ReLU())) == ["0", "1"]
+    assert names(nn.Sequential(Within(contextlib.nullcontext), nn.ReLU())) == ["0.first", "0.second", "1"]
 
 
 class Dropping(Straight):

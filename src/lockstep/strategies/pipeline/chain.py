@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -306,6 +307,7 @@ def _conditions() -> tuple[object, ...]:
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
         torch.get_float32_matmul_precision(),
+        parametrize._cache_enabled,
         torch._C._len_torch_dispatch_stack(),
         backends.mkldnn.enabled,
         backends.cudnn.enabled,
