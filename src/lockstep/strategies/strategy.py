@@ -262,6 +262,10 @@ class Strategy(ABC):
     def note_readers(self, readers: Sequence[Callable[..., Any]]) -> None:  # noqa: B027  # all is in this process
         """Takes the functions that are given the model's outputs in an evaluation, such as metrics."""
 
+    def places_not_set(self) -> list[str]:
+        """What forwards of the user set that this strategy does not call as a whole, in the words of a ``Snapshot``."""
+        return []
+
     def require_no_calls(self) -> None:  # noqa: B027  # most strategies compute a forward pass without other ranks
         """Raises ``ConfigError`` on every rank if some ranks call the model while others are here. Collective."""
 

@@ -1,5 +1,6 @@
 """Refusals of a pipeline: each ends in one sentence, before the first step, and what it holds is what it says."""
 
+import io
 import logging
 import re
 from functools import partial
@@ -443,6 +444,26 @@ def one_step(world, case):
             if given.get("evaluated"):
                 run.evaluate(rows(), metric)
     run.close()
+
+
+def test_a_loop_that_reads_what_an_opened_forward_would_set_is_told():
+    """It read the first value in each step, without a word."""
+    said, nothing = run_ranks(reads_what_is_not_set, 2, timeout=30)
+    assert "The loop reads the attribute 'features' of the model, which a forward sets. It keeps its value" in said
+    assert "The loop reads" not in nothing
+
+
+def reads_what_is_not_set(world):
+    told = io.StringIO()
+    logging.getLogger("lockstep").addHandler(logging.StreamHandler(told))
+    run, model = Run(options(), world), Noting()
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for batch in run.batches(rows()):
+        run.backward(batch, nn.CrossEntropyLoss())
+        optimizer.step()
+        assert model.features is None
+    run.close()
+    return told.getvalue()
 
 
 def test_a_rank_holds_its_stages_and_gives_the_whole():

@@ -90,6 +90,10 @@ _COUNTED = 8
 _VALUES = (Kind.NUMBER, Kind.TENSOR)
 _GENERATORS = ("torch", "NumPy", "random")
 _DEVIATES = "The loss %s %s The gradient is that of the average over micro-batches: see docs/means.md."
+_NOT_SET = (
+    "The loop reads %s, which a forward sets. It keeps its value: strategy %r puts the layers that this forward calls "
+    "into stages, and does not call it. Return what the loop needs, and take its mean with run.backward(..., also=)."
+)
 _STORE_IT = "Make it a registered buffer, or let its module's get_extra_state and set_extra_state store it."
 _TIMES = {"first": 2, "always": math.inf, "off": 1}
 """For each setting of ``checks``, how often each loss is rehearsed, or at least looked at."""
@@ -241,6 +245,8 @@ class Rehearsals:
         self.require_equal_draws()
         if len(self.done) == done == 1 and self._is_main:
             warn_of_settings(self._events.callbacks, is_alone=self._strategy.all_ranks is None)
+            if names := read_in_loop(self._strategy.places_not_set()):
+                logger.warning(_NOT_SET, shorten(names, _MOST), self._strategy.name)
             if not self._are_concurrent:
                 warn_of_few_samples(prepared.state.parts.model, len(batch.plan.indices[0]), batch.plan.samples)
         findings = self._rehearse(prepared, compute, batch, loss, scale)

@@ -32,6 +32,7 @@ from lockstep.distributed.collectives import all_gather_rows
 from lockstep.distributed.process_group import Groups
 from lockstep.distributed.rank_exchange import RankExchange, SharedMemoryExchange
 from lockstep.errors import ConfigError
+from lockstep.numerics.hidden_state import Snapshot
 from lockstep.numerics.hooks import backward_hooks, forward_hooks, hooked_globally, hooks_made, is_hooked
 from lockstep.numerics.initial_values import empty_tensors, give_values, without_values
 from lockstep.numerics.running_buffers import RunningBuffers
@@ -398,12 +399,21 @@ class Pipeline(Strategy):
 
     def _require_unset(self, readers: Sequence[Callable[..., Any]]) -> None:
         """Raises ``ConfigError`` where a loss reads what the forward of an opened module, which is not run, sets."""
-        for name, module in self._opened.items():
-            if name in self._calls:
-                reads = [*map(LossReads, readers)]
-                with reading(module, training=module.training):
-                    for each in reads:
-                        each.require_unchanged(name)
+        for name in self._calls:
+            reads, module = [*map(LossReads, readers)], self._opened[name]
+            with reading(module, training=module.training):
+                for each in reads:
+                    each.require_unchanged(name)
+
+    def places_not_set(self) -> list[str]:
+        """See ``Strategy.places_not_set``."""
+        found: list[str] = []
+        for name in self._calls:
+            module = self._opened[name]
+            before = Snapshot({name: module}, restorable=False, gradients=False)
+            with reading(module, training=module.training):
+                found += before.changed(Snapshot({name: module}, restorable=False, gradients=False))
+        return found
 
     def _frozen_now(self) -> int:
         """A number for what is frozen now, equal on all ranks: it decides which activations need gradients."""
