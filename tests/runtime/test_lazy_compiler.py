@@ -66,14 +66,26 @@ def test_a_step_that_fails_puts_the_grad_mode_back():
     assert done.stdout == "closure True\n"
 
 
-def test_a_script_without_a_launcher_does_not_import_the_compiler():
-    done = run(
-        "import sys, torch, lockstep\n"
-        "run = lockstep.init(global_batch=4, micro_batches=2)\n"
-        "net = torch.nn.Linear(3, 3)\n"
-        "run.prepare(net, torch.optim.AdamW(net.parameters()))\n"
-        "print('torch._dynamo' in sys.modules, 'sympy' in sys.modules)"
-    )
+SCRIPT = """
+import sys, torch, lockstep
+run = lockstep.init(global_batch=4, micro_batches=2)
+net = torch.nn.Linear(3, 3)
+net, optimizer = run.prepare(net, torch.optim.AdamW(net.parameters()))
+data = torch.utils.data.TensorDataset(torch.ones(8, 3), torch.zeros(8, dtype=torch.long))
+for batch in run.batches(data):
+    run.backward(batch, torch.nn.functional.cross_entropy)
+    optimizer.step()
+run.evaluate(data, torch.nn.functional.cross_entropy)
+print('torch._dynamo' in sys.modules, 'sympy' in sys.modules)
+"""
+
+
+@pytest.mark.parametrize("launcher", [(), ("-m", "lockstep", "run", "--devices", "cpu:1")], ids=["python", "lockstep"])
+def test_a_script_does_not_import_the_compiler(launcher, tmp_path):
+    """The launcher imports less of Lockstep before it keeps the compiler away."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, *launcher, "script.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert (done.stdout, done.stderr) == ("False False\n", "")
 
 

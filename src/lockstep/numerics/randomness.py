@@ -339,6 +339,11 @@ class Expectations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
 
     _left = 20_000
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Of torch: whether to import its compiler, only to keep it out of here."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
