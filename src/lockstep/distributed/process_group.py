@@ -25,7 +25,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # what is imported after a group is open, as the compiler does, keeps it for ever
+import torch.distributed.nn.functional  # has the open group as a default argument for ever where it is imported later
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store
 
