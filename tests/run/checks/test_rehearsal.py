@@ -334,6 +334,33 @@ def test_what_the_loop_reads_of_the_last_micro_batch_is_told(caplog):
     assert "weight" not in told and "unread" not in told
 
 
+class Counted(nn.Module):
+    """Counts its calls, twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = self.unread = 0
+
+    def forward(self, output, target):
+        self.calls += 1
+        self.unread += 1
+        return F.cross_entropy(output, target)
+
+
+def test_a_count_that_the_loop_reads_is_told_as_that(caplog):
+    """It was said not to matter so far, though a learning rate may follow from it."""
+    run, loss = Run(RunOptions.of(global_batch=8, micro_batches=4), World()), Counted()
+    trained = run.prepare(model())
+    for batch in run.batches(data()):
+        run.backward(batch, loss)
+        trained.zero_grad()
+        assert loss.calls
+    run.close()
+    read, unread = [each.getMessage() for each in caplog.records if "the loss Counted" in each.getMessage()]
+    assert read.startswith("The loop reads the attribute 'calls'") and "unread" not in read
+    assert unread.startswith("The forward pass or the loss changes the attribute 'unread'") and "calls" not in unread
+
+
 class Centered(nn.Module):
     """A loss that keeps the center of all outputs, as that of DINO."""
 

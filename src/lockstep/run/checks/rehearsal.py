@@ -431,10 +431,11 @@ class Rehearsals:
         self._moved |= moved
         texts = [(n, text) for n, text in before.texts.items() if before.kinds[n] in _VALUES]
         self._read = {n: text for n, text in texts if n.startswith(("the global variable", "the variable"))}
+        left, kinds = counting, {**passes.after.kinds, **passes.later.kinds}
         if self.done[code] > 1:  # a cache is filled in the first step
-            kinds = passes.after.kinds
             state.loop.note_made()
-            findings.left = read_in_loop([n for n in noted if kinds.get(n) in _VALUES and n not in counting])
+            left = changed
+        findings.left = read_in_loop([name for name in left if kinds.get(name) in _VALUES])
         for name, value in before.values_of(changed).items():
             starts.setdefault(name, (before.texts[name], value))
         codes = [each for each in map(code_of, functions) if isinstance(each, CodeType)]
@@ -536,6 +537,13 @@ class Rehearsals:
             said = ("The same holds for the loss %s.", loss) if is_told else (_DEVIATES, loss, found.deviation)
             if self._is_main and is_divided:
                 logger.warning(*said)
+        if left := self._untold(found.left):
+            logger.warning(
+                "The loop reads %s, which the forward pass or the loss sets. The value is that of the micro-batches of "
+                "this process, so it depends on the number of processes. Return it, and take its mean over the step "
+                "with run.backward(..., also=); for all samples use run.evaluate or run.predict.",
+                shorten(left, _MOST),
+            )
         if new := {name: found.changed[name] for name in self._untold(found.changed)}:
             logger.warning(
                 "The forward pass or the loss changes %s. So far the loss does not depend on it. This is checked again "
@@ -544,13 +552,6 @@ class Rehearsals:
                 told(new, _MOST),
             )
         self._warn_of_asked(found.asked)
-        if left := self._untold(found.left):
-            logger.warning(
-                "The loop reads %s, which the forward pass or the loss sets. The value is that of the last micro-batch "
-                "of this process, so it depends on the number of processes. Return it, and take its mean over the step "
-                "with run.backward(..., also=); for all samples use run.evaluate or run.predict.",
-                shorten(left, _MOST),
-            )
 
     def _untold(self, names: Iterable[str]) -> list[str]:
         """Those of the names of which no warning has told, and will not again; none where another process warns."""
