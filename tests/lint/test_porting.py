@@ -432,6 +432,7 @@ def test_a_model_of_transformers_in_a_loop_of_ones_own_is_no_trainer():
         ("import lockstep\nrun = lockstep.init(global_batch=8)\n", "already. Check it: lockstep lint 'script.py'"),
         ("import torch\nprint(1)\n", "calls no loss.backward"),
         ("", "calls no loss.backward"),
+        ("from torch.distributed.pipelining import ScheduleGPipe\n", "by a schedule of .*strategy='pipeline'"),
         ("for x in", "is not valid Python 3"),
     ],
 )
@@ -1320,6 +1321,10 @@ def test_weights_that_a_function_loads_after_the_training_are_the_best_of_this_r
         test(model)
         """
     assert advice(script)[4][0].startswith("the best weights of this run")
+    trained = script.replace("for epoch in range(9):\n    ", "def fit():\n    ").replace(
+        "        test(model)", "        fit(); test(model)"
+    )
+    assert advice(trained)[4][0].startswith("the best weights of this run")
     assert advice(script.replace("        test(model)\n", ""))[4][0].startswith("a checkpoint to resume from")
 
 
@@ -1454,11 +1459,53 @@ def test_an_object_that_steps_an_optimizer():
     ]
 
 
+def test_what_torch_shards_exchanges_and_writes_is_left_out():
+    """Nothing was said of these lines, and the module of an average was called that of a wrapper."""
+    found = advice(
+        """
+        import torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+        from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, fully_shard
+        class Trainer:
+            def __init__(self, net, average):
+                self.net = net
+                lr = 0.1 * dist.get_world_size()
+                fully_shard(net)
+                wrapped = FSDP(net)
+                wrapped.register_comm_hook(None, hook)
+                self.optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.Adam, lr=lr)
+            def fit(self, wrapped, average):
+                for x, y in self.loader:
+                    with wrapped.no_sync():
+                        f(wrapped(x), y).backward()
+                    wrapped.clip_grad_norm_(1.0)
+                    self.optimizer.step()
+                    average.module.load_state_dict(wrapped.module.state_dict())
+                with FSDP.state_dict_type(wrapped, kind):
+                    dcp.save({"model": wrapped.state_dict()}, checkpoint_id=", ".join(names))
+        """
+    )
+    assert "self.net, self.optimizer = self.run.prepare(self.net, self.optimizer)" in found[12][0]
+    said = {line: told[-1] for line, told in found.items() if line in (8, 9, 11, 15, 20, 21)}
+    assert said[8].startswith("leave out the number of processes: the learning rate") or "learning rate" in str(
+        found[8]
+    )
+    assert said[9].startswith('leave out: lockstep.init(strategy="fsdp")')
+    assert (said[11], said[15]) == ("leave out", "leave out")
+    assert said[20] == "leave out: run.state_dict(), on all ranks"
+    assert said[21].startswith("leave out: run.save()")
+    assert "the optimizer that it is made of" in found[12][1]
+    assert found[17] == ["run.clip_gradients(1.0)"]
+    assert len(found[19]) == 1 and found[19][0].startswith("leave out, and .module")
+    assert not advice("import torch\nmodel = DDP(net)\naverage.module\nf(model(x)).backward()\n").get(3)
+
+
 @pytest.mark.parametrize(
     ("loader", "said"),
     [
         ("DataLoader(data, batch_size=batch // args.n_gpu, sampler=DistributedSampler(data))", "batch"),
         ("DataLoader(data, batch_size=share, sampler=DistributedSampler(data))", "args.batch"),
+        ("DataLoader(data, batch_size=batch // world_size // 4, sampler=DistributedSampler(data))", "batch"),
         ("make_loader(data, batch_size=args.b)", "args.b"),
         ("Batches(data, **dict(batch_size=12))", "12, micro_batches=4"),
         ("draw(torch.randint(9, (batch_size,)))", "batch_size"),

@@ -247,6 +247,29 @@ def test_what_a_hook_of_several_gradients_keeps_is_found_and_put_back():
     assert norms == []
 
 
+class Curvature(torch.optim.Optimizer):
+    def __init__(self, model):
+        super().__init__(model.parameters(), {})
+        self.factors = {}
+        model.register_forward_pre_hook(self.keep)
+
+    def keep(self, module, inputs):
+        self.factors[module] = self.state[module]["factor"] = inputs[0].T @ inputs[0]
+
+
+def test_what_a_hook_keeps_in_its_optimizer_is_found_and_put_back():
+    """K-FAC took the factors of one process's micro-batches, and of those of the rehearsals, without a word."""
+    model = nn.Linear(2, 2)
+    optimizer = Curvature(model)
+    before = Snapshot({"": model})
+    model(torch.ones(1, 2))
+    changed = before.changed(Snapshot({"": model}, restorable=False))
+    assert [name for name in changed if "'factors'" in name] and [name for name in changed if "'state'" in name]
+    assert not [name for name in changed if "param_groups" in name]
+    before.restore()
+    assert (optimizer.factors, dict(optimizer.state)) == ({}, {})
+
+
 def counting_calls(function):
     calls = 0
 

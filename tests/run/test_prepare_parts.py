@@ -5,8 +5,10 @@ from collections import UserList
 import pytest
 import torch
 from tests.run.jobs import GLOBAL_BATCH, begin, dataset, network, train_step
-from torch import nn
-from torch.nn.parallel import DataParallel
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_module
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 import lockstep
 from lockstep.errors import ConfigError
@@ -65,6 +67,32 @@ def test_prepare_takes_a_plain_model_once():
     run.prepare(network())
     with pytest.raises(ConfigError, match="twice"):
         run.prepare(network())
+
+
+@pytest.fixture
+def group():
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_what_torch_exchanges_itself_is_refused(group):
+    """A part in DistributedDataParallel hung, checkpoints of ZeRO were not resumed, DTensors raised deep down."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    models = nn.ModuleDict({"net": DistributedDataParallel(network())})
+    sharded = ZeroRedundancyOptimizer(models.parameters(), torch.optim.Adam)
+    shards = distribute_module(network(), init_device_mesh("cpu", (1,)))
+    distributed.destroy_process_group()
+    run = lockstep.init(global_batch=GLOBAL_BATCH)
+    with pytest.raises(ConfigError, match="DistributedDataParallel in its part 'net', which would sum"):
+        run.prepare(models)
+    with pytest.raises(ConfigError, match=r"ZeroRedundancyOptimizer\) exchanges values itself.*strategy='fsdp'"):
+        run.prepare(models["net"].module, sharded)
+    with pytest.raises(ConfigError, match=r"'0.weight' is a DTensor\. Leave out fully_shard"):
+        run.prepare(shards)
 
 
 @pytest.mark.parametrize("strategy", ["single", "ddp", "parameter_server"])

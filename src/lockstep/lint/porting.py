@@ -25,7 +25,6 @@ from lockstep.lint.script import (
     last_name,
     method,
     names_in,
-    parameters,
     parse,
     range_of,
     read_by,
@@ -36,7 +35,9 @@ from lockstep.lint.wrappers import (
     DDP,
     DP,
     FSDP,
+    PROCESSES,
     backwards,
+    batch_size,
     batches_around,
     counts_of,
     drawn_by,
@@ -45,6 +46,7 @@ from lockstep.lint.wrappers import (
     is_below_step,
     is_changed,
     is_scaler,
+    kept_as,
     loss_of,
     may_be_model,
     optimizers_of,
@@ -73,7 +75,8 @@ class Change:
     advice: str
 
 
-_Found = tuple[ast.expr | ast.stmt, str]
+_Node = ast.expr | ast.stmt
+_Found = tuple[_Node, str]
 
 _ADAPTERS = {
     "accelerate": "from lockstep.integrations.accelerate import Accelerator; Accelerator(global_batch=...)",
@@ -86,14 +89,13 @@ _ADAPTERS["pytorch_lightning"] = _ADAPTERS["lightning"]
 _TRAINERS = ("Accelerator", "Trainer", "LightningModule")
 _DATA = re.compile(r"load|data|set|dl|batch|iter|val|test", re.IGNORECASE)
 """Names of what an evaluation reads."""
-_BATCH = re.compile(r"batch|size|bs$|^\d+$", re.IGNORECASE)
 _SIZE = re.compile(r"len\((\w+)\)|(\w+)\.size\(0\)|(\w+)\.shape\[0\]|(\w+)\.num_graphs")
 _MOVED = re.compile(r"\.(to|cuda)\(((device=)?[\w.]*device(\(\))?|gpu)?(, )?(non_blocking=True)?\)")
 _READ = re.compile(r"[\w.]+(\[('\w+'|\d+|[a-z][^:,]*:[^:,]*)\])?|(torch\.from_numpy|Variable|[\w.]*[Tt]ensor)\(\w+\)")
 """Texts of what a loop reads: ``y``, ``batch["y"]``, ``y[i : i + 32]``, ``torch.tensor(y)``."""
-_PROCESSES = re.compile(r"world|n_?gpu|num_(gpu|proc|dev)|nproc|replicas", re.IGNORECASE)
-"""Names of the number of processes."""
 _DRAWN = re.compile(r"^[\w.]*(mem|buf|replay|experience)\w*\.sample\w*\(", re.IGNORECASE)
+_AVERAGE = re.compile(r"ema|swa|average|^self$", re.IGNORECASE)  # whose ``module`` is not that of a wrapper
+_RATES = re.compile(r"(\b|_)lr(\b|_)|learning_rate")
 _MOVE = re.compile(r"^\w+(\.(to|cuda)\([^()]*(\([^()]*\))?[^()]*\))?$|\bfor\b")
 """Texts of what moves a batch to a device or takes it apart, and does not change it."""
 
@@ -135,7 +137,22 @@ _ACCUMULATES = (
     "lockstep.init(global_batch=all samples of a step, micro_batches=...); the loss is not divided, and len(loader) is "
     "run.steps_per_epoch(loader)"
 )
+_MOVES = (
+    "leave out the move to a device: run.prepare moves the model, run.backward the micro-batches. run.device is for "
+    "tensors of your own"
+)
+_SEVERAL = (
+    "several backward passes: where no step is between them, add their losses in one function; else each is a "
+    "run.backward of its own, with forward= for each model of a GAN (moving.md, Setup)"
+)
 _GROUP = "leave out: lockstep.init opens the process group and chooses the device"
+_SHARDED = 'leave out: lockstep.init(strategy="fsdp"), with the options of docs/strategies/fsdp.md'
+_CHECKPOINT = 'leave out: run.save(), and lockstep.init(directory="runs/a", resume="auto")'
+_STAGES = (
+    "trains by a schedule of torch.distributed.pipelining. In place of it and the stages write lockstep.init("
+    "strategy='pipeline'), give run.prepare the whole model, and let all ranks call run.backward(batch, loss_fn)."
+)
+_RATE = "leave out the number of processes: the learning rate belongs to the global batch, which they share"
 _TORCH_CALLS = {
     "Setup": {
         "torch.manual_seed": "stays, above the model; seed= of lockstep.init seeds the order of samples and dropout",
@@ -146,12 +163,16 @@ _TORCH_CALLS = {
         "torch.*.autocast": 'leave out: lockstep.init(precision="bf16") or "fp16"',
         "torch.*.GradScaler": 'leave out: lockstep.init(precision="fp16") scales the loss',
         "torch.*.convert_sync_batchnorm": "leave out: lockstep.init(sync_batch_norm=True)",
+        "torch.*.ZeroRedundancyOptimizer": 'the optimizer that it is made of; lockstep.init(strategy="fsdp") shards it',
     },
     "Data": {"torch.*.DistributedSampler": _SAMPLER},
     "Processes": {
         **dict.fromkeys(("torch.*.init_process_group", "torch.*.destroy_process_group", "torch.*.set_device"), _GROUP),
         "torch.*.spawn": "call the function itself: lockstep run --devices N, or torchrun, starts the processes",
-        "torch.distributed.barrier": "leave out",
+        **dict.fromkeys(("torch.distributed.barrier", "torch.*.Join"), "leave out"),
+        **dict.fromkeys(("torch.*.fully_shard", "torch.*.init_device_mesh"), _SHARDED),
+        "torch.*.state_dict_type": "leave out: run.state_dict(), on all ranks",
+        **{f"torch.distributed.checkpoint.{name}": _CHECKPOINT for name in ("save", "load", "async_save")},
         **{f"torch.distributed.{name}": _VALUES_OF_ALL for name in ("all_reduce", "reduce", "all_gather")},
         "torch.distributed.all_gather_object": _VALUES_OF_ALL,
         **dict.fromkeys(("torch.distributed.get_world_size", "torch.distributed.get_rank"), _FOR_LOGS),
@@ -187,6 +208,8 @@ def changes(text: str, path: str = "script.py") -> list[Change]:
         )
     sections = {"Setup": [_adapters]} if any(_adapters(script)) else _SECTIONS
     if sections is _SECTIONS and not backwards(script):
+        if "torch.distributed.pipelining" in text:
+            raise ConfigError(f"{path} {_STAGES}")
         loops = script.method_calls("fit", "fine_tune", "fit_one_cycle", "learn")
         where = f", or in a library, as that of line {loops[0].lineno} may be" if loops else ""
         raise ConfigError(
@@ -228,9 +251,10 @@ def _preparation(script: Script) -> Iterator[_Found]:
     tensors = [call for call in script.calls if constant(argument(call, "requires_grad")) is True]
     by_hand = [] if made or script.method_calls("step") else [call for call in tensors if target_of(script, call)]
     last = max(outside or made or by_hand, key=lambda call: call.lineno, default=first)
-    models = list(dict.fromkeys(root_of(owner) for call in made for owner in owners_of(script, call)))
+    owners = (root_of(owner) for call in made for owner in owners_of(script, call))
+    models = [kept_as(script, name, last) for name in dict.fromkeys(owners)]
     run = "self.run" if script.class_of(last) else "run"
-    steps = [f"{run} = lockstep.init(global_batch={_batch_size(script, last)})"]
+    steps = [f"{run} = lockstep.init(global_batch={batch_size(script, last)})"]
     prepared = models[0] if len(models) == 1 else "models" if models else "model"
     if len(models) > 1:
         entries = (f"{name.rpartition('.')[2]!r}: {name}" for name in models)
@@ -275,49 +299,12 @@ def _without_run(script: Script, first: ast.AST) -> Iterator[_Found]:
                 scopes += [each for each in [script.scope(node)] if each not in scopes]
 
 
-def _batch_size(script: Script, begin: ast.AST) -> str:
-    """The batch size of a step: of the first DataLoader that shuffles, else of any, else a name; ``B`` if none."""
-    here = script.scope(begin)
-    loaders = script.calls_by_name.get("DataLoader", [])  # torch's, or of torch_geometric
-    shuffling = [call for call in loaders if constant(argument(call, "shuffle")) is True]
-    sizes = [argument(call, "batch_size", 1) for call in [*shuffling, *loaders]]
-    for settings in script.find(ast.Dict):  # DataLoader(data, **settings)
-        pairs = zip(settings.keys, settings.values, strict=True)
-        sizes += [value for key, value in pairs if constant(key) == "batch_size"]
-    steps = [range_of(script, loop) for call in backwards(script) for loop in loops_around(script, call)]
-    cuts = [argument(each, "step", 2) for each in steps if each is not None]  # range(0, len(x), 32)
-    sizes += [each for each in cuts if each is not None and _BATCH.search(script.text(each))]
-    sizes += [argument(call, "batch_size") for call in script.calls]  # make_loader(batch_size=32)
-    sizes += [each for each in script.find(ast.Name, ast.Attribute) if last_name(each) == "batch_size"]
-    found = sorted(filter(None, sizes), key=lambda size: bool(re.search("test|val", script.text(size), re.IGNORECASE)))
-    hidden = {each: parameters(scope) if isinstance(scope := script.scope(each), FUNCTIONS) else () for each in found}
-    known = [n for n in found if script.scope(n) is here or (names_in(n) - {"self"}).isdisjoint(hidden[n])]
-    found = known or found or [ast.Name("B")]
-    shares = [each for each in (found[0], *script.values(found[0])) if isinstance(each, ast.BinOp)]
-    wholes = [each.left for each in shares if _PROCESSES.search(script.text(each.right))]  # batch // world_size
-    size = script.text((wholes or found)[0])
-    made = [each for each in script.method_calls("step") if "sched" not in script.owner(each).lower()]
-    counts = [counts_of(script, each)[:1] for each in made if loops_around(script, each)]
-    parts = [[n] for call in backwards(script) if (n := passes_of_step(script, call)) is not None]
-    if (counts := counts if any(counts) else parts) and all(counts):  # gradients of several batches are added up
-        batches = script.text(counts[0][0])
-        size = str(int(size) * int(batches)) if (size + batches).isdigit() else f"{size} * {batches}"
-    if not wholes and script.torch_calls("DistributedSampler"):
-        return f"{size} * N"
-    fewer = next(k for k in (8, 4, 2, 7, 5, 3, 1) if int(size) % k == 0) if size.isdigit() else 8
-    return size if fewer == 8 else f"{size}, micro_batches={fewer}"  # which has to divide the batch
-
-
 def _devices(script: Script) -> Iterator[_Found]:
     for call in script.method_calls("to", "cuda"):
         given = " ".join(map(script.text, [*call.args, *(each.value for each in call.keywords)])).lower()
         is_move = method(call) == "cuda" or any(word in given for word in ("device", "cuda", "gpu", "rank"))
         if is_move and not script.name(call).startswith("torch."):
-            yield (
-                call,
-                "leave out the move to a device: run.prepare moves the model, run.backward the micro-batches. "
-                "run.device is for tensors of your own",
-            )
+            yield call, _MOVES
     for call in script.calls_of("torch.device"):
         if constant(argument(call, "device", 0)) != "meta":
             yield call, "leave out, or run.device, below lockstep.init"
@@ -421,11 +408,7 @@ def _passes(script: Script) -> Iterator[_Found]:
         name = scaled.id if isinstance(scaled := loss_of(script, call), ast.Name) else "loss"
         yield call, _backward(script, call, name, None if is_changed(script, call) else source_of(script, call))
     if any(script.follows(late, early) for late in calls for early in calls):
-        yield (
-            calls[0],
-            "several backward passes: where no step is between them, add their losses in one function; else each is a "
-            "run.backward of its own, with forward= for each model of a GAN (moving.md, Setup)",
-        )
+        yield calls[0], _SEVERAL
 
 
 def _backward(script: Script, call: ast.Call, name: str, loss: ast.expr | None) -> str:
@@ -517,7 +500,7 @@ def _steps(script: Script) -> Iterator[_Found]:
     clips = [each for each in script.calls if last_name(each.func) == "clip_grad_norm_" and each.args]
     for call in clips:
         given = {script.text(each.args[0]) for each in clips if script.same_function(call, each)}
-        norm = script.text(argument(call, "max_norm", 1) or ast.Name("max_norm"))
+        norm = script.text(argument(call, "max_norm", 1) or call.args[-1])  # model.clip_grad_norm_(1.0)
         kind = constant(argument(call, "norm_type", 2) or ast.Constant(2))
         advice = f"run.clip_gradients({norm})" if kind == 2 else "stays: run.clip_gradients takes the 2-norm"
         yield call, _CLIPS_SOME if len(given) > 1 or takes_part(script, call) else advice
@@ -592,7 +575,8 @@ def _outputs(script: Script) -> Iterator[_Found]:
 def _loads(script: Script) -> Iterator[_Found]:
     loops = [loop for call in backwards(script) for loop in loops_around(script, call)]
     for call in script.calls_of("torch.load"):
-        is_below = any(script.follows(each, loop) for each in places_of(script, call) for loop in loops)
+        trains = [place for loop in loops for place in places_of(script, loop)]
+        is_below = any(script.follows(each, place) for each in places_of(script, call) for place in trains)
         yield call, _BEST if is_below else _RESUME
 
 
@@ -601,7 +585,11 @@ def _wrappers(script: Script) -> Iterator[_Found]:
         strategy = '; lockstep.init(strategy="fsdp")' if wrap.kind == FSDP else ""
         advice = f"leave out, and .module: run.prepare places the model{strategy}"
         yield wrap.call, advice
-        yield from ((node, advice) for node in script.find(ast.Attribute) if node.attr == "module")
+        named = (node for node in script.find(ast.Attribute) if node.attr == "module")
+        yield from ((node, advice) for node in named if not _AVERAGE.search(script.text(node.value)))
+    for call in script.method_calls("no_sync", "register_comm_hook", "consolidate_state_dict", "join"):
+        if method(call) != "join" or isinstance(script.parent(call), ast.withitem):  # not ", ".join(...)
+            yield call, "leave out"
 
 
 def _ranks(script: Script) -> Iterator[_Found]:
@@ -612,6 +600,20 @@ def _ranks(script: Script) -> Iterator[_Found]:
     for node in script.find(ast.Constant):
         if node.value in _LAUNCHER and "os." in script.text(script.statement(node) or node):
             yield node, _GROUP
+
+
+def _rates(script: Script) -> Iterator[_Found]:
+    """Learning rates that are multiplied by the number of processes."""
+    found: list[tuple[_Node, ast.operator, list[ast.expr]]]
+    found = [(node, node.op, [node.left, node.right]) for node in script.find(ast.BinOp)]
+    found += [(node, node.op, [node.target, node.value]) for node in script.find(ast.AugAssign)]
+    for node, how, sides in found:
+        into, given = script.statement(sides[0]), script.parent(node)
+        named = [*sides, *(into.targets if isinstance(into, ast.Assign) else ())]
+        words = [*map(script.text, named), str(given.arg) if isinstance(given, ast.keyword) else ""]
+        is_product = isinstance(how, ast.Mult) and any(PROCESSES.search(script.text(each)) for each in sides)
+        if is_product and any(map(_RATES.search, words)):
+            yield node, _RATE
 
 
 def _torch_calls(section: str) -> Callable[[Script], Iterator[_Found]]:
@@ -633,6 +635,6 @@ _SECTIONS: dict[str, list[Callable[[Script], Iterator[_Found]]]] = {
     "The loop": [_loops, _passes, _numbers, _sizes, _steps],
     "Evaluation": [_evaluations],
     "Output and files": [_outputs, _loads],
-    "Processes": [_wrappers, _ranks, _torch_calls("Processes")],
+    "Processes": [_wrappers, _ranks, _rates, _torch_calls("Processes")],
 }
 """The finders of each section, in the order in which changes are told."""

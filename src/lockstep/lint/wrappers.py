@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 import ast
+import re
 from dataclasses import dataclass
 
 from lockstep.lint.ranks import loops_around, places_of
-from lockstep.lint.script import Loop, Script, argument, last_name, method, names_in, range_of, receiver
+from lockstep.lint.script import (
+    FUNCTIONS,
+    Loop,
+    Script,
+    argument,
+    bindings,
+    constant,
+    last_name,
+    method,
+    names_in,
+    parameters,
+    range_of,
+    receiver,
+)
 
 DDP, DP, FSDP = "DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"
 _AVERAGES = (*("AveragedModel", "ModelEmaV2", "ModelEmaV3", "ExponentialMovingAverage", "EMAModel", "ema_pytorch.EMA"),)
 """Moving averages of the weights, which are prepared with the model."""
+_BATCH = re.compile(r"batch|size|bs$|^\d+$", re.IGNORECASE)
+PROCESSES = re.compile(r"world|n_?gpu|num_(gpu|proc|dev)|nproc|replicas", re.IGNORECASE)
+"""Names of the number of processes."""
 _ROOTS = ("torch", "apex")
 # fmt: off
 _MANAGED = (
@@ -290,3 +307,51 @@ def drawn_by(script: Script, loop: Loop, call: ast.Call) -> str:
             found.append(script.text(read) if isinstance(read, ast.Name | ast.Attribute) else "loader")
     found = list(dict.fromkeys(found))
     return f"({', '.join(found)})" if len(found) > 1 else "".join(found)
+
+
+def kept_as(script: Script, name: str, node: ast.AST) -> str:
+    """The attribute in which the class of a node keeps a variable, as ``self.model = model``; else the variable."""
+    owner = script.class_of(node)
+    kept = [pair for each in ast.walk(owner) for pair in bindings(each)] if owner is not None else []
+    found = [script.text(target) for target, value in kept if isinstance(value, ast.Name) and value.id == name]
+    return next((each for each in found if each.startswith("self.")), name)
+
+
+def batch_size(script: Script, begin: ast.AST) -> str:
+    """The batch size of a step: of the first DataLoader that shuffles, else of any, else a name; ``B`` if none."""
+    here = script.scope(begin)
+    loaders = script.calls_by_name.get("DataLoader", [])  # torch's, or of torch_geometric
+    shuffling = [call for call in loaders if constant(argument(call, "shuffle")) is True]
+    sizes = [argument(call, "batch_size", 1) for call in [*shuffling, *loaders]]
+    for settings in script.find(ast.Dict):  # DataLoader(data, **settings)
+        pairs = zip(settings.keys, settings.values, strict=True)
+        sizes += [value for key, value in pairs if constant(key) == "batch_size"]
+    steps = [range_of(script, loop) for call in backwards(script) for loop in loops_around(script, call)]
+    cuts = [argument(each, "step", 2) for each in steps if each is not None]  # range(0, len(x), 32)
+    sizes += [each for each in cuts if each is not None and _BATCH.search(script.text(each))]
+    sizes += [argument(call, "batch_size") for call in script.calls]  # make_loader(batch_size=32)
+    sizes += [each for each in script.find(ast.Name, ast.Attribute) if last_name(each) == "batch_size"]
+    found = sorted(filter(None, sizes), key=lambda size: bool(re.search("test|val", script.text(size), re.IGNORECASE)))
+    hidden = {each: parameters(scope) if isinstance(scope := script.scope(each), FUNCTIONS) else () for each in found}
+    known = [n for n in found if script.scope(n) is here or (names_in(n) - {"self"}).isdisjoint(hidden[n])]
+    found = known or found or [ast.Name("B")]
+    shares = [each for size in (found[0], *script.values(found[0])) if size for each in ast.walk(size)]
+    cuts_of = {script.text(each.right): each.left for each in shares if isinstance(each, ast.BinOp)}
+    wholes = [whole for by, whole in cuts_of.items() if PROCESSES.search(by)]  # batch // world_size // accumulate
+    size = script.text((wholes or found)[0])
+    made = [each for each in script.method_calls("step") if "sched" not in script.owner(each).lower()]
+    counts = [counts_of(script, each)[:1] for each in made if loops_around(script, each)]
+    parts = [[n] for call in backwards(script) if (n := passes_of_step(script, call)) is not None]
+    if (counts := counts if any(counts) else parts) and all(counts):  # gradients of several batches are added up
+        batches = script.text(counts[0][0]) if not wholes or script.text(counts[0][0]) not in cuts_of else "1"
+        size = (
+            size
+            if batches == "1"
+            else str(int(size) * int(batches))
+            if (size + batches).isdigit()
+            else f"{size} * {batches}"
+        )
+    if not wholes and script.torch_calls("DistributedSampler"):
+        return f"{size} * N"
+    fewer = next(k for k in (8, 4, 2, 7, 5, 3, 1) if int(size) % k == 0) if size.isdigit() else 8
+    return size if fewer == 8 else f"{size}, micro_batches={fewer}"  # which has to divide the batch

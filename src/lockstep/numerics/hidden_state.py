@@ -64,6 +64,7 @@ from lockstep.text import shorten
 
 _NUMBERS = (bool, int, float, complex, np.generic)
 _OF_TORCH = vars(nn.Module()).keys() - {"training"}
+_OF_OPTIMIZERS = vars(torch.optim.Optimizer([torch.zeros(1)], {})).keys() - {"state"}
 ALIAS = "what is "
 """Begins the text of a place whose object was found at another before."""
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -222,6 +223,11 @@ class Snapshot:
             elif isinstance(value, CONTAINERS):
                 self._container(value, name)
             self._inside(value, name)
+        elif isinstance(value, torch.optim.Optimizer) and not type(value).__module__.startswith(
+            ("torch.", "lockstep.")
+        ):
+            self._note(name, type(value).__qualname__)  # its hooks may keep curvature for its steps (K-FAC)
+            self._inside(value, name, _OF_OPTIMIZERS)
         elif (text := text_of_table(value)) or is_closed(value):
             self._note(name, text or f"{type(value).__qualname__}{position_of(value)}")
         else:

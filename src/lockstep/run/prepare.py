@@ -6,6 +6,7 @@ Blocks are compiled one by one, so that the keyed randomness between them stays 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -197,11 +198,13 @@ def _require_plain_model(model: Any) -> None:
             f"The first argument of run.prepare is of type {type(model).__name__}, which is no model. Write: model, "
             "optimizer = run.prepare(model, optimizer)."
         )
-    if isinstance(model, DataParallel | DistributedDataParallel):
-        raise ConfigError(
-            f"The model is wrapped in {type(model).__name__}, which would sum its gradients a second time. Give "
-            "run.prepare the model itself: model.module."
-        )
+    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", DistributedDataParallel)
+    for name, module in model.named_modules():
+        if isinstance(module, DistributedDataParallel | fsdp) or (module is model and isinstance(model, DataParallel)):
+            raise ConfigError(
+                f"The model is wrapped in {type(module).__name__}{f' in its part {name!r}' if name else ''}, which "
+                "would sum its gradients a second time. Give run.prepare the model itself: model.module."
+            )
 
 
 def _require_own_memory(model: nn.Module, initial_values: InitialValues | None) -> None:
@@ -238,15 +241,18 @@ def _require_own_memory(model: nn.Module, initial_values: InitialValues | None) 
                     f"{name!r} is on the device 'meta' and has no values. Build the model under `with "
                     "run.empty_model():` instead, which notes how each value is made; run.prepare then makes them."
                 )
+            if isinstance(tensor, getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())):
+                raise ConfigError(
+                    f"{name!r} is a DTensor. Leave out fully_shard: lockstep.init(strategy='fsdp') shards the model."
+                )
             if tensor.layout is not torch.strided:
                 raise ConfigError(
                     f"{name!r} has the layout {tensor.layout}, and only dense parameters and buffers are compared over "
                     "the ranks and stored in checkpoints. Keep a constant as a plain attribute, self.graph = ...; make "
                     "anything else in forward, of its indices and values."
                 )
-            if isinstance(tensor, nn.Parameter) and any(
-                stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride())
-            ):
+            is_shared = any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride()))
+            if isinstance(tensor, nn.Parameter) and is_shared:
                 raise ConfigError(
                     f"The elements of the parameter {name!r} share memory, as expand() makes them, so no optimizer "
                     "can change them one by one. Make it of a copy: nn.Parameter(tensor.expand(...).clone())."
@@ -262,6 +268,12 @@ def _require_own_parameters(optimizers: Sequence[Optimizer], parameters: Sequenc
                 f"Optimizer {number} (SparseAdam) steps from sparse gradients alone, and the gradients of a step are "
                 "added up over micro-batches as dense ones. Use torch.optim.Adam, which then takes those of "
                 "nn.Embedding(..., sparse=True) too, and moves rows that a step has not used by their moving averages."
+            )
+        if any(each.__module__.startswith("torch.distributed.") for each in type(optimizer).__mro__):
+            raise ConfigError(
+                f"Optimizer {number} ({type(optimizer).__name__}) exchanges values itself, and checkpoints would lack "
+                "what it keeps in other processes. Give run.prepare the optimizer of which it is made, such as "
+                "torch.optim.Adam; lockstep.init(strategy='fsdp') shards the state."
             )
         foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
         if foreign:
@@ -354,12 +366,9 @@ class PreparedModel:
 
 def saved_buffers(model: nn.Module) -> set[str]:
     """The names of the buffers that are part of the model's ``state_dict``; those that are None are not."""
-    return {
-        f"{prefix}.{name}" if prefix else name
-        for prefix, module in model.named_modules(remove_duplicate=False)
-        for name, buffer in persistent_buffers(module).items()
-        if buffer is not None
-    }
+    modules = model.named_modules(remove_duplicate=False)
+    found = ((prefix, *each) for prefix, module in modules for each in persistent_buffers(module).items())
+    return {f"{prefix}.{name}" if prefix else name for prefix, name, buffer in found if buffer is not None}
 
 
 class PreparedAverage(AveragedModel):
