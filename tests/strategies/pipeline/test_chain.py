@@ -186,6 +186,17 @@ def test_a_module_that_a_chain_would_not_be_true_to_stays_whole(kind):
     assert not hasattr(model[0].second, "scale"), "reading it leaves no trace"
 
 
+@contextlib.contextmanager
+def seeded(get, put, seed):
+    """A context with another seed, such as of ``torch.random.fork_rng``, or another number of threads."""
+    before = get()
+    seed(7)
+    try:
+        yield
+    finally:
+        put(before)
+
+
 class Within(Straight):
     """Calls a child inside of a context manager."""
 
@@ -207,11 +218,25 @@ class Within(Straight):
         torch.autograd.graph.save_on_cpu,
         lambda: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
         parametrize.cached,
+        lambda: seeded(torch.get_rng_state, torch.set_rng_state, torch.manual_seed),
+        lambda: seeded(np.random.get_state, np.random.set_state, np.random.seed),
+        lambda: seeded(random.getstate, random.setstate, random.seed),
+        lambda: seeded(torch.get_num_threads, torch.set_num_threads, torch.set_num_threads),
     ],
-    ids=["no_grad", "autocast", "saved tensors", "attention", "parametrizations"],
+    ids=[
+        "no_grad",
+        "autocast",
+        "saved tensors",
+        "attention",
+        "parametrizations",
+        "torch",
+        "NumPy",
+        "random",
+        "threads",
+    ],
 )
-def test_a_forward_that_calls_a_child_in_a_context_of_torch_stays_whole(context):
-    """Of parametrized weights the gradients were others, where a forward calls a child twice under ``cached``."""
+def test_a_forward_that_calls_a_child_in_a_context_stays_whole(context):
+    """Layers ran without the seed; of parametrized weights the gradients were others, where a child is called twice."""
     assert names(nn.Sequential(Within(context), nn.ReLU())) == ["0", "1"]
     assert names(nn.Sequential(Within(contextlib.nullcontext), nn.ReLU())) == ["0.first", "0.second", "1"]
 

@@ -251,6 +251,7 @@ class _OneLevel(fx.Tracer):
         self._own_tensors = _OwnTensors()
         self._children = dict(module.named_children())
         self._kept, self._tensors = Snapshot(self._children, restorable=False), self._tensors_now()
+        self._draws = encoded_states()
 
     def _tensors_now(self) -> list[tuple[int, bool]]:
         """The parameters and buffers of the children, and which require gradients."""
@@ -284,7 +285,9 @@ class _OneLevel(fx.Tracer):
             raise fx.proxy.TraceError("a context manager is around a part of this forward")
         if kind == "call_module":
             with torch._C.DisableTorchFunction():  # these look at values, but the forward does not
-                kept, tensors = Snapshot(self._children, restorable=False), self._tensors_now()
+                kept, tensors, draws = Snapshot(self._children, restorable=False), self._tensors_now(), encoded_states()
+            if draws != self._draws:
+                raise fx.proxy.TraceError("this forward draws or seeds before it calls a child")
             if tensors != self._tensors or self._kept.changed(kept):
                 raise fx.proxy.TraceError("this forward changes a child before it calls one")
         return super().create_proxy(kind, *args, **kwargs)
@@ -307,6 +310,7 @@ def _conditions() -> tuple[object, ...]:
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
         torch.get_float32_matmul_precision(),
+        torch.get_num_threads(),
         parametrize._cache_enabled,
         torch._C._len_torch_dispatch_stack(),
         backends.mkldnn.enabled,
