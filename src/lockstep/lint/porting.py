@@ -155,7 +155,7 @@ _STAGES = (
 _RATE = "leave out the number of processes: the learning rate belongs to the global batch, which they share"
 _TORCH_CALLS = {
     "Setup": {
-        "torch.manual_seed": "stays, above the model; seed= of lockstep.init seeds the order of samples and dropout",
+        "torch.manual_seed": "stays above the model, without a rank; seed= of lockstep.init is for order and dropout",
         "torch.set_num_threads": _SETTING,
         "torch.set_float32_matmul_precision": _SETTING,
         "torch.use_deterministic_algorithms": _SETTING,

@@ -108,8 +108,8 @@ def warn_if_begun(stepped: Sequence[str]) -> None:
     """Warns of optimizers and schedulers, by name, that have taken steps in a run that begins."""
     if stepped:
         logger.warning(
-            "%s had taken steps before run.prepare, and this run begins at epoch 0: the order of the samples, and all "
-            "that is drawn, are those of the first epochs. To continue a run write lockstep.init(..., directory=..., "
+            "%s had taken steps before run.prepare, and this run begins at epoch 0 and step 0. From them follow "
+            "the order of the samples and what dropout draws. To continue a run write lockstep.init(directory=..., "
             "resume='auto') and run.save(), which keep its place.",
             " and ".join(stepped),
         )

@@ -340,8 +340,8 @@ def require_equal_replicas(
         f"After {plural(step, 'step')} the ranks {what} "
         f"({shorten(names, _MOST_NAMES)}). {names[0]!r} is {by_rank(values)}. Something changed it on some ranks "
         "only: code under a rank condition, an update outside of optimizer.step(), an optimizer that computes a "
-        "setting from the gradients of its process (use strategy 'ddp'), a forward pass that changes a buffer (name it "
-        "in running_buffers), or faulty memory."
+        "setting from the gradients of its process (use strategy 'ddp'), a step that uses what hooks keep (read p.grad "
+        "in the loop), a forward pass that changes a buffer (name it in running_buffers), or faulty memory."
     )
 
 
