@@ -126,7 +126,7 @@ _EXPECTED = ("imports: replayed_parts from ", "BatchNorm '2' normalises each mic
 
 
 def unexpected(errors):
-    """The lines of stderr, but for those on where the user's modules are imported from, and on the model's BatchNorm."""
+    """The lines of stderr, but for those on imports of the user's modules, and on the model's BatchNorm."""
     lines = errors.splitlines(keepends=True)
     return "".join(line for line in lines if not line.startswith(_EXPECTED))
 
