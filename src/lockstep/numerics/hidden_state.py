@@ -64,7 +64,6 @@ from lockstep.text import shorten
 
 _NUMBERS = (bool, int, float, complex, np.generic)
 _OF_TORCH = vars(nn.Module()).keys() - {"training"}
-_OF_OPTIMIZERS = vars(torch.optim.Optimizer([torch.zeros(1)], {})).keys() - {"state"}
 ALIAS = "what is "
 """Begins the text of a place whose object was found at another before."""
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -74,6 +73,12 @@ _MOST_PLACES = 50_000
 _MOST_ENTRIES = 1_000
 _MOST_DEPTH = 50
 _MOST_BYTES = 256 << 20
+
+
+@functools.cache
+def _of_optimizers() -> Collection[str]:
+    """The attributes of every optimizer but its state; not at import, as the first optimizer leaves a mark in torch."""
+    return vars(torch.optim.Optimizer([torch.zeros(1)], {})).keys() - {"state"}
 
 
 class Kind(Enum):
@@ -227,7 +232,7 @@ class Snapshot:
             ("torch.", "lockstep.")
         ):
             self._note(name, type(value).__qualname__)  # its hooks may keep curvature for its steps (K-FAC)
-            self._inside(value, name, _OF_OPTIMIZERS)
+            self._inside(value, name, _of_optimizers())
         elif (text := text_of_table(value)) or is_closed(value):
             self._note(name, text or f"{type(value).__qualname__}{position_of(value)}")
         else:
