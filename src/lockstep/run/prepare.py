@@ -203,7 +203,7 @@ def _require_plain_model(model: Any) -> None:
         if isinstance(module, DistributedDataParallel | fsdp) or (module is model and isinstance(model, DataParallel)):
             raise ConfigError(
                 f"The model is wrapped in {type(module).__name__}{f' in its part {name!r}' if name else ''}, which "
-                "would add up gradients again. Give run.prepare what DDP has as model.module; strategy='fsdp' shards it."
+                "would sum gradients again. Give run.prepare what DDP has as model.module; strategy='fsdp' shards it."
             )
 
 
