@@ -65,7 +65,6 @@ def download_archive(
     folder: Path,
     *,
     mirror: str | None = None,
-    timeout: float = TIMEOUT,
     tell: Callable[[str], None] = lambda words: None,
 ) -> Path:
     """Downloads a file into ``folder``, which is made where it is absent, and returns its path.
@@ -77,7 +76,6 @@ def download_archive(
         archive: the file.
         folder: where it is to be.
         mirror: the URL of a folder that has the file under the same name; the published URL by default.
-        timeout: seconds; see ``TIMEOUT``.
         tell: called with a sentence on what is done.
 
     Raises:
@@ -109,7 +107,7 @@ def download_archive(
                     "Make room, or give another folder."
                 )
             tell(f"Downloading {url} ({format_bytes(archive.size)}).")
-            _fetch(archive, url, target, timeout)
+            _fetch(archive, url, target)
             tell(f"{target}: complete, with the published SHA-256.")
     return target
 
@@ -132,12 +130,12 @@ def _is_there(target: Path, archive: Archive, tell: Callable[[str], None]) -> bo
     return True
 
 
-def _fetch(archive: Archive, url: str, target: Path, timeout: float) -> None:
+def _fetch(archive: Archive, url: str, target: Path) -> None:
     """Writes the file aside, which only the holder of the lock does; it gets its name once it is right."""
     digest, size = hashlib.sha256(), 0
     try:
         with file_aside(target, alone=True) as aside:
-            with aside.open("wb") as file, closing(_blocks(url, archive.size + 1, timeout)) as blocks:
+            with aside.open("wb") as file, closing(_blocks(url, archive.size + 1)) as blocks:
                 for block in blocks:
                     digest.update(block)
                     size += len(block)
@@ -155,11 +153,11 @@ def _fetch(archive: Archive, url: str, target: Path, timeout: float) -> None:
         ) from error
 
 
-def _blocks(url: str, most: int, timeout: float) -> Generator[bytes, None, None]:
+def _blocks(url: str, most: int) -> Generator[bytes, None, None]:
     """Yields the bytes that a server sends, up to ``most``; ``ConfigError`` where it does not."""
     request = urllib.request.Request(url, headers={"User-Agent": "lockstep"})
     try:
-        with urllib.request.urlopen(request, timeout=timeout) as response:
+        with urllib.request.urlopen(request, timeout=TIMEOUT) as response:
             while most and (block := response.read(min(most, _BLOCK))):
                 most -= len(block)
                 yield block
