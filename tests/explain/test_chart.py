@@ -37,7 +37,7 @@ def test_every_shape_is_in_the_svg():
 
 
 def test_every_shape_is_in_the_png():
-    image = pytest.importorskip("PIL.Image").open(io.BytesIO(png(PICTURE, 2))).convert("RGB")
+    image = pytest.importorskip("PIL.Image").open(io.BytesIO(png(PICTURE))).convert("RGB")
     assert image.size == (120, 80)
     assert image.getpixel((4, 4)) == (255, 0, 0)
     assert image.getpixel((70, 10)) == image.getpixel((100, 40)) == (0, 0, 255)
@@ -48,7 +48,7 @@ def test_a_slanting_line_of_the_png_is_smooth():
     """Its pixels were full or empty, so that a steep line was twice as thick as a flat one."""
     pixels = pytest.importorskip("PIL.Image")
     picture = Chart(40, 40, (Curve(((2, 2), (38, 25)), "#000000"),))
-    image = pixels.open(io.BytesIO(png(picture, 2))).convert("L")
+    image = pixels.open(io.BytesIO(png(picture))).convert("L")
     assert {value for value, count in enumerate(image.histogram()) if count} - {0, 255}
 
 

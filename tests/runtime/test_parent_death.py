@@ -83,7 +83,7 @@ def test_a_loader_worker_ends_with_the_process_that_asked_for_it():
     program = (
         "import multiprocessing, os, sys, time\n"
         "from lockstep.runtime.parent_death import die_with_parent\n"
-        "def work():\n    die_with_parent(0); print(os.getpid(), flush=True); time.sleep(600)\n"
+        "def work():\n    die_with_parent(); print(os.getpid(), flush=True); time.sleep(600)\n"
         "worker = multiprocessing.get_context('fork').Process(target=work)\n"
         "worker.start()\nworker.join()\n"
     )

@@ -57,7 +57,7 @@ def test_svg_is_well_formed_and_says_every_number():
 
 def test_png_shows_the_same_bars():
     picture = chart(ROWS, "Epochs")
-    image = Image.open(io.BytesIO(png(picture, 2)))
+    image = Image.open(io.BytesIO(png(picture)))
     assert image.size == (round(2 * picture.width), round(2 * picture.height))
     bar = next(shape for shape in picture.shapes if isinstance(shape, Rectangle) and 30 < shape.width < 40)
     pixel = image.getpixel((round(2 * bar.x + 8), round(2 * (bar.y + bar.height) - 8)))

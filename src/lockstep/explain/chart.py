@@ -76,11 +76,11 @@ def svg(picture: Chart) -> str:
     return document(picture.width, picture.height, elements, 'font-family="system-ui, sans-serif"')
 
 
-def png(picture: Chart, factor: int = 2) -> bytes:
-    """The chart as PNG, ``factor`` pixels for each of the chart's."""
+def png(picture: Chart) -> bytes:
+    """The chart as PNG, two pixels for each of the chart's."""
     from PIL import Image, ImageDraw, ImageFont
 
-    fine = 2 * factor  # Pillow draws lines without smoothing: drawn twice as large, and reduced
+    fine = 4  # Pillow draws lines without smoothing: drawn twice as large, and reduced
     image = Image.new("RGB", (round(picture.width * fine), round(picture.height * fine)), "white")
     draw = ImageDraw.Draw(image)
     for shape in picture.shapes:

@@ -106,8 +106,8 @@ def tie_to_launcher(world: World) -> None:
         arm(os.getppid())
 
 
-def die_with_parent(worker: int = 0) -> None:
-    """Ties a ``multiprocessing`` child to the process that asked for it; fits as ``worker_init_fn``."""
+def die_with_parent() -> None:
+    """Ties a ``multiprocessing`` child to the process that asked for it."""
     arm(os.getppid())
     asked_by = multiprocessing.parent_process()
     if asked_by is not None and asked_by.pid is not None and not psutil.pid_exists(asked_by.pid):
