@@ -10,6 +10,7 @@ from tests.ranks import run_ranks
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from lockstep.errors import ConfigError
 from lockstep.runtime.stack_dump import Mark
 from lockstep.runtime.torch_internals import (
     FRAMES,
@@ -134,3 +135,13 @@ def optimizers_and_groups(world, meeting):
 
 def test_optimizers_and_groups_leave_a_mark(tmp_path):
     assert run_ranks(optimizers_and_groups, 2, str(tmp_path / "meeting")) == [[False, True, False, True]] * 2
+
+
+def test_an_error_of_torch_is_explained_and_any_other_passes():
+    explained, value = NO_VALUES_HERE.explained, torch.empty(1, device="meta")
+    with pytest.raises(ConfigError, match=r"^Do this\. Error from torch: .*meta") as caught, explained("Do this."):
+        value.item()
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    with pytest.raises(RuntimeError, match="another") as caught, explained("Do this."):
+        raise RuntimeError("another")
+    assert type(caught.value) is RuntimeError

@@ -96,17 +96,13 @@ class InitialValues:
         Raises:
             ConfigError: a value is asked for.
         """
-        try:
-            with torch.device("meta"), _AsOnDevice(self._note), _Recorder(self._note):
-                yield
-        except (RuntimeError, NotImplementedError) as error:
-            if not NO_VALUES_HERE.is_in(str(error)):
-                raise
-            raise ConfigError(
-                "A tensor's values were asked for while the model was built without values. Make that tensor with "
-                "device='cpu', such as torch.linspace(0, 1, 12, device='cpu'), or build the model outside of "
-                f"run.empty_model(). Error from torch: {error}"
-            ) from error
+        advice = (
+            "A tensor's values were asked for while the model was built without values. Make that tensor with "
+            "device='cpu', such as torch.linspace(0, 1, 12, device='cpu'), or build the model outside of "
+            "run.empty_model()."
+        )
+        with NO_VALUES_HERE.explained(advice), torch.device("meta"), _AsOnDevice(self._note), _Recorder(self._note):
+            yield
         # The type is asked: isinstance() may run code of objects that import themselves when looked at.
         tensors = (each for each in gc.get_objects() if issubclass(type(each), Tensor))
         self._built = {id(each): (each, each._version) for each in tensors if self.knows(each)}

@@ -7,9 +7,12 @@ as ``tests/runtime/test_torch_internals.py`` does for the installed one. Does no
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from lockstep.errors import ConfigError
 from lockstep.runtime.stack_dump import Mark
 
 
@@ -22,6 +25,16 @@ class TorchMessage:
     def is_in(self, text: str) -> bool:
         """Returns whether a text contains this message."""
         return any(part in text for part in self.texts)
+
+    @contextmanager
+    def explained(self, advice: str) -> Iterator[None]:
+        """A context in which a RuntimeError with this message becomes a ``ConfigError``: advice, then torch's text."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not self.is_in(str(error)):
+                raise
+            raise ConfigError(f"{advice} Error from torch: {error}") from error
 
 
 LOADER_TIMED_OUT = TorchMessage(("DataLoader timed out after",))

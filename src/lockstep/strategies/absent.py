@@ -8,7 +8,7 @@ p.sum(), torch.save(p)        ConfigError: what is not here, and what to write i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from inspect import get_annotations
 from typing import Any, Self, TypeVar
@@ -443,20 +443,14 @@ def computing(absences: Sequence[Absence]) -> Iterator[None]:
             absence.is_computing = False
 
 
-@contextmanager
-def explain_missing_parameters(strategy: str) -> Iterator[None]:
-    """Runs the user's forward or loss; says what is wrong where it uses parameters that this process does not hold.
+def explain_missing_parameters(strategy: str) -> AbstractContextManager[None]:
+    """A context for the user's forward or loss, which may use parameters that this process does not hold.
 
     Raises:
         ConfigError: instead of torch's error about tensors without values, or in parts.
     """
-    try:
-        yield
-    except (RuntimeError, NotImplementedError) as error:
-        if not NO_VALUES_HERE.is_in(str(error)):
-            raise
-        raise ConfigError(
-            "The loss, or a module's forward, uses a parameter of another module, and under strategy "
-            f"{strategy!r} this process does not hold it whole. Return what is needed from the forward of the module "
-            f"that the parameter belongs to, or use strategy 'ddp'. Error from torch: {error}"
-        ) from error
+    return NO_VALUES_HERE.explained(
+        f"The loss, or a module's forward, uses a parameter of another module, and under strategy {strategy!r} this "
+        "process does not hold it whole. Return what is needed from the forward of the module that the parameter "
+        "belongs to, or use strategy 'ddp'."
+    )

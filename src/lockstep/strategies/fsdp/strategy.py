@@ -115,7 +115,7 @@ class FullyShardedDataParallel(Strategy):
         for place, micro_batch in enumerate(batch.micro_batches):
             self._buffers.begin_micro_batch()
             self._gathering.begin_micro_batch()
-            with _explain_transforms():
+            with NO_SAVED_TENSORS_HOOKS.explained(_NO_TRANSFORMS):
                 loss, weight = compute(micro_batch)
             if self._buffers.numel and micro_batch.k < leaves:
                 values[place], counts = self._buffers.take()
@@ -264,19 +264,10 @@ class FullyShardedDataParallel(Strategy):
         return StepResult(fold_rows(losses) / weight, losses, weight, self._header.flag(headers), finite)
 
 
-@contextmanager
-def _explain_transforms() -> Iterator[None]:
-    """Runs the forward pass; says what is wrong where it differentiates with torch.func."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not NO_SAVED_TENSORS_HOOKS.is_in(str(error)):
-            raise
-        raise ConfigError(
-            "The forward pass calls torch.func.grad, vjp, jacrev or hessian, and strategy 'fsdp' sets hooks on "
-            "saved tensors, with which torch cannot do that. Use torch.autograd.grad(..., create_graph=True) instead, "
-            f"or strategy 'ddp'. Error from torch: {error}"
-        ) from error
+_NO_TRANSFORMS = (
+    "The forward pass calls torch.func.grad, vjp, jacrev or hessian, and strategy 'fsdp' sets hooks on saved tensors, "
+    "with which torch cannot do that. Use torch.autograd.grad(..., create_graph=True) instead, or strategy 'ddp'."
+)
 
 
 def _require_uncompiled_calls(model: nn.Module) -> None:
