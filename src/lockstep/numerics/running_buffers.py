@@ -501,10 +501,8 @@ class RunningBuffers:
 
     def _digest_others(self) -> dict[str, str]:
         names: dict[Tensor, str] = {}  # the first of each; others are judged as attributes are
-        for prefix, module in self._model.named_modules():
-            for key, buffer in persistent_buffers(module).items():
-                if buffer is not None:
-                    names.setdefault(buffer, f"{prefix}.{key}" if prefix else key)
+        for name, buffer in saved_buffers(self._model).items():
+            names.setdefault(buffer, name)
         return digest_tensors({name: each for each, name in names.items() if name not in self._known})
 
 
@@ -512,6 +510,16 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     """The buffers of a module that its ``state_dict()`` has, submodules aside, with those that are None."""
     others = module._non_persistent_buffers_set
     return {key: buffer for key, buffer in module._buffers.items() if key not in others}
+
+
+def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that are part of a model's ``state_dict()``, under each of their names; not those that are None."""
+    return {
+        f"{prefix}.{key}" if prefix else key: buffer
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for key, buffer in persistent_buffers(module).items()
+        if buffer is not None
+    }
 
 
 def _flatten(buffers: list[Tensor], dtype: torch.dtype) -> Tensor:

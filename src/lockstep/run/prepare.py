@@ -34,7 +34,7 @@ from lockstep.numerics.hidden_state import draws_globally
 from lockstep.numerics.initial_values import InitialValues, empty_tensors, without_values
 from lockstep.numerics.precision import Precision
 from lockstep.numerics.randomness import KeyedRandomness
-from lockstep.numerics.running_buffers import explain_single_values, persistent_buffers
+from lockstep.numerics.running_buffers import explain_single_values, saved_buffers
 from lockstep.numerics.sync_batch_norm import SyncBatchNorm
 from lockstep.run.loaders import smallest_micro_batch
 from lockstep.run.optimizer_step import PreparedOptimizer
@@ -355,20 +355,13 @@ class PreparedModel:
 
     def with_all_buffers(self, digests: dict[str, str]) -> dict[str, str]:
         """The digests of what a strategy gave of the model; ``ConfigError`` names a buffer that is missing there."""
-        if late := sorted(saved_buffers(self.module) - digests.keys()):
+        if late := sorted(saved_buffers(self.module).keys() - digests.keys()):
             raise ConfigError(
                 f"The buffer {late[0]!r} was registered after run.prepare, where no process holds the whole model, so "
                 "it would be missing in fingerprint and checkpoint. Register it before run.prepare, or with "
                 "persistent=False."
             )
         return digests
-
-
-def saved_buffers(model: nn.Module) -> set[str]:
-    """The names of the buffers that are part of the model's ``state_dict``; those that are None are not."""
-    modules = model.named_modules(remove_duplicate=False)
-    found = ((prefix, *each) for prefix, module in modules for each in persistent_buffers(module).items())
-    return {f"{prefix}.{name}" if prefix else name for prefix, name, buffer in found if buffer is not None}
 
 
 class PreparedAverage(AveragedModel):

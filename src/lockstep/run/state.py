@@ -26,13 +26,14 @@ from lockstep.data.images.decoding import jpeg_decoder
 from lockstep.distributed.collectives import gather_json
 from lockstep.errors import GO_ON_AT_LEVEL_B, CheckpointError, CheckpointMismatch, ConfigError
 from lockstep.numerics.precision import Precision, dtype_named, torch_settings
+from lockstep.numerics.running_buffers import saved_buffers
 from lockstep.run.attributes import Attributes, unsaved_tensors, words_of
 from lockstep.run.checks.agreement import made_otherwise, source_digests
 from lockstep.run.epoch_loop import Position
 from lockstep.run.loop_state import LoopState
 from lockstep.run.lost_variables import UnheldPlaces, united
 from lockstep.run.optimizer_step import GradientState, PreparedOptimizer
-from lockstep.run.prepare import Parts, PreparedModel, frozen_parameters, held_objects, plain_number, saved_buffers
+from lockstep.run.prepare import Parts, PreparedModel, frozen_parameters, held_objects, plain_number
 from lockstep.run.step import ForwardPass
 from lockstep.runtime.events import StepEvents
 from lockstep.strategies import IndependentStrategy, Strategy
@@ -304,9 +305,8 @@ class RunState:
 
     def _buffers(self) -> Set[tuple[object, ...]]:
         """Each persistent buffer of this process: its name, the first name of the tensor, its shape and type."""
-        model = self.parts.model
-        saved, every = saved_buffers(model), model.named_buffers(remove_duplicate=False)
-        held = {name: each for name, each in every if name in saved and not isinstance(each, AbsentTensor)}
+        saved = saved_buffers(self.parts.model).items()
+        held = {name: each for name, each in saved if not isinstance(each, AbsentTensor)}
         first = further_names(held)
         return {(name, first.get(name), each.shape, each.dtype) for name, each in held.items()}
 
