@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.errors import ConfigError, LockstepError
 
@@ -28,6 +29,14 @@ _SETTINGS = {
     "skip_nnmodule_hook_guards": False,
 }
 _KERNELS = "torch._inductor.config"
+
+
+class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's stub
+    """A ``TorchDispatchMode`` for which torch does not import its compiler, only to keep it out of here."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 def fix_graphs() -> None:

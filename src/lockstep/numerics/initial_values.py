@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lockstep.core.fingerprint import digest_tensor
 from lockstep.core.seeding import derive_seed
 from lockstep.errors import ConfigError
+from lockstep.numerics.compilation import DispatchMode
 from lockstep.runtime.torch_internals import NO_VALUES_HERE
 
 _TRUNCATED = nn.init._no_grad_trunc_normal_
@@ -230,17 +230,12 @@ class InitialValues:
         return found[memory]
 
 
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's stub
+class _Recorder(DispatchMode):
     """Tells a function of every operator that is called."""
 
     def __init__(self, note: Callable[[Any, Any, Any, Any], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's stub
         self._note = note
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Of torch: whether to import its compiler, only to keep it out of here."""
-        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

@@ -33,13 +33,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.core.seeding import derive_seed, unit_seed
 from lockstep.errors import ConfigError
 from lockstep.numerics.blocks import CONTAINERS
-from lockstep.numerics.compilation import compiled_around
+from lockstep.numerics.compilation import DispatchMode, compiled_around
 from lockstep.numerics.hooks import (
     Hooks,
     Surrounded,
@@ -330,7 +329,7 @@ class KeyedRandomness:
             _seed_global_generators(seed)
 
 
-class Expectations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's stub
+class Expectations(DispatchMode):  # type: ignore[no-untyped-call]  # torch's stub
     """A context in which torch draws the expectation of each random number: nothing is dropped, and no noise is added.
 
     So rows do not differ by what was drawn for them. It leaves a few distributions, such as gamma, as they are, and all
@@ -338,11 +337,6 @@ class Expectations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
     """
 
     _left = 20_000
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Of torch: whether to import its compiler, only to keep it out of here."""
-        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
