@@ -192,9 +192,10 @@ class Watch:
                 if source is not None:
                     selector.register(source, selectors.EVENT_READ)
             while len(self._ended) < len(self._ranks) and not self.broken:
-                awake = time.monotonic() + max(0.0, min(_TICK, self._schedule.next_due - time.monotonic()))
-                selector.select(max(0.0, awake - time.monotonic()))
-                self._allow_for_suspension(time.monotonic() - awake)
+                asleep = time.monotonic()
+                pause = max(0.0, min(_TICK, self._schedule.next_due - asleep))
+                selector.select(pause)
+                self._allow_for_suspension(time.monotonic() - asleep - pause)
                 self._take_events(self._server.events())
                 self._take_signals(inbox.take(), drain(from_ranks))
                 if self._coordinator is not None and self._coordinator.synchronize(self.ends, self._beats()):
