@@ -344,13 +344,8 @@ def batch_size(script: Script, begin: ast.AST) -> str:
     parts = [[n] for call in backwards(script) if (n := passes_of_step(script, call)) is not None]
     if (counts := counts if any(counts) else parts) and all(counts):  # gradients of several batches are added up
         batches = script.text(counts[0][0]) if not wholes or script.text(counts[0][0]) not in cuts_of else "1"
-        size = (
-            size
-            if batches == "1"
-            else str(int(size) * int(batches))
-            if (size + batches).isdigit()
-            else f"{size} * {batches}"
-        )
+        if batches != "1":
+            size = str(int(size) * int(batches)) if (size + batches).isdigit() else f"{size} * {batches}"
     if not wholes and script.torch_calls("DistributedSampler"):
         return f"{size} * N"
     fewer = next(k for k in (8, 4, 2, 7, 5, 3, 1) if int(size) % k == 0) if size.isdigit() else 8

@@ -69,6 +69,8 @@ ALIAS = "what is "
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TRANSPARENT = (functools.partial, MethodType, BuiltinFunctionType, ContextVar, threading.local)
 """Objects of Python's that are looked into, though their classes are not."""
+_HELD_OPTIMIZERS = ("torch.", "lockstep.")
+"""The packages whose optimizers keep nothing that a checkpoint lacks."""
 _MOST_PLACES = 50_000
 _MOST_ENTRIES = 1_000
 _MOST_DEPTH = 50
@@ -228,9 +230,7 @@ class Snapshot:
             elif isinstance(value, CONTAINERS):
                 self._container(value, name)
             self._inside(value, name)
-        elif isinstance(value, torch.optim.Optimizer) and not type(value).__module__.startswith(
-            ("torch.", "lockstep.")
-        ):
+        elif isinstance(value, torch.optim.Optimizer) and not type(value).__module__.startswith(_HELD_OPTIMIZERS):
             self._note(name, type(value).__qualname__)  # its hooks may keep curvature for its steps (K-FAC)
             self._inside(value, name, _of_optimizers())
         elif (text := text_of_table(value)) or is_closed(value):
