@@ -191,7 +191,7 @@ class LoopRehearsal:
         """Those of which gradients are compared, too, where the loss is judged."""
         self._slopes: list[Tensor] = []
         self._times = 1.0
-        """What the loss is multiplied by."""
+        """The factor of the loss."""
 
     @staticmethod
     def is_due(run: Run, batch: Batch) -> bool:

@@ -263,7 +263,7 @@ class Strategy(ABC):
         """Takes the functions that are given the model's outputs in an evaluation, such as metrics."""
 
     def places_not_set(self) -> list[str]:
-        """What forwards of the user set that this strategy does not call as a whole, in the words of a ``Snapshot``."""
+        """The places that forwards set which this strategy does not call as a whole, in the words of a ``Snapshot``."""
         return []
 
     def require_no_calls(self) -> None:  # noqa: B027  # most strategies compute a forward pass without other ranks

@@ -103,14 +103,14 @@ class _Call:
 
 @dataclass(frozen=True)
 class Seen:
-    """What calls of the model have shown; nothing, where they failed or drew random numbers all the same."""
+    """The findings of calls of the model; none where they failed or drew random numbers all the same."""
 
     mode: _Mode = evaluating
     """The mode in which the model gives the same output twice."""
     mixes: str | None = None
     """The mode in which outputs depend on other samples, as in ``_WHERE``; None if they were not seen to."""
     loss: Deviation | None = None
-    """What the loss of the model's outputs is; None if outputs depend on other samples, or nothing tells."""
+    """The kind of the loss of the model's outputs; None if outputs depend on other samples, or nothing tells."""
 
     def warn(self, *, told: bool) -> None:
         """Warns of outputs that depend on other samples, where nobody has ``told`` that yet."""
@@ -126,11 +126,11 @@ class _Look:
     data: Any
     samples: int
     judges_loss: bool
-    """Whether the loss is called, too."""
+    """True if the loss is called, too."""
     has_graph: bool
-    """Whether the forward pass may compute gradients."""
+    """True if the forward pass may compute gradients."""
     ways: Sequence[bool]
-    """Whether samples are put in pairs; the second way, if the first fails."""
+    """For each way, whether samples are put in pairs; the second way, if the first fails."""
     buffers: Buffers
 
     def calls(self, mode: _Mode) -> list[_Call]:
@@ -223,7 +223,7 @@ def _with_more_samples(micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBat
 def look_at_others(
     strategy: Strategy, compute: StepCompute, micro_batches: Sequence[MicroBatch], *, judges: bool, keeps: bool
 ) -> Seen:
-    """What calls of the model on other rows of the first micro-batch show; see the module's description.
+    """Looks at calls of the model on other rows of the first micro-batch; see the module's description.
 
     Where several processes compute a forward pass together, all of them must call this. ``judges``: the loss is
     looked at, too; ``keeps``: the model may keep a term for it, which is seen better in more samples.
