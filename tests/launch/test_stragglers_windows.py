@@ -26,11 +26,12 @@ def look(monkeypatch, tmp_path):
 
 
 def test_a_window_holds_the_means_of_its_steps(look):
+    """Time between steps, as for an evaluation, belongs to no step."""
     assert look(BEAT) == {}
-    first = replace(BEAT, step=STEPS, time=10.0, work=4.0, waited=2.0)
-    assert look(first) == {0: StepWindow(work=4.0 / STEPS, waited=2.0 / STEPS, step=10.0 / STEPS)}
-    second = replace(BEAT, step=3 * STEPS, time=30.0, work=5.0, waited=6.0)
-    assert look(second) == {0: StepWindow(work=0.5 / STEPS, waited=2.0 / STEPS, step=10.0 / STEPS)}
+    first = replace(BEAT, step=STEPS, time=10.0, work=4.0, waited=2.0, stepped=8.0)
+    assert look(first) == {0: StepWindow(work=4.0 / STEPS, waited=2.0 / STEPS, step=8.0 / STEPS)}
+    second = replace(BEAT, step=3 * STEPS, time=30.0, work=5.0, waited=6.0, stepped=14.0)
+    assert look(second) == {0: StepWindow(work=0.5 / STEPS, waited=2.0 / STEPS, step=3.0 / STEPS)}
 
 
 def test_a_window_is_not_over_before_its_steps_and_its_seconds_are_on_every_rank(look):

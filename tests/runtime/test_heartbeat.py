@@ -66,7 +66,7 @@ def test_more_samples_than_fit_are_cut_off(world, tmp_path):
     heartbeat = Heartbeat.open(world)
     heartbeat.mark("forward")
     heartbeat.samples(np.arange(10_000))
-    assert read_beat(tmp_path, 3).samples == tuple(range(4086))
+    assert read_beat(tmp_path, 3).samples == tuple(range(4085))
 
 
 def test_membership_goes_from_outside_to_finished(world, tmp_path):
@@ -152,6 +152,7 @@ def test_the_work_of_a_step_counts_for_each_micro_batch(world, tmp_path, monkeyp
     beat = read_beat(tmp_path, 3)
     assert beat.work == (3 + 2) / 3
     assert beat.waited == (1.0 if between == "reduce" else 0.0)
+    assert beat.stepped == 3 + beat.waited + 2
     assert beat.warm
 
 
@@ -220,7 +221,7 @@ def test_the_next_mark_ends_a_place(steps, tmp_path):
 def test_samples_that_do_not_fit_are_not_made_up(steps, tmp_path):
     heartbeat = steps(0.004)
     heartbeat.begin_step(1, 5, np.arange(10_000).tobytes(), 2500, 4)
-    for k, known in ((0, range(2500)), (1, range(2500, 4086)), (3, ())):
+    for k, known in ((0, range(2500)), (1, range(2500, 4085)), (3, ())):
         heartbeat.enter(FORWARD, k)
         assert read_beat(tmp_path, 3).samples == tuple(known)
 
@@ -300,6 +301,7 @@ def test_steps_that_are_not_timed_count_as_the_quicker_of_those_beside_them(
     after = read_beat(tmp_path, 3)
     assert after.work - before.work == pytest.approx((worked + 5 * counted) / 2)
     assert after.waited - before.waited == pytest.approx(6 * 0.002)
+    assert after.stepped - before.stepped == pytest.approx(0.002 + worked + 5 * min(0.002 + worked, 0.02))
     assert heartbeat.marked_from == 11 + int(0.1 / (worked + 0.002))
 
 

@@ -27,7 +27,7 @@ class StepWindow:
     waited: float
     """In a step: for data of other ranks, without waiting that overlaps with work."""
     step: float
-    """Of a whole step."""
+    """Of a whole step, without what lies between steps, such as an evaluation."""
 
 
 class StepWindows:
@@ -56,7 +56,7 @@ def _between(begin: Beat, end: Beat) -> StepWindow:
     return StepWindow(
         work=(end.work - begin.work) / steps,
         waited=(end.waited - begin.waited) / steps,
-        step=(end.time - begin.time) / steps,
+        step=(end.stepped - begin.stepped) / steps,
     )
 
 

@@ -3,7 +3,8 @@
 The run directory has one file for each rank. The rank writes, the supervisor reads; no thread, socket or lock is
 involved, so a blocked rank blocks nobody and its last heartbeat remains:
 
-heartbeat-003:  pid, phase, micro-batch, time, epoch, step, work, waited, packed phase, membership, warm | samples
+heartbeat-003:  pid, phase, micro-batch, time, epoch, step, work, waited, packed phase,
+                seconds of steps, membership, warm | samples
 
 In a loop of small operations little of this code stays in the processor's caches, so it has to be short. In most of
 the short steps ``enter`` therefore stores one number, the packed phase:
@@ -41,8 +42,9 @@ PHASES = (
 )
 """The phases of a rank, as shown in reports; ``script`` is the user's code after an evaluation."""
 
-_BEAT = struct.Struct("=iiqdqqddq")
-"""Process, phase, micro-batch, monotonic time, epoch, step, seconds of work and of waiting, packed phase."""
+_BEAT = struct.Struct("=iiqdqqddqd")
+"""Process, phase, micro-batch, monotonic time, epoch, step, seconds of work and of waiting, packed phase, and seconds
+of steps."""
 write_beat = _BEAT.pack_into
 PACKED_PHASE = 7
 """Index of the packed phase, of 64 bits. It is 0, or the current position in a short step: the sum of
@@ -50,9 +52,9 @@ PACKED_PHASE = 7
 MICRO_BATCH, STEP = 1 << 4, 1 << 24
 SAMPLES_OF = struct.Struct("=ii")
 """Number of samples, and of those in a micro-batch; 0: all of them."""
-MEMBERSHIP = 64
-WARM = 65
-SAMPLES, INDICES = 72, 80
+MEMBERSHIP = 72
+WARM = 73
+SAMPLES, INDICES = 80, 88
 SIZE = 32768
 MOST_SAMPLES = (SIZE - INDICES) // 8
 
@@ -98,6 +100,8 @@ class Beat:
     """See ``StepTimer.seconds``."""
     waited: float = 0.0
     """See ``StepTimer.waited``."""
+    stepped: float = 0.0
+    """See ``StepTimer.stepped``."""
 
     @property
     def position(self) -> str:
@@ -125,7 +129,7 @@ def read_beat(directory: Path, rank: int) -> Beat | None:
 
 
 def _parsed(content: bytes) -> Beat | None:
-    pid, phase, micro_batch, moment, epoch, step, work, waited, packed_phase = _BEAT.unpack_from(content)
+    pid, phase, micro_batch, moment, epoch, step, work, waited, packed_phase, stepped = _BEAT.unpack_from(content)
     if packed_phase:
         step, rest = divmod(packed_phase, STEP)
         micro_batch, phase = rest // MICRO_BATCH - 1, rest % MICRO_BATCH - 1
@@ -143,6 +147,7 @@ def _parsed(content: bytes) -> Beat | None:
         warm=bool(content[WARM]),
         work=work,
         waited=waited,
+        stepped=stepped,
         samples=_samples(content, micro_batch) if name != "data" else (),  # those are of the step before
     )
 
@@ -174,6 +179,8 @@ class StepTimer:
         self.seconds = 0.0
         self.waited = 0.0
         """Seconds of exchange that do not overlap with work, over all steps so far."""
+        self.stepped = 0.0
+        """Seconds of work on all micro-batches and of exchange: of the steps, without what lies between them."""
         self.latest = math.inf
         """Duration of the last timed step in seconds."""
         self.micro_batches = 0
@@ -183,7 +190,7 @@ class StepTimer:
         self.counted = -1
         """The last timed step."""
         self._step, self._began = -1, 0.0
-        self._timed = math.inf, math.inf
+        self._timed = math.inf, math.inf, math.inf
         self._phase, self._since = "", 0.0
         self._worked = self._idle = 0.0
 
@@ -202,9 +209,11 @@ class StepTimer:
         if self.is_timed:
             untimed = self._step - self.counted - 1
             work, idle = self._worked / self.micro_batches if self.micro_batches else 0.0, self._idle
+            whole = self._worked + idle
             self.seconds += work + untimed * min(work, self._timed[0])
             self.waited += idle + untimed * min(idle, self._timed[1])
-            self._timed, self.latest, self.counted = (work, idle), now - self._began, self._step
+            self.stepped += whole + untimed * min(whole, self._timed[2])
+            self._timed, self.latest, self.counted = (work, idle, whole), now - self._began, self._step
         elif self._step < 0:
             self.counted = step - 1
         self.is_timed = phase in _WORK
@@ -282,7 +291,7 @@ class Heartbeat:
         if beat is not None:
             number, now, meter = _PHASE_NUMBERS[phase], monotonic(), self._meter
             work = meter.enter(phase, step, now)
-            write_beat(beat, 0, self._pid, number, micro_batch, now, epoch, step, work, meter.waited, 0)
+            write_beat(beat, 0, self._pid, number, micro_batch, now, epoch, step, work, meter.waited, 0, meter.stepped)
             if step > self._step:
                 beat[WARM] = self._step >= 0
                 self._step = step
@@ -292,7 +301,7 @@ class Heartbeat:
             call(phase, epoch, step, micro_batch)
 
     def samples(self, indices: Indices) -> None:
-        """Writes the sample indices of the current micro-batch, for error reports; the first 4,086 are kept."""
+        """Writes the sample indices of the current micro-batch, for error reports; the first 4,085 are kept."""
         if self._beat is not None:
             self._write_samples(indices.tobytes(), 0)
         for call in self._events.samples:
