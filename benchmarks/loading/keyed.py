@@ -13,8 +13,9 @@ import torch
 from harness import report
 from harness.spread import Spread
 
+from lockstep.core.generators import generators_kept, seed_generators
 from lockstep.core.plan import BatchShape, SamplePlan
-from lockstep.data.keyed import SampleKeys, generators_kept, seed_generators
+from lockstep.data.keyed import SampleKeys
 from lockstep.data.loader import planned_steps
 
 BILLION = 10**9

@@ -8,8 +8,9 @@ from itertools import islice
 import numpy as np
 import pytest
 
+from lockstep.core.generators import generators_kept, seed_generators
 from lockstep.core.plan import BatchShape, SamplePlan
-from lockstep.data.keyed import SampleKeys, generators_kept, seed_generators
+from lockstep.data.keyed import SampleKeys
 from lockstep.data.loader import planned_steps
 
 BILLION = SamplePlan(samples=10**9, shape=BatchShape(global_batch=1024, micro_batches=8))

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
+from lockstep.core.generators import generators_kept
 from lockstep.data import Weighted
-from lockstep.data.keyed import generators_kept
 from lockstep.data.reader import BrokenSample, SampleReader
 from lockstep.errors import DataError
 

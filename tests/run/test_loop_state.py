@@ -20,8 +20,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from lockstep.core.generators import encoded_state
 from lockstep.core.values import parts_of
-from lockstep.data.keyed import encoded_state
 from lockstep.errors import ConfigError
 from lockstep.run import frame_variables
 from lockstep.run.changed_names import changed_by_reading

@@ -24,7 +24,7 @@ from torch import nn
 
 from lockstep.core.values import VARIABLE, Part
 from lockstep.data.changes import Notes
-from lockstep.data.keyed import content_of
+from lockstep.data.rereading import content_of
 from lockstep.numerics.hidden_state import Snapshot
 from lockstep.run.attributes import Values
 from lockstep.run.checks.agreement import made_with

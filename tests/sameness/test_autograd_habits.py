@@ -517,7 +517,6 @@ def test_what_cannot_be_cut_or_sharded_is_refused(layout, make, said):
         under(layout, make)
 
 
-@pytest.mark.slow
 def test_a_second_derivative_goes_through_split_layers():
     """Level B: within the bound of rounding. The collectives of the first derivative had none of their own."""
     found, expected = (each["penalty"]["losses"] for each in (under(TENSOR, penalty), alone()))

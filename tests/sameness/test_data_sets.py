@@ -26,8 +26,8 @@ from torch.utils.data import (
 
 from lockstep.core.world import World
 from lockstep.data import Bucketed, SkipBroken, Weighted, adopt
-from lockstep.data.keyed import content_of, restorer_of
 from lockstep.data.reader import InlineReading, Request, SampleReader
+from lockstep.data.rereading import content_of, restorer_of
 from lockstep.errors import DataError
 from lockstep.run import Run, RunOptions
 

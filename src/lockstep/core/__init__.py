@@ -1,1 +1,1 @@
-"""Pure values and functions: no process group is needed to use or to test them."""
+"""Values and functions that need no process group, to use or to test them."""

@@ -31,12 +31,13 @@ from torch.utils.data import (
     default_collate,
 )
 
+from lockstep.core.generators import encoded_state, generators_kept, seed_generators
 from lockstep.core.plan import Indices, Permutation
 from lockstep.core.seeding import derive_seed, permutation_key
 from lockstep.core.values import ENTRY, inside, slots_of
 from lockstep.data.batch import DeviceTransform
 from lockstep.data.images.transforms import FinishAlias, device_transform_of
-from lockstep.data.keyed import SampleKeys, encoded_state, generators_kept, seed_generators
+from lockstep.data.keyed import SampleKeys
 from lockstep.data.naming import require_map_style, sample_error, unwrap_subset
 from lockstep.data.reader import BrokenSample, Collate, collate_samples, read_each
 from lockstep.data.wrappers.bucketed import Bucketed

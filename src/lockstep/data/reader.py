@@ -36,12 +36,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset, default_collate, get_worker_info
 
+from lockstep.core.generators import generators_kept, seed_generators
 from lockstep.core.plan import Indices
 from lockstep.data.batch import map_leaves, pinned
 from lockstep.data.images.image_arrays import ImageArrays
 from lockstep.data.images.transforms import warn_renamed
-from lockstep.data.keyed import Rereading, SampleKeys, generators_kept, seed_generators
+from lockstep.data.keyed import SampleKeys
 from lockstep.data.naming import error_text, sample_error, sample_name, unwrap_subset, why_uncollatable
+from lockstep.data.rereading import Rereading
 from lockstep.errors import DataError
 from lockstep.runtime.stack_dump import Mark, stack_marker
 from lockstep.text import shorten

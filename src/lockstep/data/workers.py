@@ -19,8 +19,8 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 
 from lockstep.core.values import short_digest
-from lockstep.data.keyed import content_of, restorer_of
 from lockstep.data.reader import Collate, InlineReading, ReadTrace, Request, SampleReader
+from lockstep.data.rereading import content_of, restorer_of
 from lockstep.data.worker_process import Failure, InWorker, WorkerDataset, WorkerStacks, explain_lost_worker, unwatch
 from lockstep.errors import ConfigError, DataError, StallError
 from lockstep.runtime.stack_dump import Mark, stack_marker

@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from lockstep.core.generators import generators_kept
 from lockstep.data.batch import MicroBatch
-from lockstep.data.keyed import generators_kept
 from lockstep.distributed.collectives import gather_json
 from lockstep.errors import ConfigError
 from lockstep.integrations.lightning_log import (

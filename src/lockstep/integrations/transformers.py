@@ -41,9 +41,9 @@ from transformers.trainer_utils import (
 )
 
 from lockstep.checkpoint.record import decode, encode
+from lockstep.core.generators import generators_kept
 from lockstep.core.values import is_users_object
 from lockstep.data.batch import Batch
-from lockstep.data.keyed import generators_kept
 from lockstep.distributed.collectives import broadcast_tensors, gather_json
 from lockstep.errors import ConfigError
 from lockstep.numerics.hidden_state import Snapshot, evaluating

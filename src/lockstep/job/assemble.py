@@ -25,13 +25,13 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from lockstep.config.components import Component
 from lockstep.config.job import DataConfig, JobConfig, ParametersConfig
 from lockstep.config.job_file import with_lengths
+from lockstep.core.generators import encoded_states, set_encoded_states
 from lockstep.core.plan import BatchShape, SamplePlan
 from lockstep.core.seeding import derive_seed
 from lockstep.core.world import World
 from lockstep.data import SkipBroken, StepLoader, adopt, check_labels
 from lockstep.data.images.decoding import decoded_as
 from lockstep.data.images.encoded import EncodedPairs
-from lockstep.data.keyed import encoded_states, set_encoded_states
 from lockstep.data.labels import differing_classes, differing_columns, known_classes
 from lockstep.data.naming import unwrap_subset
 from lockstep.data.wrappers.wrapping import Wrapping

@@ -25,10 +25,10 @@ from lockstep.checkpoint.folder import newest_step, step_of
 from lockstep.config.components import Component
 from lockstep.config.job import JobConfig
 from lockstep.core.atomic import write_whole
+from lockstep.core.generators import generators_kept
 from lockstep.core.world import World
 from lockstep.data.adopt import adopt
 from lockstep.data.formats.arrow_files import optional_module
-from lockstep.data.keyed import generators_kept
 from lockstep.data.labels import differing_columns, known_classes
 from lockstep.data.naming import path_of
 from lockstep.errors import CheckpointError, CheckpointMismatch, ConfigError, LockstepError

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.core.fingerprint import digest_tensor
+from lockstep.core.generators import encoded_state, set_encoded_state
 from lockstep.core.users_code import globals_in, homes_of, is_users_function, is_users_module, names_in
 from lockstep.core.values import (
     CONTAINERS,
@@ -58,7 +59,6 @@ from lockstep.core.values import (
     text_of_tensor,
     told_apart,
 )
-from lockstep.data.keyed import encoded_state, set_encoded_state
 from lockstep.numerics.hooks import gradient_hooks
 from lockstep.text import shorten
 

@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 from lockstep.checkpoint.record import JSON, decode, encode
 from lockstep.checkpoint.state import ATTRIBUTE, has_extra_state, named_state, with_strides, wrapped_optimizers
 from lockstep.core.fingerprint import checksum, memory_of, sum_of_bits
+from lockstep.core.generators import encoded_state, set_encoded_state
 from lockstep.core.values import (
     CONTAINERS,
     Part,
@@ -47,7 +48,6 @@ from lockstep.core.values import (
     stored_in,
     text_of_plain,
 )
-from lockstep.data.keyed import encoded_state, set_encoded_state
 from lockstep.distributed.collectives import gather_json
 from lockstep.errors import ConfigError
 from lockstep.numerics.hidden_state import without_key

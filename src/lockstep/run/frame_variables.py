@@ -32,6 +32,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from lockstep.core.fingerprint import digest_tensor
+from lockstep.core.generators import encoded_state
 from lockstep.core.users_code import (
     codes_in,
     homes_of,
@@ -75,7 +76,6 @@ from lockstep.core.values import (
     text_of_size,
     text_of_table,
 )
-from lockstep.data.keyed import encoded_state
 from lockstep.run.changed_names import CONSTRUCTORS, changed_by_reading, changed_names, counted_by_reading
 from lockstep.run.live_variables import live_in
 from lockstep.run.optimizer_step import PreparedOptimizer

@@ -21,10 +21,10 @@ from lockstep.data import EvaluationLoader, SkipBroken, Source, StepLoader, Stre
 from lockstep.data.adopt import SideBySide, unused_side_by_side
 from lockstep.data.batch import Batch
 from lockstep.data.changes import BEGINNING, Notes, choices, inherited_by_workers
-from lockstep.data.keyed import asks_for_worker
 from lockstep.data.labels import differing_classes, differing_columns
 from lockstep.data.naming import unwrap_subset
 from lockstep.data.reader import ReadTrace
+from lockstep.data.rereading import asks_for_worker
 from lockstep.data.workers import UNREADABLE, ReadingOptions, sample_digests
 from lockstep.distributed.collectives import all_reduce_max, gather_json
 from lockstep.errors import ConfigError, DataError

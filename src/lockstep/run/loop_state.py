@@ -16,8 +16,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from lockstep.core.generators import encoded_state
 from lockstep.core.users_code import owners_of, users_frames
-from lockstep.data.keyed import encoded_state
 from lockstep.numerics.hidden_state import Snapshot
 from lockstep.run.changed_names import changed_by_loop
 from lockstep.run.frame_variables import Variables

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from lockstep.core.generators import encoded_state, set_encoded_state
 from lockstep.core.values import Part, is_plain, text_of_plain, version_of
-from lockstep.data.keyed import encoded_state, set_encoded_state
 from lockstep.errors import ConfigError
 from lockstep.numerics.hidden_state import ALIAS, Snapshot, without_key
 from lockstep.run.attributes import held_places, reference

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from lockstep.core.fingerprint import digest_tensor
+from lockstep.core.generators import generators_kept
 from lockstep.core.plan import StepPlan
 from lockstep.core.values import inside, is_plain
 from lockstep.data.batch import Batch, MicroBatch, tensors_in
-from lockstep.data.keyed import generators_kept
 from lockstep.errors import ConfigError
 from lockstep.numerics.hidden_state import Kind, Snapshot
 from lockstep.numerics.precision import dtype_named

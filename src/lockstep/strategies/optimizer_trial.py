@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.core.fingerprint import octets
-from lockstep.data.keyed import encoded_states, generators_kept
+from lockstep.core.generators import encoded_states, generators_kept
 from lockstep.errors import ConfigError
 from lockstep.numerics.hidden_state import Snapshot
 from lockstep.runtime.devices import open_gpus

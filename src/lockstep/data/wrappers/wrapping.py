@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
+from lockstep.core.generators import generators_kept
 from lockstep.core.plan import Indices
 from lockstep.data.batch import DeviceTransform
 from lockstep.data.images.transforms import FinishAlias, device_transform_of
-from lockstep.data.keyed import SampleKeys, generators_kept
+from lockstep.data.keyed import SampleKeys
 from lockstep.data.naming import require_map_style, sample_error, unwrap_subset
 from lockstep.data.reader import BrokenSample, Collate, batch_read, collate_samples, read_each
 from lockstep.errors import ConfigError

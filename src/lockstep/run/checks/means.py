@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only, tree_structure, tree_unflatten
 
+from lockstep.core.generators import generators_kept
 from lockstep.data.batch import MicroBatch, map_leaves, tensors_in
-from lockstep.data.keyed import generators_kept
 from lockstep.errors import ConfigError
 from lockstep.numerics.compilation import uncompiled
 from lockstep.numerics.hidden_state import Snapshot, told

@@ -127,8 +127,6 @@ class _Look:
     samples: int
     judges_loss: bool
     """True if the loss is called, too."""
-    has_graph: bool
-    """True if the forward pass may compute gradients."""
     ways: Sequence[bool]
     """For each way, whether samples are put in pairs; the second way, if the first fails."""
     buffers: Buffers
@@ -157,7 +155,7 @@ class _Look:
         compute, loss = self.compute, None
         self.buffers.restore()
         compute.randomness.begin_micro_batch(compute.plan.step, number)
-        with torch.set_grad_enabled(self.has_graph):
+        with torch.enable_grad():  # the forward pass may compute gradients itself
             output, target = compute.output_and_target(own_rows(self.data, list(rows)))
         outputs = [each.detach().clone() for each in tensors_in(output)]  # the loss may write into them
         if self.judges_loss:
@@ -246,8 +244,7 @@ def _look_at(strategy: Strategy, compute: StepCompute, micro_batches: Sequence[M
         if samples > 1 and has_rows(leaves_of(data), samples):
             ways = (True,) if together_with_others else (False, True)
             buffers = Buffers((compute.forward_pass.model,))
-            has_graph = strategy.replicated and compute.forward is not None  # which may compute gradients itself
-            look = _Look(compute, data, samples, judges and not together_with_others, has_graph, ways, buffers)
+            look = _Look(compute, data, samples, judges and not together_with_others, ways, buffers)
     if together_with_others and not all(strategy.gather_records(look is not None)):
         return Seen()
     if look is None:

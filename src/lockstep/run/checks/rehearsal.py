@@ -28,9 +28,10 @@ from torch.nn.utils import parametrize
 from lockstep.config.options import RunOptions
 from lockstep.config.strategy_options import Level
 from lockstep.core.fingerprint import checksums
+from lockstep.core.generators import encoded_states, generators_kept
 from lockstep.core.users_code import names_reached
 from lockstep.data.batch import Batch
-from lockstep.data.keyed import content_of, encoded_states, generators_kept
+from lockstep.data.rereading import content_of
 from lockstep.errors import ConfigError
 from lockstep.numerics.compilation import fix_graphs
 from lockstep.numerics.hidden_state import Kind, Snapshot, draws_globally, told, without_key

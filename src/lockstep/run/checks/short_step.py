@@ -15,9 +15,9 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from lockstep.core.fingerprint import digest_tensor, sum_of_bits
+from lockstep.core.generators import generators_kept
 from lockstep.core.plan import Share
 from lockstep.data.batch import Batch, MicroBatch, map_leaves
-from lockstep.data.keyed import generators_kept
 from lockstep.distributed.collectives import broadcast_tensors
 from lockstep.numerics.hidden_state import Snapshot
 from lockstep.numerics.running_buffers import persistent_buffers

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.config.strategy_options import Level
+from lockstep.core.generators import encoded_states, set_encoded_states
 from lockstep.core.plan import Share
 from lockstep.core.summation_tree import Node, fold, fold_rows, nodes_within
 from lockstep.data.batch import Batch
-from lockstep.data.keyed import encoded_states, set_encoded_states
 from lockstep.distributed.collectives import all_gather_rows, all_reduce_max, exchange_device, gather_json
 from lockstep.distributed.process_group import connect_pair
 from lockstep.numerics.precision import all_finite

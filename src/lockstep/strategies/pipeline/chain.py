@@ -27,8 +27,8 @@ from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from lockstep.core.generators import encoded_states, generators_kept
 from lockstep.core.users_code import names_in
-from lockstep.data.keyed import encoded_states, generators_kept
 from lockstep.numerics.blocks import CONTAINERS
 from lockstep.numerics.compilation import is_compiled
 from lockstep.numerics.hidden_state import Snapshot

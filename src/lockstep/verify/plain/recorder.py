@@ -45,9 +45,9 @@ from torch.utils.hooks import RemovableHandle
 
 from lockstep.config.checks import file_path
 from lockstep.core.fingerprint import device_model, digest_tensor
+from lockstep.core.generators import encoded_state
 from lockstep.core.values import parts_of_tensor, repr_of, short_digest, stored_in
 from lockstep.core.world import World
-from lockstep.data.keyed import encoded_state
 from lockstep.errors import ConfigError
 from lockstep.numerics.sync_batch_norm import SyncBatchNorm
 from lockstep.run.prepare import hyperparameters, implementation
