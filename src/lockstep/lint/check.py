@@ -50,16 +50,27 @@ def check_text(text: str, path: str = "script.py", rules: Iterable[LintRule] = R
 
 
 @functools.lru_cache(maxsize=16)  # a program may make many runs
-def depends_on_world_size(text: str, path: str) -> list[Finding]:
-    """The findings of LS059 and LS067 to LS070 in a program that uses Lockstep; none if the file is not a script."""
+def findings_in_a_run(text: str, path: str) -> list[Finding]:
+    """The findings of LS059 and LS067 to LS071 in a program that uses Lockstep; none if the file is not a script."""
     rules = (
         replace(launching.recipe_by_world_size, check=launching.by_world_size),
         replace(sampling.metric_of_one_share, check=sampling.of_one_share),
         launching.loss_of_all_combined,
         sampling.metric_of_all_combined,
         sampling.order_of_a_set,
+        models.least_squares_driver,
     )
-    words = ("torchmetrics", "ignite", ".micro_batches", "on_output", "on_micro_batch", "on_samples", "(set(", " set(")
+    words = (
+        "torchmetrics",
+        "ignite",
+        ".micro_batches",
+        "on_output",
+        "on_micro_batch",
+        "on_samples",
+        "(set(",
+        " set(",
+        "lstsq(",
+    )
     asks = launching.COUNTS.search(text) or any(each in text for each in words)
     try:
         return check_text(text, path, rules) if asks else []

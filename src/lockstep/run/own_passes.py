@@ -210,7 +210,7 @@ class LoopRehearsal:
         done[LoopRehearsal] = done.get(LoopRehearsal, 0) + 1
         is_first = done[LoopRehearsal] == 1
         if is_first and run.is_main:
-            warn_of_settings(is_alone=run.world.world_size == 1)
+            warn_of_settings(is_alone=run.world.world_size == 1, device=run.device)
             if not run.options.sync_batch_norm:
                 warn_of_few_samples(model, len(self._batch.plan.indices[0]), self._batch.plan.samples)
         watched = Watched({"": model}, (model, prepared.forward_pass.model))

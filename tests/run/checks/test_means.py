@@ -10,7 +10,7 @@ import lockstep
 from lockstep.run.checks.means import Deviation, checked, deviation, judge_metrics, reasons
 from lockstep.run.step import with_exact_mean
 
-NONE, SUM, WEIGHTED, FUNCTION, OTHER, ONE_ENTRY, UNKNOWN, UNCLEAR, PAIR, GRADIENT, *_ = Deviation
+NONE, SUM, WEIGHTED, FUNCTION, OTHER, ONE_ENTRY, UNKNOWN, UNCLEAR, PAIR, NO_SUM, GRADIENT, *_ = Deviation
 
 
 def rows(count=64):
@@ -99,11 +99,13 @@ def masked(output, target):
         (squeezed, NONE),
         (lambda output, target: output.max(), OTHER),
         (lambda output, target: f1(output, target) * 0, UNCLEAR),
-        (lambda output, target: (cross_entropy(output, target), accuracy(output, target)), PAIR),
-        (lambda output, target: (cross_entropy(output, target), len(target)), PAIR),
+        (lambda output, target: (cross_entropy(output, target), accuracy(output, target)), NO_SUM),
+        (lambda output, target: (cross_entropy(output, target), len(target)), NO_SUM),
+        (lambda output, target: (cross_entropy(output, target, ignore_index=0), (target != 0).sum()), NO_SUM),
+        (lambda output, target: (contrastive(output, target) * len(target), len(target)), PAIR),
         (lambda output, target: output.mean() / 0, UNCLEAR),
     ],
-    ids=range(27),
+    ids=range(29),
 )
 def test_what_a_function_is_a_mean_of(function, found):
     assert deviation(function, *rows(), 64) is found

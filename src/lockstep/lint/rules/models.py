@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from lockstep.lint.finding import Hit, rule
 from lockstep.lint.ranks import mentions_rank
 from lockstep.lint.rules.gradients import gradient_reductions, optimizers
-from lockstep.lint.script import Script, argument, arguments
+from lockstep.lint.script import Script, argument, arguments, constant, is_open
 from lockstep.lint.wrappers import DDP, DP, FSDP, Wrap, is_managed, owners_of, target_of, wraps
 
 _MODULE = """
@@ -255,3 +255,17 @@ def _asks_wrapper(script: Script, node: ast.Attribute, wrap: Wrap) -> bool:
         if is_set and name.lineno > wrap.call.lineno and script.same_function(name, node):
             return False
     return True
+
+
+@rule("LS071", "The driver that torch.linalg.lstsq takes by default on a CPU gives another solution in each call.")
+def least_squares_driver(script: Script) -> Iterator[Hit]:
+    """`torch.linalg.lstsq` without `driver=`, or with 'gelsy'. On a GPU there is another one, and nothing to do."""
+    for call in script.torch_calls("lstsq"):
+        driver = argument(call, "driver")
+        if constant(driver) == "gelsy" if driver is not None else is_open(call):
+            yield Hit(
+                call,
+                "on a CPU, driver 'gelsy' reads memory that torch has not set (pytorch issue 187411): each call gives "
+                "a solution with other last bits, or another one where columns depend on each other.",
+                "driver='gels', or driver='gelsd' where columns may depend on each other",
+            )

@@ -3,7 +3,7 @@
 gather_agreed        the loop calls the run on some ranks only, as when one of them evaluates under ``if run.is_main:``
 watching_calls       a loss, a metric or a data set asks for the number of processes, or exchanges values between them
 counts_read          a loss or a model holds that number
-warn_of_settings     the script computes a learning rate, or another setting, from it
+warn_of_settings     the script computes a learning rate, or another setting, from it, or something anew in each process
 """
 
 from __future__ import annotations
@@ -267,12 +267,13 @@ _REMEDIES = {
     "LS067": "Sort it, or start the script by lockstep run",
     "LS069": "Print it as it is returned",
     "LS070": "Give the samples to run.evaluate, or make a metric of torchmetrics with sync_on_compute=False",
+    "LS071": "Pass driver='gels', or 'gelsd' where columns may depend on each other",
 }
 """The remedy for the findings of a rule, by its number."""
 
 
-def warn_of_settings(callbacks: Iterable[object] = (), *, is_alone: bool) -> None:
-    """Warns of what the loop's files, and those of callbacks, make depend on the number of processes or a set's order.
+def warn_of_settings(callbacks: Iterable[object] = (), *, is_alone: bool, device: torch.device) -> None:
+    """Warns of what the loop's files, and those of callbacks, make depend on the number of processes or the process.
 
     ``is_alone`` is True for one process. What starts ranks for Lockstep gives all of them one order of sets.
     """
@@ -280,12 +281,14 @@ def warn_of_settings(callbacks: Iterable[object] = (), *, is_alone: bool) -> Non
     codes += [method.__code__ for each in callbacks for _, method in methods_of(type(each))]
     files = dict.fromkeys(code.co_filename for code in codes)
     texts = [("".join(linecache.getlines(file)), Path(file).name) for file in files]
-    if is_alone and not (sys.flags.hash_randomization and any("set(" in text for text, _ in texts)):
+    holds = {"LS067": bool(sys.flags.hash_randomization), "LS071": device.type == "cpu"}
+    asked = [word for word, rule in (("set(", "LS067"), ("lstsq(", "LS071")) if holds[rule]]
+    if is_alone and not any(word in text for text, _ in texts for word in asked):
         return
-    from lockstep.lint.check import depends_on_world_size  # seldom needed, and slow to import
+    from lockstep.lint.check import findings_in_a_run  # seldom needed, and slow to import
 
-    found = [each for text, name in texts for each in depends_on_world_size(text, name)]
-    found = [each for each in found if (sys.flags.hash_randomization if each.rule == "LS067" else not is_alone)]
+    found = [each for text, name in texts for each in findings_in_a_run(text, name)]
+    found = [each for each in found if holds.get(each.rule, not is_alone)]
     settings = [each for each in found if each.rule == "LS068"]
     told = [f"{each.path}:{each.line}: {each.wrong.partition(' is another value')[0]}" for each in settings]
     if told:

@@ -157,8 +157,9 @@ class Findings:
             )
         raise ConfigError(
             f"{begin}, and nothing was found that changed in between: the model or the loss depends on something that "
-            "Lockstep cannot see, such as a file, the clock, an iterator, memory that was not initialised, or a kernel "
-            f"without a fixed order. {OFF}"
+            "Lockstep cannot see, such as a file, the clock, an iterator, memory that was not initialised, as that of "
+            "torch.linalg.lstsq on a CPU without driver='gels' or 'gelsd', or a kernel without a fixed order. "
+            f"{OFF}"
         )
 
 

@@ -81,9 +81,12 @@ class Deviation(Enum):
     UNCLEAR = None
     """All values were one number so far, such as 0, or none; it is looked at again."""
     PAIR = (
-        "returns a pair, which stands for (sum, how many were counted), and these do not add up over samples: a mean "
-        "beside a count, or a loss beside an accuracy, is none. Return the sum, and numbers beside a loss in a dict, "
-        "as also= of run.backward has them. One that compares the samples of a batch needs whole_batch=True."
+        "returns a pair, which stands for (sum, how many were counted), and these do not add up over samples. One that "
+        "compares the samples of a batch needs whole_batch=True."
+    )
+    NO_SUM = (
+        "returns a pair, which stands for (sum, how many were counted). The first is a mean already, or the second no "
+        "count, such as an accuracy. Return the sum, and numbers beside a loss by also= of run.backward."
     )
     GRADIENT = (
         "is a mean over samples by its value, and not by its gradient: that of an output is another one where other "
@@ -401,7 +404,18 @@ def deviation(function: Callable[[Any, Any], Any], output: Any, target: Any, sam
                 return Deviation.UNTESTED  # as many boxes as samples, each with the number of its own
     if not found.reason or not are_pairs:  # or no call has succeeded
         return found
-    return Deviation.PAIR if all(are_pairs) else Deviation.ONE_ENTRY if all(have_one_entry) else found
+    if not all(are_pairs):
+        return Deviation.ONE_ENTRY if all(have_one_entry) else found
+    return Deviation.NO_SUM if _is_no_sum(sums, samples, most) else Deviation.PAIR
+
+
+def _is_no_sum(sums: Callable[[slice], Sums], samples: int, most: float) -> bool:
+    """True if the first of a pair is a mean, or the second no count."""
+    with suppress(Exception), torch.no_grad():
+        rows = slice(None), slice(samples // 2), slice(samples // 2, None)
+        (whole, count), (one, first), (other, second) = map(sums, rows)
+        return _adds_up(whole * count, one * first, other * second, most) or not _adds_up(count, first, second, most)
+    return False
 
 
 def deviation_over(sums: Callable[[slice], Sums], samples: int, most: float) -> Deviation:

@@ -245,7 +245,8 @@ class Rehearsals:
         compute.heartbeat.leave_untimed()
         self.require_equal_draws()
         if len(self.done) == done == 1 and self._is_main:
-            warn_of_settings(self._events.callbacks, is_alone=self._strategy.all_ranks is None)
+            alone = self._strategy.all_ranks is None
+            warn_of_settings(self._events.callbacks, is_alone=alone, device=self._strategy.device)
             if names := read_in_loop(self._strategy.places_not_set()):
                 logger.warning(_NOT_SET, shorten(names, _MOST), self._strategy.name)
             if not self._are_concurrent:
