@@ -148,9 +148,16 @@ def test_a_file_of_tensors_without_names_is_told_so(tmp_path):
         look_at(tmp_path / "t.pt", "tensors")
 
 
-@pytest.mark.parametrize(("lengths", "size", "samples"), [((641,), 641, 10), ((704,), 704, 10), ((320, 383), 704, 10)])
+def test_a_photo_in_no_folder_of_a_class_is_not_counted(tmp_path):
+    folder = write_photos(tmp_path / "photos")
+    (folder / "cover.png").write_bytes((folder / "cat" / "0.png").read_bytes())
+    found = look_at(folder, "images")
+    assert (found.samples, found.remarks[0]) == (12, "12 photos in 2 classes: cat, dog")
+
+
+@pytest.mark.parametrize(("lengths", "size", "samples"), [((641,), 641, 10), ((704,), 704, 10), ((320, 383), 703, 10)])
 def test_texts_have_the_samples_that_the_script_cuts(tmp_path, lengths, size, samples):
-    """One byte too many for each file was told, and a last sample that has no next byte."""
+    """One byte too many for each file was told, or but one, and a last sample that has no next byte."""
     for number, length in enumerate(lengths):
         (tmp_path / f"{number}.txt").write_text("x" * length)
     found = look_at(tmp_path, "text")

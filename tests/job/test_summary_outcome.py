@@ -60,7 +60,7 @@ def test_skipped_steps_are_counted(skipped, shown):
 @pytest.mark.parametrize(
     ("metric", "shown"),
     [
-        ("validation_accuracy", "accuracy     50.00 % (best 75.00 %, epoch 2)"),
+        ("validation_accuracy", "accuracy     50.00 % on the validation set (best 75.00 %, epoch 2)"),
         ("validation_loss", "loss         0.5 on the validation set (best 0.75, epoch 2)"),
     ],
 )
@@ -73,7 +73,9 @@ def test_an_accuracy_that_is_given_in_percent_is_not_multiplied():
     metric = "validation_accuracy"
     for last, shown in ((43.24, "43.24"), (0.5, "0.5")):
         found = outcome(metric=metric, values={metric: last}, best=45.0, best_epoch=1)
-        assert f"accuracy     {shown} (best 45, epoch 2)" in describe_outcome(found, "").splitlines()
+        assert (
+            f"accuracy     {shown} on the validation set (best 45, epoch 2)" in describe_outcome(found, "").splitlines()
+        )
 
 
 def test_no_evaluation_is_the_best_where_all_are_nan():

@@ -144,6 +144,21 @@ def test_before_the_first_step_no_time_is_known(monkeypatch):
     assert lines_of(monkeypatch, (0, 4, 4, False)) == ["epoch 1/4  loss 1"]
 
 
+def test_an_evaluation_with_which_a_run_goes_on_is_no_time_of_steps(monkeypatch):
+    """A long one counted with every later step."""
+    clock, stream = Clock(), io.StringIO()
+    monkeypatch.setattr("lockstep.loggers.console.time", clock)
+    console = Console(stream)
+    console.begin(0, epochs=3, start=0, steps=4, done=4)
+    clock.now += 600.0
+    console.epoch(0, 4, {"loss": 1.0})
+    console.begin(1, epochs=3, start=4, steps=4)
+    clock.now += 40.0
+    console.log(8, {"loss": 1.0})
+    console.epoch(1, 8, {"loss": 1.0})
+    assert stream.getvalue().splitlines() == ["epoch 1/3  loss 1", "epoch 2/3  loss 1  40 s left"]
+
+
 def test_evaluations_count_once_for_each_epoch_to_come(monkeypatch):
     """The rest of an epoch has a whole evaluation after it."""
     clock, stream = Clock(), io.StringIO()

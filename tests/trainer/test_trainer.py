@@ -123,6 +123,14 @@ def test_a_run_that_stops_early_says_why(tmp_path, caplog):
     assert "validation_accuracy has not improved in the last 2 evaluations" in caplog.text
 
 
+@pytest.mark.parametrize("end", [{"epochs": 3}, {"epochs": 9, "max_steps": 12}])
+def test_a_run_with_all_its_epochs_or_steps_has_not_ended_early(tmp_path, caplog, end):
+    caplog.set_level(logging.INFO, logger="lockstep")
+    trainer(World(), tmp_path, lr=0.0, early_stop=2, **end).fit()
+    assert records(tmp_path)[-1]["step"] == 12
+    assert "ends early" not in caplog.text
+
+
 def test_the_speed_of_a_run_is_that_of_its_epochs(tmp_path):
     found = trainer(World(), tmp_path).fit()
     epochs = [each for each in records(tmp_path) if each["kind"] == "epoch"]

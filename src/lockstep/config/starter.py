@@ -189,8 +189,8 @@ def _look_at_images(data: Path, target: str, goal: str) -> DataSummary:
     top = {path.relative_to(data).parts[0] for path in photos if len(path.relative_to(data).parts) > 1}
     by_split = bool(top & TRAINING_FOLDERS) and bool(top & (_SPLITS - TRAINING_FOLDERS))
     depth = 1 if by_split else 0
-    parts = [path.relative_to(data).parts for path in photos]
-    classes = sorted({each[depth] for each in parts if len(each) > depth + 1})
+    photos = [path for path in photos if len(path.relative_to(data).parts) > depth + 1]  # of a class
+    classes = sorted({path.relative_to(data).parts[depth] for path in photos})
     if len(classes) < 2:
         raise ConfigError(
             f"'{data}' has {plural(len(classes), 'folder')} with photos, and at least two classes are needed: one "
@@ -320,12 +320,12 @@ def _look_at_text(data: Path, target: str, goal: str) -> DataSummary:
     if goal == "numbers":
         raise ConfigError("A model of text predicts the next byte, which is one of 256 classes. Leave --goal out.")
     files = [data] if data.is_file() else [path for path in _files(data) if path.suffix.lower() in _TEXTS]
-    size = sum(path.stat().st_size for path in files) + len(files) - 1  # which a newline parts
+    size = sum(path.stat().st_size for path in files)
     return DataSummary(
         data=data,
         kind="text",
         goal="classes",
-        samples=max(0, size - 1) // _WINDOW,
+        samples=max(0, size + len(files) - 2) // _WINDOW,  # a newline parts files
         outputs=256,
         values={"window": _WINDOW, "suffixes": _TEXTS},
         remarks=(

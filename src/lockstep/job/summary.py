@@ -191,10 +191,9 @@ def describe_outcome(outcome: TrainingOutcome, proof: str) -> str:
         best = ""
         if outcome.best is not None and not math.isnan(outcome.best):
             best = f" (best {form(outcome.best)}, epoch {outcome.best_epoch + 1})"
+        # In an epoch's line, the entry of that name is of the training.
         name = outcome.metric.removeprefix("validation_")
-        # The loss of an epoch's line is that of the training
-        of = " on the validation set" if name == "loss" else ""
-        rows.append((name, f"{form(given)}{of}{best}"))
+        rows.append((name, f"{form(given)} on the validation set{best}"))
     if outcome.seconds:
         speed = f"{samples_per_second(outcome.samples_per_second)}, {outcome.seconds:.1f} s of training"
         since = f" since step {outcome.first_step:,}" if outcome.first_step else ""

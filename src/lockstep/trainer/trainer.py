@@ -99,7 +99,10 @@ class Trainer(Callback):
                     break
             if self._ends_within_epoch:
                 self._finish_early(epoch, trained)
-        if self._has_stopped_improving and self.run.is_main:
+        place = self.run.position
+        epochs = place.epoch + (place.done == self.steps_per_epoch)
+        is_early = epochs < self._settings.epochs and place.step != self._settings.max_steps
+        if self._has_stopped_improving and is_early and self.run.is_main:
             logger.info(
                 "Training ends early: %s has not improved in the last %s (training.early_stop).",
                 *(self._progress.metric, plural(self._progress.since_best, "evaluation")),

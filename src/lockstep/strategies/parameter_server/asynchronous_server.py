@@ -80,6 +80,8 @@ class Server:
         self.staleness = Staleness()
         self._counts: list[float] = []
         self._asking: list[int] = []
+        self._stepped: set[int] = set()
+        """Workers that have pushed, and wait for the values of their next step."""
         self._arrived: dict[int, ServerMessage] = {}
         self._answers: dict[int, ServerMessage] = {}
         self._left: set[int] = set()
@@ -89,7 +91,7 @@ class Server:
         self._loss = 0.0
         self.stop = Stop()
         self.bytes_sent = 0
-        """Bytes of values that were sent."""
+        """Bytes of values that workers were sent after a step."""
 
     def backward(self, batch: Batch, compute: Compute, *, scale: float, stop: int) -> StepResult:
         """Waits for the pushes of one update, and sets their mean gradient on what is held here."""
@@ -268,6 +270,7 @@ class Server:
         if rank not in self.clock.living:
             raise Refused("it is not a worker")
         self._accumulator.add(message)
+        self._stepped.add(rank)
         self.staleness.lead = max(self.staleness.lead, self.clock.advance(rank))
         self.stop.adopt(message.content)
 
@@ -315,8 +318,9 @@ class Server:
         body = get_values(self._shards, self._buffers)
         answer = ServerMessage("values", {"version": self.version, **self.stop.as_content()}, body)
         for rank in ready:
-            if self._transport.send(rank, answer):
+            if self._transport.send(rank, answer) and rank in self._stepped:
                 self.bytes_sent += len(body)
+                self._stepped.remove(rank)
 
     def _may_have_values(self, rank: int) -> bool:
         """Returns whether a rank may have the values now. Servers never wait for each other."""
