@@ -247,6 +247,48 @@ def test_single_samples_of_several_lengths_are_judged_by_outputs_of_one_shape(re
     assert [" is a sum over the samples" in each for each in told] == [True] * is_told
 
 
+class Detector(nn.Linear):
+    """Gives a dict of losses in training, else a list; its targets are dicts with one label or more for each image."""
+
+    def __init__(self):
+        super().__init__(6, 4)
+
+    def forward(self, images, targets):
+        outputs = super().forward(torch.stack([image.mean(0) for image in images]))
+        if not self.training:
+            return list(outputs)
+        counts = torch.tensor([len(each["labels"]) for each in targets])
+        labels = torch.cat([each["labels"] for each in targets])
+        return {"boxes": cross_entropy(outputs.repeat_interleave(counts, 0), labels), "size": outputs.square().mean()}
+
+
+class Detections(Sentences):
+    """Images with 2, 2, 1 and 4 labels and so on."""
+
+    def __getitem__(self, index):
+        labels = torch.arange((2, 2, 1, 4)[index % 4]) % 4
+        return torch.full((3, 6), 0.1 * index), {"labels": labels, "number": index}
+
+
+@pytest.mark.parametrize(
+    ("name", "is_pair", "is_told"), [("boxes", False, True), ("boxes", True, False), ("size", False, False)]
+)
+def test_a_list_of_targets_is_cut_by_samples_also_where_their_boxes_are_as_many(name, is_pair, is_told, caplog):
+    run = lockstep.init(global_batch=8, micro_batches=4)
+    model = Detector()
+    run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def loss_fn(losses, data):
+        count = sum(len(each["labels"]) for each in data[1])
+        return (losses[name] * count, torch.tensor(float(count))) if is_pair else losses[name]
+
+    for batch in run.batches(DataLoader(Detections(0), 8, collate_fn=lambda items: tuple(zip(*items)))):
+        run.backward(batch, loss_fn, forward=lambda data: model(*data))
+    run.close()
+    told = [each.getMessage() for each in caplog.records if "The loss" in each.getMessage()]
+    assert ["is not a mean over samples" in each for each in told] == [True] * is_told
+
+
 def test_what_was_said_of_one_loss_is_not_said_at_length_of_another(caplog):
     run = lockstep.init(global_batch=32, micro_batches=4)
     model = nn.Linear(6, 4)

@@ -546,8 +546,9 @@ def _is_mean_over_rows(function: Callable[[Any, Any], Any], pair: Any, samples: 
 def together(micro_batches: Sequence[MicroBatch], least: int = 2) -> tuple[Any, int]:
     """The data of the first micro-batch, or of some with fewer rows than ``least``, and how many rows they have."""
     parts = micro_batches[: 1 if len(micro_batches[0]) >= least else _MOST_JOINED]
-    whole = iter(joined([leaves_of(each.data) for each in parts]))
-    return map_leaves(parts[0].data, lambda _: next(whole)), sum(map(len, parts))
+    columns = [with_columns(each.data, len(each)) if len(each) > 1 else each.data for each in parts]
+    whole = iter(joined(list(map(leaves_of, columns))))
+    return map_leaves(columns[0], lambda _: next(whole)), sum(map(len, parts))
 
 
 def with_columns(data: Any, samples: int) -> Any:
@@ -555,8 +556,9 @@ def with_columns(data: Any, samples: int) -> Any:
 
     def column(value: Any) -> Any:
         is_list = type(value) in (list, tuple) and len(value) == samples
+        are_alike = is_list and len({tuple(each) if isinstance(each, dict) else None for each in value} - {None}) == 1
         has_columns = any(has_rows(tensor, samples) for tensor in tensors_in(value))
-        return UserList(value) if is_list and not has_columns else value
+        return UserList(value) if is_list and (are_alike or not has_columns) else value
 
     if type(data) is dict:
         return {name: column(value) for name, value in data.items()}
@@ -606,7 +608,13 @@ def copies_of(data: Any) -> Any:
 def joined(parts: Sequence[Any]) -> Any:
     """The data with the rows of all parts, which are alike; ``ValueError`` or an error of torch where they are not."""
     columns = zip(*(tree_leaves(part) for part in parts), strict=True)
-    rows = [torch.cat(leaves) if isinstance(leaves[0], Tensor) else leaves[0] for leaves in columns]
+
+    def rows_of_all(leaves: Sequence[Any]) -> Any:
+        if isinstance(leaves[0], UserList):
+            return UserList(itertools.chain(*leaves))
+        return torch.cat([*leaves]) if isinstance(leaves[0], Tensor) else leaves[0]
+
+    rows = list(map(rows_of_all, columns))
     return tree_unflatten(rows, tree_structure(parts[0]))
 
 
