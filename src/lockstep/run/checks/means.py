@@ -16,7 +16,6 @@ from collections import UserList
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
-from functools import partial
 from typing import Any
 
 import torch
@@ -129,28 +128,41 @@ UNTOLD = {each.reason for each in (Deviation.UNKNOWN, Deviation.UNTESTED, Deviat
 
 
 def checked(
-    function: Callable[[Any, Any], Any], output: Any, target: Any, samples: int, *, trains: bool = False
+    function: Callable[[Any, Any], Any],
+    output: Any,
+    target: Any,
+    samples: int,
+    *,
+    trains: bool = False,
+    begin: Callable[[], None] = lambda: None,
 ) -> Deviation:
     """See ``deviation``; what the user's own function changes, such as a list that it adds to, is restored.
 
-    ``trains``: the function is a loss, whose gradients are compared, too.
+    ``trains``: the function is a loss, whose gradients are compared, too; ``begin`` is called before each call of it.
     """
+
+    def mean(output: Any, target: Any) -> Any:
+        begin()
+        return with_exact_mean(function)(output, target)
+
+    def values(rows: slice) -> str:  # a call draws the same random numbers as the others
+        with generators_kept(), torch.no_grad():
+            return repr([each.tolist() for each in tensors_in(mean(*rows_of((output, target), rows)))])
+
     with generators_kept(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # such as torch's of the deviation of a single row
         before = Snapshot({"the function": function})
         try:
-            mean = with_exact_mean(function)
             found = deviation(mean, output, target, samples)
             if before.changed(Snapshot({"the function": function}, restorable=False)):
-                calls = partial(_values, function, output, target)
                 before.restore()
                 with suppress(Exception):
-                    alone = calls(slice(None))
+                    alone = values(slice(None))
                     before.restore()
                     for some in sorted({samples // 2, samples // 3 or 1, 1}):  # of which one has another value
                         with suppress(Exception):
-                            calls(slice(some))
-                    if calls(slice(None)) != alone:
+                            values(slice(some))
+                    if values(slice(None)) != alone:
                         return Deviation.STATEFUL
             if trains and not found.reason and _has_other_gradients(mean, output, target, samples):
                 return Deviation.GRADIENT
@@ -196,12 +208,6 @@ def are_apart(whole: Sequence[Tensor], parts: Sequence[Tensor], most: float) -> 
 def norm_of(tensors: Iterable[Tensor]) -> float:
     """The norm of some tensors together."""
     return math.hypot(*(float(each.norm()) for each in tensors))
-
-
-def _values(function: Callable[[Any, Any], Any], output: Any, target: Any, rows: slice) -> str:
-    """The values of a function over some rows, as a text; it draws the same random numbers in each call."""
-    with generators_kept(), torch.no_grad():
-        return repr([each.tolist() for each in tensors_in(function(*rows_of((output, target), rows)))])
 
 
 RowCopies = tuple[Any, Any, int]
@@ -608,13 +614,12 @@ def copies_of(data: Any) -> Any:
 def joined(parts: Sequence[Any]) -> Any:
     """The data with the rows of all parts, which are alike; ``ValueError`` or an error of torch where they are not."""
     columns = zip(*(tree_leaves(part) for part in parts), strict=True)
-
-    def rows_of_all(leaves: Sequence[Any]) -> Any:
-        if isinstance(leaves[0], UserList):
-            return UserList(itertools.chain(*leaves))
-        return torch.cat([*leaves]) if isinstance(leaves[0], Tensor) else leaves[0]
-
-    rows = list(map(rows_of_all, columns))
+    rows = [
+        UserList(itertools.chain(*leaves))
+        if isinstance(leaves[0], UserList)
+        else (torch.cat([*leaves]) if isinstance(leaves[0], Tensor) else leaves[0])
+        for leaves in columns
+    ]
     return tree_unflatten(rows, tree_structure(parts[0]))
 
 
