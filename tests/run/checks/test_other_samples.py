@@ -1,5 +1,6 @@
 """Models whose output, or whose loss, for a sample depends on the others of its micro-batch are told, and no others."""
 
+import copy
 import io
 import logging
 import random
@@ -114,6 +115,19 @@ def test_one_micro_batch_mixes_nothing_and_single_samples_are_put_together(micro
     """A run of one micro-batch that writes checkpoints was told of it, too."""
     train(Compares(lambda x: x - x.mean(0)), cross_entropy, micro_batches=micro_batches, directory=tmp_path)
     assert caplog.text.count(MIXES) == (micro_batches > 1) == len(caplog.records)
+
+
+def test_outputs_that_are_rounding_alone_mix_nothing(caplog):
+    """As those of a policy in relation to its reference (DPO), before the first step: they differ by the batch size."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+    reference = copy.deepcopy(model).requires_grad_(False)
+
+    def forward(data):
+        size = 0.7 * len(data[0])  # rounds as matrix products do, whose kernels depend on it
+        return model(data[0]) * size / size - reference(data[0])
+
+    train(model, lambda output, data: -F.logsigmoid(output), forward=forward)
+    assert MIXES not in caplog.text
 
 
 def test_a_mode_in_which_samples_are_mixed_is_named(caplog):
