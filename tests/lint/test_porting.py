@@ -1820,3 +1820,60 @@ def test_tensors_without_a_module_are_put_into_one():
     assert "; [w] = run.prepare(torch.nn.ParameterList([w]))" in alone  # not the list itself
     for line in ("opt = torch.optim.SGD([w, b], 0.1)", "opt.step()"):  # the tensors of others may be those of inputs
         assert told not in advice(f"{script}\n        {line}\n").get(4, [])
+
+
+def test_an_optimizer_of_each_epoch_is_made_above_the_loop():
+    text = """
+        import torch
+        model = Net()
+        for epoch in range(3):
+            optimizer = torch.optim.SparseAdam(model.parameters())
+            for batch, (x, y) in enumerate(Batches(data, 8)):
+                hidden = model.begin() if batch == 0 else hidden
+                output, memory = model(x, memory)
+                loss_fn(output, y).backward()
+                optimizer.step()
+        class Batches:
+            def __iter__(self):
+                yield from self.data
+        """
+    found = advice(text)
+    assert any(each.startswith("above the loop of line 4") and "run.prepare" in each for each in found[5])
+    assert "refused, since gradients are added up as dense ones: torch.optim.Adam" in found[5]
+    (loop,) = found[6]
+    assert loop.startswith("for i, batch in enumerate(run.batches(")
+    assert "of a class of your own" in loop
+    assert any("A hidden state from batch to batch" in each for each in found[8])
+    anew = advice(text.replace("            optimizer = ", "            model = Net(); optimizer = "))
+    assert any(each.startswith("below: run = lockstep.init(") for each in anew[5]), "one training after another"
+
+
+def test_a_state_that_begins_in_each_batch_is_not_carried():
+    found = advice(
+        """
+        for epoch in range(3):
+            for x, y in loader:
+                hidden = model.begin(len(x))
+                for t in range(5):
+                    output, hidden = model(x[t], hidden)
+                loss_fn(output, y).backward()
+                optimizer.step()
+        """
+    )
+    assert "hidden state" not in str(found)
+
+
+def test_episodes_around_updates_from_a_replay_buffer_stay():
+    found = advice(
+        """
+        class Agent:
+            def update(self, memory):
+                x, y = memory.sample(8)
+                loss_fn(self.model(x), y).backward()
+                self.optimizer.step()
+        for episode in range(3):
+            while not done:
+                agent.update(memory)
+        """
+    )
+    assert any(each.startswith("stays if the loop in it takes other samples") for each in found[7])

@@ -126,7 +126,10 @@ class Stream(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         """Refused: a stream is read in order."""
-        raise ConfigError("Stream is read in the order of an epoch. Give it to run.batches as it is.")
+        raise ConfigError(
+            "Stream is read in the order of an epoch. Give it to run.batches as it is, not in a DataLoader; a collate "
+            "function goes into Stream(..., collate=...)."
+        )
 
     def get_batch(self, indices: Indices, keys: SampleKeys) -> Any:
         """The samples at places ``indices``, collated."""

@@ -34,13 +34,16 @@ from lockstep.lint.script import (
 from lockstep.lint.wrappers import (
     DDP,
     DP,
+    DRAWN,
     FSDP,
-    PROCESSES,
     backwards,
     batch_size,
     batches_around,
+    carried_in,
     counts_of,
     drawn_by,
+    epochs_around,
+    has_own_batches,
     inputs_of,
     is_above,
     is_below_step,
@@ -52,11 +55,14 @@ from lockstep.lint.wrappers import (
     optimizers_of,
     owners_of,
     passes_of_step,
+    rates_by_processes,
     root_of,
     runs_of,
+    set_in,
     source_of,
     takes_part,
     takes_places,
+    takes_samples,
     target_of,
     wraps,
 )
@@ -93,9 +99,7 @@ _SIZE = re.compile(r"len\((\w+)\)|(\w+)\.size\(0\)|(\w+)\.shape\[0\]|(\w+)\.num_
 _MOVED = re.compile(r"\.(to|cuda)\(((device=)?[\w.]*device(\(\))?|gpu)?(, )?(non_blocking=True)?\)")
 _READ = re.compile(r"[\w.]+(\[('\w+'|\d+|[a-z][^:,]*:[^:,]*)\])?|(torch\.from_numpy|Variable|[\w.]*[Tt]ensor)\(\w+\)")
 """Texts of what a loop reads: ``y``, ``batch["y"]``, ``y[i : i + 32]``, ``torch.tensor(y)``."""
-_DRAWN = re.compile(r"^[\w.]*(mem|buf|replay|experience)\w*\.sample\w*\(", re.IGNORECASE)
 _AVERAGE = re.compile(r"ema|swa|average|^self$", re.IGNORECASE)  # whose ``module`` is not that of a wrapper
-_RATES = re.compile(r"(\b|_)lr(\b|_)|learning_rate")
 _MOVE = re.compile(r"^\w+(\.(to|cuda)\([^()]*(\([^()]*\))?[^()]*\))?$|\bfor\b")
 """Texts of what moves a batch to a device or takes it apart, and does not change it."""
 
@@ -121,6 +125,8 @@ _DATA_OF_THE_LOOP = (
     "; make a data set of what the loop takes its batches from, such as TensorDataset(x, y), without a permutation; "
     "where that is all of it, (batch,) = run.batches(data), with global_batch its size or the next multiple of 8"
 )
+_OWN_LOADER = "; of a class of your own, give a data set of the samples that it cuts its batches from (moving.md, Data)"
+_CARRIED = "if a state goes from batch to batch here: moving.md, A hidden state from batch to batch"
 _NEXT = ", without iter() and next(); if the loop makes another number of steps than one pass: moving.md, cycle(loader)"
 _REPLAY = "stays; each update has (batch,) = run.batches(TensorDataset(...), shuffle=False), of the samples drawn"
 _STAYS = "stays if the loop in it takes other samples in each pass (replay buffer): each run.batches is the next epoch"
@@ -163,6 +169,7 @@ _TORCH_CALLS = {
         "torch.*.autocast": 'leave out: lockstep.init(precision="bf16") or "fp16"',
         "torch.*.GradScaler": 'leave out: lockstep.init(precision="fp16") scales the loss',
         "torch.*.convert_sync_batchnorm": "leave out: lockstep.init(sync_batch_norm=True)",
+        "torch.optim.SparseAdam": "refused, since gradients are added up as dense ones: torch.optim.Adam",
         "torch.*.ZeroRedundancyOptimizer": 'the optimizer that it is made of; lockstep.init(strategy="fsdp") shards it',
     },
     "Data": {"torch.*.DistributedSampler": _SAMPLER},
@@ -276,7 +283,12 @@ def _preparation(script: Script) -> Iterator[_Found]:
         steps.append("return run as well")
     if trained := ", ".join(dict.fromkeys(target_of(script, call) for call in by_hand)):
         steps[1:] = [f"[{trained}] = {run}.prepare(torch.nn.ParameterList([{trained}]))"]
-    yield last, f"{'below' if made or by_hand else 'where the optimizer is made'}: {'; '.join(steps)}"
+    place = "below" if made or by_hand else "where the optimizer is made"
+    if (loop := epochs_around(script, last)) is not None and not {each.partition(".")[0] for each in models} & set_in(
+        loop
+    ):
+        place = f"above the loop of line {loop.lineno}, with what this line makes"
+    yield last, f"{place}: {'; '.join(steps)}"
     of_prepared = "below run.prepare, of the optimizer that it returns: this object steps what it is given"
     yield from ((call, of_prepared) for call in outer)
     yield from ((call, _ABOVE) for call in inside if outside)
@@ -333,6 +345,7 @@ def _loops(script: Script) -> Iterator[_Found]:
     """The loops over batches and epochs around each backward pass."""
     for call in backwards(script):
         around, over_batches = loops_around(script, call), batches_around(script, call)
+        yield from ((node, _CARRIED) for node in carried_in(script, over_batches or next(iter(around), None)))
         if passes_of_step(script, call) is not None:
             yield around.pop(0), _ACCUMULATES
         if over_batches is not None:
@@ -346,14 +359,13 @@ def _loops(script: Script) -> Iterator[_Found]:
         elif around:
             epochs = [loop for loop in around[1:] if isinstance(loop, ast.For)][:1]
             drawn = drawn_by(script, around[0], call)
-            for loop in epochs:
-                yield loop, _over_epochs(script, loop, around) if drawn or takes_places(script, around[0]) else _STAYS
-            rest = _NEXT if drawn else _DATA_OF_THE_LOOP
+            is_replay = takes_samples(script, around[0], call)
+            is_data = not is_replay and bool(drawn or takes_places(script, around[0]))
+            yield from ((loop, _over_epochs(script, loop, around) if is_data else _STAYS) for loop in epochs)
             begin = "" if epochs else "for epoch in run.epochs(N): "
-            samples = [each for each in script.calls if method(each).startswith("sample") and each.args]
-            samples = [each for each in samples if script.holds(around[0], each)]
-            yield around[0], _REPLAY if samples else f"{begin}for batch in run.batches({drawn or 'data'}){rest}"
-        elif samples := [each for each in script.calls if _DRAWN.search(script.text(each))]:
+            over = f"{begin}for batch in run.batches({drawn or 'data'}){_NEXT if drawn else _DATA_OF_THE_LOOP}"
+            yield around[0], _REPLAY if is_replay else over
+        elif samples := [each for each in script.calls if DRAWN.search(script.text(each))]:
             yield from ((each, _REPLAY) for each in samples if script.follows(call, each))
 
 
@@ -367,9 +379,10 @@ def _over_batches(script: Script, loop: ast.For) -> str:
     if begin or (len(read) == 1 and isinstance(loop.iter, ast.Call)):
         over = iterated if begin else iterated.replace(given, over, 1)
     if isinstance(loop.target, ast.Tuple) and "enum" in begin + over:
-        target = f"{script.text(loop.target.elts[0])}, batch"
-    longest = "; the largest of them is read once in an epoch, where zip() ends with the smallest" if read[1:] else ""
-    return f"{begin}for {target} in {over}:  # a step of all processes together, of len(batch) samples{longest}"
+        target = f"{script.text(loop.target.elts[0]).replace('batch', 'i')}, batch"
+    more = "; the largest of them is read once in an epoch, where zip() ends with the smallest" if read[1:] else ""
+    more += _OWN_LOADER if any(has_own_batches(script, each) for each in read_by(script, loop.iter)) else ""
+    return f"{begin}for {target} in {over}:  # a step of all processes together, of len(batch) samples{more}"
 
 
 def _over_epochs(script: Script, loop: Loop, around: list[Loop]) -> str:
@@ -593,27 +606,14 @@ def _wrappers(script: Script) -> Iterator[_Found]:
 
 
 def _ranks(script: Script) -> Iterator[_Found]:
-    """Tests of a rank, and the variables that launchers set."""
+    """Tests of a rank, the variables that launchers set, and learning rates by the number of processes."""
     for test in (node.test for node in script.find(ast.If)):
         if rank_test(script, test) == FIRST:
             yield test, "if run.is_main: instead, but not around run.save and run.evaluate"
     for node in script.find(ast.Constant):
         if node.value in _LAUNCHER and "os." in script.text(script.statement(node) or node):
             yield node, _GROUP
-
-
-def _rates(script: Script) -> Iterator[_Found]:
-    """Learning rates that are multiplied by the number of processes."""
-    found: list[tuple[_Node, ast.operator, list[ast.expr]]]
-    found = [(node, node.op, [node.left, node.right]) for node in script.find(ast.BinOp)]
-    found += [(node, node.op, [node.target, node.value]) for node in script.find(ast.AugAssign)]
-    for node, how, sides in found:
-        into, given = script.statement(sides[0]), script.parent(node)
-        named = [*sides, *(into.targets if isinstance(into, ast.Assign) else ())]
-        words = [*map(script.text, named), str(given.arg) if isinstance(given, ast.keyword) else ""]
-        is_product = isinstance(how, ast.Mult) and any(PROCESSES.search(script.text(each)) for each in sides)
-        if is_product and any(map(_RATES.search, words)):
-            yield node, _RATE
+    yield from ((node, _RATE) for node in rates_by_processes(script))
 
 
 def _torch_calls(section: str) -> Callable[[Script], Iterator[_Found]]:
@@ -635,6 +635,6 @@ _SECTIONS: dict[str, list[Callable[[Script], Iterator[_Found]]]] = {
     "The loop": [_loops, _passes, _numbers, _sizes, _steps],
     "Evaluation": [_evaluations],
     "Output and files": [_outputs, _loads],
-    "Processes": [_wrappers, _ranks, _rates, _torch_calls("Processes")],
+    "Processes": [_wrappers, _ranks, _torch_calls("Processes")],
 }
 """The finders of each section, in the order in which changes are told."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lockstep.lint.ranks import loops_around, places_of
@@ -28,6 +29,9 @@ _AVERAGES = (*("AveragedModel", "ModelEmaV2", "ModelEmaV3", "ExponentialMovingAv
 _BATCH = re.compile(r"batch|size|bs$|^\d+$", re.IGNORECASE)
 PROCESSES = re.compile(r"world|n_?gpu|num_(gpu|proc|dev)|nproc|replicas", re.IGNORECASE)
 """Names of the number of processes."""
+DRAWN = re.compile(r"^[\w.]*(mem|buf|replay|experience)\w*\.sample\w*\(", re.IGNORECASE)
+"""Calls that draw samples of a replay buffer."""
+_RATES = re.compile(r"(\b|_)lr(\b|_)|learning_rate")
 _ROOTS = ("torch", "apex")
 # fmt: off
 _MANAGED = (
@@ -250,6 +254,21 @@ def batches_around(script: Script, call: ast.Call) -> ast.For | None:
     return next(iter(whole or loops), None)
 
 
+def epochs_around(script: Script, node: ast.AST) -> Loop | None:
+    """The loop over epochs that a node is in: that around the loop over the batches of a backward pass."""
+    for call in backwards(script):
+        around, over_batches = loops_around(script, call), batches_around(script, call)
+        for loop in around[around.index(over_batches) + 1 :][:1] if over_batches in around else ():
+            if loop in loops_around(script, node):
+                return loop
+    return None
+
+
+def set_in(loop: Loop) -> set[str]:
+    """The names of the variables that the body of a loop sets."""
+    return {name for part in loop.body for each in ast.walk(part) for to, _ in bindings(each) for name in names_in(to)}
+
+
 def inputs_of(script: Script, loop: ast.For, loss: ast.expr | None) -> dict[str, str]:
     """The parts of a batch where the loop or its body takes it apart, ``{"x": "data[0]"}``; else the batch that the
     loss reads, ``{"batch": "data"}``."""
@@ -291,6 +310,15 @@ def takes_places(script: Script, loop: Loop) -> bool:
             if is_given or any(script.around(node, ast.Subscript)):
                 return True
     return not name
+
+
+def takes_samples(script: Script, loop: Loop, call: ast.Call) -> bool:
+    """Returns True if a loop around a backward pass trains on samples of a replay buffer."""
+    return any(
+        (script.holds(loop, each) and method(each).startswith("sample") and each.args)
+        or (script.same_function(each, call) and DRAWN.search(script.text(each)))
+        for each in script.calls
+    )
 
 
 def drawn_by(script: Script, loop: Loop, call: ast.Call) -> str:
@@ -350,3 +378,44 @@ def batch_size(script: Script, begin: ast.AST) -> str:
         return f"{size} * N"
     fewer = next(k for k in (8, 4, 2, 7, 5, 3, 1) if int(size) % k == 0) if size.isdigit() else 8
     return size if fewer == 8 else f"{size}, micro_batches={fewer}"  # which has to divide the batch
+
+
+def carried_in(script: Script, loop: Loop | None) -> Iterator[ast.Assign]:
+    """The calls that take a state from one batch to the next, as ``output, hidden = model(x, hidden)``."""
+    made = [node for part in (loop.body if loop else ()) for node in ast.walk(part) if isinstance(node, ast.Assign)]
+    pairs = [(target, node.value) for node in made for each in node.targets for target in _each_of(each)]
+    begun = {name for target, value in pairs for name in names_in(target) - names_in(value)}
+    begun |= names_in(loop.target) if isinstance(loop, ast.For) else set()
+    for node in made:
+        if isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Call):
+            states = names_in(node.targets[0]) & {each.id for each in node.value.args if isinstance(each, ast.Name)}
+            if states - begun:
+                yield node
+
+
+def _each_of(target: ast.expr) -> list[ast.expr]:
+    return target.elts if isinstance(target, ast.Tuple) else [target]
+
+
+def has_own_batches(script: Script, data: ast.expr) -> bool:
+    """Returns True for an object of a class in the file that gives batches itself, by ``__iter__`` alone."""
+    made = {last_name(each.func) for each in script.sources(data, 1) if isinstance(each, ast.Call)}
+    for owner in script.find(ast.ClassDef):
+        methods = {each.name for each in owner.body if isinstance(each, FUNCTIONS)}
+        if owner.name in made and "__iter__" in methods and "__getitem__" not in methods:
+            return not any(last_name(base) in ("DataLoader", "IterableDataset") for base in owner.bases)
+    return False
+
+
+def rates_by_processes(script: Script) -> Iterator[ast.expr | ast.stmt]:
+    """Learning rates that are multiplied by the number of processes."""
+    found: list[tuple[ast.expr | ast.stmt, ast.operator, list[ast.expr]]]
+    found = [(node, node.op, [node.left, node.right]) for node in script.find(ast.BinOp)]
+    found += [(node, node.op, [node.target, node.value]) for node in script.find(ast.AugAssign)]
+    for node, how, sides in found:
+        into, given = script.statement(sides[0]), script.parent(node)
+        named = [*sides, *(into.targets if isinstance(into, ast.Assign) else ())]
+        words = [*map(script.text, named), str(given.arg) if isinstance(given, ast.keyword) else ""]
+        is_product = isinstance(how, ast.Mult) and any(PROCESSES.search(script.text(each)) for each in sides)
+        if is_product and any(map(_RATES.search, words)):
+            yield node

@@ -315,6 +315,19 @@ def test_a_loss_of_the_whole_batch_is_not_said_to_be_averaged(caplog):
     assert "without an entry for each sample" not in caplog.text
 
 
+def test_a_loss_that_calls_a_layer_with_spectral_norm_keeps_nothing(caplog):
+    """The critic of a GAN, whose buffers each micro-batch begins with anew."""
+    run = lockstep.init(global_batch=16, micro_batches=2)
+    critic = nn.utils.spectral_norm(nn.Linear(6, 4))
+    run.prepare(critic, torch.optim.SGD(critic.parameters(), lr=0.1))
+    for batch in run.batches(TensorDataset(torch.randn(16, 6))):
+        run.backward(
+            batch, lambda fake, data: critic(data[0]).relu().mean() - critic(fake).mean(), forward=lambda data: -data[0]
+        )
+    run.close()
+    assert "The loss" not in caplog.text
+
+
 @pytest.mark.parametrize("is_mean", [True, False])
 def test_a_loss_that_computes_gradients_itself_is_judged_with_the_model(is_mean, caplog):
     """A weight by the norms of gradients, as of a VQGAN, was not told; a penalty for each sample is right."""

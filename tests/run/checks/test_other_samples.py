@@ -1,5 +1,6 @@
 """Models whose output, or whose loss, for a sample depends on the others of its micro-batch are told, and no others."""
 
+import copy
 import io
 import logging
 import random
@@ -114,6 +115,19 @@ def test_one_micro_batch_mixes_nothing_and_single_samples_are_put_together(micro
     """A run of one micro-batch that writes checkpoints was told of it, too."""
     train(Compares(lambda x: x - x.mean(0)), cross_entropy, micro_batches=micro_batches, directory=tmp_path)
     assert caplog.text.count(MIXES) == (micro_batches > 1) == len(caplog.records)
+
+
+def test_outputs_that_are_rounding_alone_mix_nothing(caplog):
+    """As those of a policy in relation to its reference (DPO), before the first step: they differ by the batch size."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+    reference = copy.deepcopy(model).requires_grad_(False)
+
+    def forward(data):
+        size = 0.7 * len(data[0])  # rounds as matrix products do, whose kernels depend on it
+        return model(data[0]) * size / size - reference(data[0])
+
+    train(model, lambda output, data: -F.logsigmoid(output), forward=forward)
+    assert MIXES not in caplog.text
 
 
 def test_a_mode_in_which_samples_are_mixed_is_named(caplog):
@@ -245,6 +259,48 @@ def test_single_samples_of_several_lengths_are_judged_by_outputs_of_one_shape(re
     run.close()
     told = [each.getMessage() for each in caplog.records if "The loss" in each.getMessage()]
     assert [" is a sum over the samples" in each for each in told] == [True] * is_told
+
+
+class Detector(nn.Linear):
+    """Gives a dict of losses in training, else a list; its targets are dicts with one label or more for each image."""
+
+    def __init__(self):
+        super().__init__(6, 4)
+
+    def forward(self, images, targets):
+        outputs = super().forward(torch.stack([image.mean(0) for image in images]))
+        if not self.training:
+            return list(outputs)
+        counts = torch.tensor([len(each["labels"]) for each in targets])
+        labels = torch.cat([each["labels"] for each in targets])
+        return {"boxes": cross_entropy(outputs.repeat_interleave(counts, 0), labels), "size": outputs.square().mean()}
+
+
+class Detections(Sentences):
+    """Images with 2, 2, 1 and 4 labels and so on."""
+
+    def __getitem__(self, index):
+        labels = torch.arange((2, 2, 1, 4)[index % 4]) % 4
+        return torch.full((3, 6), 0.1 * index), {"labels": labels, "number": index}
+
+
+@pytest.mark.parametrize(
+    ("name", "is_pair", "is_told"), [("boxes", False, True), ("boxes", True, False), ("size", False, False)]
+)
+def test_a_list_of_targets_is_cut_by_samples_also_where_their_boxes_are_as_many(name, is_pair, is_told, caplog):
+    run = lockstep.init(global_batch=8, micro_batches=4)
+    model = Detector()
+    run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def loss_fn(losses, data):
+        count = sum(len(each["labels"]) for each in data[1])
+        return (losses[name] * count, torch.tensor(float(count))) if is_pair else losses[name]
+
+    for batch in run.batches(DataLoader(Detections(0), 8, collate_fn=lambda items: tuple(zip(*items)))):
+        run.backward(batch, loss_fn, forward=lambda data: model(*data))
+    run.close()
+    told = [each.getMessage() for each in caplog.records if "The loss" in each.getMessage()]
+    assert ["is not a mean over samples" in each for each in told] == [True] * is_told
 
 
 def test_what_was_said_of_one_loss_is_not_said_at_length_of_another(caplog):

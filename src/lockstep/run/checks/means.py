@@ -16,7 +16,6 @@ from collections import UserList
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
-from functools import partial
 from typing import Any
 
 import torch
@@ -132,28 +131,41 @@ UNTOLD = {each.reason for each in (Deviation.UNKNOWN, Deviation.UNTESTED, Deviat
 
 
 def checked(
-    function: Callable[[Any, Any], Any], output: Any, target: Any, samples: int, *, trains: bool = False
+    function: Callable[[Any, Any], Any],
+    output: Any,
+    target: Any,
+    samples: int,
+    *,
+    trains: bool = False,
+    begin: Callable[[], None] = lambda: None,
 ) -> Deviation:
     """See ``deviation``; what the user's own function changes, such as a list that it adds to, is restored.
 
-    ``trains``: the function is a loss, whose gradients are compared, too.
+    ``trains``: the function is a loss, whose gradients are compared, too; ``begin`` is called before each call of it.
     """
+
+    def mean(output: Any, target: Any) -> Any:
+        begin()
+        return with_exact_mean(function)(output, target)
+
+    def values(rows: slice) -> str:  # a call draws the same random numbers as the others
+        with generators_kept(), torch.no_grad():
+            return repr([each.tolist() for each in tensors_in(mean(*rows_of((output, target), rows)))])
+
     with generators_kept(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # such as torch's of the deviation of a single row
         before = Snapshot({"the function": function})
         try:
-            mean = with_exact_mean(function)
             found = deviation(mean, output, target, samples)
             if before.changed(Snapshot({"the function": function}, restorable=False)):
-                calls = partial(_values, function, output, target)
                 before.restore()
                 with suppress(Exception):
-                    alone = calls(slice(None))
+                    alone = values(slice(None))
                     before.restore()
                     for some in sorted({samples // 2, samples // 3 or 1, 1}):  # of which one has another value
                         with suppress(Exception):
-                            calls(slice(some))
-                    if calls(slice(None)) != alone:
+                            values(slice(some))
+                    if values(slice(None)) != alone:
                         return Deviation.STATEFUL
             if trains and not found.reason and _has_other_gradients(mean, output, target, samples):
                 return Deviation.GRADIENT
@@ -199,12 +211,6 @@ def are_apart(whole: Sequence[Tensor], parts: Sequence[Tensor], most: float) -> 
 def norm_of(tensors: Iterable[Tensor]) -> float:
     """The norm of some tensors together."""
     return math.hypot(*(float(each.norm()) for each in tensors))
-
-
-def _values(function: Callable[[Any, Any], Any], output: Any, target: Any, rows: slice) -> str:
-    """The values of a function over some rows, as a text; it draws the same random numbers in each call."""
-    with generators_kept(), torch.no_grad():
-        return repr([each.tolist() for each in tensors_in(function(*rows_of((output, target), rows)))])
 
 
 RowCopies = tuple[Any, Any, int]
@@ -560,8 +566,9 @@ def _is_mean_over_rows(function: Callable[[Any, Any], Any], pair: Any, samples: 
 def together(micro_batches: Sequence[MicroBatch], least: int = 2) -> tuple[Any, int]:
     """The data of the first micro-batch, or of some with fewer rows than ``least``, and how many rows they have."""
     parts = micro_batches[: 1 if len(micro_batches[0]) >= least else _MOST_JOINED]
-    whole = iter(joined([leaves_of(each.data) for each in parts]))
-    return map_leaves(parts[0].data, lambda _: next(whole)), sum(map(len, parts))
+    columns = [with_columns(each.data, len(each)) if len(each) > 1 else each.data for each in parts]
+    whole = iter(joined(list(map(leaves_of, columns))))
+    return map_leaves(columns[0], lambda _: next(whole)), sum(map(len, parts))
 
 
 def with_columns(data: Any, samples: int) -> Any:
@@ -569,8 +576,9 @@ def with_columns(data: Any, samples: int) -> Any:
 
     def column(value: Any) -> Any:
         is_list = type(value) in (list, tuple) and len(value) == samples
+        are_alike = is_list and len({tuple(each) if isinstance(each, dict) else None for each in value} - {None}) == 1
         has_columns = any(has_rows(tensor, samples) for tensor in tensors_in(value))
-        return UserList(value) if is_list and not has_columns else value
+        return UserList(value) if is_list and (are_alike or not has_columns) else value
 
     if type(data) is dict:
         return {name: column(value) for name, value in data.items()}
@@ -620,7 +628,12 @@ def copies_of(data: Any) -> Any:
 def joined(parts: Sequence[Any]) -> Any:
     """The data with the rows of all parts, which are alike; ``ValueError`` or an error of torch where they are not."""
     columns = zip(*(tree_leaves(part) for part in parts), strict=True)
-    rows = [torch.cat(leaves) if isinstance(leaves[0], Tensor) else leaves[0] for leaves in columns]
+    rows = [
+        UserList(itertools.chain(*leaves))
+        if isinstance(leaves[0], UserList)
+        else (torch.cat([*leaves]) if isinstance(leaves[0], Tensor) else leaves[0])
+        for leaves in columns
+    ]
     return tree_unflatten(rows, tree_structure(parts[0]))
 
 

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
+from torch.utils._pytree import tree_map_only
 
 from lockstep.data.batch import Batch, MicroBatch, tensors_in
 from lockstep.numerics.compilation import uncompiled
@@ -62,6 +63,8 @@ _ENOUGH = 8
 """Samples; micro-batches of fewer are put together."""
 _MOST_OF_OUTPUT, _MOST_OF_LOSS, _MOST_OF_GRADIENT, _IN_16_BITS = 1e-3, 1e-4, 1e-2, 0.03
 """The largest differences that are taken for rounding: of outputs, losses and gradients, and of all under autocast."""
+_ROUNDINGS = {torch.float64: 16, torch.float32: 16, torch.bfloat16: 1, torch.float16: 1}
+"""The least number of roundings by which the output of a module may differ, where rounding alone makes it differ."""
 _MIXED = (
     "The output of the model for a sample depends on the other samples of its micro-batch%s. So a step is another one "
     "than with all its samples at once%s. Layers of sequences need batch_first=True. If samples are to be compared, do "
@@ -91,6 +94,25 @@ def expected(model: nn.Module) -> Iterator[None]:
             layer.training = mode
 
 
+@contextmanager
+def _nudged(model: nn.Module) -> Iterator[None]:
+    """A context in which the output of each module of ``model`` is another one by some roundings."""
+
+    def near(times: int, _module: nn.Module, _given: Any, output: Any) -> Any:
+        def nudge(each: Tensor) -> Tensor:
+            roundings = times * _ROUNDINGS.get(each.dtype, 0)
+            return each * (1 + roundings * torch.finfo(each.dtype).eps) if roundings else each
+
+        return tree_map_only(Tensor, nudge, output)
+
+    handles = [m.register_forward_hook(partial(near, 1 + place % 3)) for place, m in enumerate(model.modules())]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 @dataclass(frozen=True)
 class _Call:
     """One call of the model."""
@@ -99,6 +121,8 @@ class _Call:
     outputs: list[Tensor]
     loss: Sums | None
     """Sum and weight; None where the loss is not looked at, or failed."""
+    near: Sequence[Tensor] = ()
+    """Outputs that differ from these by as much as rounding may: by all, for a model less its copy."""
 
 
 @dataclass(frozen=True)
@@ -141,10 +165,15 @@ class _Look:
                 whole = replace(whole, loss=None)
             for place, in_pairs in enumerate(self.ways, 1):
                 try:
-                    return [whole, *(self._call(self._rows(first, in_pairs), 2) for first in (0, 1))]
+                    found = [whole, *(self._call(self._rows(first, in_pairs), 2) for first in (0, 1))]
                 except Exception:
                     if place == len(self.ways):
                         raise
+                    continue
+                if len(self.ways) > 1 and self.mixes(found):
+                    with suppress(Exception), _nudged(self.compute.forward_pass.model):
+                        found[0] = replace(whole, near=self._call(whole.rows, 0).outputs)
+                return found
         return []
 
     def _rows(self, first: int, in_pairs: bool) -> Sequence[int]:
@@ -169,20 +198,20 @@ class _Look:
         """True if an output for a sample is another one in a part."""
         most = _most(self.compute, _MOST_OF_OUTPUT)
 
-        def is_other(whole: Tensor, part: Tensor, rows: Sequence[int]) -> bool:
+        def is_other(whole: Tensor, part: Tensor, near: Tensor, rows: Sequence[int]) -> bool:
             if not whole.is_floating_point() or whole.dim() == 0 or len(whole) != self.samples:
                 return False
             if whole[rows].shape != part.shape:
                 return False
-            largest = most * whole.abs().max()
+            largest = torch.maximum(most * whole.abs().max(), (whole - near).abs().max())
             if len(rows) == self.samples and (part[rows] - part).abs().max() > largest:
                 return False  # two equal samples have other rows: these are not of samples
             return bool((whole[rows] - part).abs().max() > largest)
 
         return any(
-            is_other(one, other, list(part.rows))
+            is_other(one, other, near, list(part.rows))
             for part in calls[1:]
-            for one, other in zip(calls[0].outputs, part.outputs)
+            for one, other, near in zip(calls[0].outputs, part.outputs, calls[0].near or calls[0].outputs)
         )
 
     def judge(self, calls: Sequence[_Call]) -> Deviation | None:

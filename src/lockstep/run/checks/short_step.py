@@ -69,9 +69,10 @@ class RehearsalCompute(StepCompute):
 
     def deviations(self) -> list[Deviation]:
         """The kinds of mean that the loss is, as far as ``judged`` tells."""
+        begin = Buffers((self.forward_pass.model,)).restore  # as for each micro-batch, for a loss that calls the model
         with self.autocast():
             return [
-                Deviation.WITHOUT_ROWS if part is None else checked(self.function, *part, trains=True)
+                Deviation.WITHOUT_ROWS if part is None else checked(self.function, *part, trains=True, begin=begin)
                 for part in self.judged or ()
             ]
 
