@@ -103,6 +103,32 @@ def rows(numbers):
     return numbers[:, None].float().expand(-1, 6)
 
 
+class Torn(Noisy):
+    """Of three samples nothing is left."""
+
+    def __getitem__(self, index):
+        if index % 18 == 0:
+            raise OSError("torn")
+        return super().__getitem__(index)
+
+
+def test_a_count_of_skipped_samples_that_begins_within_an_epoch_says_so(caplog):
+    """It was said to be that of the epoch."""
+    run, _, optimizer = begin(strategy="single")
+    data = SkipBroken(Torn(), most=0.5)
+    for batch in run.batches(data):
+        train_step(run, batch, optimizer)
+        if "was skipped" in caplog.text:
+            break
+    step = batch.plan.position + 1
+    for batch in run.batches(data):
+        train_step(run, batch, optimizer)
+    run.close()
+    lines = [each.getMessage() for each in caplog.records if "was skipped" in each.getMessage()]
+    assert "(2 so far, at most 26)" in lines[0]
+    assert f"so far from step {step} of the epoch on, at most 26)" in lines[-1]
+
+
 def test_reading_no_step_ahead_is_refused_with_its_name():
     for prefetch in (0, -1):
         with pytest.raises(ConfigError, match=f"prefetch should be at least 1 and is {prefetch}"):

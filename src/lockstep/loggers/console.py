@@ -74,10 +74,8 @@ class Console:
     def _seconds_left(self, step: int) -> float | None:
         """Time for the steps to come, and for what follows epochs, at the pace of this process; None after the last."""
         now, done, to_come = time.monotonic(), step - self._first, self._total - step
-        if self._began is None:
-            return None
-        if done <= 0:  # the run went on with an evaluation
-            self._began = now
+        if self._began is None or done <= 0:
+            self._began = None  # until the first steps: the run went on with an evaluation
             return None
         self._between += 0.0 if self._logged is None else now - self._logged
         self._ends += 1

@@ -354,6 +354,7 @@ def counting_skipped(read: Read, dataset: Any, strategy: Strategy, seed: int, *,
 
     def steps(epoch: int, first: int) -> Iterator[Batch]:
         found: set[int] = set()
+        since = f" from step {first} of the epoch on" if first else ""
         for batch in read(epoch, first):
             if new := _skipped(batch, inner, strategy) - found:
                 found |= new
@@ -366,8 +367,8 @@ def counting_skipped(read: Read, dataset: Any, strategy: Strategy, seed: int, *,
                     )
                 for index in sorted(new) if says else ():
                     logger.warning(
-                        "In epoch %d %s could not be read and was skipped (%d so far, at most %d).",
-                        *(epoch + 1, named[index], len(found), inner.limit),
+                        "In epoch %d %s could not be read and was skipped (%d so far%s, at most %d).",
+                        *(epoch + 1, named[index], len(found), since, inner.limit),
                     )
             yield batch
 

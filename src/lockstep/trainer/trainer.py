@@ -240,10 +240,8 @@ class Trainer(Callback):
 
     def _of_epoch(self, trained: dict[str, float]) -> dict[str, float]:
         """The entries in the record of an epoch beside the evaluation."""
-        values = {**trained, **self.run.strategy.metrics()}
-        if (skipped := self.run.skipped_steps) > 0:
-            values["skipped_steps"] = float(skipped)
-        return values
+        skipped = {"skipped_steps": float(self.run.skipped_steps)} if self.run.skipped_steps else {}
+        return {**trained, **self.run.strategy.metrics(), **skipped}
 
     def _log_epoch(self, epoch: int, values: dict[str, float], *, is_last: bool) -> None:
         with self.run.span("log"):
