@@ -69,8 +69,9 @@ def test_an_asynchronous_server_waits_for_what_it_sends(trained):
     options = {"parameter_server": {"mode": "asynchronous"}, "micro_batches": 2}
     for each in trained("parameter_server 3", "convolutions", **options):
         assert each.races == {}
-        waits = {"as_bytes", "from_bytes", "add", "backward", "_finish", "_require_finite"}
+        waits = {"as_bytes", "from_bytes", "add", "backward", "_finish", "_require_finite", "_note_late_changes"}
         assert functions_of(each.waits).keys() <= waits
+        assert functions_of(each.waits).get("_note_late_changes", 0) <= 6 < len(each.losses), "of three steps"
         assert each.losses[-1] < each.losses[0] * 1.5
 
 

@@ -191,7 +191,7 @@ def reading(world, workers, refuses=False):
     run = open_run(world, "single", fingerprint_every=0)
     model, data = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(6400, 5)), Pictures()
     model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    for _ in run.epochs(4):
+    for epoch in run.epochs(4):
         with cuda.observed() as seen:
             for batch in run.batches(data, workers=workers):
                 assert all(value.is_pinned() for part in batch.micro_batches for value in part.data)
@@ -199,7 +199,8 @@ def reading(world, workers, refuses=False):
                 optimizer.step()
                 optimizer.zero_grad()
                 del batch
-        assert not any("copy to the device" in what for what, _ in seen.waits)
+        # The first rehearsal puts samples together in memory of its own.
+        assert epoch == 0 or not any("copy to the device" in what for what, _ in seen.waits)
     found = run.fingerprint()
     run.close()
     gc.collect()
