@@ -354,8 +354,8 @@ def raise_non_finite(result: StepResult, plan: StepPlan, later_updates: int = 0)
     if not result.weight:
         raise NonFiniteError(
             f"The loss of step {plan.step} has no mean, since its weights add up to 0 (samples {shorten(samples)}), as "
-            f"where all targets are masked or ignored. {update} Leave samples without a target out of the data set, or "
-            "take a larger global_batch."
+            f"where all targets are masked or ignored. {update} Leave samples without a target out of the data set, "
+            "take a larger global_batch, or divide by max(count, 1) in the loss, with whole_batch=True."
         )
     raise NonFiniteError(
         f"The loss of step {plan.step} is finite, but a gradient is NaN or infinite (samples {shorten(samples)}). "

@@ -303,6 +303,26 @@ def test_a_list_of_targets_is_cut_by_samples_also_where_their_boxes_are_as_many(
     assert ["is not a mean over samples" in each for each in told] == [True] * is_told
 
 
+def test_nested_tensors_are_computed_and_not_cut(caplog):
+    """They have as many rows as there are samples, and torch takes no slice of these."""
+    run = lockstep.init(global_batch=8, micro_batches=4)
+    model = nn.Linear(6, 4)
+    run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def collate(items):
+        images, labels = zip(*items)
+        return torch.nested.nested_tensor([*images], layout=torch.jagged), torch.tensor(labels)
+
+    for batch in run.batches(DataLoader(Pictures(3), 8, collate_fn=collate)):
+        run.backward(
+            batch,
+            lambda output, data: cross_entropy(torch.stack([each.mean(0) for each in output.unbind()]), data[1]),
+            forward=lambda data: model(data[0]),
+        )
+    run.close()
+    assert not [each for each in caplog.records if "is not a mean" in each.getMessage()]
+
+
 def test_what_was_said_of_one_loss_is_not_said_at_length_of_another(caplog):
     run = lockstep.init(global_batch=32, micro_batches=4)
     model = nn.Linear(6, 4)

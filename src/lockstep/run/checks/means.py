@@ -596,7 +596,7 @@ def has_rows(data: Any, samples: int) -> bool:
     """True if every tensor in nested data has a row for each sample, and nothing in it may hide more tensors."""
     leaves = tree_leaves(data)
     return all(
-        leaf.dim() > 0 and len(leaf) == samples
+        leaf.dim() > 0 and not leaf.is_nested and len(leaf) == samples
         if isinstance(leaf, Tensor)
         else isinstance(leaf, int | float | str | bytes | UserList | None)
         for leaf in leaves
