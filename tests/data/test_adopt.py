@@ -383,6 +383,13 @@ def test_a_set_that_skips_broken_samples_is_read_beside_others():
     assert [each.tolist() for each in first[0]] == [each.tolist() for each in first[1]]
 
 
+def test_a_stream_in_a_loader_is_told_where_its_collate_function_goes():
+    with pytest.raises(
+        ConfigError, match=r"not in a DataLoader; a collate function goes into Stream\(\.\.\., collate="
+    ):
+        Stream(Lines(), 3)[0]
+
+
 @pytest.mark.parametrize(
     ("make", "name"),
     [
