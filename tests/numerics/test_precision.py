@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from tests.ranks import run_ranks
 from torch import nn
 
 from lockstep.config.options import RunOptions
 from lockstep.config.strategy_options import PRECISIONS
+from lockstep.core.fingerprint import digest_tensor
 from lockstep.errors import ConfigError
 from lockstep.models import lstm
 from lockstep.numerics.precision import Precision
@@ -89,7 +91,8 @@ def test_unknown_and_impossible_formats_are_refused():
     assert set(PRECISIONS) == {"fp32", "tf32", "bf16", "fp16"}
 
 
-def test_settings_of_the_backend_stay_on_a_cpu():
+def test_settings_of_the_backend_stay_on_a_thread_of_a_cpu(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     Precision("fp32", CPU).configure_backend()
     assert not torch.are_deterministic_algorithms_enabled()
 
@@ -104,6 +107,28 @@ def test_an_lstm_is_trained_in_every_format(name):
     loss.backward()
     assert torch.backends.mkldnn.enabled
     assert all(bool((parameter.grad != 0).any()) for parameter in model.parameters())
+
+
+def gradients_of_rows(world):
+    """How many sums come out of the same rows of a table, and whether a checkpoint without the setting is continued."""
+    torch.set_num_threads(2)
+    precision = Precision("fp32", CPU)
+    precision.configure_backend()
+    precision.restored_settings = {"torch.are_deterministic_algorithms_enabled()": "False"}
+    precision.require_settings()
+    table, rows = torch.zeros(50, 16, requires_grad=True), torch.arange(20_000) % 7
+    upstream = torch.sin(torch.arange(320_000.0)).view(20_000, 16)
+    found = {digest_tensor(torch.autograd.grad(table[rows], table, upstream)[0]) for _ in range(10)}
+    assert not torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(False)
+    with pytest.raises(ConfigError, match=r"are_deterministic_algorithms_enabled\(\) was True after lockstep.init"):
+        precision.require_settings()
+    return len(found)
+
+
+def test_the_gradient_of_a_table_is_added_up_in_one_order_by_several_threads():
+    """A model with a table of position biases was refused, since each backward pass had other bits."""
+    assert run_ranks(gradients_of_rows, 1) == [1]
 
 
 def test_a_failing_lstm_leaves_onednn_as_it_was():

@@ -67,8 +67,9 @@ class Recipe(CheckedOptions):
     portable: bool | str = field(default=False, metadata={"check": one_of(True, False, "auto")})
     """The same bits on every x86-64 CPU with AVX2; CPU only. "auto": where this machine can give them."""
     deterministic: bool = True
-    """Refuses operators of CUDA that add in no fixed order, such as the gradient of bilinear interpolation; false lets
-    them run (level C), without ``checks`` on CUDA, which compare bits."""
+    """Refuses operators of CUDA that add in no fixed order, such as the gradient of bilinear interpolation, and lets
+    one thread of a CPU add up the gradient of table[rows]; false lets them run (level C), without ``checks`` on CUDA,
+    which compare bits."""
     sync_batch_norm: bool = False
     """Computes BatchNorm over the whole global batch; strategies single and ddp have it."""
     running_buffers: tuple[str, ...] = ()

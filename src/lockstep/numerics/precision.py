@@ -98,7 +98,7 @@ class Precision:
                     _without_onednn(module)
 
     def configure_backend(self) -> None:
-        """Makes CUDA arithmetic repeatable, sets whether it may use TF32, and notes what bits depend on.
+        """Makes arithmetic repeatable, sets whether CUDA may use TF32, and notes what bits depend on.
 
         Attention in evaluation takes the same path as in training: torch's other one is not taken where modules have
         hooks, which fsdp needs and one device does not.
@@ -106,7 +106,13 @@ class Precision:
         torch.backends.mha.set_fastpath_enabled(False)
         if self._device.type == "cuda":
             self._configure_cuda()
+        elif self._adds_in_parallel() and not torch.are_deterministic_algorithms_enabled():
+            _add_in_order("warn")  # also of what would be refused on a GPU, and has a fixed order here
         self._settings = _settings(self._device, self.is_deterministic)
+
+    def _adds_in_parallel(self) -> bool:
+        """True where threads of a CPU would add up the gradient of ``table[rows]``, each as it comes to it."""
+        return self._device.type == "cpu" and self.is_deterministic and torch.get_num_threads() > 1
 
     def _configure_cuda(self) -> None:
         self._shortages = memory_shortages()
@@ -122,10 +128,7 @@ class Precision:
         if not self.is_deterministic:
             torch.set_deterministic_debug_mode("default")
         elif not torch.are_deterministic_algorithms_enabled():
-            # The same switch as torch.use_deterministic_algorithms, which imports the compiler to set its own
-            # (``fix_graphs``); and with it torch would also fill memory that is written anyway.
-            torch.set_deterministic_debug_mode("error")
-            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # of its class
+            _add_in_order("error")
         fix_graphs()
 
     def require_repeatable(self, name: str, compiled: object) -> None:
@@ -139,7 +142,9 @@ class Precision:
 
         Those that it may change are compared once with what a checkpoint has.
         """
-        before, self.restored_settings = self.restored_settings, {}
+        before, self.restored_settings = dict(self.restored_settings), {}
+        if self._adds_in_parallel():
+            before.pop(_DETERMINISTIC, None)  # earlier versions did not set it
         for name, value in torch_settings().items() if before else ():
             if before.get(name, value) != value:
                 raise ConfigError(
@@ -166,6 +171,18 @@ class Precision:
             )
 
 
+def _add_in_order(mode: str) -> None:
+    """Lets operators add up in a fixed order; ``mode`` says what becomes of those that have none.
+
+    It is the same switch as torch.use_deterministic_algorithms, which imports the compiler to set its own
+    (``fix_graphs``); and with it torch would also fill memory that is written anyway.
+    """
+    torch.set_deterministic_debug_mode(mode)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # of its class
+    fix_graphs()
+
+
+_DETERMINISTIC = "torch.are_deterministic_algorithms_enabled()"
 _TF32 = "whether matmul and cuDNN may use TF32"
 _FAST_PATH = "torch.backends.mha.get_fastpath_enabled()"
 _REMEDIES = {
@@ -181,8 +198,9 @@ _REMEDIES = {
         "Leave it out: it chooses algorithms by their speed, so the next run may use different ones. Or give "
         "lockstep.init(deterministic=False)."
     ),
-    "torch.get_deterministic_debug_mode()": (
-        "Leave torch.use_deterministic_algorithms out, or give lockstep.init(deterministic=False)."
+    **dict.fromkeys(
+        (_DETERMINISTIC, "torch.get_deterministic_debug_mode()"),
+        "Leave torch.use_deterministic_algorithms out, or give lockstep.init(deterministic=False).",
     ),
     _TF32: (
         "Leave torch.set_float32_matmul_precision, allow_tf32 and fp32_precision out, and give "
@@ -195,7 +213,9 @@ def _settings(device: torch.device, is_deterministic: bool) -> dict[str, Any]:
     """The settings on which the bits of a device depend, by what users know them by."""
     found: dict[str, Any] = {_FAST_PATH: torch.backends.mha.get_fastpath_enabled()}
     if device.type != "cuda":
-        return found | {"torch.get_num_threads()": torch.get_num_threads()}
+        found["torch.get_num_threads()"] = threads = torch.get_num_threads()
+        is_asked = device.type == "cpu" and is_deterministic and threads > 1
+        return found | ({_DETERMINISTIC: torch.are_deterministic_algorithms_enabled()} if is_asked else {})
     if is_deterministic:
         found["torch.backends.cudnn.benchmark"] = torch.backends.cudnn.benchmark
         found["torch.get_deterministic_debug_mode()"] = torch.get_deterministic_debug_mode()
@@ -212,7 +232,7 @@ def torch_settings() -> dict[str, str]:
     found = {
         "torch.get_default_dtype()": torch.get_default_dtype(),
         "torch.get_float32_matmul_precision()": torch.get_float32_matmul_precision(),
-        "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled(),
+        _DETERMINISTIC: torch.are_deterministic_algorithms_enabled(),
         "torch.set_flush_denormal": bool(denormal * 1 == 0),
         "torch.backends.mkldnn.enabled": backends.mkldnn.enabled,
         "torch.backends.opt_einsum.enabled": opt_einsum.enabled,
