@@ -91,6 +91,30 @@ def normalized(world, settings):
     return train(world, settings, make)
 
 
+class Projected(optim.Optimizer):
+    """Multiplies a gradient by vectors, whose products have other bits where memory begins elsewhere."""
+
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                rows = parameter.grad.flatten(1) if parameter.dim() > 1 else parameter.grad[:, None]
+                kept = self.state[parameter].setdefault("kept", torch.ones(rows.shape[1]))
+                kept.add_(rows.T @ (rows @ kept))
+                parameter.sub_(rows.mul(1 + (rows @ kept)[:, None]).view_as(parameter), alpha=0.1)
+
+
+def projected(world, settings):
+    def make():
+        model = nn.Sequential(*layers())
+        return model, Projected(model.parameters(), lr=0.1)
+
+    return train(world, settings, make)
+
+
 def plain(world, settings):
     def make():
         model = nn.Sequential(*layers())
@@ -115,7 +139,7 @@ def coupled(world, settings):
     return train(world, settings, make)
 
 
-PROGRAMS = (plain, fused, narrow, factored, orthogonal, normalized, noisy, coupled)
+PROGRAMS = (plain, fused, narrow, factored, orthogonal, normalized, projected, noisy, coupled)
 DRAWS, OTHERS = "draws random numbers in its step", "updates a parameter by what it finds in others"
 PLACE = "rounds an element with fused=True by its place"
 WHOLE = "updates an element by others of its parameter"
@@ -129,6 +153,7 @@ CUT = {
     factored: "Adafactor",
     orthogonal: WHOLE,
     normalized: WHOLE,
+    projected: WHOLE,
 }
 REFUSED = {
     "ddp": {},

@@ -314,7 +314,7 @@ class GradientTree:
         finite = all_finite(totals if losses is None else [*totals, losses], weight.device)
         for slot, count in zip(self.slots, used):
             if count:
-                total = _aligned(slot.stack[0]) if slot.total is None else slot.total
+                total = aligned_gradient(slot.stack[0]) if slot.total is None else slot.total
                 # Not detach(): a write to one gradient would count as one to all of the bucket, for autograd.
                 slot.held.grad = total.to(slot.held.device).data
         self.end()
@@ -577,8 +577,11 @@ def _fill_buckets(slots: list[Slot]) -> list[list[Slot]]:
     return buckets
 
 
-def _aligned(gradient: Tensor) -> Tensor:
-    """The gradient itself, or a copy: autograd also gives views, as when parameters are joined by ``torch.cat``."""
+def aligned_gradient(gradient: Tensor) -> Tensor:
+    """The gradient itself, or a copy that begins where memory of its own does, as products in optimizers need it.
+
+    Autograd gives views, too, as when parameters are joined by ``torch.cat``.
+    """
     return gradient.clone() if gradient.data_ptr() % ALIGNMENT else gradient
 
 

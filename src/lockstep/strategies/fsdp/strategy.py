@@ -32,7 +32,7 @@ from lockstep.numerics.precision import all_finite
 from lockstep.numerics.running_buffers import RunningBuffers, has_batch_norm
 from lockstep.runtime.torch_internals import NO_SAVED_TENSORS_HOOKS
 from lockstep.strategies.fsdp.gathering import Gathering
-from lockstep.strategies.gradients import StepHeader, add_prior, run_backward
+from lockstep.strategies.gradients import StepHeader, add_prior, aligned_gradient, run_backward
 from lockstep.strategies.optimizer_trial import Unit
 from lockstep.strategies.sharding import (
     gather_rows,
@@ -249,7 +249,9 @@ class FullyShardedDataParallel(Strategy):
             if not count:
                 each.held.grad = None
             elif (total := totals.get(each.name)) is not None:
-                each.held.grad = total.div_(divisor).to(each.held.device)
+                total.div_(divisor)
+                total = aligned_gradient(total) if each.name in self.whole_parameters else total
+                each.held.grad = total.to(each.held.device)
             else:
                 raise RankError(
                     f"{each.name!r} was used in this step, and no gradient of it was exchanged; it would not be "

@@ -27,7 +27,7 @@ from lockstep.distributed.process_group import connect_pair
 from lockstep.numerics.precision import all_finite
 from lockstep.numerics.running_buffers import RunningBuffers
 from lockstep.strategies.absent import Absence, GradientElsewhere, gradient_of
-from lockstep.strategies.gradients import GradientTree, StepHeader, add_prior, run_backward
+from lockstep.strategies.gradients import GradientTree, StepHeader, add_prior, aligned_gradient, run_backward
 from lockstep.strategies.loop_writes import LoopWrites
 from lockstep.strategies.optimizer_trial import Unit
 from lockstep.strategies.parameter_server.shards import ParameterShards
@@ -245,7 +245,7 @@ class ParameterServer(Strategy):
             total = fold(self._receive(leaves), leaves, lambda left, right: left.add_(right)).div_(weight)
             flag[0] = all_finite([total], self.device).logical_not()
             for name, gradient in self._shards.views(total).items():
-                self._own[name].grad = gradient if name in used else None
+                self._own[name].grad = aligned_gradient(gradient) if name in used else None
             add_prior(prior)
         return self.all_reduce_max(flag)[0] == 0
 
