@@ -201,7 +201,7 @@ def test_patterns_that_match_nothing_and_types_that_do_not_fit_are_refused():
         RunningBuffers(model.to(torch.bfloat16))
     with pytest.raises(ConfigError, match=r"'1.running_mean' is torch.float32, but .* all float32 or all float64"):
         RunningBuffers(nn.Sequential(nn.BatchNorm1d(3).double(), nn.BatchNorm1d(3)))
-    assert RunningBuffers(nn.Sequential(nn.BatchNorm1d(3)), ["*running_mean", "0.*"]).numel == 6
+    assert RunningBuffers(nn.Sequential(nn.BatchNorm1d(3)), ["*running_mean", "0.*"]).numel == 2 * 16
 
 
 class Keeps(nn.Module):
@@ -401,4 +401,18 @@ def test_a_running_buffer_must_be_saved():
     with pytest.raises(ConfigError, match=r"running_buffers has '1.mean', which was registered with persistent=False"):
         RunningBuffers(model, ["1.*"])
     model[1].register_buffer("mean", torch.zeros(2))
-    assert RunningBuffers(model, ["1.*"]).numel == 2
+    assert RunningBuffers(model, ["1.*"]).numel == 16, "64 bytes"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_running_buffers_begin_as_in_memory_of_their_own(dtype):
+    """Under pipeline, products with a buffer of odd size had other bits: a stage has only some of the buffers."""
+    model = nn.Sequential(nn.BatchNorm1d(33), nn.BatchNorm1d(3), nn.BatchNorm1d(16)).to(dtype)
+    for layer in model:
+        layer.running_mean.normal_()
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    buffers = RunningBuffers(model)
+    averaged = {name: buffer for name, buffer in model.named_buffers() if "batches" not in name}
+    assert all(buffer.data_ptr() % 64 == 0 for buffer in averaged.values())
+    assert all(torch.equal(buffer, before[name]) for name, buffer in averaged.items())
+    assert buffers.numel == {torch.float32: 2 * (48 + 16 + 16), torch.float64: 2 * (40 + 8 + 16)}[dtype]

@@ -41,7 +41,7 @@ from lockstep.integrations.lightning_log import (
 )
 from lockstep.numerics.hidden_state import Snapshot, evaluating
 from lockstep.run import Run, init
-from lockstep.run.checks.means import own_rows, together
+from lockstep.run.checks.rows import own_rows, together
 from lockstep.run.checks.short_step import Buffers
 from lockstep.run.evaluation import evaluation
 from lockstep.runtime.events import KeepsExtra

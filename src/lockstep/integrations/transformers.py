@@ -48,7 +48,8 @@ from lockstep.distributed.collectives import broadcast_tensors, gather_json
 from lockstep.errors import ConfigError
 from lockstep.numerics.hidden_state import Snapshot, evaluating
 from lockstep.run import Run
-from lockstep.run.checks.means import Deviation, deviation_over, own_rows
+from lockstep.run.checks.means import Deviation, deviation_over
+from lockstep.run.checks.rows import own_rows
 from lockstep.run.step import DeviceTransfer
 from lockstep.runtime.events import KeepsExtra
 from lockstep.text import shorten

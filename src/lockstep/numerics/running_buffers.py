@@ -11,7 +11,7 @@ that saving and restoring them is one copy; where the layers lie on several devi
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -24,6 +24,7 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from lockstep.core.fingerprint import digest_tensors
+from lockstep.data.reader import ALIGNMENT
 from lockstep.errors import ConfigError
 from lockstep.text import plural, shorten
 
@@ -58,8 +59,8 @@ class BufferGroup:
 
     @property
     def numel(self) -> int:
-        """Number of values in all of them."""
-        return sum(location.buffer.numel() for location in self.locations)
+        """Number of values in all of them, with the gaps between them; see ``_room``."""
+        return sum(_room(location.buffer) for location in self.locations)
 
 
 def has_batch_norm(model: nn.Module) -> bool:
@@ -312,8 +313,8 @@ class RunningBuffers:
         averaged = [location for group in groups for location in group.locations]
         self._locations = [*averaged, *counters, *self._summed]
         dtype = averaged[0].buffer.dtype if averaged else torch.float64 if self._summed else torch.float32
-        self._flat = _flatten([location.buffer for location in averaged], dtype)
-        self._counts = _flatten([location.buffer for location in counters], torch.int64)
+        self._flat = _flatten([location.buffer for location in averaged], dtype, _room)
+        self._counts = _flatten([location.buffer for location in counters], torch.int64, torch.numel)
         self._old, self._old_counts = self._flat.clone(), self._counts.clone()
         self._old_summed = [location.buffer.clone() for location in self._summed]
         compared = [group for group in groups if group.counter is None]
@@ -325,7 +326,7 @@ class RunningBuffers:
         ends = sizes.cumsum(0).tolist()
         self._compared = [slice(end - group.numel, end) for group, end in zip(groups, ends) if group.counter is None]
         self.numel: int = self._flat.numel() + sum(before.numel() for before in self._old_summed)
-        """Number of values that are averaged or added up."""
+        """Number of values that are averaged or added up, with the gaps between them."""
         self.counters: int = self._counts.numel() + len(self._compared)
         """Numbers that tell which buffers were used: the integer counters, and one for each other group."""
         self.dtype = dtype
@@ -522,15 +523,25 @@ def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def _flatten(buffers: list[Tensor], dtype: torch.dtype) -> Tensor:
-    """Moves the buffers into one flat tensor, of which they become views, and returns it."""
+def _room(buffer: Tensor) -> int:
+    """The numbers between the beginning of a buffer and that of the next, which lies as in memory of its own.
+
+    Products with a buffer that begins elsewhere have other bits, and a stage of a pipeline has only some of them.
+    """
+    unit = ALIGNMENT // buffer.element_size()
+    return -(-buffer.numel() // unit) * unit
+
+
+def _flatten(buffers: list[Tensor], dtype: torch.dtype, room: Callable[[Tensor], int]) -> Tensor:
+    """Moves the buffers into one flat tensor, of which they become views, and returns it; ``room`` is that of each."""
     if not buffers:
         return torch.empty(0, dtype=dtype)
-    flat = torch.cat([buffer.detach().reshape(-1) for buffer in buffers])
+    flat = torch.zeros(sum(map(room, buffers)), dtype=buffers[0].dtype, device=buffers[0].device)
     position = 0
     for buffer in buffers:
-        buffer.data = flat[position : position + buffer.numel()].view(buffer.shape)
-        position += buffer.numel()
+        view = flat[position : position + buffer.numel()].view(buffer.shape)
+        position += room(buffer)
+        buffer.data = view.copy_(buffer.detach())
     return flat
 
 

@@ -34,16 +34,8 @@ from lockstep.numerics.hidden_state import evaluating
 from lockstep.numerics.precision import dtype_named
 from lockstep.run.checks.agreement import require_equal_models
 from lockstep.run.checks.calls import require_same_names
-from lockstep.run.checks.means import (
-    UNTOLD,
-    Changes,
-    Deviation,
-    RowSample,
-    has_rows,
-    held_by,
-    judge_metrics,
-    reasons_with_model,
-)
+from lockstep.run.checks.means import UNTOLD, Changes, Deviation, RowSample, held_by, judge_metrics, reasons_with_model
+from lockstep.run.checks.rows import has_rows
 from lockstep.run.checks.short_step import Watched, with_own_data
 from lockstep.run.metrics import Metric, SetMetric, SumsAndWeights, metric_values
 from lockstep.run.save import save_and_stop

@@ -15,17 +15,8 @@ from lockstep.core.summation_tree import fold_rows
 from lockstep.data.batch import MicroBatch, tensors_in
 from lockstep.errors import ConfigError
 from lockstep.run.checks.calls import require_same_names, watching_once
-from lockstep.run.checks.means import (
-    Changes,
-    Deviation,
-    RowCopies,
-    copies_of,
-    has_rows,
-    held_by,
-    judge_metrics,
-    reasons,
-    reasons_with_model,
-)
+from lockstep.run.checks.means import Changes, Deviation, held_by, judge_metrics, reasons, reasons_with_model
+from lockstep.run.checks.rows import RowCopies, copies_of, has_rows
 from lockstep.run.step import sum_and_weight, with_exact_mean
 from lockstep.run.step_errors import explain_loss
 from lockstep.runtime.torch_internals import OVERWRITTEN

@@ -35,18 +35,9 @@ from lockstep.numerics.hooks import hooks_gradients
 from lockstep.numerics.running_buffers import normalises_by_batch, warn_of_few_samples
 from lockstep.run.checks.calls import warn_of_settings, watching_calls
 from lockstep.run.checks.findings import Findings
-from lockstep.run.checks.means import (
-    Deviation,
-    Sums,
-    are_apart,
-    deviation_of_parts,
-    gradients_of,
-    has_rows,
-    leaves_of,
-    own_rows,
-    together,
-)
+from lockstep.run.checks.means import Deviation, Sums, are_apart, deviation_of_parts, gradients_of
 from lockstep.run.checks.other_samples import expected
+from lockstep.run.checks.rows import has_rows, leaves_of, own_rows, together
 from lockstep.run.checks.short_step import (
     RehearsalCompute,
     Watched,

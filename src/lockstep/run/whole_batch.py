@@ -31,7 +31,7 @@ from lockstep.data.batch import Batch, MicroBatch, tensors_in
 from lockstep.errors import ConfigError
 from lockstep.numerics.hidden_state import Kind, Snapshot
 from lockstep.numerics.precision import dtype_named
-from lockstep.run.checks.means import copies_of
+from lockstep.run.checks.rows import copies_of
 from lockstep.run.checks.short_step import with_own_data
 from lockstep.run.evaluation import require_exact
 from lockstep.run.step import StepCompute, wide

@@ -41,18 +41,12 @@ from lockstep.run.checks.means import (
     Sums,
     are_apart,
     checked,
-    copies_of,
     deviation_of_parts,
     deviation_with_model,
     gradients_of,
-    has_rows,
-    joined,
-    leaves_of,
     norm_of,
-    own_rows,
-    together,
-    with_columns,
 )
+from lockstep.run.checks.rows import copies_of, has_rows, joined, leaves_of, own_rows, together, with_columns
 from lockstep.run.checks.short_step import Buffers
 from lockstep.run.step import StepCompute, sum_and_weight
 from lockstep.run.whole_batch import stand_in

@@ -22,7 +22,8 @@ from lockstep.distributed.collectives import broadcast_tensors
 from lockstep.numerics.hidden_state import Snapshot
 from lockstep.numerics.running_buffers import persistent_buffers
 from lockstep.run.checks.findings import Findings
-from lockstep.run.checks.means import Deviation, RowCopies, checked, copies_of, has_rows
+from lockstep.run.checks.means import Deviation, checked
+from lockstep.run.checks.rows import RowCopies, copies_of, has_rows
 from lockstep.run.step import StepCompute
 from lockstep.runtime.events import StepEvents
 from lockstep.strategies import Strategy
