@@ -145,6 +145,8 @@ class _Look:
     samples: int
     judges_loss: bool
     """True if the loss is called, too."""
+    has_graph: bool
+    """True if the forward pass may compute gradients."""
     ways: Sequence[bool]
     """For each way, whether samples are put in pairs; the second way, if the first fails."""
     buffers: Buffers
@@ -178,7 +180,7 @@ class _Look:
         compute, loss = self.compute, None
         self.buffers.restore()
         compute.randomness.begin_micro_batch(compute.plan.step, number)
-        with torch.enable_grad():  # the forward pass may compute gradients itself
+        with torch.set_grad_enabled(self.has_graph):
             output, target = compute.output_and_target(own_rows(self.data, list(rows)))
         outputs = [each.detach().clone() for each in tensors_in(output)]  # the loss may write into them
         if self.judges_loss:
@@ -267,7 +269,9 @@ def _look_at(strategy: Strategy, compute: StepCompute, micro_batches: Sequence[M
         if samples > 1 and has_rows(leaves_of(data), samples):
             ways = (True,) if together_with_others else (False, True)
             buffers = Buffers((compute.forward_pass.model,))
-            look = _Look(compute, data, samples, judges and not together_with_others, ways, buffers)
+            # Under fsdp, a graph that no backward pass uses would keep the parameters of a closed run.
+            has_graph = strategy.replicated or together_with_others
+            look = _Look(compute, data, samples, judges and not together_with_others, has_graph, ways, buffers)
     if together_with_others and not all(strategy.gather_records(look is not None)):
         return Seen()
     if look is None:
