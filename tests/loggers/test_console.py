@@ -118,11 +118,16 @@ class Clock:
         return self.now
 
 
-def lines_of(monkeypatch, *epochs, epochs_in_all=4, **more):
-    """The console's lines on epochs of 4 steps, each given as (epoch, steps done before, last step, is_last)."""
+def timed_console(monkeypatch):
+    """A console, the clock that it reads, and the stream that it writes to."""
     clock, stream = Clock(), io.StringIO()
     monkeypatch.setattr("lockstep.loggers.console.time", clock)
-    console = Console(stream)
+    return Console(stream), clock, stream
+
+
+def lines_of(monkeypatch, *epochs, epochs_in_all=4, **more):
+    """The console's lines on epochs of 4 steps, each given as (epoch, steps done before, last step, is_last)."""
+    console, clock, stream = timed_console(monkeypatch)
     for epoch, done, end, is_last in epochs:
         console.begin(epoch, epochs=epochs_in_all, start=4 * epoch, steps=4, done=done, **more)
         clock.now += 10.0 * (end - 4 * epoch - done)
@@ -146,9 +151,7 @@ def test_before_the_first_step_no_time_is_known(monkeypatch):
 
 def test_an_evaluation_with_which_a_run_goes_on_is_no_time_of_steps(monkeypatch):
     """A long one counted with every later step."""
-    clock, stream = Clock(), io.StringIO()
-    monkeypatch.setattr("lockstep.loggers.console.time", clock)
-    console = Console(stream)
+    console, clock, stream = timed_console(monkeypatch)
     console.begin(0, epochs=3, start=0, steps=4, done=4)
     clock.now += 600.0
     console.epoch(0, 4, {"loss": 1.0})
@@ -161,9 +164,7 @@ def test_an_evaluation_with_which_a_run_goes_on_is_no_time_of_steps(monkeypatch)
 
 def test_evaluations_count_once_for_each_epoch_to_come(monkeypatch):
     """The rest of an epoch has a whole evaluation after it."""
-    clock, stream = Clock(), io.StringIO()
-    monkeypatch.setattr("lockstep.loggers.console.time", clock)
-    console = Console(stream)
+    console, clock, stream = timed_console(monkeypatch)
     console.begin(0, epochs=3, start=0, steps=4, done=3)
     clock.now += 10.0
     console.log(4, {"loss": 1.0})

@@ -53,6 +53,11 @@ ALIGNMENT = 64
 vectors or matrices that begin elsewhere have other bits."""
 
 
+def gap_after(tensor: Tensor) -> int:
+    """The numbers to leave unused after a tensor, for the next one in the same memory to begin aligned."""
+    return -tensor.numel() % (ALIGNMENT // tensor.element_size())
+
+
 def is_dense(tensor: Tensor) -> bool:
     """Returns whether the values of a tensor are numbers at strides in memory."""
     return tensor.layout is torch.strided and not tensor.is_quantized

@@ -24,7 +24,7 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from lockstep.core.fingerprint import digest_tensors
-from lockstep.data.reader import ALIGNMENT
+from lockstep.data.reader import gap_after
 from lockstep.errors import ConfigError
 from lockstep.text import plural, shorten
 
@@ -528,8 +528,7 @@ def _room(buffer: Tensor) -> int:
 
     Products with a buffer that begins elsewhere have other bits, and a stage of a pipeline has only some of them.
     """
-    unit = ALIGNMENT // buffer.element_size()
-    return -(-buffer.numel() // unit) * unit
+    return buffer.numel() + gap_after(buffer)
 
 
 def _flatten(buffers: list[Tensor], dtype: torch.dtype, room: Callable[[Tensor], int]) -> Tensor:

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lockstep.core.plan import Share
 from lockstep.core.summation_tree import TreeStack, fold_rows, merges_after_leaf, push_leaf, push_leaves
-from lockstep.data.reader import ALIGNMENT
+from lockstep.data.reader import ALIGNMENT, gap_after
 from lockstep.errors import ConfigError
 from lockstep.numerics.hooks import hooks_made
 from lockstep.numerics.precision import all_finite
@@ -125,8 +125,7 @@ class Slot:
     @property
     def gap(self) -> int:
         """How many numbers lie unused after its own in the bucket; none where a rank gets a part of the sum."""
-        unit = ALIGNMENT // self.parameter.element_size()
-        return -self.parameter.numel() % unit if self.held is self.parameter else 0
+        return gap_after(self.parameter) if self.held is self.parameter else 0
 
 
 class GradientTree:

@@ -17,7 +17,7 @@ from lockstep.run.checks.short_step import parameter_values
 from lockstep.strategies import Strategy
 
 SCALES = (1.0, 2.0, 1.0)
-"""What the loss is multiplied by in each pass; the third tells what differs by itself."""
+"""The factor of the loss in each pass; the third tells what differs by itself."""
 _ROUNDING = 1e-3
 """The part of a gradient by which two may differ that are equal but for rounding."""
 _OF_SUM = (
