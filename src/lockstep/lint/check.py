@@ -60,7 +60,7 @@ def findings_in_a_run(text: str, path: str) -> list[Finding]:
         sampling.order_of_a_set,
         models.least_squares_driver,
     )
-    words = (*"torchmetrics ignite .micro_batches on_output on_micro_batch on_samples (set( lstsq(".split(), " set(")
+    words = (*["torchmetrics", "ignite", ".micro_batches", "on_output", "on_micro_batch", "on_samples", "(set(", "lstsq("], " set(")
     asks = launching.COUNTS.search(text) or any(each in text for each in words)
     try:
         return check_text(text, path, rules) if asks else []
